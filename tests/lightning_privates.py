@@ -33,6 +33,7 @@ TORCH = {
     "_iterator": "the persistent workers of a `DataLoader`",
     "_load_from_state_dict": "whether a layer loads in a way of its own",
     "_load_state_dict_pre_hooks": "hooks that change a state dict must see that of the whole module",
+    "_local_scalar_dense": "the operator that reads a number of a tensor, as `float(...)` does",
     "_local_tensor": "of a `DTensor`, without an entry in the graph",
     "_make_wrapper_subclass": "the documented way to make a tensor that has no storage",
     "_metadata": "versions of layers, an attribute of state dicts",

@@ -27,6 +27,7 @@ LONGER: dict[str, str] = {
     "pipeline_parallel/frame/discovery.py::_absent": "the attempts to run a call without values, in their order",
     "pipeline_parallel/frame/plan.py::make_part": "a field a line: what a stage does of a step",
     "strategy/layout.py": "what a layout is made of, and the texts of all that it refuses",
+    "strategy/run.py": "what lives as long as a run, in the order in which it is made",
     "strategy/strategy.py::__init__": "an argument a line",
     "strategy/strategy.py": "all that Lightning asks of a strategy, a method each, and the texts of arguments",
     "trainer/step_context.py::__init__": "an attribute a line",
@@ -38,6 +39,8 @@ LONGER: dict[str, str] = {
 # Folders with more files than usual have been looked at too.
 FULLER: dict[str, str] = {
     "distributed": "what every package stands on, a file for each word of the field: mesh, failure, agreement, random",
+    "trainer": "what a run does beside the loops of Lightning: a file for each part of a step and each thing around it",
+    "strategy": "what Lightning asks of a strategy: a file for each thing that lives with a run or a module",
     "pipeline_parallel/frame": "the followed step: a file for each thing that its plan knows",
 }
 

@@ -55,6 +55,44 @@ def total_norm(
 
 
 @torch.no_grad()
+def parameter_norms(
+    parameters: Sequence[nn.Parameter],
+    norm_type: float = 2.0,
+    *,
+    group: ProcessGroup | None = None,
+    counts: Callable[[nn.Parameter], bool] = lambda parameter: True,
+    device: torch.device | None = None,
+) -> list[Tensor | None]:
+    """Return the gradient norm of each parameter, on every rank of a group, by one collective.
+
+    Args:
+        parameters: The parameters of the whole model, in the same order on every rank; a rank does not count those it
+            does not hold.
+        norm_type: The exponent p > 0, or ``float("inf")``.
+        group: The ranks that together hold the model; ``None`` if this one holds all of it.
+        counts: Whether this rank counts a parameter. Of copies of a parameter, one must be counted.
+        device: Where ranks communicate; needed where a rank may have no gradient.
+
+    Returns:
+        Scalars in float64 on ``device``; ``None`` for a parameter without a gradient on any rank.
+    """
+    found = torch.zeros(2, len(parameters), dtype=torch.float64, device=device)  # norms, and whether there is one
+    for index, parameter in enumerate(parameters):
+        gradient = local_gradient(parameter) if counts(parameter) else None
+        if gradient is not None:
+            found[1, index] = 1
+            if gradient.numel():
+                found[0, index] = _norms([gradient], norm_type)[0][0]
+    gathered = [found]
+    if group is not None and group.size() > 1:
+        gathered = [torch.empty_like(found) for _ in range(group.size())]
+        dist.all_gather(gathered, found, group=group)
+    every = torch.stack(gathered)
+    norms, has_gradient = torch.linalg.vector_norm(every[:, 0], norm_type, dim=0), every[:, 1].sum(0).tolist()
+    return [norm if has else None for norm, has in zip(norms, has_gradient, strict=True)]
+
+
+@torch.no_grad()
 def clip_by_total_norm(
     parameters: Iterable[nn.Parameter],
     max_norm: float,

@@ -127,6 +127,11 @@ class GradientSync:
         """The parameters of this rank, of sharded ones both forms."""
         return [*(location.tensor for location in self._parameters), *self.zero.tensors()]
 
+    def optimized_parameters(self) -> dict[int, nn.Parameter]:
+        """Return what optimizers step of this rank's parameters, by identity; a shard also by its unsharded form."""
+        parameters = (each.tensor for each in self._parameters if isinstance(each.tensor, nn.Parameter))
+        return {id(parameter): parameter for parameter in parameters} | self.zero.shards()
+
     def _is_own(self, location: TensorStages) -> bool:
         return self._mesh.pipeline_rank in location.ranks and not is_placeholder(location.tensor)
 
@@ -304,12 +309,16 @@ class GradientSync:
             shards = [to_local(each.tensor) for each in own if each.ranks == ranks and is_shard(each.tensor)]
             broadcast_tensors(shards, self._group(ranks, of_replica=True))
 
+    def parameters_changed(self) -> None:
+        """Parameters have other values than in the evaluation step before."""
+        self._has_evaluated = False
+
     def broadcast_buffers(self) -> None:
         """Give floating-point buffers the values of the first replica, as `DistributedDataParallel` does.
 
         To be called before each training step and each evaluation.
         """
-        self._has_evaluated = False
+        self.parameters_changed()
         if self._mesh.data_parallel_size > 1 and self._floating_buffers:
             broadcast_tensors(map(to_local, self._floating_buffers), self._mesh.data_group)
 

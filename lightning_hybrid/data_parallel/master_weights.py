@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_hybrid.distributed.dtensor import give_gradient, keeping_marks, local_gradient, put_data, to_local
+from lightning_hybrid.distributed.dtensor import give_gradient, local_gradient, moving, put_data, to_local
 
 
 class _Master:
@@ -139,7 +139,7 @@ class MasterWeights:
         self._handles.clear()
         _open(self._masters)
         self._masters.clear()
-        with keeping_marks(self._module):
+        with moving(self._module):
             self._module.float()  # buffers, and what stands for parameters of other stages
 
 

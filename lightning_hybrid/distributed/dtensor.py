@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial, partialmethod
 from typing import Any, TypeVar
 
 import torch
@@ -15,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.distributed.process_group import device_backends
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -31,9 +33,15 @@ def copy_attributes(old: Tensor, new: Tensor) -> None:
 
 
 @contextmanager
-def keeping_marks(module: nn.Module | None) -> Iterator[None]:
-    """Keep marks such as `no_weight_decay` on sharded parameters while their module is moved: torch loses them."""
+def moving(module: nn.Module | None) -> Iterator[None]:
+    """Around a move of a module: torch loses marks such as `no_weight_decay`, and cannot swap gradients in a graph.
+
+    A gradient is in a graph where a hook has scaled it by the norm of its parameter.
+    """
     parameters = [] if module is None else [each for each in module.parameters() if isinstance(each, DTensor)]
+    for parameter in parameters:
+        if parameter.grad is not None and parameter.grad.grad_fn is not None:
+            parameter.grad = parameter.grad.detach()
     marks = [dict(vars(parameter)) for parameter in parameters]
     yield
     for parameter, each in zip(parameters, marks, strict=True):
@@ -188,8 +196,49 @@ def mixed_operations() -> Iterator[None]:
     """Inside, operations take lists of parameters of which some are divided and some are not, as optimizers do."""
     from torch.distributed.tensor.experimental import implicit_replication  # a tenth of a second
 
-    with keeping_blocks(), implicit_replication():
+    with keeping_blocks(), whole_numbers(), implicit_replication():
         yield
+
+
+@contextmanager
+def whole_numbers() -> Iterator[None]:
+    """Inside, a number that is read from a DTensor, as by `float(p.norm())`, is that of all its ranks.
+
+    Torch reads this rank's part of a sum. All ranks that share the tensor must read it. Arrays are refused with what to
+    use. In a version of torch that keeps its handlers elsewhere, numbers stay what they are.
+
+    Raises:
+        WrongUseError: If an array or a list is made from a DTensor that ranks share.
+    """
+    handlers = getattr(getattr(DTensor, "_op_dispatcher", None), "_custom_op_handlers", {})
+    operation = torch.ops.aten._local_scalar_dense.default
+    before = handlers.get(operation)
+    methods = {name: vars(DTensor).get(name) for name in ("numpy", "tolist")}
+
+    def read(name: str, tensor: DTensor, *args: Any, **kwargs: Any) -> Any:
+        if all(placement.is_replicate() for placement in tensor.placements):
+            return getattr(to_local(tensor), name)(*args, **kwargs)
+        raise WrongUseError(
+            f"`{name}` was called on a tensor of which ranks hold different parts (tensor parallelism, ZeRO). Read"
+            " parameters inside `with self.trainer.strategy.full_parameters():`, with `gradients=True` for gradients"
+            " too, on every rank."
+        )
+
+    handlers[operation] = lambda _, args, __: full_tensor(args[0]).item()
+    for name in methods:
+        setattr(DTensor, name, partialmethod(partial(read, name)))
+    try:
+        yield
+    finally:
+        for name, method in methods.items():
+            if method is None:  # torch's is inherited
+                delattr(DTensor, name)
+            else:
+                setattr(DTensor, name, method)
+        if before is None:
+            del handlers[operation]
+        else:
+            handlers[operation] = before
 
 
 @contextmanager
@@ -361,7 +410,7 @@ def full_tensor(value: Any) -> Any:
     if not isinstance(value, DTensor):
         return value
     there: Any = value.to(value.device_mesh.device_type)  # after a run it may lie on the host
-    if not is_zero_sharded(value):
+    if not is_zero_sharded(value) or value.placements[-1].is_partial():
         return _gather(there)
     local = all_gather_zero(there)
     if value.device_mesh.ndim == 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from lightning_hybrid.distributed.dtensor import copy_attributes
 from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.distributed.module_names import named_tensors
+from lightning_hybrid.distributed.pytree import flatten
 from lightning_hybrid.pipeline_parallel.stage_map import StageMap
 
 _T = TypeVar("_T", bound=Tensor)
@@ -24,6 +26,12 @@ _WRITTEN_TEXT = (
     "A tensor is written with the values of a parameter that lives on other stages, which are not here. An average of"
     " weights that a hook moves has to live with the weights: let the first batch of training use both on the same side"
     " of the layers, make both parts of one layer, or use Lightning's `WeightAveraging`."
+)
+
+_GRADIENT_TEXT = (
+    "The gradient of a parameter that lives on another stage is set to a tensor with values, which would be lost."
+    " Change gradients in place (`p.grad.mul_(...)`), or in"
+    " `with self.trainer.strategy.full_parameters(gradients=True, writes=True)`."
 )
 
 
@@ -49,7 +57,12 @@ class PlaceholderTensor(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if _writes_values(func, args, kwargs or {}):
                 raise WrongUseError(_WRITTEN_TEXT)
-            result = func(*args, **(kwargs or {}))
+            try:
+                result = func(*args, **(kwargs or {}))
+            except RuntimeError as error:
+                if "meta" in str(error) and any(map(_has_values, flatten((args, kwargs))[0])):
+                    raise WrongUseError(without_value_text(f"what `{func.__name__}` computes")) from error
+                raise
             return result.as_subclass(PlaceholderBuffer) if type(result) is Tensor and result.is_meta else result
 
     def to(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -97,6 +110,28 @@ class PlaceholderTensor(Tensor):
 class PlaceholderParameter(PlaceholderTensor, nn.Parameter):
     """A parameter that lives on another stage."""
 
+    @property
+    def grad(self) -> Tensor | None:
+        """The gradient, which lives on the other stage too; without a value, but not ``None``.
+
+        Loops over gradients skip ``None``, and would take the gradients of one stage for those of the model. Optimizers
+        of torch skip it too, as they should.
+        """
+        # Fused optimizers refuse gradients on the meta device, and none has anything to step here.
+        if not self.requires_grad or sys._getframe(1).f_globals.get("__name__", "").startswith("torch.optim"):
+            return None
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.detach().as_subclass(AbsentGradient)
+
+    @grad.setter
+    def grad(self, gradient: Tensor | None) -> None:
+        if gradient is not None and not is_placeholder(gradient):
+            raise WrongUseError(_GRADIENT_TEXT)
+
+    @grad.deleter
+    def grad(self) -> None:
+        pass
+
     def _like(self, tensor: Tensor) -> Tensor:
         with torch._C.DisableTorchFunctionSubclass():
             plain = tensor.detach().as_subclass(Tensor)
@@ -105,6 +140,10 @@ class PlaceholderParameter(PlaceholderTensor, nn.Parameter):
 
 class PlaceholderBuffer(PlaceholderTensor):
     """A buffer that lives on another stage."""
+
+
+class AbsentGradient(PlaceholderBuffer):
+    """The gradient of a parameter that lives on another stage. What is computed from it is a `PlaceholderBuffer`."""
 
 
 def _writes_values(function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> bool:
@@ -215,14 +254,13 @@ def without_value_text(what: str) -> str:
     """
     return (
         f"{what[0].upper()}{what[1:]} depends on parameters of layers that live on other stages: no stage has the"
-        " values of all parameters. A hook takes those of its stage by `if not p.is_meta`. To move a teacher or an"
-        " average of weights, use a hook, such as `on_train_batch_end`, or `WeightAveraging`. To penalise weights use"
+        " values of all parameters. In a hook, read them inside `with self.trainer.strategy.full_parameters():`, with"
+        " `gradients=True` for gradients too, on every rank; or take those of this rank's stage by `if not p.is_meta`."
+        " `torch.nn.utils.get_total_norm` and `self.trainer.strategy.grad_norm()` return the gradient norm of the whole"
+        " model. To move a teacher or an"
+        " average of weights, use a hook, such as `on_train_batch_end`, or `WeightAveraging`. To penalize weights use"
         " the optimizer's `weight_decay`; or name the `nn.Sequential` that is divided, `HybridStrategy(body=[...])`:"
-        " then a penalty over parameters in `training_step` works. For the norm of the gradients use"
-        " `self.trainer.strategy.grad_norm()` in `on_before_optimizer_step`, for the device `self.device`, not a"
-        " parameter's. To log weights, call"
-        " `self.trainer.strategy.lightning_module_state_dict()` in a hook on every rank (it is whole on rank 0), and"
-        " log with `rank_zero_only=True`."
+        " then a penalty over parameters in `training_step` works. For the device use `self.device`, not a parameter's."
     )
 
 

@@ -258,9 +258,9 @@ def check_trainer(trainer: Trainer, module: LightningModule, *, num_stages: int)
             )
     if is_overridden("configure_gradient_clipping", module):
         rank_zero_warn(
-            f"{type(module).__name__} overrides `configure_gradient_clipping`. With a pipeline, `self.clip_gradients`"
-            " and `self.trainer.strategy.grad_norm()` know the gradients of the whole model; functions of torch see"
-            " those of one stage."
+            f"{type(module).__name__} overrides `configure_gradient_clipping`. With a pipeline, `self.clip_gradients`,"
+            " `clip_grad_norm_` of torch and `self.trainer.strategy.grad_norm()` know the gradients of the whole model;"
+            " a loop over the parameters of the optimizer sees those of one stage."
         )
 
 

@@ -19,6 +19,8 @@ signal handlers, the broadcast of SIGTERM        no collective in a handler     
 Lightning's console handlers, `showwarning`      lines beside progress bars             `trainer.results.terminal`
 `Metric.sync`, `compute`, `update`               over the replicas, on the last stage   `trainer.results.metrics`
 `torch.distributed.all_reduce`, ...              not in a step over stages              `strategy.collectives`
+`clip_grad_norm_`, `get_total_norm`, `grad_norm` the gradients of the whole model       `trainer.gradient_functions`
+numbers and arrays read from a `DTensor`         of the whole tensor, or refused        `distributed.dtensor`
 `body.forward`                                   the step is cut there                  `pipeline_parallel.body`
 ===============================================  =====================================  ===============================
 """

@@ -61,6 +61,7 @@ from lightning_hybrid.trainer.debug.nonfinite_gradients import GradientWatch, No
 from lightning_hybrid.trainer.debug.position import find_position, place_text
 from lightning_hybrid.trainer.evaluation_step import EvaluationStep, UncutEvaluationStep
 from lightning_hybrid.trainer.exceptions import ExceptionCallback
+from lightning_hybrid.trainer.gradient_functions import GradientFunctions
 from lightning_hybrid.trainer.results.epoch_sync import EpochSync
 from lightning_hybrid.trainer.results.terminal import lines_beside_bars
 from lightning_hybrid.trainer.resume.resume import ResumeCallback
@@ -435,12 +436,18 @@ class Run:
         self.grad_sync.zero.remove()
         self.training_step = self.evaluation_step = RefusedStep()
 
-    def install(self, trainer: Trainer, nonfinite: GradientWatch | None = None) -> None:
+    def install(
+        self,
+        trainer: Trainer,
+        nonfinite: GradientWatch | None = None,
+        gradient_functions: GradientFunctions | None = None,
+    ) -> None:
         """Take the places in the Trainer and the module that are needed during a run; :meth:`remove` gives them back.
 
         Args:
             trainer: The Trainer, whose optimizers are there.
             nonfinite: Looks at gradients before an optimizer steps.
+            gradient_functions: Lets functions over gradients see those of all ranks; ``None`` if this rank has all.
         """
         world, module, undo = self._world, self._attached.module, self._installed
         self.is_installed = True
@@ -451,6 +458,9 @@ class Run:
         desync = self.context.desync if self.context else StepDesync(module, world.mesh, world.desync, refusing)
         undo.enter_context(desync.noting_reductions(trainer))
         undo.enter_context(warning_of_half_precision(trainer, module))
+        if gradient_functions is not None:
+            gradient_functions.install()
+            undo.callback(gradient_functions.remove)
         if nonfinite is not None:
             undo.enter_context(nonfinite.in_steps(trainer))
         if isinstance(nonfinite, NonfiniteGuard):

@@ -27,17 +27,19 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_hybrid.checkpoint.file_io import FileIO
+from lightning_hybrid.checkpoint.ownership import Ownership
 from lightning_hybrid.checkpoint.storage.remote import dated
 from lightning_hybrid.checkpoint.weights.weights import Source
 from lightning_hybrid.config import HybridConfig, preferred, resolve_sizes, usual_microbatches, with_context_axis
 from lightning_hybrid.data_parallel.grad_clip import clip_by_total_norm, total_norm
 from lightning_hybrid.data_parallel.master_weights import MasterWeights
-from lightning_hybrid.distributed.dtensor import keeping_marks
+from lightning_hybrid.distributed.dtensor import moving
+from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.distributed.process_group import has_nccl
 from lightning_hybrid.distributed.watch.connections import Connections
 from lightning_hybrid.pipeline_parallel.batch_norm import batch_norms, limit_microbatches
-from lightning_hybrid.strategy import checks, launch
+from lightning_hybrid.strategy import checks, full_parameters, launch
 from lightning_hybrid.strategy.auto_layout.request import ALL_SIZES, resolve_open
 from lightning_hybrid.strategy.collectives import ReplicaCollectives, outside_of_steps
 from lightning_hybrid.strategy.layout import is_cut, sizes_by_axis
@@ -53,6 +55,7 @@ from lightning_hybrid.trainer.batch_hooks import pinned
 from lightning_hybrid.trainer.debug.desync import DesyncDetector
 from lightning_hybrid.trainer.debug.nonfinite_gradients import GradientWatch, NonfiniteGuard, NonfiniteWarning
 from lightning_hybrid.trainer.exceptions import print_shortly, stops_together
+from lightning_hybrid.trainer.gradient_functions import GradientFunctions
 from lightning_hybrid.trainer.optimization import GlobalBatch, ReplicaClosure, check_accumulation
 from lightning_hybrid.trainer.precision import adapt, autocasts, check_master_weights, check_optimizer, scale_half
 
@@ -483,7 +486,7 @@ class HybridStrategy(ReplicaCollectives):
         assert self.model is not None
         self._convert_module()
         self._has_precision = True
-        with keeping_marks(self.model):
+        with moving(self.model):
             self.model_to_device()
         self.attached.master_weights.to(self.root_device)
         self._run = Run(
@@ -507,7 +510,8 @@ class HybridStrategy(ReplicaCollectives):
                 ReplicaClosure, backward_without_loss=self._backward_without_loss, is_cut=self.attached.is_cut
             )
             lightning_internals.replace_closure(trainer, closure)
-        self._run.install(trainer, self._guard_steps() if fitting else None)
+        functions = GradientFunctions(self._run.grad_sync, self._norm_arguments) if self._shares_model else None
+        self._run.install(trainer, self._guard_steps() if fitting else None, functions)
         if self.attached.is_cut:
             self.remember_log_dir(trainer)
 
@@ -516,7 +520,7 @@ class HybridStrategy(ReplicaCollectives):
         assert self.model is not None
         if self.settings.master_weights:
             self.attached.master_weights = MasterWeights(self.model)
-        with keeping_marks(self.model):
+        with moving(self.model):
             self.model = self.precision_plugin.convert_module(self.model)
 
     @override
@@ -584,7 +588,7 @@ class HybridStrategy(ReplicaCollectives):
         module = self._lightning_module
         if module is not None and lacks_values(module):  # after an error, which torch's about moving it would hide
             self._lightning_module = None
-        with keeping_marks(module):
+        with moving(module):
             super().teardown()
         self._lightning_module = module
         if self.settings.gather_module_on_teardown and module is not None and not module.trainer.interrupted:
@@ -713,6 +717,12 @@ class HybridStrategy(ReplicaCollectives):
             return None
         return dist.group.WORLD if self.settings.zero_stage else self.mesh.model_group
 
+    @property
+    def _shares_model(self) -> bool:
+        """Whether other ranks own a part of the parameters."""
+        owners = self._owners()
+        return owners is not None and owners.size() > 1
+
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Let the user configure optimizers over the whole module, and keep what lives here."""
@@ -750,8 +760,7 @@ class HybridStrategy(ReplicaCollectives):
         return output
 
     def _clip_by_norm(self, parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
-        owners = self._owners()
-        if owners is None or owners.size() == 1:
+        if not self._shares_model:
             norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
         else:
             norm = clip_by_total_norm(parameters, max_norm, **self._norm_arguments())
@@ -871,6 +880,51 @@ class HybridStrategy(ReplicaCollectives):
         """
         with self.attached.master_weights.opened():
             self.attached.parallelizer.load(source)
+
+    @outside_of_steps
+    @contextmanager
+    def full_parameters(
+        self, module: nn.Module | None = None, *, gradients: bool = False, writes: bool = False
+    ) -> Iterator[None]:
+        """Make parameters whole on every rank for a while, as ordinary parameters; to be entered on every rank.
+
+        For hooks that read or change parameters of the whole model: histograms, norms of weights, initialization. It
+        is like `summon_full_params` of FSDP and `GatheredParameters` of DeepSpeed. A parameter that another stage
+        holds, or that ranks share (tensor parallelism, ZeRO), is another object inside: take parameters from the
+        module, such as by `self.parameters()`, and not from the optimizer. Each rank needs memory for all of them, so
+        pass a part of the module where that is enough. Layers cannot be called inside.
+
+        Example::
+
+            with self.trainer.strategy.full_parameters(self.head, gradients=True):
+                norm = self.head.weight.grad.norm()
+
+        Args:
+            module: The part of the LightningModule whose parameters are meant; by default all of it.
+            gradients: If True, parameters have whole gradients inside. If False, they have none.
+            writes: If True, parameters and gradients keep the values that they have on rank 0 when the context ends.
+                If False, changes are lost.
+
+        Returns:
+            A context manager.
+
+        Raises:
+            ValueError: In a step, before the module is divided, or if ``module`` is not a part of the LightningModule;
+                inside, if a layer is called or a parameter is replaced.
+        """
+        attached, root = self.attached, self._module
+        if self._run is not None and self._run.grad_sync.zero.is_open:
+            raise WrongUseError(full_parameters.IN_STEP)
+        if not attached.parallelizer.is_done:
+            raise WrongUseError(full_parameters.NOT_DIVIDED)
+        ownership = Ownership(root, attached.parallelizer.stage_map, self.mesh)
+        given = root, root if module is None else module, ownership, self.mesh, self.root_device
+        parameters = full_parameters.FullParameters(*given, gradients=gradients)
+        masters = attached.master_weights.opened
+        with parameters.opened(masters, writes=writes, refuses_calls=self._shares_model):
+            yield
+        if writes and self._run is not None:
+            self._run.grad_sync.parameters_changed()
 
     @outside_of_steps
     def gather_module(self) -> None:

@@ -182,6 +182,14 @@ def shard(parameter: nn.Parameter, mesh: DeviceMesh, rank: int, num_ranks: int) 
     return made
 
 
+def full_parameter(value: Tensor, parameter: nn.Parameter) -> nn.Parameter:
+    """Return a plain parameter with these values, and with the attributes of one that may be a shard."""
+    full = nn.Parameter(value, parameter.requires_grad)
+    copy_attributes(parameter, full)
+    vars(full).pop(_UNSHARDED, None)
+    return full
+
+
 @torch.no_grad()
 def unshard(shard: nn.Parameter) -> nn.Parameter:
     """The parameter that :func:`shard` was given; a collective of the replicas."""

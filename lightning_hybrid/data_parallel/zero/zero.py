@@ -83,9 +83,10 @@ class ZeroParameters:
         parameters: The parameters that are sharded, by the identity of the shard.
         reduces_each_backward: Whether gradients are reduced after each backward, and not only after the last one of a
             step; replicas have to run equally many microbatches then.
+        is_open: Whether layers find unsharded parameters: during a step.
     """
 
-    is_active = True
+    is_active, is_open = True, False
 
     def __init__(
         self,
@@ -99,7 +100,6 @@ class ZeroParameters:
         self.reduces_each_backward = zero_stage > 1
         self._is_first = group.rank() == 0
         self._reshard_after_forward = self._reshards_now = reshard_after_forward and zero_stage == 3
-        self._is_open = False
         self._opened_by: nn.Module | None = None
         self._handles: list[RemovableHandle] = []
         owners, keeps = find_owners(module), zero_stage < 3
@@ -147,6 +147,11 @@ class ZeroParameters:
         """Both forms of all parameters."""
         return [form for parameter in self.parameters.values() for form in (parameter.sharded, parameter.unsharded)]
 
+    def shards(self) -> dict[int, nn.Parameter]:
+        """Return the shard of each sharded parameter, by the identities of both its forms."""
+        both = ((form, each.sharded) for each in self.parameters.values() for form in (each.sharded, each.unsharded))
+        return {id(form): shard for form, shard in both}
+
     def counts_in_norm(self, parameter: nn.Parameter) -> bool:
         """Whether this replica counts a parameter, or its rows of it, in the gradient norm."""
         return self._is_first or is_shard(parameter)
@@ -179,9 +184,9 @@ class ZeroParameters:
             reshard_after_forward: Whether layers may be resharded after each use in this step: replicas have to run
                 equally many microbatches then.
         """
-        if self._is_open:
+        if self.is_open:
             return
-        self._is_open = True
+        self.is_open = True
         self._reshards_now = self._reshard_after_forward and reshard_after_forward
         for group in self._all:
             if not unchanged:
@@ -200,15 +205,15 @@ class ZeroParameters:
             self._handles.append(optimizer.register_step_post_hook(lambda *_: self._reopen()))
 
     def _reopen(self) -> None:
-        if self._is_open:
+        if self.is_open:
             self.close()
             self.open()
 
     def close(self) -> None:
         """A step ends: everybody finds shards."""
-        if not self._is_open:
+        if not self.is_open:
             return
-        self._is_open = False
+        self.is_open = False
         for prefetcher in (self._prefetcher, *self._stage_prefetchers.values()):
             prefetcher.finish()
         for group in self._all:
@@ -217,7 +222,7 @@ class ZeroParameters:
 
     def abandon(self) -> None:
         """End a step in which something failed: nothing is waited for."""
-        self._is_open = False
+        self.is_open = False
         for prefetcher in (self._prefetcher, *self._stage_prefetchers.values()):
             prefetcher.abandon()
         for group in self._all:
@@ -284,7 +289,7 @@ class ZeroParameters:
     def _before_owner(self, parameters: Sequence[ShardedParameter], layer: _Layer | None, *_: Any) -> None:
         for parameter in parameters:
             parameter.sync_requires_grad()
-        if layer is not None and self._is_open:
+        if layer is not None and self.is_open:
             self._unshard(layer)
 
     def _unshard(self, layer: _Layer) -> None:
@@ -295,7 +300,7 @@ class ZeroParameters:
                 self._prefetcher.unshard(layer.position)
 
     def _before_layer(self, layer: _Layer, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        if not self._is_open:
+        if not self.is_open:
             self._open_for(module)
         group = layer.group
         for parameter in group.parameters:
@@ -324,7 +329,7 @@ class ZeroParameters:
         """Outside of steps a layer, or the module, can be called too."""
         for parameter in self._root.parameters:
             parameter.sync_requires_grad()
-        if not self._is_open:
+        if not self.is_open:
             self.open()
             self._opened_by = module
 
@@ -352,12 +357,16 @@ class ZeroParameters:
 class NoZero:
     """In the place of :class:`ZeroParameters` where replicas shard nothing."""
 
-    is_active = reduces_each_backward = False
+    is_active = reduces_each_backward = is_open = False
     keeps_layers = True
 
     def tensors(self) -> list[Tensor]:
         """None."""
         return []
+
+    def shards(self) -> dict[int, nn.Parameter]:
+        """Return no shard."""
+        return {}
 
     def counts_in_norm(self, parameter: nn.Parameter) -> bool:
         """Each replica counts everything, and finds the norm by itself."""

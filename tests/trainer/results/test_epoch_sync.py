@@ -285,10 +285,10 @@ def test_hooks_log_what_the_last_stage_logs(ranks: Pools) -> None:
 
 
 class LogsNorms(Callback):
-    """What many write: skips parameters without a gradient, which here are those of other stages."""
+    """Takes the parameters of the optimizer, which here are those of one stage."""
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        norms = [parameter.grad.norm() for parameter in pl_module.parameters() if parameter.grad is not None]
+        norms = [parameter.grad.norm() for parameter in optimizer.param_groups[0]["params"]]
         pl_module.log("grad_norm", torch.stack(norms).norm())
         pl_module.log("whole_norm", trainer.strategy.grad_norm())
         pl_module.log("nan", float("nan"))

@@ -1,0 +1,186 @@
+"""Parameters that are whole for a while, on every rank, as `summon_full_params` of FSDP makes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_hybrid.checkpoint.ownership import Ownership
+from lightning_hybrid.data_parallel.broadcast import broadcast_tensors
+from lightning_hybrid.data_parallel.zero.param import find_owners, full_parameter, set_parameter
+from lightning_hybrid.distributed.agreement import agree, all_gather_values
+from lightning_hybrid.distributed.dtensor import distribute_like, full_tensor, give_gradient, local_gradient, to_local
+from lightning_hybrid.distributed.failure import WrongUseError
+from lightning_hybrid.distributed.mesh import Mesh
+from lightning_hybrid.distributed.messages.tree_broadcast import broadcast_object
+from lightning_hybrid.pipeline_parallel.placeholders import is_placeholder
+
+IN_STEP = (
+    "`full_parameters` was entered in a step, in which layers have unsharded parameters (ZeRO). Enter it in a hook,"
+    " such as `on_train_batch_end`, or with automatic optimization `on_before_optimizer_step`."
+)
+NOT_DIVIDED = (
+    "`full_parameters` was entered before the module was divided, or after `gather_module`: its parameters are whole."
+    " Enter it in a hook from `configure_optimizers` on."
+)
+_CALL_TEXT = (
+    "A layer is called inside `with strategy.full_parameters(...)`, where its parameters are whole and its forward"
+    " expects this rank's part. Read or change parameters inside, and call layers outside of it."
+)
+
+
+class FullParameters:
+    """The parameters of a part of the module, which are whole on every rank inside :meth:`opened`.
+
+    Every rank must make this with the same part and enter it: both are collectives of all ranks.
+
+    Args:
+        root: The user's module, divided.
+        part: The module whose parameters are meant: ``root``, or a part of it.
+        ownership: Knows which pipeline rank has which parameter.
+        mesh: The ranks.
+        device: Where whole parameters are.
+        gradients: If True, whole parameters have whole gradients.
+
+    Raises:
+        ValueError: If the part has parameters that the module does not have; on every rank.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        part: nn.Module,
+        ownership: Ownership,
+        mesh: Mesh,
+        device: torch.device,
+        *,
+        gradients: bool,
+    ) -> None:
+        self._part, self._mesh, self._device, self._has_gradients = part, mesh, device, gradients
+        self._owners = find_owners(root)
+        agree(self._check)
+        names = {id(parameter): name for name, parameter in root.named_parameters()}
+        first = ownership.parameter_owners()
+        self._stages = {parameter: first[names[id(parameter)]] for parameter in part.parameters()}
+        self._full: dict[nn.Parameter, nn.Parameter] = {}
+
+    def _check(self) -> None:
+        for name, parameter in self._part.named_parameters():
+            if id(parameter) not in self._owners:
+                raise ValueError(
+                    f"`full_parameters` was given a {type(self._part).__name__} whose parameter {name!r} is not one of"
+                    " the LightningModule. Pass a module that is a part of it, or nothing for all of it."
+                )
+
+    @contextmanager
+    def opened(
+        self, masters: Callable[[], AbstractContextManager[None]], *, writes: bool, refuses_calls: bool
+    ) -> Iterator[None]:
+        """Inside, the module has whole parameters.
+
+        Args:
+            masters: Makes a context in which parameters are their masters in float32, if they have any.
+            writes: If True, changes are written back, unless an exception leaves the context.
+            refuses_calls: If True, a layer that is called inside raises an error.
+
+        Raises:
+            WrongUseError: If a layer is called inside, or a parameter is replaced.
+        """
+        with masters():
+            self._gather()
+        layers = self._part.modules() if refuses_calls else ()
+        handles = [layer.register_forward_pre_hook(_refuse_call, prepend=True) for layer in layers]
+        try:
+            yield
+            self._check_places()
+        finally:
+            for handle in handles:
+                handle.remove()
+            for parameter in self._full:
+                set_parameter(parameter, self._owners[id(parameter)])
+        if writes:
+            with masters():
+                self._write()
+
+    @torch.no_grad()
+    def _gather(self) -> None:
+        dtypes = self._dtypes()
+        by_stage: dict[int, list[Tensor]] = {}
+        for (parameter, stage), (dtype, grad_dtype) in zip(self._stages.items(), dtypes, strict=True):
+            full = self._full[parameter] = full_parameter(self._whole(parameter, parameter, dtype), parameter)
+            by_stage.setdefault(stage, []).append(full)
+            if grad_dtype is not None:
+                gradient = self._whole(parameter.grad, parameter, grad_dtype)
+                if grad_dtype != dtype:
+                    full.grad_dtype = grad_dtype
+                full.grad = gradient
+                by_stage[stage].append(gradient)
+        if self._mesh.pipeline_parallel_size > 1:
+            for stage, tensors in by_stage.items():
+                broadcast_tensors(tensors, self._mesh.model_group, self._mesh.model_group_rank(stage, 0))
+        for parameter, full in self._full.items():
+            set_parameter(full, self._owners[id(parameter)])
+
+    def _dtypes(self) -> list[tuple[torch.dtype, torch.dtype | None]]:
+        """Return the dtypes of each parameter and of its gradient, ``None`` without one, as their owner has them."""
+        own = [
+            None
+            if is_placeholder(each)
+            else (each.dtype, None if each.grad is None or not self._has_gradients else each.grad.dtype)
+            for each in self._stages
+        ]
+        if self._mesh.pipeline_parallel_size == 1:
+            return own  # type: ignore[return-value]
+        told = all_gather_values(own, self._mesh.control_group)
+        return [told[self._mesh.model_group_rank(stage, 0)][index] for index, stage in enumerate(self._stages.values())]
+
+    def _whole(self, tensor: Tensor | None, parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:
+        """A parameter or its gradient, in memory of its own; without values if this rank has none."""
+        if tensor is None or is_placeholder(tensor):
+            return torch.empty(parameter.shape, dtype=dtype, device=self._device)
+        full: Tensor = full_tensor(tensor.detach()).to(self._device)
+        return full.clone(memory_format=torch.contiguous_format)
+
+    @torch.no_grad()
+    def _write(self) -> None:
+        """Give the parameters, and their gradients if they are whole too, the values that the first rank has."""
+        world = dist.group.WORLD
+        assert world is not None
+        broadcast_tensors((full.data for full in self._full.values()), world)
+        for parameter, full in self._full.items():
+            if not is_placeholder(parameter):
+                to_local(parameter).copy_(to_local(distribute_like(full.detach(), parameter)))
+        if not self._has_gradients:
+            return
+        own = [None if full.grad is None else full.grad.dtype for full in self._full.values()]
+        for (parameter, full), dtype in zip(self._full.items(), broadcast_object(own, 0, world), strict=True):
+            if dtype is None:
+                parameter.grad = None
+                continue
+            gradient = torch.empty_like(full, dtype=dtype) if full.grad is None else full.grad.to(dtype)
+            broadcast_tensors([gradient], world)
+            if is_placeholder(parameter):
+                continue
+            shard, held = to_local(distribute_like(gradient, parameter)), local_gradient(parameter)
+            if held is None:
+                give_gradient(parameter, shard)
+            else:
+                held.copy_(shard)
+
+    def _check_places(self) -> None:
+        for parameter, full in self._full.items():
+            for layer, name in self._owners[id(parameter)]:
+                if layer._parameters.get(name) is not full:
+                    raise WrongUseError(
+                        f"`{type(layer).__name__}.{name}` was replaced inside `with strategy.full_parameters(...)`."
+                        f" Change its values in place, such as with `{name}.copy_(...)` under `torch.no_grad()`."
+                    )
+
+
+def _refuse_call(*_: Any) -> None:
+    raise WrongUseError(_CALL_TEXT)

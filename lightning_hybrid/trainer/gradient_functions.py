@@ -1,0 +1,184 @@
+"""Functions of torch and Lightning over gradients, which see the gradients of the whole model during a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from types import FunctionType
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities import grad_norm
+from torch import Tensor, nn
+from torch.nn import utils
+
+from lightning_hybrid.data_parallel.grad_clip import parameter_norms, total_norm
+from lightning_hybrid.data_parallel.grad_sync import GradientSync
+from lightning_hybrid.distributed.dtensor import local_view
+from lightning_hybrid.distributed.failure import WrongUseError
+from lightning_hybrid.pipeline_parallel.placeholders import AbsentGradient, is_placeholder
+
+_Function = Callable[..., Any]
+
+
+def route(function: _Function, to: _Function) -> Callable[[], None]:
+    """Let a function of a library do something else, under whatever names it was imported.
+
+    Its object stays and gets other code, so ``from torch.nn.utils import clip_grad_norm_`` before a run counts too.
+
+    Args:
+        function: A function of Python without free variables, or one that wraps such a function.
+        to: Gets a function that does what ``function`` has done, and then the arguments of the call.
+
+    Returns:
+        A function that undoes this.
+    """
+    while hasattr(function, "__wrapped__"):
+        function = function.__wrapped__
+    assert isinstance(function, FunctionType), f"{function} is not written in Python"
+    code, keywords = function.__code__, function.__kwdefaults__
+    before = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
+    before.__kwdefaults__ = keywords
+    function.__kwdefaults__ = {"_to": partial(to, before)}
+    function.__code__ = _routed.__code__
+
+    def undo() -> None:
+        function.__code__, function.__kwdefaults__ = code, keywords
+
+    return undo
+
+
+def _routed(*args: Any, _to: _Function, **kwargs: Any) -> Any:
+    return _to(*args, **kwargs)
+
+
+class GradientFunctions:
+    """Makes functions over parameters of the module, or over their gradients, mean the whole model during a run.
+
+    Norms are collectives of the ranks that hold the model: each of them calls the function, in the same order. Tensors
+    that do not belong to the module go to the functions of the libraries as usual.
+
+    ============================================  =================================================================
+    `torch.nn.utils.get_total_norm`               the norm of gradients of all stages and shards, each counted once
+    `torch.nn.utils.clip_grad_norm_`              the same norm; each rank scales what it holds
+    `clip_grads_with_norm_`, `clip_grad_value_`   each rank changes what it holds
+    `lightning.pytorch.utilities.grad_norm`       the norm of each parameter, and of all, on every rank
+    ============================================  =================================================================
+
+    Args:
+        grad_sync: Knows the parameters of this rank.
+        norm_arguments: Returns the keyword arguments of :func:`~.grad_clip.total_norm`.
+    """
+
+    def __init__(self, grad_sync: GradientSync, norm_arguments: Callable[[], Mapping[str, Any]]) -> None:
+        self._grad_sync, self._norm_arguments = grad_sync, norm_arguments
+        self._undo = ExitStack()
+
+    def install(self) -> None:
+        """Route the functions here, until :meth:`remove`."""
+        routes: dict[_Function, _Function] = {
+            utils.get_total_norm: self._total_norm,
+            utils.clip_grad_norm_: self._clip_norm,
+            utils.clip_grads_with_norm_: self._change,
+            utils.clip_grad_value_: self._change,
+            grad_norm: self._norm_by_name,
+        }
+        for function, to in routes.items():
+            self._undo.callback(route(function, to))
+
+    def remove(self) -> None:
+        """Give the functions back."""
+        self._undo.close()
+
+    def _clip_norm(self, before: _Function, parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Any:
+        return before(self._optimized(_listed(parameters)), *args, **kwargs)
+
+    def _change(self, before: _Function, parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Any:
+        held = [each for each in self._optimized(_listed(parameters)) if not is_placeholder(each)]
+        return before([local_view(each) for each in held], *args, **kwargs)
+
+    def _total_norm(
+        self,
+        before: _Function,
+        tensors: Tensor | Iterable[Tensor],
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> Any:
+        tensors = _listed(tensors)
+        held = self._held(tensors)
+        if held is None:
+            return before(tensors, norm_type, error_if_nonfinite, foreach)
+        norm = total_norm(held, _exponent(norm_type), **self._norm_arguments())
+        like = tensors or list(self._grad_sync.optimized_parameters().values())
+        norm = norm.to(torch.stack([each.new_zeros((), device="meta") for each in like]).dtype) if like else norm
+        return before([norm], norm_type, error_if_nonfinite, foreach)
+
+    def _norm_by_name(
+        self, before: _Function, module: nn.Module, norm_type: float | str, group_separator: str = "/"
+    ) -> Any:
+        named = dict(module.named_parameters())
+        parameters = self._optimized(list(named.values()))
+        own = self._grad_sync.optimized_parameters()
+        is_own = [id(each) in own or is_placeholder(each) for each in parameters]
+        if not any(is_own):
+            return before(module, norm_type, group_separator)
+        if not all(is_own):
+            raise WrongUseError(_MIXED_TEXT)
+        exponent = _exponent(norm_type)
+        norms = parameter_norms(parameters, exponent, **self._norm_arguments())
+        found = {
+            f"grad_{exponent}_norm{group_separator}{name}": norm.to(parameter.dtype)
+            for name, parameter, norm in zip(named, parameters, norms, strict=True)
+            if norm is not None
+        }
+        if found:
+            found[f"grad_{exponent}_norm_total"] = torch.linalg.vector_norm(torch.stack(list(found.values())), exponent)
+        return found
+
+    def _optimized(self, parameters: Sequence[Tensor]) -> list[Any]:
+        """What optimizers step, in the place of parameters that are unsharded for a step; others as they are."""
+        own = self._grad_sync.optimized_parameters()
+        return [own.get(id(parameter), parameter) for parameter in parameters]
+
+    def _held(self, gradients: Sequence[Tensor]) -> list[nn.Parameter] | None:
+        """The parameters of this rank that have some gradients; ``None`` if these are no gradients of the module.
+
+        No gradients at all may be the share of a rank whose parameters are all frozen, or in another optimizer.
+
+        Raises:
+            WrongUseError: If some are gradients of the module and others are not, or if replicas have taken the
+                gradients off the parameters that a step sees.
+        """
+        if not gradients and self._grad_sync.zero.is_open:
+            raise WrongUseError(_IN_STEP_TEXT)
+        own = {id(each.grad): each for each in self._grad_sync.optimized_parameters().values() if each.grad is not None}
+        is_own = [id(each) in own or isinstance(each, AbsentGradient) for each in gradients]
+        if all(is_own):
+            return [own[id(each)] for each in gradients if id(each) in own]
+        if any(is_own) or any(map(is_placeholder, gradients)):
+            raise WrongUseError(_MIXED_TEXT)
+        return None
+
+
+def _listed(tensors: Tensor | Iterable[Tensor]) -> list[Tensor]:
+    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
+
+
+def _exponent(norm_type: float | str) -> float:
+    exponent = float(norm_type)
+    if not exponent > 0:
+        raise ValueError(f"norm_type={norm_type} must be positive, or inf.")
+    return exponent
+
+
+_MIXED_TEXT = (
+    "The norm of some gradients of the module and of other tensors is asked for: ranks hold different parts of the"
+    " module, and the others would be counted once for each rank. Pass `p.grad` of parameters of the module alone, as"
+    " they are; to compute with other tensors, use `with self.trainer.strategy.full_parameters(gradients=True)`."
+)
+_IN_STEP_TEXT = (
+    "`get_total_norm` finds no gradients in a step under ZeRO: each replica has those of its shards. Call"
+    " `torch.nn.utils.clip_grad_norm_(self.parameters(), ...)` or `self.trainer.strategy.grad_norm()`."
+)
