@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 from lightning_hybrid.distributed.pytree import flatten
-from lightning_hybrid.pipeline_parallel.p2p import Channel, Recv, Send
+from lightning_hybrid.pipeline_parallel.p2p import BlankMessageError, Channel, Recv, Send
 from lightning_hybrid.pipeline_parallel.schedules import Action, ChannelKey, Kind, Schedule
 from lightning_hybrid.pipeline_parallel.stage import Stage
 
@@ -45,6 +46,10 @@ _Buffer = dict[int, Any]
 """Messages that wait for the action that needs them, by microbatch."""
 
 
+#: Stands for a message that is not made.
+_BLANK = object()
+
+
 def _ignore(*_: Any) -> None:
     """The callback of a caller that has none."""
 
@@ -64,7 +69,8 @@ class Engine:
     with a stall. After the last run :meth:`retire` has to be called: a message may be lost when its sender exits.
 
     An exception of ``compute`` or of the transport is not caught: :attr:`position` is the action that ran, and the
-    engine is of no further use.
+    engine is of no further use. The exceptions that :meth:`run` is told of are others: this rank computes nothing more,
+    but sends and receives what its peers wait for, and the engine goes on with the next run.
 
     Args:
         rank: Pipeline rank.
@@ -74,6 +80,7 @@ class Engine:
     Attributes:
         position: The action that runs; ``None`` outside of a run.
         awaited: The receive whose message has not come yet; ``None`` if nothing is waited for.
+        broke_off: The action at which the last run was broken off that was.
         runs: How many runs have begun.
         channels: The channels of this rank.
         posts_kernels: Whether a posted receive is a kernel of the device, for which a host can come to wait.
@@ -83,13 +90,14 @@ class Engine:
         self, rank: int, channels: Mapping[ChannelKey, Channel], *, trace: Callable[[str], None] | None = None
     ) -> None:
         self.position: Action | None = None
+        self.broke_off: Action | None = None
         self.awaited: Recv | None = None
         self.runs = 0
         self._running: tuple[Schedule, list[_Step]] | None = None
         self._rank = rank
         self.channels = dict(channels)
         self.posts_kernels = any(channel.is_on_device for channel in channels.values())
-        self._connected = False
+        self._connected = self._looks = False
         self._trace = _ignore if trace is None else trace
         self._sends: dict[str, Send] = {}
         # By identity: the hash of a schedule is that of all its actions. Holding the schedule keeps its id its own.
@@ -104,6 +112,7 @@ class Engine:
         backward_begins: Callable[[int, bool], None] = _ignore,
         backward_ends: Callable[[int, bool], None] = _ignore,
         profile: Profile | None = None,
+        breaks_off: tuple[type[Exception], ...] = (),
     ) -> list[Any]:
         """Run this rank's part of a schedule.
 
@@ -118,6 +127,9 @@ class Engine:
             backward_ends: Called in the same way just after a backward.
             profile: Gives a context for ``"forward"``, ``"backward"``, ``"send"``, ``"receive"`` (posting) and
                 ``"wait"`` (for a message).
+            breaks_off: Exceptions after which this rank takes part in the run to its end, with blank messages, before
+                it raises them: of ``compute``, and :class:`~.p2p.BlankMessageError`, as peers do likewise. Without any,
+                no message is looked into.
 
         Returns:
             The outputs of the last stage by microbatch, if the schedule is forward only and this rank owns that stage;
@@ -135,12 +147,17 @@ class Engine:
         self.runs += 1
         self._running = schedule, steps
         run = _Run(compute, keys, backward_begins, backward_ends, {})
-        if profile is not None:
-            self._run_profiled(steps, run, profile)
-        else:
-            for step in steps:
-                self.position = step.action
-                step.handler(self, step, run, self._take(step) if step.is_compute else None)
+        self._looks = bool(breaks_off)
+        try:
+            if profile is not None:
+                self._run_profiled(steps, run, profile)
+            else:
+                for step in steps:
+                    self.position = step.action
+                    step.handler(self, step, run, self._take(step) if step.is_compute else None)
+        except breaks_off:
+            self._finish_blank(steps, run)
+            raise
         self.position = None
         return [run.results[microbatch] for microbatch in sorted(run.results)]
 
@@ -153,6 +170,41 @@ class Engine:
                     message = self._take(step)
             with profile(_RANGES[step.action.kind]):
                 step.handler(self, step, run, message)
+
+    def _finish_blank(self, steps: list[_Step], run: _Run) -> None:
+        """Do what is left of a run without computing anything: send what has been made, and blank messages."""
+        at = next(number for number, step in enumerate(steps) if step.action is self.position)
+        self.broke_off, self.awaited = self.position, None
+        for step in steps[at:]:
+            self.position = step.action
+            if step.is_compute:
+                self._trace(step.name)
+                self._drop(step)
+            elif not step.action.kind.is_send or step.source[step.microbatch] is not _BLANK:
+                step.handler(self, step, run, None)
+            else:
+                self._trace(step.name)
+                del step.source[step.microbatch]
+                key, marks = (step.boundary, run.keys[step.microbatch]), step.action.kind is Kind.SEND_B
+                self._sends[step.name] = step.channel.send_blank(key, marks=marks)
+        self.position = None
+
+    def _drop(self, step: _Step) -> None:
+        """Take the message of an action that is not done, if it has not been taken, and put a blank one into its place.
+
+        What has been received proves the same sends to be over as ever.
+        """
+        message = None if step.source is None else step.source.pop(step.microbatch, None)
+        if type(message) is Recv:
+            self.awaited = message
+            with contextlib.suppress(BlankMessageError):
+                message.wait()
+            self.awaited = None
+        self._retire_proven(step)
+        if step.action.kind is Kind.B:
+            step.stage.drop(step.microbatch)
+        if step.target is not None:
+            step.target[step.microbatch] = _BLANK
 
     @property
     def schedule(self) -> Schedule | None:
@@ -283,14 +335,20 @@ class Engine:
         """The message that an action works on; ``None`` at the ends of the model."""
         message = None if step.source is None else step.source.pop(step.microbatch)
         if type(message) is Recv:
-            self.awaited = message
-            message = message.wait()
+            self.awaited = receive = message
+            message = receive.wait()
             self.awaited = None
+            if self._looks and step.action.kind is Kind.B:
+                receive.check()
+        self._retire_proven(step)
+        return message
+
+    def _retire_proven(self, step: _Step) -> None:
+        """Wait for the sends that are proven to be over where an action has its message."""
         for name in step.retired:
             send = self._sends.pop(name, None)
             if send is not None and send.pending:  # it may have left the window already
                 send.wait()
-        return message
 
     # What is looked up once.
 

@@ -25,10 +25,22 @@ from lightning_hybrid.distributed.tensor_bytes import (
 )
 from lightning_hybrid.pipeline_parallel.schedules import ChannelKey
 
+# The first number of a message that stands for one that is not made, as an integer of the same size: no computation
+# gives this NaN.
+_BLANK = {
+    torch.float64: (torch.int64, 0x7FF8B1A9C0DE0B1A),
+    torch.float32: (torch.int32, 0x7FC0B1A9),
+    torch.bfloat16: (torch.int16, 0x7FE5),
+    torch.float16: (torch.int16, 0x7EA5),
+}
 # What every backend moves as it is; everything else moves as bytes.
 _NATIVE = frozenset(
     {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8}
 )
+
+
+class BlankMessageError(Exception):
+    """A message that has arrived stands for one that the other side does not make."""
 
 
 class Send:
@@ -80,8 +92,13 @@ class Recv:
 
         Returns:
             The leaves, each tensor freshly allocated and with the sender's ``requires_grad``, and the spec of the tree.
+
+        Raises:
+            BlankMessageError: If it is seen to stand for a message that is not made.
         """
         meta, _, has_values, _ = self.format or self._channel.read_metas_until(self)
+        if meta is _BLANK_META:
+            raise BlankMessageError
         leaves = meta.values() if has_values else [None] * len(meta.leaves)
         for wire, tensor, work in self.pending:
             if work is not None:
@@ -90,6 +107,18 @@ class Recv:
                 tensor = self._channel.to_device(tensor)
             leaves[wire.index] = tensor.requires_grad_() if wire.requires_grad else tensor
         return leaves, meta.spec
+
+    def check(self) -> None:
+        """Look at the first number of a message that has arrived, where no host waits for a device to see it.
+
+        Raises:
+            BlankMessageError: If it stands for one that is not made.
+        """
+        for wire, tensor, _ in self.pending:
+            if wire.is_markable:
+                if wire.is_blank(tensor):
+                    raise BlankMessageError
+                return
 
 
 #: Formats that a channel remembers; of messages with older keys the meta is sent again.
@@ -216,6 +245,32 @@ class Channel:
                 f"a message cannot cross a stage boundary: {error}; pass dense tensors and plain values between the "
                 "layers of the body, or move the boundary with `partition`"
             ) from error
+        self._send_tensors(known, leaves, send)
+        return send
+
+    def send_blank(self, key: Hashable, *, marks: bool) -> Send:
+        """Send what stands for a message that is not made: the receiver waits for one.
+
+        Where the meta is known, these are zeros. Otherwise the meta says it, and is not remembered.
+
+        Args:
+            key: Signature of the message.
+            marks: Whether the first number says that it is blank, where a receiver can look at it.
+        """
+        send = Send()
+        known = None if self._dynamic else self._formats.get(key)
+        if known is None:
+            self._send_meta(_BLANK_META, send)
+            self.num_messages += 1
+            return send
+        leaves: list[Any] = [None] * len(known.meta.leaves)
+        marked = next((wire for wire in known.tensors if marks and wire.is_markable), None)
+        for wire in known.tensors:
+            leaves[wire.index] = wire.blank(self._device, marks=wire is marked)
+        self._send_tensors(known, leaves, send)
+        return send
+
+    def _send_tensors(self, known: _Format, leaves: list[Any], send: Send) -> None:
         group: Any = self._group.weak()  # at every message: no call of Python
         for wire in known.tensors:
             if wire.has_elements:
@@ -231,7 +286,6 @@ class Channel:
                     send.pending.append((work, tensor))
         self.num_messages += 1
         self.num_bytes += known.num_bytes
-        return send
 
     def post(self, key: Hashable) -> Recv:
         """Receive the next message as soon as its meta is known; never blocks.
@@ -254,7 +308,11 @@ class Channel:
             first = self._unread.popleft()
             known = None if self._dynamic else self._formats.get(first.key)
             if known is None:
-                known = self._remember(first.key, _Format.of(self._receive_meta(), self._wire))
+                meta = self._receive_meta()
+                if meta == _BLANK_META:
+                    known = _Format.of(_BLANK_META, self._wire)
+                else:
+                    known = self._remember(first.key, _Format.of(meta, self._wire))
             self._start(first, known)
         # Behind a meta that has just been read, up to the next unknown one.
         while self._unread and not self._dynamic:
@@ -401,9 +459,10 @@ class _WireTensor:
         as_bytes: Whether the backend moves it as bytes.
         moves: Whether it lives on the device, and the backend moves what is on the host.
         of_host: Whether it lives on the host, and the backend moves what is on the device: it travels with the metas.
+        is_markable: Whether its first number can say that the message is blank, and arrives on the host.
     """
 
-    __slots__ = ("_template", "as_bytes", "has_elements", "index", "moves", "of_host", "requires_grad")
+    __slots__ = ("_template", "as_bytes", "has_elements", "index", "is_markable", "moves", "of_host", "requires_grad")
 
     def __init__(self, index: int, meta: TensorMeta, wire: torch.device) -> None:
         self.index = index
@@ -415,6 +474,26 @@ class _WireTensor:
         # One element that stands for all: `empty_like` is faster than `empty`, which reads its arguments every time.
         where = torch.device("cpu") if self.of_host else wire
         self._template = torch.empty((), dtype=meta.dtype, device=where).expand(meta.shape)
+        self.is_markable = self.has_elements and where.type == "cpu" and meta.dtype in _BLANK
+
+    def blank(self, device: torch.device, *, marks: bool) -> Tensor:
+        """Return zeros in its place.
+
+        Args:
+            device: Where the others are that do not live on the host.
+            marks: Whether the first number says that the message is blank.
+        """
+        where = torch.device("cpu") if self._template.is_cpu and not self.moves else device
+        zeros = torch.zeros(self._template.shape, dtype=self._template.dtype, device=where)
+        if marks:
+            integers, number = _BLANK[zeros.dtype]
+            zeros.view(integers).view(-1)[:1] = number
+        return zeros
+
+    def is_blank(self, tensor: Tensor) -> bool:
+        """Return whether the first number of a tensor that has arrived says that the message is blank."""
+        integers, number = _BLANK[self._template.dtype]
+        return bool(tensor.view(-1)[:1].view(integers).item() == number)
 
     @property
     def num_bytes(self) -> int:
@@ -426,6 +505,10 @@ class _WireTensor:
         if self.moves and self._template.is_cpu:
             return torch.empty(self._template.shape, dtype=self._template.dtype, pin_memory=True)
         return torch.empty_like(self._template, memory_format=torch.contiguous_format)
+
+
+#: The meta of a message that is not made: it has no tensors.
+_BLANK_META = TreeMeta.of(["a message that is not made"], None)
 
 
 class _Format(NamedTuple):

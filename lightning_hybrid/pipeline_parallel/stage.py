@@ -106,6 +106,10 @@ class Stage:
         self._kept[microbatch].loss = loss if _requires_grad(loss) else None
         self._kept[microbatch].has_loss = loss is not NOTHING
 
+    def drop(self, microbatch: int) -> None:
+        """Forget a microbatch whose backward does not come, if its forward has begun."""
+        self._kept.pop(microbatch, None)
+
     def inputs(self, message: Message | None) -> Any:
         """The inputs of the layers for a forward without a backward, of which nothing is kept."""
         return _enter(message)[0]

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_hybrid.pipeline_parallel.engine import Engine
+from lightning_hybrid.pipeline_parallel.p2p import BlankMessageError
 from lightning_hybrid.pipeline_parallel.schedules import Action, Kind, Schedule, build, build_forward
 from tests.pipeline_parallel.channels import CountingGroup, open_channels
 from tests.pool import Pools
@@ -264,6 +265,55 @@ def test_executed_is_scheduled(ranks: Pools, name: str, num_chunks: int, size: i
     for said, happened, scheduled in ranks(size).run(executed, name, num_chunks, 6):
         assert said == scheduled
         assert happened == [Action.parse(text).kind.value for text in scheduled]
+
+
+class BrokenOffError(Exception):
+    """What a step that is done again is broken off with."""
+
+
+def break_off(model: str, name: str, num_chunks: int, stages: str, is_known: bool) -> list[str]:
+    """Break a run off at one microbatch after the other, each time with a run before or behind it that is whole."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    num_stages, number = size * num_chunks, 6
+    channels, _ = open_channels()
+    engine = Engine(rank, channels)
+    schedule, breaks, raised = build(name, size, number, num_chunks), (BrokenOffError, BlankMessageError), list[str]()
+    for broken in range(number):
+        job = Job(model, num_stages, [3] * number)
+
+        def compute(stage: int, microbatch: int, inputs: Any, job: Job = job, broken: int = broken) -> Any:
+            if microbatch == broken and (stages == "all" or stage == num_stages - 1):
+                raise BrokenOffError
+            return job.compute(stage, microbatch, inputs)
+
+        keys = ["key" if is_known else f"key {broken}"] * number
+        if is_known:
+            engine.run(schedule, job.compute, keys)
+        try:
+            engine.run(schedule, compute, keys, breaks_off=breaks)
+        except breaks as error:
+            assert engine.broke_off is not None
+            raised.append(type(error).__name__)
+        job = Job(model, num_stages, [3] * number)
+        engine.run(schedule, job.compute, keys, breaks_off=breaks)
+        assert_gradients_of_one_process(job, range(rank, num_stages, size))
+        assert engine.position is None
+    engine.retire()
+    return raised
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+@pytest.mark.parametrize("stages", ["last", "all"])
+@pytest.mark.parametrize(
+    ("model", "name", "num_chunks"),
+    [("plain", "1f1b", 1), ("plain", "gpipe", 1), ("plain", "interleaved_1f1b", 2), ("trees", "1f1b", 1)],
+)
+def test_a_run_that_is_broken_off_ends_on_every_rank_and_the_next_one_is_whole(
+    ranks: Pools, model: str, name: str, num_chunks: int, stages: str, is_known: bool
+) -> None:
+    """Every rank hears of it on the host, before its last backward."""
+    for raised in ranks(3).run(break_off, model, name, num_chunks, stages, is_known):
+        assert len(raised) == 6
 
 
 def count_messages(dynamic_shapes: bool, same_keys: bool) -> list[tuple[int, int]]:
