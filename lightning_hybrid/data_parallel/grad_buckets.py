@@ -105,6 +105,11 @@ class GradientBuckets:
         self._rebuild()
         self._armed = self.overlap
 
+    @property
+    def is_launched(self) -> bool:
+        """Whether some of them are under way."""
+        return self._num_launched > 0
+
     def launch_rest(self) -> None:
         """Say that this backward is done: start what has not started; parameters without a gradient send zeros.
 

@@ -60,6 +60,7 @@ class GradientSync:
 
     Attributes:
         zero: Unshards parameters that replicas shard.
+        has_sync_batch_norm: Whether replicas meet in forwards, for statistics over all of them.
         reduces: Whether the last backward of a stage starts to reduce its gradients; otherwise they are accumulated.
     """
 
@@ -80,6 +81,9 @@ class GradientSync:
         self.reduces = True
         self._has_evaluated = False
         self._undo: list[Callable[[], None]] = []
+        self.has_sync_batch_norm = mesh.data_parallel_size > 1 and (
+            sync_batch_norm or any(isinstance(part, nn.SyncBatchNorm) for part in module.modules())
+        )
         if sync_batch_norm and mesh.data_parallel_size > 1:
             self._undo.append(synchronize_batch_norm(module, mesh.data_group))
         self.attach(stage_map, zero)
@@ -258,6 +262,16 @@ class GradientSync:
                 buckets.launch_rest()
             if id(buckets) in self._each_backward:
                 buckets.finish()
+
+    @property
+    def is_reducing(self) -> bool:
+        """Whether gradients of this step are being reduced already."""
+        return any(buckets.is_launched for of_stage in self._by_stage.values() for buckets in of_stage)
+
+    @property
+    def reduces_early(self) -> bool:
+        """Whether gradients are reduced while a step runs, and not only at its end."""
+        return bool(self._by_stage)
 
     def finish(self, *, scale: Tensor | float | None = None) -> None:
         """All gradients of this rank are there: start what is left, and wait for everything.

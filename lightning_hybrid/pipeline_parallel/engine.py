@@ -97,7 +97,7 @@ class Engine:
         self._rank = rank
         self.channels = dict(channels)
         self.posts_kernels = any(channel.is_on_device for channel in channels.values())
-        self._connected = self._looks = False
+        self._connected = self._looks = self._is_blank = False
         self._trace = _ignore if trace is None else trace
         self._sends: dict[str, Send] = {}
         # By identity: the hash of a schedule is that of all its actions. Holding the schedule keeps its id its own.
@@ -129,7 +129,7 @@ class Engine:
                 ``"wait"`` (for a message).
             breaks_off: Exceptions after which this rank takes part in the run to its end, with blank messages, before
                 it raises them: of ``compute``, and :class:`~.p2p.BlankMessageError`, as peers do likewise. Without any,
-                no message is looked into.
+                no message is looked at.
 
         Returns:
             The outputs of the last stage by microbatch, if the schedule is forward only and this rank owns that stage;
@@ -171,10 +171,19 @@ class Engine:
             with profile(_RANGES[step.action.kind]):
                 step.handler(self, step, run, message)
 
+    def check_message(self) -> None:
+        """A forward has run: look whether what it got stands for a message that is not made.
+
+        Raises:
+            BlankMessageError: If it does.
+        """
+        if self._is_blank:
+            raise BlankMessageError
+
     def _finish_blank(self, steps: list[_Step], run: _Run) -> None:
         """Do what is left of a run without computing anything: send what has been made, and blank messages."""
         at = next(number for number, step in enumerate(steps) if step.action is self.position)
-        self.broke_off, self.awaited = self.position, None
+        self.broke_off, self.awaited, self._is_blank = self.position, None, False
         for step in steps[at:]:
             self.position = step.action
             if step.is_compute:
@@ -185,8 +194,7 @@ class Engine:
             else:
                 self._trace(step.name)
                 del step.source[step.microbatch]
-                key, marks = (step.boundary, run.keys[step.microbatch]), step.action.kind is Kind.SEND_B
-                self._sends[step.name] = step.channel.send_blank(key, marks=marks)
+                self._sends[step.name] = step.channel.send_blank((step.boundary, run.keys[step.microbatch]))
         self.position = None
 
     def _drop(self, step: _Step) -> None:
@@ -280,12 +288,15 @@ class Engine:
         self._trace(step.name)
         stage, microbatch = step.stage, step.microbatch
         outputs = run.compute(stage.index, microbatch, stage.enter(microbatch, message))
+        self.check_message()
         step.target[microbatch] = stage.leave(microbatch, outputs)
 
     def _forward_loss(self, step: _Step, run: _Run, message: Any) -> None:
         self._trace(step.name)
         stage, microbatch = step.stage, step.microbatch
-        stage.leave_with_loss(microbatch, run.compute(stage.index, microbatch, stage.enter(microbatch, message)))
+        loss = run.compute(stage.index, microbatch, stage.enter(microbatch, message))
+        self.check_message()
+        stage.leave_with_loss(microbatch, loss)
 
     def _evaluate(self, step: _Step, run: _Run, message: Any) -> None:
         self._trace(step.name)
@@ -338,8 +349,10 @@ class Engine:
             self.awaited = receive = message
             message = receive.wait()
             self.awaited = None
-            if self._looks and step.action.kind is Kind.B:
-                receive.check()
+            if self._looks and receive.take_blank():
+                if step.action.kind is Kind.B:
+                    raise BlankMessageError
+                self._is_blank = True  # the code runs all the same: it may see itself what is another one
         self._retire_proven(step)
         return message
 

@@ -108,17 +108,13 @@ class Recv:
             leaves[wire.index] = tensor.requires_grad_() if wire.requires_grad else tensor
         return leaves, meta.spec
 
-    def check(self) -> None:
-        """Look at the first number of a message that has arrived, where no host waits for a device to see it.
+    def take_blank(self) -> bool:
+        """Return whether a message that has arrived says by its first number that it is blank, which becomes zero.
 
-        Raises:
-            BlankMessageError: If it stands for one that is not made.
+        Where a host would have to wait for a device to see it, no message says so.
         """
-        for wire, tensor, _ in self.pending:
-            if wire.is_markable:
-                if wire.is_blank(tensor):
-                    raise BlankMessageError
-                return
+        first = next((each for each in self.pending if each[0].is_markable), None)
+        return first is not None and first[0].take_blank(first[1])
 
 
 #: Formats that a channel remembers; of messages with older keys the meta is sent again.
@@ -248,14 +244,14 @@ class Channel:
         self._send_tensors(known, leaves, send)
         return send
 
-    def send_blank(self, key: Hashable, *, marks: bool) -> Send:
+    def send_blank(self, key: Hashable) -> Send:
         """Send what stands for a message that is not made: the receiver waits for one.
 
-        Where the meta is known, these are zeros. Otherwise the meta says it, and is not remembered.
+        Where the meta is known, these are zeros, and where the receiver can look at it the first number says what they
+        are. Otherwise the meta says it, and is not remembered.
 
         Args:
             key: Signature of the message.
-            marks: Whether the first number says that it is blank, where a receiver can look at it.
         """
         send = Send()
         known = None if self._dynamic else self._formats.get(key)
@@ -264,7 +260,7 @@ class Channel:
             self.num_messages += 1
             return send
         leaves: list[Any] = [None] * len(known.meta.leaves)
-        marked = next((wire for wire in known.tensors if marks and wire.is_markable), None)
+        marked = next((wire for wire in known.tensors if wire.is_markable), None)
         for wire in known.tensors:
             leaves[wire.index] = wire.blank(self._device, marks=wire is marked)
         self._send_tensors(known, leaves, send)
@@ -490,10 +486,14 @@ class _WireTensor:
             zeros.view(integers).view(-1)[:1] = number
         return zeros
 
-    def is_blank(self, tensor: Tensor) -> bool:
-        """Return whether the first number of a tensor that has arrived says that the message is blank."""
+    def take_blank(self, tensor: Tensor) -> bool:
+        """Return whether the first number of a tensor says that the message is blank; it becomes zero."""
         integers, number = _BLANK[self._template.dtype]
-        return bool(tensor.view(-1)[:1].view(integers).item() == number)
+        first = tensor.detach().view(-1)[:1].view(integers)
+        if first.item() != number:
+            return False
+        first.zero_()
+        return True
 
     @property
     def num_bytes(self) -> int:

@@ -20,6 +20,7 @@ from lightning_hybrid.distributed.process_group import torch_profiles
 from lightning_hybrid.distributed.random import RandomStreams
 from lightning_hybrid.pipeline_parallel.body import Body, BodyWatch
 from lightning_hybrid.pipeline_parallel.engine import Engine
+from lightning_hybrid.pipeline_parallel.frame.path_change import Choice
 from lightning_hybrid.pipeline_parallel.frame.plan import FramePlan
 from lightning_hybrid.pipeline_parallel.p2p import MOST_FORMATS
 from lightning_hybrid.pipeline_parallel.recorder import Recorder
@@ -283,6 +284,10 @@ class StepContext:
             if torch_profiles():
                 self.engine.retire()
 
+    def forget_step(self) -> None:
+        """What a step has found in the module is looked for again: it has been put back to what it was before."""
+        self._epoch = None
+
     def enter_user_code(self, *coordinates: int, keep: bool) -> None:
         """The user's step is about to run, for one microbatch.
 
@@ -321,28 +326,31 @@ class StepContext:
         finally:
             self.is_following = False
 
-    def share(self, outputs: Callable[[], tuple[Any, list[Log]]]) -> Any:
+    def share(self, outputs: Callable[[], tuple[Any, list[Log]]], choice: Choice | None = None) -> Any:
         """Give what the last stage returned and logged to every rank, and log it there.
 
         Likewise what hooks may ask for: whether training shall stop, and the numbers that the step keeps in attributes.
 
         Args:
             outputs: Makes (value of the step, merged logs); called on the last stage.
+            choice: On the last stage, how the step is done again; ``None`` if it is over.
 
         Returns:
-            The value of the step.
+            The value of the step; where it is done again, the choice.
         """
         trainer = self.module.trainer
         self._num_shared += 1
         self._results.about = self._num_shared
         with self.guard():
             if self._results.is_source:
-                tree = self._pack(*outputs())
+                tree: dict[str, Any] = {"again": tuple(choice)} if choice else self._pack(*outputs())
                 self._results(tree)
             else:
                 tree = self._results.receive()
-                if "changed" in tree:
-                    assign_scalars(self.module, tree["changed"])
+            if "again" in tree:
+                return Choice(*tree["again"])
+            if not self._results.is_source and "changed" in tree:
+                assign_scalars(self.module, tree["changed"])
             trainer.should_stop = "stop" in tree
             if "calls" in tree and trainer.is_global_zero:
                 make_calls(tree["calls"], self.module)

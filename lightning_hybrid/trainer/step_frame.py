@@ -332,7 +332,12 @@ class StepFrame:
         return int(extremes.sum()) == 0
 
     def find_plan(
-        self, step: Callable[..., Any], arguments: Sequence[Any], *coordinates: int, key: Hashable
+        self,
+        step: Callable[..., Any],
+        arguments: Sequence[Any],
+        *coordinates: int,
+        key: Hashable,
+        choice: int | None = None,
     ) -> FramePlan | None:
         """What the stages do in a step of the user's.
 
@@ -341,6 +346,7 @@ class StepFrame:
             arguments: Its arguments; the first one is the batch.
             coordinates: Of the random numbers that it draws.
             key: The version of the module, as :meth:`version` gives it, and the signature of the arguments.
+            choice: As of :meth:`FrameCut.find_plan`.
 
         Returns:
             The plan; ``None`` where steps are not followed.
@@ -352,7 +358,7 @@ class StepFrame:
             return None
         seeds = self._streams.of_calls(*coordinates), partial(self._streams.seed_user, *coordinates)
         self.microbatch = coordinates[-1]
-        plan = self.cut.find_plan((step.__name__, key), step, arguments, *seeds)
+        plan = self.cut.find_plan((step.__name__, key), step, arguments, *seeds, choice=choice)
         self.microbatch = None
         return plan
 

@@ -46,6 +46,7 @@ from lightning_hybrid.trainer.losses.power_iterations import PowerIterations
 from lightning_hybrid.trainer.losses.returned_none import may_return_none
 from lightning_hybrid.trainer.microbatch_comparison import MicrobatchComparison
 from lightning_hybrid.trainer.precision import SharedCasts
+from lightning_hybrid.trainer.redo.attempts import BREAKS_OFF, Redo
 from lightning_hybrid.trainer.results.logging import Log, merge_logs
 from lightning_hybrid.trainer.results.outputs import merge_outputs
 from lightning_hybrid.trainer.step_context import StepContext
@@ -112,6 +113,7 @@ class TrainingStep:
         self._labels = LabelWatch(context.module) if num_microbatches > 1 and config.loss_reduction == "mean" else None
         self._comparison = MicrobatchComparison(context, grad_sync, config)
         self._iterations = PowerIterations(self._modules_of_stages())
+        self._redo = Redo(context, grad_sync)
 
     def __call__(
         self,
@@ -170,6 +172,7 @@ class TrainingStep:
             left_out.begin()
 
         def loss_of(microbatch: int, value: Any) -> Tensor | Nothing:
+            context.engine.check_message()
             outputs.append(value)
             if backward and len(outputs) == len(factors):
                 self._note_left_out(outputs, factors)
@@ -187,32 +190,48 @@ class TrainingStep:
         grad_sync.reduces = reduce
         version = context.version(gradients=backward)
         context.desync.note_batch("training_step", version, parts, counts)
+        attempts = self._redo(step, is_first=is_first) if backward and context.frame.cut is not None else None
+        is_over = False
         with context.guard(), torch.set_grad_enabled(backward), grad_sync.step():
-            with (
-                context.step(num_microbatches=len(counts), counts=counts) as records,
-                _looking(self.anomaly),
-            ):
-                plans = self._frame_plans(microbatches, arguments[1:], step, precision) if is_followed else []
-                compute = self._make_compute(microbatches, arguments[1:], step, precision, loss_of, plans)
-                with nullcontext() if self._casts is None else self._casts.schedule():
-                    keys = context.keys(version, parts, plans)
-                    context.engine.run(
-                        self._find_schedule(keys, (is_first, reduce), backward=backward),
-                        compute,
-                        keys,
-                        profile=self._profile(backward=backward),
-                        **grad_sync.backward_hooks,
-                    )
-            # The last stage is done before the first one, and sends the result while that is at its last backward.
-            value, self._rest = context.share(
-                lambda: (
-                    (
-                        _merge(outputs, counts, shares, is_mean=self._comparison.loss_reduction == "mean"),
-                        left_out.settle() if reduce else None,
+            while not is_over:
+                outputs.clear()
+                if attempts is not None:
+                    microbatches = attempts.begin(microbatches)
+                with (
+                    nullcontext() if attempts is None else attempts.attempt(),
+                    context.step(num_microbatches=len(counts), counts=counts) as records,
+                    _looking(self.anomaly),
+                ):
+                    of_step = microbatches, arguments[1:], step, precision
+                    choose = None if attempts is None else attempts.choose
+                    plans = self._frame_plans(*of_step, choose=choose) if is_followed else []
+                    if attempts is not None:
+                        attempts.follow(plans)
+                    compute = self._make_compute(*of_step, loss_of, plans)
+                    with nullcontext() if self._casts is None else self._casts.schedule():
+                        keys = context.keys(version, parts, plans)
+                        context.engine.run(
+                            self._find_schedule(keys, (is_first, reduce), backward=backward),
+                            compute,
+                            keys,
+                            profile=self._profile(backward=backward),
+                            breaks_off=() if attempts is None else BREAKS_OFF,
+                            **grad_sync.backward_hooks,
+                        )
+                # The last stage is done before the first one, and sends the result while that is at its last backward.
+                again = attempts.find_choice() if attempts is not None and context.is_source else None
+                shared = context.share(
+                    lambda: (
+                        (
+                            _merge(outputs, counts, shares, is_mean=self._comparison.loss_reduction == "mean"),
+                            left_out.settle() if reduce else None,
+                        ),
+                        self._merge_logs(records, counts, weights),
                     ),
-                    self._merge_logs(records, counts, weights),
+                    again,
                 )
-            )
+                is_over = attempts is None or not attempts.end(shared)
+            value, self._rest = shared
             if reduce:
                 self._reduce(accumulated, windowed=windowed)
         return value
@@ -498,10 +517,12 @@ class TrainingStep:
         precision: Callable[[], AbstractContextManager[None]],
         *,
         draws_alike: bool = False,
+        choose: Callable[[int], int | None] | None = None,
     ) -> list[FramePlan]:
         """Return what the stages do of the user's step, which is followed, for each microbatch; none around a chain.
 
-        Arguments are those of :meth:`_make_compute`.
+        Arguments are those of :meth:`_make_compute`, and what gives the number of the plan that is chosen for a
+        microbatch, ``FOLLOW``, or ``None`` for what is remembered.
         """
         context, plans = self._context, list[FramePlan]()
         user_step, of_others = context.module.training_step, signature(arguments)
@@ -510,7 +531,8 @@ class TrainingStep:
             for number, (microbatch, part) in enumerate(zip(microbatches, signatures(microbatches), strict=True)):
                 coordinates, key = (_TRAINING, step, 0 if draws_alike else number), (version, part, of_others)
                 given = microbatch, *arguments
-                plan = context.frame.find_plan(user_step, given, *coordinates, key=key)
+                choice = None if choose is None else choose(number)
+                plan = context.frame.find_plan(user_step, given, *coordinates, key=key, choice=choice)
                 if plan is not None:
                     if plan.of_layers and not self._grad_sync.zero.keeps_layers:
                         raise WrongUseError(shard_text(plan))

@@ -18,6 +18,11 @@ from lightning_hybrid.pipeline_parallel.frame.graph import users_line
 from lightning_hybrid.pipeline_parallel.frame.operators import Operators, Seen, memory_of
 from lightning_hybrid.pipeline_parallel.frame.stage_states import Contents
 
+
+class AbsentValueError(WrongUseError):
+    """A value is used where it is not."""
+
+
 FakeMode: Any
 FakeTensor: Any
 try:
@@ -35,7 +40,7 @@ try:
         def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             """An operator of tensors of which one has no values."""
             if self.is_over:
-                raise WrongUseError(absent_text(f"`{func.overloadpacket.__name__}` at {users_line()}"))
+                raise AbsentValueError(absent_text(f"`{func.overloadpacket.__name__}` at {users_line()}"))
             return super().dispatch(func, types, args, kwargs)
 
 except ImportError:  # then nothing but a plain chain can be divided

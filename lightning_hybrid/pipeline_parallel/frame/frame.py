@@ -23,9 +23,10 @@ from lightning_hybrid.distributed.pytree import flatten
 from lightning_hybrid.distributed.taps import Tap, is_own_hook
 from lightning_hybrid.pipeline_parallel.frame.discovery import GENERATION, Discovery
 from lightning_hybrid.pipeline_parallel.frame.fake_module import fake_module
-from lightning_hybrid.pipeline_parallel.frame.fake_tensors import FakeTensor, absent_text
+from lightning_hybrid.pipeline_parallel.frame.fake_tensors import AbsentValueError, FakeTensor, absent_text
 from lightning_hybrid.pipeline_parallel.frame.functional_call import call_with_states
 from lightning_hybrid.pipeline_parallel.frame.graph import Call, Graph
+from lightning_hybrid.pipeline_parallel.frame.path_change import PathChangedError
 from lightning_hybrid.pipeline_parallel.frame.plan import FramePlan, find_kept, make_part
 from lightning_hybrid.pipeline_parallel.frame.reentrant import without_reentrant
 from lightning_hybrid.pipeline_parallel.frame.routes import (
@@ -90,6 +91,7 @@ class FrameCut:
 
     Attributes:
         holders: The stages of parameters outside of units that not all of them have, by name.
+        num_followed: How many steps have been followed.
     """
 
     _tries_zeros = _taps_hooks = True
@@ -125,7 +127,7 @@ class FrameCut:
             part for part in module.modules() if part not in of_units and vars(part).get(_COMPILED) is not None
         ]
         self._device = device
-        self._remembers = remembers
+        self._remembers, self.num_followed = remembers, 0
         self._plans: dict[Hashable, list[FramePlan]] = {}
         self.holders = holders
         self._all_holders: dict[str, Collection[int]] | None = None
@@ -268,6 +270,11 @@ class FrameCut:
         return {name: units.get(id(each), []) for name, each in self._module.named_parameters()}
 
     @property
+    def layers(self) -> list[nn.Module]:
+        """The units that are divided, without modules between them that have become some."""
+        return [unit for _, unit in self._units[: self._num_layers]]
+
+    @property
     def plans(self) -> list[FramePlan]:
         """The plans that are remembered, of training and of evaluation."""
         return [plan for known in self._plans.values() for plan in known]
@@ -279,8 +286,11 @@ class FrameCut:
         arguments: Sequence[Any],
         seed: Callable[[int], None],
         before: Callable[[], None] = lambda: None,
+        choice: int | None = None,
     ) -> FramePlan:
         """The plan for a step; where it has not been seen yet, the step is followed once without values.
+
+        Of several plans that the arguments do not tell apart it is the one that was used last.
 
         Args:
             key: Steps with equal keys have arguments of equal shapes, and take the same path unless they read numbers.
@@ -288,18 +298,20 @@ class FrameCut:
             arguments: Its arguments.
             seed: Seeds the generators for the call of a number.
             before: Called before a step is followed.
+            choice: The number of the plan, where it is known, or ``FOLLOW``; the same on every rank.
 
         Raises:
             WrongUseError: If the step cannot be divided in this way.
         """
         known = self._plans.setdefault(key, []) if self._remembers else []
-        with torch.no_grad():
-            plan = next((each for each in known if each.graph.decisions.hold(arguments, seed)), None)
-        if any(each.graph.decisions.read_states for each in known):  # a hook may have written them on one rank
-            plan = plan if self._agrees(-1 if plan is None else plan.number) else None
+        plan = self._choose(known, arguments, seed) if choice is None else None
+        plan = plan or next((each for each in known if each.number == choice), None)
         if plan is not None:
+            known.remove(plan)
+            known.append(plan)
             return plan
         begin = time.perf_counter()
+        self.num_followed += 1
         before()
         plan = None
         while plan is None:
@@ -321,6 +333,21 @@ class FrameCut:
         )
         self._remember(known, plan, getattr(step, "__name__", type(step).__name__))
         return plan
+
+    def _choose(
+        self, known: Sequence[FramePlan], arguments: Sequence[Any], seed: Callable[[int], None]
+    ) -> FramePlan | None:
+        """The plan that was used last, among those for what a step reads from its arguments."""
+        with torch.no_grad():
+            plan = next((each for each in reversed(known) if each.graph.decisions.hold(arguments, seed)), None)
+        if any(each.graph.decisions.read_states for each in known):  # a hook may have written them on one rank
+            plan = plan if self._agrees(-1 if plan is None else plan.number) else None
+        return plan
+
+    def other_plans(self, plan: FramePlan) -> list[FramePlan]:
+        """The others for the signature of a plan, the one that was used last first."""
+        known = next((known for known in self._plans.values() if plan in known), [])
+        return [each for each in reversed(known) if each is not plan]
 
     def _discover_all(self, step: Callable[..., Any], arguments: Sequence[Any], seed: Callable[[int], None]) -> Graph:
         """Follow a step; behind a module that needs numbers too, where units are called there.
@@ -451,7 +478,7 @@ class FrameCut:
 
     def _follow(self, discovery: Discovery, step: Callable[..., Any], arguments: Sequence[Any]) -> tuple[Graph, bool]:
         """Follow a step once; also whether it has made something for later steps, which stays."""
-        units = [unit for _, unit in self._units[: self._num_layers]]
+        units = self.layers
         self._mode = discovery
         try:
             with (
@@ -640,19 +667,27 @@ class FrameCut:
         except Unwind:
             return running.sent
         except OtherPathError as error:
-            raise WrongUseError(self._path_text(plan, *error.args)) from None
+            number, found, called = error.args
+            raise PathChangedError(self._path_text(plan, number, found), plan, number, called) from None
+        except AbsentValueError as error:  # the same calls may be made with other values
+            raise PathChangedError(str(error), plan, running.number, is_same=True) from error
         except LateParameterError as error:
             raise WrongUseError(self._parameter_text(plan, *error.args)) from None
         except LateUnitError as error:
+            if plan.graph.needed is None:
+                text = self._path_text(plan, len(plan.graph.calls), *error.args)
+                raise PathChangedError(text, plan, part.free_from, *error.args) from None
             raise WrongUseError(self._late_text(plan, *error.args)) from None
         finally:
             self._mode = None
         if not part.is_last and not running.missing:
             return running.sent
         if any(isinstance(leaf, FakeTensor) for leaf in flatten(value)[0]):
-            raise WrongUseError(absent_text(f"What {type(self._module).__name__} returns"))
+            text = absent_text(f"What {type(self._module).__name__} returns")
+            raise PathChangedError(text, plan, running.number, is_same=True)
         if running.number < part.free_from:
-            raise WrongUseError(self._path_text(plan, running.number, "not made"))
+            text = self._path_text(plan, running.number, "not made")
+            raise PathChangedError(text, plan, running.number)
         if present:
             gone = present - _tensors(self._module.modules())
             for position, (tensor, _) in enumerate(plan.kept):
@@ -695,8 +730,6 @@ class FrameCut:
 
     def _late_text(self, plan: FramePlan, index: int) -> str:
         """The text for a unit of another stage that is called after the number of an absent value was needed."""
-        if plan.graph.needed is None:
-            return self._path_text(plan, len(plan.graph.calls), index)
         again = any(call.unit == index for call in plan.graph.calls)
         return (
             f"The layer {self._units[index][0]!r} is called{' again' * again} after {plan.graph.needed} has asked for"

@@ -42,7 +42,11 @@ _VALUES = frozenset(
 
 
 class OtherPathError(Exception):
-    """The step does something else than what was discovered; ``args`` are the number of the call, and what it is."""
+    """The step does something else than what was discovered.
+
+    ``args`` are the number of the call, what it is (for messages; of a unit its position), and what it calls: a
+    function, a module, or the position of a unit; ``None`` where the step has ended.
+    """
 
 
 class LateParameterError(Exception):
@@ -225,7 +229,7 @@ class Running(TorchFunctionMode):
             return self._run_freely(number, key, func, args, kwargs)
         action = self._actions[number]
         if action.function is not key and action.function != key:
-            raise OtherPathError(number, name or f"`{function_name(key)}`")
+            raise OtherPathError(number, name or f"`{function_name(key)}`", key)
         if action.answer is None:
             if action.is_invariant and self._invariant is not None:
                 result = self._invariant.make(number, func, args, kwargs)
@@ -305,7 +309,7 @@ class Running(TorchFunctionMode):
             raise LateUnitError(index)
         action = self._actions[number]
         if action.unit != index:
-            raise OtherPathError(number, index)
+            raise OtherPathError(number, index, index)
         taps = action.call.taps
         if action.answer is not None:
             with torch._C.DisableTorchFunction():  # it may write what the unit has written elsewhere

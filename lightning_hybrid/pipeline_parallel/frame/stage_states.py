@@ -41,12 +41,15 @@ def is_object(value: Any) -> bool:
     return type(getattr(value, "__dict__", None)) is dict and not isinstance(value, (Tensor, np.ndarray))
 
 
-def find_owners(values: Iterable[Any], outside: Collection[nn.Module] = ()) -> dict[str, Any]:
+def find_owners(
+    values: Iterable[Any], outside: Collection[nn.Module] = (), *, most: int | None = None
+) -> dict[str, Any]:
     """The modules and objects of the user's among some values, and those that they have: in attributes, in containers.
 
     Args:
         values: Where to begin.
         outside: Modules that are left out, with all that they have.
+        most: Containers of more entries are not looked into; ``None`` for all.
 
     Returns:
         What was found, by the path to it; nothing twice.
@@ -64,8 +67,9 @@ def find_owners(values: Iterable[Any], outside: Collection[nn.Module] = ()) -> d
             owners[path if path not in owners else f"{path}#{len(owners)}"] = value
             entries = ((join_names(path, name), entry) for name, entry in _attributes(value))
         elif isinstance(value, (tuple, list, set, deque)):
-            entries = ((f"{path}[{position}]", entry) for position, entry in enumerate(value))
-        elif type(value) in _CONTAINERS:
+            if most is None or len(value) <= most:
+                entries = ((f"{path}[{position}]", entry) for position, entry in enumerate(value))
+        elif type(value) in _CONTAINERS and (most is None or len(value) <= most):
             entries = ((f"{path}[{key!r}]", entry) for key, entry in value.items())
         waiting += reversed(list(entries))
     return owners
@@ -95,16 +99,17 @@ def find_places(owners: Mapping[str, Any], ids: Collection[int]) -> dict[int, li
     return found
 
 
-def _inside(value: Any) -> Iterator[Any]:
-    """A value, and what it holds in containers."""
+def _inside(value: Any, most: int | None = None) -> Iterator[Any]:
+    """A value, and what it holds in containers; not what those hold that have more entries than ``most``."""
     waiting, seen = [value], set()
     while waiting:
         value = waiting.pop()
         if type(value) in _ATOMS or id(value) in seen:
             continue
+        is_container = isinstance(value, (list, tuple)) or type(value) in _CONTAINERS
         seen.add(id(value))
         yield value
-        if isinstance(value, (list, tuple)) or type(value) in _CONTAINERS:
+        if is_container and (most is None or len(value) <= most):
             waiting += value.values() if isinstance(value, dict) else value
 
 
@@ -198,21 +203,78 @@ class Contents:
 
     Args:
         values: Where the objects are.
+        modules: Modules whose attributes and buffers are put back too, with objects and containers in them.
+        outside: Modules in which no objects are looked for.
+        most: Of containers with more entries, only what lists have got more is put back; ``None`` for no such limit.
+
+    Attributes:
+        tensors: Those that are held, by their identities; what is in them is not put back.
     """
 
-    def __init__(self, values: Sequence[Any]) -> None:
+    def __init__(
+        self,
+        values: Sequence[Any],
+        modules: Iterable[nn.Module] = (),
+        *,
+        outside: Collection[nn.Module] = (),
+        most: int | None = None,
+    ) -> None:
+        self._outside, self._most = outside, most
+        self._modules = [_ModuleTable(table) for module in modules for table in tables_of(module)]
+        self.renew(values)
+
+    def renew(self, values: Sequence[Any]) -> None:
+        """Let what is there now be what is put back.
+
+        Args:
+            values: Where the objects are, instead of the ones before.
+        """
         self._values = values
-        self._tables = [(table, dict(table)) for table in self._find_tables()]
-        held = [inner for _, table in self._tables for value in table.values() for inner in _inside(value)]
-        self._containers = [(value, copy.copy(value)) for value in held if type(value) in _CONTAINERS]
-        self._tensors = {id(value): value for value in held if isinstance(value, Tensor)}
+        for each in self._modules:
+            each.renew()
+        of_modules, most = [value for each in self._modules for value in each.values], self._most
+        self._tables = [(table, dict(table)) for table in self._find_tables(of_modules)]
+        of_objects = [value for _, table in self._tables for value in table.values()]
+        held = [inner for value in (*of_modules, *of_objects) for inner in _inside(value, most)]
+        containers = [value for value in held if type(value) in _CONTAINERS]
+        self._large = [(each, len(each)) for each in containers if most is not None and len(each) > most]
+        self._containers = [(each, copy.copy(each)) for each in containers if most is None or len(each) <= most]
+        self._arrays = [(value, value.copy()) for value in held if type(value) is np.ndarray]
+        self.tensors = {id(value): value for value in held if isinstance(value, Tensor)}
 
     def put_back(self) -> None:
         """Make all of them what they were when this was made."""
+        for each in self._modules:
+            restore(each.table, each.before)
         for table, before in self._tables:
             restore(table, before)
         for container, before in self._containers:
             refill(container, before)
+        for array, before in self._arrays:
+            array[...] = before
+        for container, length in self._large:
+            if type(container) is list:
+                del container[length:]
+
+    @property
+    def can_be_put_back(self) -> bool:
+        """Whether large containers have the same number of entries, or are lists with new ones at their end."""
+        return all(len(each) == length or (type(each) is list and len(each) > length) for each, length in self._large)
+
+    def release(self) -> None:
+        """Put nothing back any more beside attributes of modules, and hold nothing else."""
+        self._values, self._tables, self._containers, self._large, self._arrays, self.tensors = (), [], [], [], [], {}
+
+    def keep_new(self, excluded: Collection[str]) -> None:
+        """Let attributes of modules stay that have come since.
+
+        Args:
+            excluded: Names of such that do not stay.
+        """
+        for each in self._modules:
+            for name, value in each.table.items():
+                if name not in excluded and each.before.get(name) is None:
+                    each.before[name] = value
 
     def replace_new(self, tensor: Callable[[Tensor], Tensor]) -> None:
         """Let something else stand for each tensor that has come into them since.
@@ -223,10 +285,44 @@ class Contents:
         copies = Copies()
         for table in self._find_tables():
             for name, value in table.items():
-                table[name] = copies(value, lambda each: each if id(each) in self._tensors else tensor(each))
+                table[name] = copies(value, lambda each: each if id(each) in self.tensors else tensor(each))
 
-    def _find_tables(self) -> list[dict[str, Any]]:
-        return [vars(owner) for owner in find_owners(self._values).values() if not isinstance(owner, nn.Module)]
+    def _find_tables(self, of_modules: Sequence[Any] = ()) -> list[dict[str, Any]]:
+        owners = find_owners([*self._values, *of_modules], self._outside, most=self._most).values()
+        return [vars(owner) for owner in owners if not isinstance(owner, nn.Module)]
+
+
+class _ModuleTable:
+    """The attributes of a module, or its buffers, as they were; looked through again only where they are others.
+
+    Attributes:
+        table: The attributes or buffers.
+        before: What they were.
+        values: Those that may hold something: containers, arrays, tensors, objects.
+    """
+
+    def __init__(self, table: dict[str, Any]) -> None:
+        self.table = table
+        self.before: dict[str, Any] = {}
+        self.values: list[Any] = []
+
+    def renew(self) -> None:
+        """Take what they are now."""
+        table, before = self.table, self.before
+        if len(table) == len(before) and all(map(operator.is_, table.values(), before.values())):
+            return
+        self.before = dict(table)
+        self.values = [
+            value
+            for name, value in table.items()
+            if type(value) not in _ATOMS and name not in _INTERNAL and _may_hold(value)
+        ]
+
+
+def _may_hold(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return any(type(entry) not in _ATOMS for entry in value)
+    return isinstance(value, (Tensor, np.ndarray, list)) or type(value) in _CONTAINERS or is_object(value)
 
 
 class _NotTaken:

@@ -1,0 +1,1 @@
+"""Doing a step again whose path has changed."""

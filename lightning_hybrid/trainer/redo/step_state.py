@@ -1,0 +1,118 @@
+"""What a step may change on a rank, kept before it and put back where it is done again."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+
+from lightning_hybrid.distributed.failure import WrongUseError
+from lightning_hybrid.distributed.pytree import flatten, unflatten
+from lightning_hybrid.pipeline_parallel.frame.stage_states import Contents
+
+# Containers of more entries are not copied: a vocabulary, samples.
+_MOST_ENTRIES = 1000
+# Larger tensors are not copied before each step: a step that writes one is not done again.
+_MOST_ELEMENTS = 1 << 20
+# What stands in attributes of modules for the time of a step.
+_OF_STEPS = frozenset({"log", "print", "forward", "_compiled_call_impl"})
+
+
+class StepState:
+    """What this rank's part of a step may change, to be put back: gradients, the module, the batch.
+
+    Random numbers and logs are no part of it: each attempt begins with the same ones, and with none.
+
+    Args:
+        module: The user's module.
+        parameters: Those whose gradients this rank has.
+        units: The units of all stages.
+        own: Those of this rank.
+    """
+
+    def __init__(
+        self,
+        module: LightningModule,
+        parameters: Sequence[Tensor],
+        units: Collection[nn.Module],
+        own: Iterable[nn.Module],
+    ) -> None:
+        self._trainer, self._parameters = module.trainer, parameters
+        around = [part for _, part in module.named_modules(memo=set(units))]
+        modules = [*around, *(part for unit in own for part in unit.modules())]
+        self._contents = Contents((), modules, outside=[*modules, *units], most=_MOST_ENTRIES)
+
+    def keep(self, microbatches: list[Any], *, copies_gradients: bool) -> None:
+        """Keep what is there before a step, or before another attempt at it.
+
+        Args:
+            microbatches: The microbatches.
+            copies_gradients: Whether gradients that are there already are copied.
+        """
+        self._stops = self._trainer.should_stop
+        self._leaves, self._spec = flatten(microbatches)
+        self._contents.renew(self._leaves)
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            trained = set(map(id, self._parameters))
+            held = [each for each in self._contents.tensors.values() if not each.is_meta and id(each) not in trained]
+            is_small = [each.numel() <= _MOST_ELEMENTS and not isinstance(each, nn.Parameter) for each in held]
+            self._copies = [(each, each.detach().clone()) for each, small in zip(held, is_small, strict=True) if small]
+            self._gradients = [(parameter, parameter.grad) for parameter in self._parameters]
+            gradients = [gradient for _, gradient in self._gradients if gradient is not None]
+            self._copied_gradients = [gradient.clone() for gradient in gradients] if copies_gradients else []
+            others = [
+                *self._parameters,
+                *(leaf for leaf in self._leaves if isinstance(leaf, Tensor)),
+                *(each for each, small in zip(held, is_small, strict=True) if not small),
+                *(() if copies_gradients else gradients),
+            ]
+            self._versions = [(each, each._version) for each in others if not each.is_inference()]
+
+    def release(self) -> None:
+        """Hold nothing any more of a step that is over: batches and gradients take memory."""
+        self._leaves, self._copies, self._gradients, self._copied_gradients, self._versions = [], [], [], [], []
+        self._contents.release()
+
+    def keep_new(self) -> None:
+        """Let attributes stay that a step which was followed has made once for all later ones."""
+        self._contents.keep_new(_OF_STEPS)
+
+    def put_back(self) -> list[Any]:
+        """Put everything back, and return the microbatches.
+
+        Raises:
+            WrongUseError: If the step has written what is not copied.
+        """
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            written = next((each for each, version in self._versions if each._version != version), None)
+            if written is not None:
+                raise WrongUseError(cannot_text(f"has written a tensor of shape {list(written.shape)}"))
+            if not self._contents.can_be_put_back:
+                raise WrongUseError(cannot_text(f"has changed a container of more than {_MOST_ENTRIES} entries"))
+            self._contents.put_back()
+            for tensor, value in self._copies:
+                tensor.detach().copy_(value)
+            copies = iter(self._copied_gradients)
+            for parameter, gradient in self._gradients:
+                parameter.grad = gradient if gradient is None else next(copies, gradient)
+        self._trainer.should_stop = self._stops
+        microbatches: list[Any] = unflatten(list(self._leaves), self._spec)
+        return microbatches
+
+
+def cannot_text(why: str) -> str:
+    """The text for a step that is not done again.
+
+    Args:
+        why: What it has done.
+    """
+    return (
+        "The step took another path than before with a batch of these shapes, and cannot be done again: it"
+        f" {why}. What is put back are gradients, attributes, containers of up to {_MOST_ENTRIES} entries and buffers"
+        f" of up to {_MOST_ELEMENTS} elements; not parameters, tensors of the batch, and gradients of earlier batches"
+        " where a path changes for the first time. Use HybridStrategy(dynamic_shapes=True), which follows every step"
+        " anew."
+    )
