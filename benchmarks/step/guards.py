@@ -25,7 +25,7 @@ from benchmarks.step.__main__ import SIZES, WARM_UP, Model, dist_rank, loader_of
 from benchmarks.timed_trainer import Stopwatch, trainer_round
 from lightning_hybrid import HybridStrategy
 from lightning_hybrid.pipeline_parallel.body import BodyWatch
-from lightning_hybrid.pipeline_parallel.splitting.microbatch import LengthWatch
+from lightning_hybrid.pipeline_parallel.splitting.split_watch import LengthWatch
 from lightning_hybrid.strategy.watch.run_watch import RunWatch
 from lightning_hybrid.trainer.debug.desync import StepDesync
 

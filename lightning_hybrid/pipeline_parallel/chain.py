@@ -252,8 +252,9 @@ class CodeBefore(TorchFunctionMode):
         """A call of other code, which is made whatever it is."""
         try:
             return func(*args, **kwargs)
-        except RuntimeError as error:
-            if not any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in flatten((args, kwargs))[0]):
+        except (RuntimeError, WrongUseError) as error:  # a placeholder makes the second one of the first
+            is_of_torch = isinstance(error, RuntimeError) or isinstance(error.__cause__, RuntimeError)
+            if not is_of_torch or not any(map(_is_meta, flatten((args, kwargs))[0])):
                 raise
             raise WrongUseError(_text(f"`{function_name(func)}`", "uses")) from error
 
@@ -303,6 +304,10 @@ class CodeBefore(TorchFunctionMode):
         with self._fakes:
             fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self._device)
         return fake.requires_grad_(tensor.requires_grad)
+
+
+def _is_meta(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.is_meta
 
 
 def _text(what: str, how: str) -> str:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -107,18 +107,31 @@ class PlaceholderTensor(Tensor):
         return copied
 
 
+_shows_absent = False
+
+
+@contextmanager
+def absent_gradients() -> Iterator[None]:
+    """Let placeholders inside have a gradient without a value, where hooks look at gradients.
+
+    Loops over gradients skip ``None``, and would take the gradients of one stage for those of the model. Optimizers
+    skip it too, as they should, and run outside of this.
+    """
+    global _shows_absent
+    before, _shows_absent = _shows_absent, True
+    try:
+        yield
+    finally:
+        _shows_absent = before
+
+
 class PlaceholderParameter(PlaceholderTensor, nn.Parameter):
     """A parameter that lives on another stage."""
 
     @property
     def grad(self) -> Tensor | None:
-        """The gradient, which lives on the other stage too; without a value, but not ``None``.
-
-        Loops over gradients skip ``None``, and would take the gradients of one stage for those of the model. Optimizers
-        of torch skip it too, as they should.
-        """
-        # Fused optimizers refuse gradients on the meta device, and none has anything to step here.
-        if not self.requires_grad or sys._getframe(1).f_globals.get("__name__", "").startswith("torch.optim"):
+        """The gradient: ``None``, and a tensor without a value inside :func:`absent_gradients`."""
+        if not _shows_absent or not self.requires_grad:
             return None
         with torch._C.DisableTorchFunctionSubclass():
             return self.detach().as_subclass(AbsentGradient)

@@ -39,6 +39,7 @@ from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.distributed.process_group import has_nccl
 from lightning_hybrid.distributed.watch.connections import Connections
 from lightning_hybrid.pipeline_parallel.batch_norm import batch_norms, limit_microbatches
+from lightning_hybrid.pipeline_parallel.placeholders import absent_gradients
 from lightning_hybrid.strategy import checks, full_parameters, launch
 from lightning_hybrid.strategy.auto_layout.request import ALL_SIZES, resolve_open
 from lightning_hybrid.strategy.collectives import ReplicaCollectives, outside_of_steps
@@ -53,7 +54,12 @@ from lightning_hybrid.tensor_parallel.layouts.layout import distribute
 from lightning_hybrid.trainer import lightning_internals
 from lightning_hybrid.trainer.batch_hooks import pinned
 from lightning_hybrid.trainer.debug.desync import DesyncDetector
-from lightning_hybrid.trainer.debug.nonfinite_gradients import GradientWatch, NonfiniteGuard, NonfiniteWarning
+from lightning_hybrid.trainer.debug.nonfinite_gradients import (
+    GradientWatch,
+    NoGradientWatch,
+    NonfiniteGuard,
+    NonfiniteWarning,
+)
 from lightning_hybrid.trainer.exceptions import print_shortly, stops_together
 from lightning_hybrid.trainer.gradient_functions import GradientFunctions
 from lightning_hybrid.trainer.optimization import GlobalBatch, ReplicaClosure, check_accumulation
@@ -646,7 +652,8 @@ class HybridStrategy(ReplicaCollectives):
         closure_loss = plugin.pre_backward(closure_loss, module)
         run = partial(plugin.backward, closure_loss, module, optimizer, *args, **kwargs)
         self.run.training_step.backward(run, reduce=not self._sync_blocked)
-        return plugin.post_backward(closure_loss, module)
+        with absent_gradients():
+            return plugin.post_backward(closure_loss, module)
 
     def _backward_without_loss(self) -> bool:
         """Take part in what the others send, where this replica has no loss; return whether one of them has."""
@@ -656,7 +663,8 @@ class HybridStrategy(ReplicaCollectives):
         scaler = getattr(plugin, "scaler", None)
         if scaler is not None:
             scaler.scale(nothing)  # it gets ready at the first loss
-        plugin.post_backward(nothing, self._module)  # for hooks that look at the gradients
+        with absent_gradients():
+            plugin.post_backward(nothing, self._module)  # for hooks that look at the gradients
         return True
 
     @contextmanager
@@ -768,12 +776,12 @@ class HybridStrategy(ReplicaCollectives):
             self._run.nonfinite.note_norm(norm)
         return norm
 
-    def _guard_steps(self) -> GradientWatch | None:
-        """What looks at gradients before an optimizer steps, if anything does."""
+    def _guard_steps(self) -> GradientWatch:
+        """What looks at gradients before an optimizer steps."""
         scaler = getattr(self.precision_plugin, "scaler", None)
         checks.check_nonfinite(self.settings.on_nonfinite, scaler)
         if scaler is not None:
-            return None
+            return NoGradientWatch()
         if self.settings.on_nonfinite == "ignore":
             is_first = partial(self.world.failures.is_first_to, "nonfinite gradients")
             return NonfiniteWarning(self._module, self.mesh.pipeline_rank, is_first)

@@ -71,13 +71,14 @@ class Fault:
     def works(self) -> bool:
         """Whether it is none.
 
-        Where nobody has to agree on a log, where no rank needs another one's part of the state, and where one chooses a
-        checkpoint of its own: all go on from rank 0's.
+        Where nobody has to agree on a log, where no rank needs another one's part of the state, where one chooses a
+        checkpoint of its own (all resume from rank 0's), and where replicas have unequal numbers of batches: their
+        epoch ends together.
         """
         data, tensor, pipeline, zero = self.layout
         is_whole = tensor == pipeline == 1 or (self.rank // tensor) % data > 0
         is_spare = self.kind == "state_dict" and zero == 0 and is_whole
-        return (self.kind == "log" and tensor == pipeline == 1) or is_spare or self.kind == "resumes"
+        return (self.kind == "log" and tensor == pipeline == 1) or is_spare or self.kind in ("resumes", "short_loader")
 
     def __str__(self) -> str:
         data, tensor, pipeline, zero = self.layout

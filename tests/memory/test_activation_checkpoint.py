@@ -79,7 +79,8 @@ class Gradients(Callback):
         self.steps: list[dict[str, Tensor]] = []
 
     def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
-        gradients = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+        held = {name: p for name, p in module.named_parameters() if not p.is_meta}
+        gradients = {name: p.grad for name, p in held.items() if p.grad is not None}
         self.steps.append({name: full_tensor(gradient).clone() for name, gradient in gradients.items()})
 
 

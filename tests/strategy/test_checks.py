@@ -525,7 +525,7 @@ def test_a_body_call_is_refused_in_every_model_group(ranks: Pools) -> None:
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        ("none", ["None", "not supported"]),
+        ("none", ["returned None", "no `return None` is written in it"]),
         ("no loss", ["'loss'", "lost"]),
         ("number", ["Tensor", "float"]),
         ("list", ["Tensor", "list"]),

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from lightning_hybrid.data_parallel.grad_clip import find_nonfinite
 from lightning_hybrid.distributed.process_group import GroupRef
+from lightning_hybrid.pipeline_parallel.placeholders import absent_gradients
 from lightning_hybrid.trainer.lightning_internals import replace_after_closure, restore_after_closure
 
 _MOST = 3  # parameters in one text
@@ -25,12 +26,19 @@ SKIPPED = "skipped_steps"
 
 
 class GradientWatch(ABC):
-    """Looks at the gradients of each step before an optimizer uses them."""
+    """Looks at the gradients of each step before an optimizer uses them.
+
+    Hooks that look at them see those of other stages as absent, and not as ``None``.
+    """
 
     @contextmanager
     def in_steps(self, trainer: Trainer) -> Iterator[None]:
         """While entered, look."""
-        replace_after_closure(trainer.precision_plugin, self)
+
+        def look(hooks_and_clipping: Callable[[], None], optimizer: Optimizer) -> None:
+            self(absent_gradients()(hooks_and_clipping), optimizer)
+
+        replace_after_closure(trainer.precision_plugin, look)
         try:
             yield
         finally:
@@ -49,6 +57,17 @@ class GradientWatch(ABC):
     @abstractmethod
     def finish(self) -> None:
         """Say what is left to say at the end of a run."""
+
+
+class NoGradientWatch(GradientWatch):
+    """Looks at nothing, where a `GradScaler` does."""
+
+    def __call__(self, hooks_and_clipping: Callable[[], None], optimizer: Optimizer) -> None:
+        """Do what the Trainer does between backward and the step."""
+        hooks_and_clipping()
+
+    def finish(self) -> None:
+        """Say nothing."""
 
 
 class NonfiniteGuard(GradientWatch):

@@ -94,9 +94,10 @@ class Untouched(DispatchMode):  # type: ignore[misc]
             memory = memory_of(tensor)
             if memory in self._tensors and memory not in self._before and _has_memory(self._tensors[memory]):
                 self._before[memory] = self._tensors[memory].detach().clone()
-        if func.overloadpacket in BATCH_NORMS and args[5]:
-            return _normalize(func, args)
-        return self._draw(func, args, kwargs) if draws(func, args, kwargs) else func(*args, **kwargs)
+        with torch._C.DisableTorchFunction():  # what autograd asks of a tensor is not an operator of the step
+            if func.overloadpacket in BATCH_NORMS and args[5]:
+                return _normalize(func, args)
+            return self._draw(func, args, kwargs) if draws(func, args, kwargs) else func(*args, **kwargs)
 
     def _draw(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         packet = func.overloadpacket
