@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
+from tests.context_modules import Leaking
 from tests.pool import Pools
 from tests.training_jobs import LAYOUTS, Losses, assert_same, make_trainer, plain, together, weights
 
@@ -322,3 +323,36 @@ def test_what_cannot_be_done_again_is_refused(
     for text in ranks(4 if "zero_stage" in layout else 2, lightning=True).run(refused, kind, layout, timeout=120):
         assert words in text
         assert "HybridStrategy(dynamic_shapes=True)" in text
+
+
+class KeepsResults(Leaking):
+    """Results of layers, which ranks of a context have in shares, stay in a list of the module."""
+
+    def build(self) -> None:
+        super().build()
+        self.seen: list[Tensor] = []
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        self.seen.clear()
+        for layer in self.body:
+            x = layer(x)
+            self.seen.append(x.flatten(0, 1))
+        products = [(each.softmax(1).mean(0) * each.square().mean(0)).sum() for each in self.seen]
+        return F.mse_loss(x, y) + torch.stack(products).sum()
+
+
+def fit_two_batches(layout: dict[str, Any]) -> list[float]:
+    losses = Losses()
+    module = KeepsResults().double()
+    make_trainer(layout, callbacks=[losses], limit_train_batches=2, limit_val_batches=1).fit(module)
+    return losses.values
+
+
+@pytest.mark.distributed
+def test_what_is_kept_before_a_step_is_read_on_no_rank_alone(ranks: Pools) -> None:
+    """What ranks compute together when one reads it is no state that a step writes in place."""
+    layout = {"context_parallel_size": 2, "context_parallel": "all_gather", "pipeline_parallel_size": 2}
+    first, *others = ranks(4, lightning=True).run(fit_two_batches, layout, timeout=120)
+    assert len(first) == 2
+    assert all(each == first for each in others)

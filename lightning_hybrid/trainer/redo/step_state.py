@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.distributed.pytree import flatten, unflatten
@@ -57,7 +58,7 @@ class StepState:
         self._contents.renew(self._leaves)
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             trained = set(map(id, self._parameters))
-            held = [each for each in self._contents.tensors.values() if not each.is_meta and id(each) not in trained]
+            held = [each for each in self._contents.tensors.values() if _has_memory(each) and id(each) not in trained]
             is_small = [each.numel() <= _MOST_ELEMENTS and not isinstance(each, nn.Parameter) for each in held]
             self._copies = [(each, each.detach().clone()) for each, small in zip(held, is_small, strict=True) if small]
             self._gradients = [(parameter, parameter.grad) for parameter in self._parameters]
@@ -101,6 +102,11 @@ class StepState:
         self._trainer.should_stop = self._stops
         microbatches: list[Any] = unflatten(list(self._leaves), self._spec)
         return microbatches
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    """Return whether a tensor may be written in place: not what is computed, by several ranks, when it is read."""
+    return not tensor.is_meta and (type(tensor) in (Tensor, nn.Parameter) or isinstance(tensor, DTensor))
 
 
 def cannot_text(why: str) -> str:
