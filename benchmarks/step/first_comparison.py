@@ -1,4 +1,4 @@
-"""What does the comparison of microbatches in the first step cost? Its time and its memory, over those of a step.
+"""Time and memory of the comparison of microbatches in the first step, relative to those of a step.
 
 A Trainer is fitted again and again, as in the other benchmarks of this folder. In each fit the first step compares, and
 the steps after it are what the comparison is measured by::

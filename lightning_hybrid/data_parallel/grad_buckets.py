@@ -107,7 +107,7 @@ class GradientBuckets:
 
     @property
     def is_launched(self) -> bool:
-        """Whether some of them are under way."""
+        """Return whether a bucket is being reduced."""
         return self._num_launched > 0
 
     def launch_rest(self) -> None:

@@ -265,12 +265,12 @@ class GradientSync:
 
     @property
     def is_reducing(self) -> bool:
-        """Whether gradients of this step are being reduced already."""
+        """Return whether gradients of this step are already being reduced."""
         return any(buckets.is_launched for of_stage in self._by_stage.values() for buckets in of_stage)
 
     @property
     def reduces_early(self) -> bool:
-        """Whether gradients are reduced while a step runs, and not only at its end."""
+        """Return whether gradients are reduced during a step, and not only at its end."""
         return bool(self._by_stage)
 
     def finish(self, *, scale: Tensor | float | None = None) -> None:
@@ -361,11 +361,11 @@ class GradientSync:
 
 
 class Rest(NamedTuple):
-    """What is left of an optimizer step of which something has no loss.
+    """The share of an optimizer step that has a loss.
 
     Attributes:
-        scale: What the gradients are multiplied by; 0 if nothing is left.
-        has_loss: Whether a replica has a loss for the last batch.
+        scale: The factor for the gradients; 0 if nothing has a loss.
+        has_loss: If True, a replica has a loss for the last batch.
     """
 
     scale: float

@@ -130,7 +130,7 @@ class FailureStore:
         return f"{_KEY}/{self._run}/{name}"
 
     def is_first_to(self, say: str) -> bool:
-        """Whether no rank has asked this before in this run: of what several find, one tells the user.
+        """Return whether no rank has asked this before in this run, so that one rank tells the user.
 
         Args:
             say: What is told.

@@ -221,7 +221,7 @@ class Engine:
 
     @property
     def has_dynamic_shapes(self) -> bool:
-        """Whether each message says its shapes, and may be empty; to be changed between runs, on all ranks."""
+        """If True, each message states its shapes and may be empty. Change it between runs, on all ranks."""
         return any(channel.has_dynamic_shapes for channel in self.channels.values())
 
     @has_dynamic_shapes.setter

@@ -179,7 +179,7 @@ class Channel:
 
     @property
     def has_dynamic_shapes(self) -> bool:
-        """Whether each message has its meta; to be changed between runs, on both sides."""
+        """If True, each message has its meta. Change it between runs, on both sides."""
         return self._dynamic
 
     @has_dynamic_shapes.setter

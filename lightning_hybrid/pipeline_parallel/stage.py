@@ -20,7 +20,7 @@ Message = tuple[list[Any], TreeSpec]
 """What goes from stage to stage: the leaves of a tree, and the tree. Tensors that require grad get a gradient back."""
 
 Gradients = list[Tensor | None]
-"""What comes back: one gradient per leaf of the message, ``None`` for leaves without one; an empty list where the
+"""The answer to a message: one gradient per leaf of it, ``None`` for leaves without one; an empty list where the
 microbatch has no loss."""
 
 

@@ -727,7 +727,7 @@ class HybridStrategy(ReplicaCollectives):
 
     @property
     def _shares_model(self) -> bool:
-        """Whether other ranks own a part of the parameters."""
+        """Return whether other ranks own a part of the parameters."""
         owners = self._owners()
         return owners is not None and owners.size() > 1
 
@@ -777,7 +777,7 @@ class HybridStrategy(ReplicaCollectives):
         return norm
 
     def _guard_steps(self) -> GradientWatch:
-        """What looks at gradients before an optimizer steps."""
+        """Return the watch that inspects gradients before an optimizer step."""
         scaler = getattr(self.precision_plugin, "scaler", None)
         checks.check_nonfinite(self.settings.on_nonfinite, scaler)
         if scaler is not None:

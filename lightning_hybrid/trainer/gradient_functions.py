@@ -138,7 +138,7 @@ class GradientFunctions:
         return found
 
     def _optimized(self, parameters: Sequence[Tensor]) -> list[Any]:
-        """What optimizers step, in the place of parameters that are unsharded for a step; others as they are."""
+        """Return parameters, with those of the optimizers in the place of parameters unsharded for a step."""
         own = self._grad_sync.optimized_parameters()
         return [own.get(id(parameter), parameter) for parameter in parameters]
 

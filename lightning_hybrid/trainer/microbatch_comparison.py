@@ -112,11 +112,11 @@ class MicrobatchComparison:
         config: The arguments of the strategy.
 
     Attributes:
-        loss_reduction: Whether the losses of the microbatches of the present batch are averaged or summed.
+        loss_reduction: ``"mean"`` or ``"sum"``: how the losses of the present batch's microbatches are merged.
         labels: How its targets are counted, if its loss is a mean over them.
         log_kinds: Logged values that are not means over samples, by name.
-        explains: Whether it is known what the loss counts, so that nobody need look at labels.
-        takes_one: Whether batches run as one microbatch from now on.
+        explains: If True, the normalizer of the loss is known, and labels need no further check.
+        takes_one: If True, batches run as one microbatch from now on.
     """
 
     def __init__(self, context: StepContext, grad_sync: GradientSync, config: HybridConfig) -> None:

@@ -285,7 +285,7 @@ class StepContext:
                 self.engine.retire()
 
     def forget_step(self) -> None:
-        """What a step has found in the module is looked for again: it has been put back to what it was before."""
+        """Search the module again for everything that a step has found in it: its state has been restored."""
         self._epoch = None
 
     def enter_user_code(self, *coordinates: int, keep: bool) -> None:
@@ -307,7 +307,7 @@ class StepContext:
 
     @property
     def is_source(self) -> bool:
-        """Whether this rank gives what the step returned to the others of its model group."""
+        """Return whether this rank sends the result of the step to the others of its model group."""
         return self._results.is_source
 
     def unfollowed(self) -> AbstractContextManager[None]:

@@ -438,15 +438,7 @@ class TrainingStep:
             precision: The precision plugin's context.
         """
         comparison = self._comparison
-
-        def forward(
-            batches: Sequence[Any],
-            counts: Sequence[int],
-            loss_of: Callable[[int, Tensor], Tensor],
-            run: Callable[[int, Callable[[], Any]], Any],
-        ) -> tuple[Sequence[Tensor], Sequence[Sequence[Log]]]:
-            return self._forward(batches, counts, arguments[1:], step, precision, loss_of, run)
-
+        forward = partial(self._forward, others=arguments[1:], step=step, precision=precision)
         is_split_anew = comparison(arguments[0], num_microbatches, signature, forward)
         if comparison.explains:
             self._labels = None
@@ -459,22 +451,23 @@ class TrainingStep:
         self,
         batches: Sequence[Any],
         counts: Sequence[int],
+        loss_of: Callable[[int, Tensor], Tensor],
+        run: Callable[[int, Callable[[], Any]], Any],
+        *,
         others: Sequence[Any],
         step: int,
         precision: Callable[[], AbstractContextManager[None]],
-        loss_of: Callable[[int, Tensor], Tensor],
-        run: Callable[[int, Callable[[], Any]], Any],
     ) -> tuple[Sequence[Tensor], Sequence[Sequence[Log]]]:
         """Run batches forward only, each as a step by itself that draws the same random numbers.
 
         Args:
-            batches: The batches.
-            counts: Their numbers of samples.
+            batches: The first arguments are those of :class:`~.microbatch_comparison.Forward`.
+            counts: As there.
+            loss_of: As there.
+            run: As there.
             others: Arguments of the user's `training_step`, beside the batch.
             step: The number of the batch since training began.
             precision: The precision plugin's context.
-            loss_of: Takes the number of a batch and its loss; returns the one to return.
-            run: Calls each forward of each stage, perhaps twice; takes the number of a batch and the forward.
 
         Returns:
             The losses, on the last stage and if each batch has one; and what each batch logged.
@@ -708,7 +701,7 @@ def _scaled(loss: Tensor, factor: float | Tensor, accumulated: int, scale: Calla
 
 
 def _merge(outputs: Sequence[Any], counts: Sequence[int], shares: Sequence[float | Tensor], *, is_mean: bool) -> Any:
-    """What the step returned, as if it had run once: the loss, or a dictionary with it; ``None`` if nothing has one."""
+    """Merge the results of all microbatches: the loss, or a dictionary with it; ``None`` if none has a loss."""
     kept = [index for index, output in enumerate(outputs) if output is not None]
     if not kept:
         return None

@@ -218,7 +218,7 @@ class Discovery(TorchFunctionMode):
 
     @property
     def has_passed_in_vain(self) -> bool:
-        """Whether no unit was called after the first call whose shapes are decided by tensors with values."""
+        """Return whether no unit was called after the first call whose shapes depend on tensors with values."""
         return self._passed is not None and all(call.unit is None for call in self.graph.calls[self._passed :])
 
     # Calls of torch functions.
@@ -424,7 +424,7 @@ class Discovery(TorchFunctionMode):
         """Run a unit on zeros, and on the values of operands that every stage has.
 
         Where shapes of its results are others with ones in these, another batch with other lengths has another plan.
-        Shapes of what a module returns that is no layer of the body must not depend on other values.
+        If a module is no layer of the body, the shapes that it returns must not depend on other values.
         Arguments are those of :func:`run_on_zeros`; `given` are the operands by the fake tensors that stand for them.
         """
 
@@ -586,7 +586,7 @@ class Discovery(TorchFunctionMode):
         return unflatten(outputs, spec)
 
     def _is_made(self, leaf: Any, number: int) -> bool:
-        """Whether a leaf of what an absent call returns is a tensor with values, which every stage has."""
+        """Return whether a leaf that an absent call returns is a tensor with values on every stage."""
         made = self._made.get(id(leaf))
         return made is not None and made[0]() is leaf and made[1].call == number
 

@@ -101,7 +101,7 @@ def run_on_zeros(
     fill: Callable[..., Tensor] = torch.zeros,
     keeps: Collection[int] = (),
 ) -> tuple[Any, Seen]:
-    """What a unit or a function returns that looks at numbers: its own code runs, on zeros of the same shapes.
+    """Return the result of a unit or a function that reads numbers: run its code on zeros of the same shapes.
 
     Operands that every stage has keep their values: a layer may fail with zeros for lengths or indices.
 

@@ -378,7 +378,7 @@ class FrameCut:
         return graph
 
     def _can_pin(self, module: nn.Module) -> bool:
-        """Whether a module may become a unit: it is none yet, and has none in it."""
+        """Return whether a module may become a unit: it is not a unit, and contains none."""
         others = {part for _, part in (*self._units, *self._leaf_modules)}
         is_called = type(module).forward is not nn.Module.forward
         return is_called and module is not self._module and others.isdisjoint(module.modules())

@@ -17,7 +17,7 @@ FOLLOW = -1
 
 
 class Choice(NamedTuple):
-    """What is done again.
+    """The next attempt at a step.
 
     Attributes:
         microbatch: The first one whose plan is another; those before it have taken theirs.
@@ -95,5 +95,5 @@ def _fits(plan: FramePlan, begin: Sequence[Any], called: Any, *, is_same: bool) 
 
 
 def _called(call: Call) -> Any:
-    """What a call calls; a unit by its position."""
+    """The callee of a call; a unit is given by its position."""
     return call.function if call.unit is None else call.unit

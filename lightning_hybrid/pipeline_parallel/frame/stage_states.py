@@ -258,7 +258,7 @@ class Contents:
 
     @property
     def can_be_put_back(self) -> bool:
-        """Whether large containers have the same number of entries, or are lists with new ones at their end."""
+        """Return whether large containers kept their number of entries, or are lists with new entries at the end."""
         return all(len(each) == length or (type(each) is list and len(each) > length) for each, length in self._large)
 
     def release(self) -> None:

@@ -1,4 +1,4 @@
-"""What half precision is too coarse for: states of optimizers, and averages of weights."""
+"""Warnings about optimizer states and averages of weights in half precision, which is too coarse for them."""
 
 from __future__ import annotations
 

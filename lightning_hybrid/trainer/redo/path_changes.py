@@ -13,7 +13,7 @@ _MANY, _RECENT = 4, 16
 
 
 class PathChanges:
-    """What is known about paths that change, on one rank; equal on all ranks of a model group.
+    """The record of changing paths on one rank; equal on all ranks of a model group.
 
     ::
 
@@ -34,7 +34,7 @@ class PathChanges:
         """Remember that a step is done again.
 
         Args:
-            choice: What is done again.
+            choice: The next attempt at the step.
             step: The number of the batch since training began.
         """
         self.have_been = True

@@ -1,4 +1,4 @@
-"""What a step may change on a rank, kept before it and put back where it is done again."""
+"""State that a step may change on a rank: saved before the step, restored before another attempt at it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _OF_STEPS = frozenset({"log", "print", "forward", "_compiled_call_impl"})
 
 
 class StepState:
-    """What this rank's part of a step may change, to be put back: gradients, the module, the batch.
+    """State that this rank's part of a step may change: gradients, the module, the batch.
 
     Random numbers and logs are no part of it: each attempt begins with the same ones, and with none.
 
@@ -85,7 +85,7 @@ class StepState:
         """Put everything back, and return the microbatches.
 
         Raises:
-            WrongUseError: If the step has written what is not copied.
+            WrongUseError: If the step has written a tensor that is not copied.
         """
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             written = next((each for each, version in self._versions if each._version != version), None)
@@ -113,7 +113,7 @@ def cannot_text(why: str) -> str:
     """The text for a step that is not done again.
 
     Args:
-        why: What it has done.
+        why: The reason: a verb phrase with the step as its subject.
     """
     return (
         "The step took another path than before with a batch of these shapes, and cannot be done again: it"
