@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_hybrid.trainer.losses.loss_terms import LossTerms, find_label_count
@@ -172,14 +173,33 @@ def fit(name: str, layout: Mapping[str, Any] | None, batch_size: int, accumulate
     return seen.norms, seen.losses, weights(module), texts
 
 
-MORE = {**LAYOUTS, "cp2": {"context_parallel_size": 2, "num_microbatches": 2}, "auto": {"pipeline_parallel_size": 2}}
+#: Replicas that take a batch whole, without stages and with them.
+WHOLE: dict[str, dict[str, Any]] = {
+    "dp2": {"data_parallel_size": 2},
+    "dp2_zero2": {"data_parallel_size": 2, "zero_stage": 2},
+    "dp2_zero3": {"data_parallel_size": 2, "zero_stage": 3},
+    "dp2_pp2_whole": {"data_parallel_size": 2, "pipeline_parallel_size": 2, "num_microbatches": 1},
+    "dp2_tp2_whole": {"data_parallel_size": 2, "tensor_parallel_size": 2, "num_microbatches": 1},
+}
+MORE = {
+    **LAYOUTS,
+    **WHOLE,
+    "cp2": {"context_parallel_size": 2, "num_microbatches": 2},
+    "auto": {"pipeline_parallel_size": 2},
+}
 CASES = [
+    *((name, layout, 2) for name in SUBJECTS for layout in ("dp2", "dp2_pp2_whole")),
+    *((name, layout, 1) for name in ("gpt2_shifted", "bert", "class_weights") for layout in WHOLE),
+    *((name, layout, 2) for name in ("bert", "two_terms") for layout in ("dp2_zero2", "dp2_zero3")),
     *((name, layout, 2) for name in SUBJECTS for layout in ("m3", "pp2")),
     *((name, "dp2_pp2", 2) for name in ("gpt2_shifted", "bert", "class_weights")),
     *((name, layout, 1) for name in ("gpt2_shifted", "bert") for layout in ("zero2", "zero3", "tp2", "auto")),
     ("gpt2_shifted", "cp2", 1),
 ]
-DAILY = {("gpt2", "pp2"), ("class_weights", "m3"), ("two_terms", "pp2"), ("bert", "dp2_pp2"), ("gpt2_shifted", "cp2")}
+DAILY = {
+    *(("gpt2", "pp2"), ("class_weights", "m3"), ("two_terms", "pp2"), ("bert", "dp2_pp2"), ("gpt2_shifted", "cp2")),
+    *(("bert", "dp2"), ("class_weights", "dp2_zero3"), ("two_terms", "dp2_zero2"), ("gpt2_shifted", "dp2_pp2_whole")),
+}
 #: The relative difference where a loss, or attention, is computed in float32.
 TOLERANCES = {"gpt2": 1e-5, "t5": 1e-5}
 
@@ -192,7 +212,7 @@ TOLERANCES = {"gpt2": 1e-5, "t5": 1e-5}
 def test_targets_are_counted_without_a_hook(ranks: Pools, name: str, layout: str, accumulate: int) -> None:
     """Windows of two batches, of which the last one has one."""
     arguments = dict(MORE[layout])
-    if layout == "tp2":
+    if "tensor_parallel_size" in arguments:
         arguments["tensor_parallel_plan"] = "auto"
     size, replicas = size_of(arguments)
     size *= arguments.get("context_parallel_size", 1)
@@ -281,3 +301,132 @@ def test_what_is_recognized(step: Any, key: str | None) -> None:
         batch = next(iter(DataLoader(Texts(), 5)))
         labels = batch[key][..., 1:] if count.shift else batch[key]
         assert int(count(batch)) == int((labels != -100).sum())
+
+
+class Variant(Model):
+    """A masked language model as its name says."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__("bert")
+        self.name = name
+        self.automatic_optimization = name != "manual"
+        if name == "hook":
+            self.microbatch_weight = lambda microbatch: len(microbatch["input_ids"])
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor | None:  # type: ignore[override]
+        labels = batch.pop("masked_labels")  # the batch has none after the step
+        inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
+        scores = self.model(**inputs).logits.transpose(1, 2)
+        if self.name == "none" and batch_idx == 0:
+            return None
+        if self.name == "made":
+            labels.masked_fill_(labels % 3 == 0, -100)
+        if self.name == "unmasked":
+            labels = batch["input_ids"]
+        if self.name == "twice":
+            self.log("other", 2 * F.cross_entropy(scores, labels).detach(), sync_dist=True)
+        loss = F.cross_entropy(scores, labels)
+        if self.name == "other":
+            loss = loss + scores.square().mean()
+        self.log("loss", loss, on_step=True, on_epoch=False, sync_dist=True)
+        if self.name == "manual":
+            self.manual_backward(loss)
+            self.optimizers().step()  # type: ignore[union-attr]
+            self.optimizers().zero_grad()  # type: ignore[union-attr]
+        return loss
+
+
+class Collectives(Callback):
+    """The number of collectives of each step, and what it logs."""
+
+    def __init__(self) -> None:
+        self.counts: list[int] = []
+        self.losses: list[Tensor] = []
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        seen = self.seen = list[str]()
+
+        class Mode(TorchDispatchMode):
+            def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                if func.namespace == "c10d":
+                    seen.append(str(func))
+                return func(*args, **(kwargs or {}))
+
+        self.mode = Mode()
+        self.mode.__enter__()
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        self.mode.__exit__(None, None, None)
+        self.counts.append(len(self.seen))
+        self.losses += [value for name, value in trainer.callback_metrics.items() if name == "loss"]
+
+
+def fit_variant(
+    name: str, layout: Mapping[str, Any] | None, batch_size: int, unlabeled: int = 0
+) -> tuple[dict[str, Tensor], list[Tensor], list[int]]:
+    """Train an epoch; return weights, logged losses, and the numbers of collectives of the steps."""
+
+    def collate(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        batch: dict[str, Tensor] = torch.utils.data.default_collate(samples)
+        return batch
+
+    samples = [Texts()[index] for index in range(SAMPLES)]
+    for sample in samples[: 2 * unlabeled : 2]:  # those of the first batch of the first replica
+        sample["masked_labels"] = torch.full((LENGTH,), -100)
+    module, seen = Variant(name), Collectives()
+    loader = DataLoader(samples, batch_size, collate_fn=collate)  # type: ignore[arg-type]
+    make_trainer(layout, callbacks=[seen], log_every_n_steps=1).fit(module, loader)
+    return weights(module), seen.losses, seen.counts
+
+
+DP2 = {"data_parallel_size": 2}
+
+
+@pytest.mark.parametrize("name", ["unmasked", "other", "made", "manual"])
+def test_other_losses_stay_as_they_are(ranks: Pools, name: str) -> None:
+    """Bit by bit, and from the second step on with as many collectives."""
+    pool = ranks(2, lightning=True)
+    found, losses, counts = pool.run(fit_variant, name, DP2, BATCH)[0]
+    expected, plain, least = pool.run(fit_variant, name, {**DP2, "compare_microbatches": False}, BATCH)[0]
+    assert all(torch.equal(value, expected[key]) for key, value in found.items())
+    assert torch.equal(torch.stack(losses), torch.stack(plain))
+    assert counts[1:] == least[1:]
+    assert counts[0] <= least[0] + 1
+
+
+@pytest.mark.parametrize("more", [{}, {"num_microbatches": 1, "pipeline_parallel_size": 2}])
+def test_the_hook_of_the_module_has_precedence(ranks: Pools, more: dict[str, Any]) -> None:
+    """Which counts samples here."""
+    pool = ranks(2 * more.get("pipeline_parallel_size", 1), lightning=True)
+    found = pool.run(fit_variant, "hook", {**DP2, **more}, BATCH)
+    expected = pool.run(fit_variant, "masked", {**DP2, **more, "compare_microbatches": False}, BATCH)
+    for (values, _, _), (others, _, _) in zip(found, expected, strict=True):
+        torch.testing.assert_close(values, others, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["masked", "none", "twice"])
+def test_steps_that_change_their_batches(ranks: Pools, name: str) -> None:
+    """The first step counts like the others; where no replica has a loss in it, the second one does."""
+    expected, losses, _ = fit_variant(name, None, 2 * BATCH)
+    for found, logged, _ in ranks(2, lightning=True).run(fit_variant, name, DP2, BATCH):
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(logged[-2:], losses[-2:], rtol=1e-10, atol=1e-12)
+
+
+def test_a_replica_without_targets_adds_nothing(ranks: Pools) -> None:
+    expected, losses, _ = fit_variant("masked", None, 2 * BATCH, BATCH)
+    for found, logged, _ in ranks(2, lightning=True).run(fit_variant, "masked", DP2, BATCH, BATCH):
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(logged, losses, rtol=1e-10, atol=1e-12)
+
+
+def test_compiled_losses_are_not_looked_at() -> None:
+    """What is seen while a function is compiled would stay in it."""
+    from lightning_hybrid.distributed.class_losses import observed
+
+    found = LossTerms(in_step=True)
+    scores, labels = torch.randn(4, 5, requires_grad=True), torch.tensor([0, 1, -100, 2])
+    with observed(found.observe):
+        torch.compile(F.cross_entropy, backend="aot_eager", fullgraph=True)(scores, labels).backward()
+    assert not found.terms
+    assert scores.grad is not None

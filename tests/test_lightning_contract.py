@@ -360,6 +360,23 @@ def test_results_are_intercepted_whoever_has_the_method() -> None:
     assert trainer.callback_metrics.keys() == {"outside"}
 
 
+def test_results_pass_through_a_function() -> None:
+    def record(write: Any, name: str, value: Tensor, **arguments: Any) -> None:
+        write(name, 10 * value, **{**arguments, "prog_bar": True})
+
+    class Logging(Small):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            with internals.results_through(self.trainer, record):
+                self.log("inside", 2.0, on_step=True)
+            self.log("outside", 3.0)
+            return super().training_step(batch, batch_idx)
+
+    trainer = quiet_trainer()
+    trainer.fit(Logging(), samples())
+    assert trainer.callback_metrics == {"inside": 20.0, "outside": 3.0}
+    assert trainer.progress_bar_metrics == {"inside": 20.0}
+
+
 def test_without_a_trainer_or_outside_of_a_run_there_are_no_results_to_intercept() -> None:
     for trainer in (None, quiet_trainer()):
         with internals.intercept_results(trainer, lambda *args, **kwargs: None):

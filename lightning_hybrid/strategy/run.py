@@ -342,7 +342,9 @@ class Run:
     def _make_steps(self, around_forwards: Callable[[], AbstractContextManager[None]], *, autocasts: bool) -> None:
         world, module, config = self._world, self._attached.module, self._world.config
         if not self._attached.is_cut:
-            self.training_step = UncutTrainingStep(module, self.grad_sync, world.mesh, around_forwards)
+            self.training_step = UncutTrainingStep(
+                module, self.grad_sync, world.mesh, world.device, config, around_forwards
+            )
             self.evaluation_step = UncutEvaluationStep(module, self.grad_sync)
             return
         self.context = StepContext(

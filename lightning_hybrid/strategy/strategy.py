@@ -166,7 +166,8 @@ class HybridStrategy(ReplicaCollectives):
         compare_microbatches: If True, the first training step compares the loss of pairs of microbatches joined with
             the losses of each alone, forward only. A loss that is a sum over samples is then summed. For a loss that
             is not a mean over samples, ``num_microbatches="auto"`` takes one microbatch; a number that you set is kept,
-            with a warning. If False, microbatches are averaged without a comparison.
+            with a warning. A mean over targets is weighted by these, also over replicas that take a batch whole. If
+            False, microbatches and replicas are averaged without a comparison.
         on_nonfinite: What happens if a gradient is not finite when an optimizer is about to step, found over all ranks:
             ``"raise"`` an error on every rank, ``"skip"`` the step, so that parameters and states of the optimizer stay
             as they are, and log how many were skipped as ``"skipped_steps"``, or ``"ignore"`` it, with one warning.
@@ -650,8 +651,11 @@ class HybridStrategy(ReplicaCollectives):
         """Run backward and average the gradients; with a pipeline both are done, and only the hooks are called."""
         plugin, module = self.precision_plugin, self._module
         closure_loss = plugin.pre_backward(closure_loss, module)
-        run = partial(plugin.backward, closure_loss, module, optimizer, *args, **kwargs)
-        self.run.training_step.backward(run, reduce=not self._sync_blocked)
+
+        def run(loss: Tensor) -> None:
+            plugin.backward(loss, module, optimizer, *args, **kwargs)
+
+        self.run.training_step.backward(closure_loss, run, reduce=not self._sync_blocked)
         with absent_gradients():
             return plugin.post_backward(closure_loss, module)
 

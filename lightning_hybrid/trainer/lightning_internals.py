@@ -175,6 +175,36 @@ def restore_validation(trainer: Trainer) -> None:
 
 
 @contextmanager
+def results_through(trainer: Trainer | None, record: Callable[..., None]) -> Iterator[None]:
+    """While entered, what `LightningModule.log` would put among the Trainer's results passes through a function.
+
+    Args:
+        trainer: The Trainer; ``None`` if the module has none.
+        record: Gets a function that puts a value among the results; and the name, the value and the other arguments of
+            the call, by name, which that function takes.
+
+    Touches:
+        `Trainer._results`, and the signature of its `log`.
+    Without:
+        Replicas with unequal numbers of targets would log the plain mean of their losses.
+    """
+    results = getattr(trainer, "_results", None)
+    if results is None:
+        yield
+        return
+    write = results.log
+
+    def log(fx: str, name: str, value: Any, **arguments: Any) -> None:
+        record(partial(write, fx), name, value, **arguments)
+
+    vars(results)["log"] = log
+    try:
+        yield
+    finally:
+        del vars(results)["log"]
+
+
+@contextmanager
 def intercept_results(trainer: Trainer | None, record: Callable[..., None]) -> Iterator[None]:
     """While entered, what `LightningModule.log` would put among the Trainer's results goes to a function.
 
@@ -187,19 +217,12 @@ def intercept_results(trainer: Trainer | None, record: Callable[..., None]) -> I
     Without:
         A method that was taken before the step (`Head(log=self.log)`) would log on the last stage alone.
     """
-    results = getattr(trainer, "_results", None)
-    if results is None:
-        yield
-        return
 
-    def log(fx: str, name: str, value: Any, *, sync_dist_fn: Any, **arguments: Any) -> None:
+    def instead(_: Callable[..., None], name: str, value: Any, *, sync_dist_fn: Any, **arguments: Any) -> None:
         record(name, value, **arguments)
 
-    vars(results)["log"] = log
-    try:
+    with results_through(trainer, instead):
         yield
-    finally:
-        del vars(results)["log"]
 
 
 def keep_results_in_place(keep: bool) -> None:

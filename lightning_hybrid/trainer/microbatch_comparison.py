@@ -9,6 +9,8 @@
     mean ----> microbatches are averaged, by their samples or by their targets (LabelCount)
     sum  ----> microbatches are summed
     other ---> one microbatch ("auto"), or a warning (a number that was set)
+
+Where replicas take a batch in one microbatch each, that batch alone is run so, and the replicas compare what they find.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
@@ -29,7 +31,15 @@ from lightning_hybrid.data_parallel.grad_sync import GradientSync
 from lightning_hybrid.distributed.agreement import all_gather_values
 from lightning_hybrid.distributed.class_losses import observed
 from lightning_hybrid.distributed.failure import WrongUseError, add_note
-from lightning_hybrid.trainer.losses.loss_terms import LabelCount, LossTerms, find_label_count
+from lightning_hybrid.pipeline_parallel.splitting.microbatch import find_batch_size
+from lightning_hybrid.trainer.losses.loss_terms import (
+    LabelCount,
+    LossTerms,
+    TargetMean,
+    common_count,
+    common_names,
+    with_copied_classes,
+)
 from lightning_hybrid.trainer.losses.rehearsal import (
     GraphNeeded,
     Untouched,
@@ -43,6 +53,7 @@ from lightning_hybrid.trainer.losses.verdict import (
     SMALL,
     Verdict,
     coarsest,
+    copied,
     joined_parts,
     joined_verdict,
     judge,
@@ -65,6 +76,7 @@ from lightning_hybrid.trainer.step_context import StepContext
 
 __all__ = ["Forward", "MicrobatchComparison"]
 
+_T = TypeVar("_T")
 _COUPLED = (
     "it couples the samples of a batch, such as a contrastive loss or statistics over samples, or is a mean over"
     " something else than samples"
@@ -75,6 +87,34 @@ _NOTE = (
     " leaves it out."
 )
 _MOST = 4  # comparisons: where a first one does not tell, or batches have other structures
+
+
+class _Run(NamedTuple):
+    """The forwards of some batches.
+
+    Attributes:
+        batches: The batches, as they were before.
+        counts: Their numbers of samples.
+        losses: Of each.
+        terms: Those of each loss.
+        numbers: What each logged, by name.
+        dtype: Of the computation.
+        has_drawn: Whether something was drawn that may differ from forward to forward.
+    """
+
+    batches: Sequence[Any]
+    counts: Sequence[int]
+    losses: Sequence[float]
+    terms: Sequence[LossTerms]
+    numbers: Sequence[Mapping[str, float]]
+    dtype: torch.dtype
+    has_drawn: bool
+
+    def find_means(self) -> list[TargetMean | None]:
+        """Return what each forward tells of a mean over targets."""
+        forwards = zip(self.terms, self.batches, self.counts, self.losses, self.numbers, strict=True)
+        rounding = rounding_of(self.dtype)
+        return [terms.find_mean(batch, count, loss, rounding, logged) for terms, batch, count, loss, logged in forwards]
 
 
 class Forward(Protocol):
@@ -127,7 +167,9 @@ class MicrobatchComparison:
         self.labels: LabelCount | None = None
         self.log_kinds: Mapping[str, str] = {}
         self.explains = self.takes_one = False
-        is_needed = config.compare_microbatches and config.num_microbatches > 1 and config.loss_reduction == "mean"
+        self._is_whole = config.num_microbatches == 1
+        is_split = config.num_microbatches > 1 or context.mesh.data_parallel_size > 1
+        is_needed = config.compare_microbatches and is_split and config.loss_reduction == "mean"
         self._left = _MOST if is_needed else 0
         self._verdicts: dict[Hashable, Verdict] = {}  # by the structure of the batch
         self._changes: list[dict[str, Change]] = []  # of states, with two microbatches joined and with each alone
@@ -166,6 +208,9 @@ class MicrobatchComparison:
             Whether batches are split in another way from now on.
         """
         context, module = self._context, self._context.module
+        if self._is_whole:
+            self._count_targets(batch, forward)
+            return False
         batches, counts = list[Any](), list[int]()
         if num_microbatches > 1 and not takes_from_iterators(module):
             batches, counts = joined_parts(batch, num_microbatches, getattr(module, "split_batch", None))
@@ -201,6 +246,33 @@ class MicrobatchComparison:
         elif len(self._verdicts) == 1:
             self._state_router_loss(verdict, compare)
         return verdict.kind == "sum"
+
+    def _count_targets(self, batch: Any, forward: Forward) -> None:
+        """Find out whether the loss of a batch, which is one microbatch, is a mean over targets.
+
+        Args:
+            batch: The batch.
+            forward: Runs it through the pipeline.
+        """
+        module, group = self._context.module, self._context.mesh.decision_group
+        self._left -= 1
+        is_known = getattr(module, "microbatch_weight", None) is not None
+        if any(all_gather_values(is_known or takes_from_iterators(module), group)):
+            self._left = 0
+            return
+
+        def find() -> list[TargetMean | None]:
+            run = self._run([copied(batch)], [find_batch_size(batch) or 1], forward)
+            return [] if run is None else run.find_means()
+
+        found = self._gather(find)
+        if not any(mean is None or mean.is_finite for mean in found):
+            return
+        self._left, labels = 0, common_count(found)
+        if labels is not None:
+            self.labels, self.log_kinds = labels, dict.fromkeys(common_names(found), "weighted")
+            self._last = (), None
+            self._verdicts["any"] = Verdict("mean", math.nan, (math.nan, math.nan), math.nan, labels)
 
     def _compare_states(self, batches: Sequence[Any], counts: Sequence[int], number: int, forward: Forward) -> bool:
         """Compare what forwards write with microbatches and with both joined, and state a difference.
@@ -282,7 +354,11 @@ class MicrobatchComparison:
 
     def _verdict(self, compare: Callable[[], list[Verdict]]) -> Verdict:
         """Return the verdict of all ranks: the largest difference that one of them has found."""
-        own, is_alone = list[Verdict](), self._is_alone  # a failure destroys the groups that tell
+        return joined_verdict(self._gather(compare))
+
+    def _gather(self, compare: Callable[[], list[_T]]) -> list[_T]:
+        """Return the findings of all ranks."""
+        own, is_alone = list[_T](), self._is_alone  # a failure destroys the groups that tell
         try:
             own = compare()
         except Exception as error:
@@ -291,7 +367,7 @@ class MicrobatchComparison:
                     add_note(error, _NOTE)
                 raise
         found = all_gather_values(own, self._context.mesh.decision_group)
-        return joined_verdict([verdict for of_rank in found for verdict in of_rank])
+        return [each for of_rank in found for each in of_rank]
 
     def _rehearse(
         self,
@@ -300,7 +376,7 @@ class MicrobatchComparison:
         sizes: Sequence[float] | None,
         forward: Forward,
     ) -> list[Verdict]:
-        """Run two microbatches joined and each alone, forward only and without a trace, through the pipeline.
+        """Compare two microbatches joined with each alone.
 
         Args:
             batches: From :func:`~.losses.verdict.joined_parts`: three for each pair of microbatches.
@@ -311,9 +387,30 @@ class MicrobatchComparison:
         Returns:
             What this rank finds of each pair; nothing where the loss is on other ranks, or nothing can be compared.
         """
+        run = self._run(batches, counts, forward)
+        if run is None:
+            return []
+        labels: LabelCount | None = None
+        if sizes is None:
+            labels = common_count(run.find_means())
+            sizes = counts if labels is None else [float(labels(batch)) for batch in run.batches]
+        verdicts = _judge_pairs(run.losses, counts, sizes, labels, run.numbers, run.dtype)
+        return [verdict for verdict in verdicts if not (run.has_drawn and verdict.kind == "other")]
+
+    def _run(self, batches: Sequence[Any], counts: Sequence[int], forward: Forward) -> _Run | None:
+        """Run batches forward only and without a trace, through the pipeline.
+
+        Args:
+            batches: Copies, into which the step may write.
+            counts: Their numbers of samples.
+            forward: Runs them.
+
+        Returns:
+            What this rank finds; ``None`` where the loss is on other ranks, or a batch has none.
+        """
         context = self._context
         dtypes = [each.dtype for each in self._grad_sync.local_parameters() if each.is_floating_point()]
-        terms = [LossTerms() for _ in batches]
+        kept, terms = list(map(with_copied_classes, batches)), [LossTerms() for _ in batches]
         self._changes = changes = [dict[str, Change](), {}, {}]
 
         def loss_of(number: int, value: Tensor) -> Tensor:
@@ -347,15 +444,9 @@ class MicrobatchComparison:
             dtypes.append(torch.float16)  # products may be computed in TF32, which has as many digits
         self._rounding = rounding_of(coarsest(dtypes)) if dtypes else 0.0
         if not losses:
-            return []
-        values, dtype = [float(loss) for loss in losses], coarsest(dtypes)
-        labels: LabelCount | None = None
-        if sizes is None:
-            labels = find_label_count(batches, counts, values, terms, rounding_of(dtype))
-            sizes = counts if labels is None else [float(labels(batch)) for batch in batches]
-        numbers = list(map(logged_numbers, records))
-        verdicts = _judge_pairs(values, counts, sizes, labels, numbers, dtype)
-        return [verdict for verdict in verdicts if not (tensors.has_drawn and verdict.kind == "other")]
+            return None
+        values, numbers = list(map(float, losses)), list(map(logged_numbers, records))
+        return _Run(kept, counts, values, terms, numbers, coarsest(dtypes), tensors.has_drawn)
 
 
 def _judge_pairs(

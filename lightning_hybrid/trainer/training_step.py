@@ -47,6 +47,7 @@ from lightning_hybrid.trainer.losses.returned_none import may_return_none
 from lightning_hybrid.trainer.microbatch_comparison import MicrobatchComparison
 from lightning_hybrid.trainer.precision import SharedCasts
 from lightning_hybrid.trainer.redo.attempts import BREAKS_OFF, Redo
+from lightning_hybrid.trainer.replica_targets import ReplicaTargets
 from lightning_hybrid.trainer.results.logging import Log, merge_logs
 from lightning_hybrid.trainer.results.outputs import merge_outputs
 from lightning_hybrid.trainer.step_context import StepContext
@@ -290,9 +291,7 @@ class TrainingStep:
 
     def _reduce(self, accumulated: int, *, windowed: bool) -> None:
         """Sum and average the gradients; a window of weights ends there."""
-        scale: Tensor | float | None = None if self._rest is None else self._rest.scale
-        if windowed:
-            scale = self._window.close(accumulated) * (1.0 if scale is None else scale)
+        scale = _gradient_scale(self._rest, self._window if windowed else None, accumulated)
         with self._context.range("reduce"):
             self._grad_sync.finish(scale=scale)
         if self._rest is not None and self._rest.scale == 0:
@@ -534,17 +533,18 @@ class TrainingStep:
                     context.frame.note_use(user_step, given, *coordinates, key=key)
         return plans
 
-    def backward(self, run: Callable[[], None] | None, *, reduce: bool) -> bool:
+    def backward(self, loss: Tensor | None, run: Callable[[Tensor], None] | None = None, *, reduce: bool) -> bool:
         """Do nothing: the schedule has run it.
 
         Args:
-            run: Lightning's backward of the loss; ``None`` if there is no loss.
+            loss: The loss; ``None`` if there is none.
+            run: Lightning's backward of a loss.
             reduce: Whether gradients shall be averaged.
 
         Returns:
             Whether a replica has a loss, as far as they have told each other.
         """
-        return run is not None or (self._rest is not None and self._rest.has_loss)
+        return loss is not None or (self._rest is not None and self._rest.has_loss)
 
     def _split(self, batch: Any) -> tuple[list[Any], list[int]]:
         context, user_split = self._context, getattr(self._context.module, "split_batch", None)
@@ -607,6 +607,8 @@ class UncutTrainingStep:
         module: The user's module.
         grad_sync: Averages the gradients. Parameters stay unsharded until after the backward.
         mesh: The ranks.
+        device: Where this rank computes.
+        config: The arguments of the strategy.
         around_forwards: Around forwards: what layers keep for backward, and where.
 
     Attributes:
@@ -618,54 +620,80 @@ class UncutTrainingStep:
         module: LightningModule,
         grad_sync: GradientSync,
         mesh: Mesh,
+        device: torch.device,
+        config: HybridConfig,
         around_forwards: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self._module, self._grad_sync, self._around_forwards = module, grad_sync, around_forwards
+        self._device = device
         self.anomaly: AnomalyDetector | None = None
         self._left_out = LeftOut(mesh)
         self._rest: Rest | None = None
+        is_asked = config.compare_microbatches and config.loss_reduction == "mean"
+        self._targets = ReplicaTargets(module, mesh, device, is_asked=is_asked)
+        self._factor: Tensor | float = 1.0  # of the loss, before backward
+        self._window: AccumulationWindow | None = None
+        self._accumulated = 1
 
     def __call__(
         self,
         *arguments: Any,
         precision: Callable[[], AbstractContextManager[None]],
+        accumulated: int,
         is_first: bool,
         backward: bool,
         reduce: bool,
         **others: Any,
     ) -> Any:
         """Run one batch forward; arguments as for :class:`TrainingStep`, of which the others do not matter here."""
-        zero = self._grad_sync.zero
+        zero, is_automatic = self._grad_sync.zero, self._module.automatic_optimization
+        weights: LossWeights | None = None
         zero.open()
         if zero.is_active:
             zero.forward_begins(0)
         try:
             with self._around_forwards(), precision(), _looking(self.anomaly):
-                output = self._module.training_step(*arguments)
-                if self.anomaly is not None and self._module.automatic_optimization:
+                if backward and is_automatic:
+                    output, weights = self._targets.run(partial(self._run, arguments), arguments[0])
+                else:
+                    output = self._module.training_step(*arguments)
+                if self.anomaly is not None and is_automatic:
                     self.anomaly.check_loss(output.get("loss") if isinstance(output, Mapping) else output)
         except BaseException:
             zero.abandon()
             raise
-        if not backward or not self._module.automatic_optimization:
+        if not backward or not is_automatic:
             zero.close()
             return output
         self._rest = None
         if is_first:
             self._left_out.begin()
-        self._left_out.add(float(output is not None), 1.0, is_whole=output is not None)
-        if output is None and zero.is_active:
-            zero.forward_ends_early(0)
+            self._window = None
+        self._factor, self._accumulated = 1.0, accumulated
+        if weights is not None and accumulated > 1:
+            self._window = self._window or AccumulationWindow(self._device)
+            [self._factor] = weights.factors(self._window.add(weights.total))
+        elif weights is not None:
+            self._factor = weights.replica_factor
+        self._left_out.add(0.0 if output is None else self._factor, self._factor, is_whole=output is not None)
         if reduce:
             self._left_out.ask(waits=output is None)
         return output
 
-    def backward(self, run: Callable[[], None] | None, *, reduce: bool) -> bool:
+    def _run(self, arguments: Sequence[Any]) -> Any:
+        """Run the user's step, and take part in what other replicas wait for before they meet this one."""
+        zero, meets = self._grad_sync.zero, self._targets.is_looking
+        output = self._module.training_step(*arguments)
+        if zero.is_active and (output is None or meets):
+            zero.forward_ends_early(0)
+        return output
+
+    def backward(self, loss: Tensor | None, run: Callable[[Tensor], None] | None = None, *, reduce: bool) -> bool:
         """Run Lightning's backward, and average the gradients.
 
         Args:
-            run: Lightning's backward of the loss; ``None`` if there is no loss, and this replica takes part in what the
-                others send.
+            loss: The loss; ``None`` if there is none, and this replica takes part in what the others send.
+            run: Lightning's backward of a loss.
             reduce: Whether gradients shall be averaged now, and not accumulated.
 
         Returns:
@@ -674,16 +702,17 @@ class UncutTrainingStep:
         grad_sync, is_automatic = self._grad_sync, self._module.automatic_optimization
         grad_sync.reduces = reduce
         grad_sync.backward_begins(0, is_last=True)
-        if run is not None:
+        if loss is not None and run is not None:
             with _looking(self.anomaly):
-                run()
+                run(weighted(loss, self._factor) if is_automatic else loss)
         grad_sync.backward_ends(0, is_last=True)
         if reduce:
             self._rest = self._left_out.settle() if is_automatic else None
-            grad_sync.finish(scale=None if self._rest is None else self._rest.scale)
+            window = self._window if is_automatic else None
+            grad_sync.finish(scale=_gradient_scale(self._rest, window, self._accumulated))
         if is_automatic:
             grad_sync.zero.close()
-        return run is not None or (self._rest is not None and self._rest.has_loss)
+        return loss is not None or (self._rest is not None and self._rest.has_loss)
 
 
 def _looking(anomaly: AnomalyDetector | None) -> AbstractContextManager[None]:
@@ -698,6 +727,18 @@ def _scaled(loss: Tensor, factor: float | Tensor, accumulated: int, scale: Calla
         loss = loss * factor
     loss = loss if accumulated == 1 else loss / accumulated
     return loss if scale is None else scale(loss)
+
+
+def _gradient_scale(rest: Rest | None, window: AccumulationWindow | None, accumulated: int) -> Tensor | float | None:
+    """Return what gradients are multiplied by once they have been averaged; ``None`` for nothing.
+
+    Args:
+        rest: What is left, if microbatches or replicas have no loss.
+        window: The batches that weigh differently, which ends now.
+        accumulated: The number of batches whose gradients are accumulated, by which losses were divided.
+    """
+    scale = None if rest is None else rest.scale
+    return scale if window is None else window.close(accumulated) * (1.0 if scale is None else scale)
 
 
 def _merge(outputs: Sequence[Any], counts: Sequence[int], shares: Sequence[float | Tensor], *, is_mean: bool) -> Any:

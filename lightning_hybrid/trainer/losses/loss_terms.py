@@ -5,13 +5,14 @@ In three forwards of a step (see :mod:`.verdict`) every call of a mean cross ent
     loss = a1 * term1 + a2 * term2 + ... + rest
 
 The coefficients are derivatives: each term is taken out of the graph, so only what the step does after it is recorded.
-If there is no rest and all terms count the same targets, the loss is a mean over these. Where they are a leaf of the
-batch, or one without its first position (causal models shift their labels), they are counted before each forward.
+Replicas that take a batch whole find them in the graph of their first step, and compare. If there is no rest and all
+terms count the same targets, the loss is a mean over these. Where they are a leaf of the batch, or one without its
+first position (causal models shift their labels), they are counted before each forward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, TypeGuard
@@ -20,10 +21,18 @@ import torch
 from torch import Tensor
 
 from lightning_hybrid.distributed.class_losses import normalizer_of
-from lightning_hybrid.distributed.pytree import flatten
+from lightning_hybrid.distributed.pytree import flatten, unflatten
 from lightning_hybrid.pipeline_parallel.splitting.microbatch import find_batch_size
 
-__all__ = ["LabelCount", "LossTerms", "find_label_count"]
+__all__ = [
+    "LabelCount",
+    "LossTerms",
+    "TargetMean",
+    "common_count",
+    "common_names",
+    "find_label_count",
+    "with_copied_classes",
+]
 
 _EXACT = 1e-6  # coefficients that are equal, relative; they are products of few numbers
 
@@ -71,40 +80,70 @@ class _Term:
     coefficient: float = 0.0
 
 
+@dataclass(frozen=True)
+class TargetMean:
+    """The finding of one forward whose loss is a mean over targets; other ranks may be told of it.
+
+    Attributes:
+        ways: Those of counting its targets that its batch allows, the preferred one first.
+        coefficients: Of the terms of the loss.
+        is_finite: Whether the loss is a number: of no targets the mean is NaN.
+        share: The number of targets for each sample.
+        is_uneven: Whether targets are ignored, or classes have weights.
+        names: Those of logged values that are the loss, or one of its terms.
+    """
+
+    ways: tuple[LabelCount, ...]
+    coefficients: tuple[float, ...]
+    is_finite: bool
+    share: float
+    is_uneven: bool
+    names: frozenset[str] = frozenset()
+
+
 @dataclass
 class LossTerms:
     """The terms of the loss of one forward.
 
     Attributes:
+        in_step: Whether the forward is that of a step, whose backward follows; otherwise terms are taken out of the
+            graph.
         terms: Those that the loss depends on.
         rest: The part of the loss that is in none of them.
     """
 
+    in_step: bool = False
     terms: list[_Term] = field(default_factory=list)
     rest: float = 0.0
     _is_open: bool = True
 
     def observe(self, mean: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
-        """Take a term out of the graph, and record what the step does with it: an observer of class losses.
+        """Record what the step does with a term: an observer of class losses.
 
         Terms inside of a transform of `torch.func`, which has graphs of its own, are left alone.
         """
         if not self._is_open:  # a checkpoint computes its loss again
             return mean
         try:
-            mean = mean.detach().requires_grad_()
+            alone = mean.detach().requires_grad_()
         except RuntimeError:
             return mean
-        self.terms.append(_Term(mean, target.detach(), weight, ignore_index))
-        torch.set_grad_enabled(True)  # the caller's `no_grad` ends it
-        return mean.clone()  # steps add to their loss in place, which a leaf refuses
+        if self.in_step:
+            if not mean.requires_grad:
+                return mean
+            alone = mean
+        self.terms.append(_Term(alone, target.detach(), weight, ignore_index))
+        if not self.in_step:
+            torch.set_grad_enabled(True)  # the caller's `no_grad` ends it
+        return alone.clone()  # steps add to their loss in place, which would change the term, and a leaf refuses
 
     def close(self, loss: Tensor) -> None:
         """Find the coefficients, once the loss is there."""
         self._is_open = False
         gradients: Sequence[Tensor | None] = [None] * len(self.terms)
         if loss.requires_grad and self.terms:
-            gradients = torch.autograd.grad(loss, [term.value for term in self.terms], allow_unused=True)
+            values = [term.value for term in self.terms]
+            gradients = torch.autograd.grad(loss, values, retain_graph=self.in_step, allow_unused=True)
         used = []
         for term, gradient in zip(self.terms, gradients, strict=True):
             if gradient is not None and float(gradient) != 0.0:
@@ -112,6 +151,73 @@ class LossTerms:
                 used.append(term)
         self.terms = used
         self.rest = float(loss.detach()) - sum(term.coefficient * float(term.value.detach()) for term in used)
+
+    def find_mean(
+        self, batch: Any, count: int, loss: float, rounding: float, numbers: Mapping[str, float] | None = None
+    ) -> TargetMean | None:
+        """Return what the forward tells of a mean over targets; ``None`` if its loss is something else.
+
+        Args:
+            batch: The batch.
+            count: Its number of samples.
+            loss: Of the batch.
+            rounding: The relative error of a loss.
+            numbers: What the forward logged, by name.
+        """
+        values = [float(term.value.detach()) for term in self.terms]
+        weights = {float(normalizer_of(term.target, term.weight, term.ignore_index)) for term in self.terms}
+        if len(weights) != 1:
+            return None
+        is_finite = loss == loss
+        if is_finite and abs(self.rest) > rounding * max(abs(loss), *map(abs, values)):
+            return None
+        term, leaves = self.terms[0], flatten(batch)[0]
+        weight = None if term.weight is None else tuple(term.weight.detach().double().tolist())
+        return TargetMean(
+            ways=tuple(
+                LabelCount(leaf, shift, term.ignore_index, weight)
+                for leaf in range(len(leaves))
+                for shift in (False, True)
+                if _holds(leaves[leaf], term, shift=shift)
+            ),
+            coefficients=tuple(term.coefficient for term in self.terms),
+            is_finite=is_finite,
+            share=term.target.numel() / count,
+            is_uneven=weight is not None or bool((term.target == term.ignore_index).any()),
+            names=frozenset(
+                name
+                for name, number in (numbers or {}).items()
+                if any(number == value or (number != number and value != value) for value in (loss, *values))
+            ),
+        )
+
+
+def common_count(found: Sequence[TargetMean | None]) -> LabelCount | None:
+    """Return how targets are counted, from the findings of several forwards.
+
+    Args:
+        found: One for each forward; ``None`` where the loss is something else.
+
+    Returns:
+        ``None`` if one of the losses is something else, or all samples have equally many targets, which all count.
+    """
+    means = [each for each in found if each is not None]
+    if not means or len(means) < len(found):
+        return None
+    coefficients = next((each.coefficients for each in means if each.is_finite), means[0].coefficients)
+    for each in means:
+        if len(each.coefficients) != len(coefficients):
+            return None
+        if each.is_finite and not all(map(_is_close, each.coefficients, coefficients)):
+            return None
+    if len({each.share for each in means}) == 1 and not any(each.is_uneven for each in means):
+        return None
+    return next((way for way in means[0].ways if all(way in each.ways for each in means)), None)
+
+
+def common_names(found: Sequence[TargetMean | None]) -> frozenset[str]:
+    """Return the names of the logged values that are means over targets, from the findings of several forwards."""
+    return frozenset.intersection(*(each.names for each in found if each is not None))
 
 
 def find_label_count(
@@ -127,32 +233,17 @@ def find_label_count(
         rounding: The relative error of a loss.
 
     Returns:
-        How the targets of a batch are counted; ``None`` if the loss is something else, or all samples have equally many
-        targets, which all count.
+        As :func:`common_count`.
     """
-    first = found[0].terms
-    if not first or any(len(each.terms) != len(first) for each in found):
-        return None
-    for each, loss in zip(found, losses, strict=True):
-        finite = loss == loss  # of no targets the mean is NaN
-        if finite and abs(each.rest) > rounding * max(abs(loss), *(abs(float(t.value.detach())) for t in each.terms)):
-            return None
-        if finite and any(not _is_close(a.coefficient, b.coefficient) for a, b in zip(each.terms, first, strict=True)):
-            return None
-        weights = {float(normalizer_of(term.target, term.weight, term.ignore_index)) for term in each.terms}
-        if len(weights) > 1:
-            return None
-    term = first[0]
-    targets = [each.terms[0].target for each in found]
-    shares = {target.numel() / count for target, count in zip(targets, counts, strict=True)}
-    if term.weight is None and len(shares) == 1 and not any((each == term.ignore_index).any() for each in targets):
-        return None
-    weight = None if term.weight is None else tuple(term.weight.detach().double().tolist())
-    for leaf in range(len(flatten(batches[0])[0])):
-        for shift in (False, True):
-            if all(map(_holds(leaf, shift), batches, found)):
-                return LabelCount(leaf, shift, term.ignore_index, weight)
-    return None
+    forwards = zip(found, batches, counts, losses, strict=True)
+    return common_count([terms.find_mean(batch, count, loss, rounding) for terms, batch, count, loss in forwards])
+
+
+def with_copied_classes(batch: Any) -> Any:
+    """Return a batch whose whole numbers are copies: a step may write into its labels."""
+    leaves, spec = flatten(batch)
+    copies = [leaf.clone() if type(leaf) is Tensor and not leaf.is_floating_point() else leaf for leaf in leaves]
+    return unflatten(copies, spec)
 
 
 def _is_close(a: float, b: float) -> bool:
@@ -166,15 +257,10 @@ def _are_classes(labels: Any, *, shift: bool) -> TypeGuard[Tensor]:
     return labels.ndim > int(shift)
 
 
-def _holds(leaf: int, shift: bool) -> Callable[[Any, LossTerms], bool]:
-    """Return whether the targets of a batch are this leaf of it, in any order."""
-
-    def holds(batch: Any, found: LossTerms) -> bool:
-        labels, term = flatten(batch)[0][leaf], found.terms[0]
-        if not _are_classes(labels, shift=shift):
-            return False
-        labels = labels[..., 1:] if shift else labels
-        kept, targets = labels[labels != term.ignore_index], term.target[term.target != term.ignore_index]
-        return kept.shape == targets.shape and torch.equal(kept.sort().values, targets.to(kept).sort().values)
-
-    return holds
+def _holds(labels: Any, term: _Term, *, shift: bool) -> bool:
+    """Return whether the targets of a term are a leaf of the batch, in any order."""
+    if not _are_classes(labels, shift=shift):
+        return False
+    labels = labels[..., 1:] if shift else labels
+    kept, targets = labels[labels != term.ignore_index], term.target[term.target != term.ignore_index]
+    return kept.shape == targets.shape and torch.equal(kept.sort().values, targets.to(kept).sort().values)

@@ -34,6 +34,7 @@ __all__ = [
     "SMALL",
     "Verdict",
     "coarsest",
+    "copied",
     "joined_parts",
     "joined_verdict",
     "judge",
@@ -120,13 +121,14 @@ def joined_parts(
     for joined, total in zip(*split_into(batch, max(1, num_microbatches // 2), user_split), strict=True):
         parts, counts = split_into(joined, 2, user_split)
         if samples < ENOUGH and len(parts) == 2 and 0 not in counts:
-            found[0].extend(map(_copied, (joined, *parts)))
+            found[0].extend(map(copied, (joined, *parts)))
             found[1].extend((total, *counts))
             samples += total
     return found
 
 
-def _copied(batch: Any) -> Any:
+def copied(batch: Any) -> Any:
+    """Return a batch whose tensors are copies, apart from those that have not been read."""
     leaves, spec = flatten(batch)
     return unflatten([_copied_leaf(leaf) for leaf in leaves], spec)
 
