@@ -195,6 +195,37 @@ class Counting(Leaking):
         return {"loss": super().training_step(batch, batch_idx), "kept": self.body[0].kept}
 
 
+class Hooked(Counting):
+    """Forward hooks inside layers: one collects what the loss uses, others change what parts of a layer return."""
+
+    kind = "collects"
+
+    def build(self) -> None:
+        super().build()
+        self.seen: list[Tensor] = []
+        for layer in self.body:
+            layer.block.mlp["c_proj"].register_forward_hook(getattr(self, self.kind))
+
+    def collects(self, part: nn.Module, args: Any, output: Tensor) -> None:
+        self.seen.append(output.flatten(0, 1))
+
+    def centers(self, part: nn.Module, args: Any, output: Tensor) -> Tensor:
+        """Mixes positions."""
+        return output - output.mean(1, keepdim=True)
+
+    def writes(self, part: nn.Module, args: Any, output: Tensor) -> None:
+        output += output.mean(1, keepdim=True)
+
+    def writes_input(self, part: nn.Module, args: Any, output: Tensor) -> None:
+        args[0].zero_()
+
+    def loss(self, batch: Any) -> Tensor:
+        self.seen.clear()
+        loss = super().loss(batch)
+        # A product of means: not the mean of those of two shares.
+        return loss + sum((each.softmax(1).mean(0) * each.square().mean(0)).sum() for each in self.seen)
+
+
 class Dropped(zoo.Sequences):
     """Layers that drop what they compute."""
 

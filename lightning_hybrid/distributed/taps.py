@@ -7,6 +7,7 @@ import sys
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial, update_wrapper
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -43,33 +44,47 @@ class TappedCall(NamedTuple):
 
 def is_own_hook(hook: Hook) -> bool:
     """Return whether a hook is one of this package, and no part of the user's step."""
-    return (getattr(hook, "__module__", None) or type(hook).__module__).startswith("lightning_hybrid.")
+    return _module_of(hook).startswith("lightning_hybrid.")
 
 
-def find_taps(layer: nn.Module) -> list[Tap]:
-    """Return the hooks of others than this package on the modules inside a layer, but not on itself."""
+def find_taps(layer: nn.Module, *, of_torch: bool = True) -> list[Tap]:
+    """Return the hooks of others than this package on the modules inside a layer, but not on itself.
+
+    Args:
+        layer: The layer.
+        of_torch: If False, leave out hooks of torch, such as those that shard what a module returns.
+    """
     inside = ((name, module) for name, module in layer.named_modules() if name and module._forward_hooks)
-    return [Tap(name, position) for name, module in inside for position, _ in enumerate(_foreign(module))]
+    return [
+        Tap(name, position)
+        for name, module in inside
+        for position, (_, hook) in enumerate(_foreign(module))
+        if of_torch or not _module_of(hook).startswith("torch.")
+    ]
 
 
 class Taps:
-    """Hooks inside a layer that are not called while it runs, but later, with what they would have been given.
+    """Hooks inside a layer that are not called as torch calls them: later, or with other tensors.
 
     A rank that does not have the layer calls them too, with tensors of the rank that has it. So code around layers
-    that collects what hooks see (the logits of routers, for their loss) works on every rank.
+    that collects what hooks see (the logits of routers, for their loss) works on every rank. Where ranks divide a
+    sequence in the layer, hooks are given the whole sequence.
 
     Args:
         layer: The layer.
         taps: The hooks.
+
+    Attributes:
+        names: As given.
     """
 
     def __init__(self, layer: nn.Module, taps: Collection[Tap]) -> None:
         self._layer = layer
-        self._taps = frozenset(taps)
+        self.names = frozenset(taps)
 
     def __len__(self) -> int:
         """Return how many there are."""
-        return len(self._taps)
+        return len(self.names)
 
     @contextmanager
     def recording(self) -> Iterator[list[TappedCall]]:
@@ -82,8 +97,19 @@ class Taps:
 
             return note
 
-        with _replaced(self._layer, self._taps, noting):
+        with _replaced(self._layer, self.names, noting):
             yield calls
+
+    @contextmanager
+    def calling(self, call: Callable[..., Any]) -> Iterator[None]:
+        """Inside, something else is called in the place of each hook.
+
+        Args:
+            call: Is given the name of the hook, the hook, its module and its other arguments; what it returns is what
+                the hook returns.
+        """
+        with _replaced(self._layer, self.names, lambda tap, hook: partial(call, tap, hook)):
+            yield
 
     def replay(self, calls: Sequence[TappedCall]) -> None:
         """Make the calls, in their order.
@@ -156,6 +182,10 @@ class HookWatch:
         return (alive | self._keeping) & self.called()
 
 
+def _module_of(hook: Hook) -> str:
+    return getattr(hook, "__module__", None) or type(hook).__module__
+
+
 def _foreign(module: nn.Module) -> list[tuple[int, Hook]]:
     return [(key, hook) for key, hook in module._forward_hooks.items() if not is_own_hook(hook)]
 
@@ -169,7 +199,8 @@ def _replaced(layer: nn.Module, taps: Collection[Tap], replace: Callable[[Tap, H
         for position, (key, hook) in enumerate(_foreign(layer.get_submodule(name))):
             if Tap(name, position) in taps:
                 replaced.append((hooks, key, hook))
-                hooks[key] = replace(Tap(name, position), hook)
+                # It stays a hook of the same module for whoever replaces it once more.
+                hooks[key] = update_wrapper(replace(Tap(name, position), hook), hook)
     try:
         yield
     finally:

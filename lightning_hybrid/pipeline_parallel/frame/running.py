@@ -429,8 +429,6 @@ def check_returned(call: Call, result: Any, args: Any, kwargs: Any) -> None:
         raise WrongUseError(
             f"Forward hooks inside {call} are called with other things than when the step was first seen with a batch"
             " of these shapes, and code around the layers uses what they collect. Let them see the same in every step."
-            " With context_parallel_size they see shares of a sequence: of transformers, set"
-            " output_router_logits=False, or use context_parallel_size=1."
         )
     if texts is not None:
         raise WrongUseError(

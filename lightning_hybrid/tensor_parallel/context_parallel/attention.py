@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from math import gcd
 from typing import Any, NamedTuple
 
@@ -99,6 +99,7 @@ class Region(TorchFunctionMode):
         shares: How the sequence is divided.
         kind: How attention communicates, one of :data:`KINDS`.
         draws: What random numbers are.
+        hooks: Entered around the layer, with the region: what is called in the place of hooks inside it.
 
     Attributes:
         shares: As given.
@@ -107,10 +108,17 @@ class Region(TorchFunctionMode):
         counts: What the layer has called.
     """
 
-    def __init__(self, name: str, shares: Shares, kind: str, draws: Draws | NoDraws) -> None:
+    def __init__(
+        self,
+        name: str,
+        shares: Shares,
+        kind: str,
+        draws: Draws | NoDraws,
+        hooks: Callable[[Region], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
         super().__init__()
-        self.name, self.shares, self.is_active = name, shares, False
-        self.draws = draws
+        self.name, self.shares, self.is_active, self._is_paused = name, shares, False, False
+        self.draws, self._hooks = draws, hooks
         self._attend = {"ulysses": self._ulysses, "all_gather": self._all_gather, "ring": self._ring}[kind]
         self.counts = Counts()
         self._num_keys: dict[int, int] = {}  # of each attention; the same where the layer runs again
@@ -141,11 +149,22 @@ class Region(TorchFunctionMode):
         if self.is_active:
             yield
             return
-        with self:
+        with self, self._hooks(self):
             yield
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, code runs as it does around the layer: on whole sequences."""
+        self._is_paused = True
+        try:
+            yield
+        finally:
+            self._is_paused = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """A call of the layer."""
+        if self._is_paused:
+            return func(*args, **(kwargs or {}))
         replacement = self._functions.get(func) or self.draws.find(func, self._next_draw) or func
         return replacement(*args, **kwargs) if kwargs else replacement(*args)
 

@@ -22,9 +22,11 @@ from torch import nn
 from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.distributed.pytree import map_leaves
 from lightning_hybrid.distributed.random import derive_seed, peek_number
+from lightning_hybrid.distributed.taps import Taps, find_taps
 from lightning_hybrid.tensor_parallel.context_parallel.attention import Counts, Region, is_balanced
 from lightning_hybrid.tensor_parallel.context_parallel.division import Division, sequence_dim_of
 from lightning_hybrid.tensor_parallel.context_parallel.draws import Draws
+from lightning_hybrid.tensor_parallel.context_parallel.hooks import Places, WholeHooks
 from lightning_hybrid.tensor_parallel.context_parallel.leaks import Leaks
 from lightning_hybrid.tensor_parallel.context_parallel.mappings import ContextGroup
 from lightning_hybrid.tensor_parallel.context_parallel.recomputation import again_in
@@ -66,7 +68,7 @@ class ContextParallel:
         self._encoders = [part for part in module.modules() if isinstance(part, nn.TransformerEncoder)]
         self._numbers = {layer: number for number, layer in enumerate(self._layers)}
         self._calls: Counter[int] = Counter()  # of each layer, since the forward has begun
-        self._tried: set[tuple[int, bool]] = set()
+        self._tried: dict[Any, Places] = {}  # where hooks meet the sequence, by layer, whether it trains, and hooks
         self._leaks = Leaks()
         self._region: Region | None = None  # of the layer that runs
         self._is_paused = False
@@ -105,9 +107,9 @@ class ContextParallel:
         if leaking is not None:
             raise WrongUseError(
                 f"context_parallel_size={self._group.size} divides the sequence in {leaking!r}, and a loss comes out of"
-                " it by another way than its result: what a layer keeps as an attribute or a hook collects, such as"
-                " the balancing loss of a router, is of one share of the sequence. Compute it from what the layer"
-                " returns; of transformers, set output_router_logits=False; or use context_parallel_size=1."
+                " it by another way than its result: what a layer keeps as an attribute, such as the balancing loss of"
+                " a router, is of one share of the sequence. Compute it from what the layer returns, or from logits of"
+                " each position that a forward hook collects; or use context_parallel_size=1."
             )
         return value
 
@@ -149,9 +151,12 @@ class ContextParallel:
             if self._is_paused or self._region is not None:
                 return forward(*args, **kwargs)
             division = Division(name, self._dims[layer], args, kwargs, self._group, balanced=self._is_balanced)
-            if self._try(layer, forward, division) and torch.is_grad_enabled():
-                division.mark(partial(self._leaks.enter, name), self._leaks.leave)
-            self._region = Region(name, division.shares, self._kind, self._make_draws(layer, division))
+            taps = Taps(layer, find_taps(layer, of_torch=False))
+            key = id(layer), layer.training, taps.names
+            if key not in self._tried:
+                self._tried[key] = self._try(layer, forward, division, taps)
+            hooks = WholeHooks(taps, self._tried[key], division)
+            self._region = Region(name, division.shares, self._kind, self._make_draws(layer, division), hooks)
             try:
                 local_args, local_kwargs = division.local()
                 return division.joined(forward(*local_args, **local_kwargs))
@@ -191,14 +196,20 @@ class ContextParallel:
         of_call = derive_seed(peek_number(), number, self._calls[number])
         return Draws(of_call, self._group.rank, division.batch_size, self._device)
 
-    def _try(self, layer: nn.Module, forward: Callable[..., Any], division: Division) -> bool:
-        """Before the first call of a layer, in training or not, find out whether shares are right; whether it is."""
-        key = id(layer), layer.training
-        if key in self._tried:
-            return False
-        Trial(self._layers[layer], layer, forward, self._kind, self._group, self._device)(division)
-        self._tried.add(key)
-        return True
+    def _try(self, layer: nn.Module, forward: Callable[..., Any], division: Division, taps: Taps) -> Places:
+        """Before the first call of a layer, in training or not, find out whether shares are right, and what hooks get.
+
+        Args:
+            layer: The layer.
+            forward: Its `forward`.
+            division: The call.
+            taps: The hooks inside it that are called with whole sequences.
+        """
+        name = self._layers[layer]
+        places = Trial(name, layer, forward, self._kind, self._group, self._device, taps)(division)
+        if torch.is_grad_enabled():
+            division.mark(partial(self._leaks.enter, name), self._leaks.leave)
+        return places
 
 
 def check_context_parallel(

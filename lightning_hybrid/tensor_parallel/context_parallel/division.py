@@ -10,7 +10,12 @@ from torch import Tensor, nn
 from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.distributed.pytree import TreeSpec, flatten, unflatten
 from lightning_hybrid.tensor_parallel.context_parallel.mappings import ContextGroup, Shares, copy_to_cp, scatter_to_cp
-from lightning_hybrid.tensor_parallel.context_parallel.sharded_sequence import ShardedSequence, plain, shard
+from lightning_hybrid.tensor_parallel.context_parallel.sharded_sequence import (
+    SequenceLayout,
+    ShardedSequence,
+    plain,
+    wrap,
+)
 
 # A share has two positions at least: of a single one models believe that it is the next word.
 _LEAST = 2
@@ -87,7 +92,7 @@ class Division:
         self._dims = dict(zip(map(id, self._leaves), found, strict=True))
         self._given: dict[int, tuple[Any, Any, int]] = {}  # by identity, what the layer gets, and that is the share of
         self._enter: Callable[[Tensor], Tensor] = _unchanged
-        self._exit: Callable[[Tensor], Tensor] = _unchanged
+        self._exit: Callable[[Tensor], object] = _unchanged
 
     def _find_dim(self, tensor: Any) -> int | None:
         """The dimension along which an argument is divided; ``None`` if it stays whole."""
@@ -109,12 +114,12 @@ class Division:
             return 1 if shape[1] == total else 0
         return next((dim for dim in (tensor.ndim - 2, 1) if shape[dim] == total), None)
 
-    def mark(self, enter: Callable[[Tensor], Tensor], leave: Callable[[Tensor], Tensor]) -> None:
-        """Have the tensors of this rank go through something.
+    def mark(self, enter: Callable[[Tensor], Tensor], leave: Callable[[Tensor], object]) -> None:
+        """Have ways into the layer and out of it known.
 
         Args:
             enter: What the layer is given goes through it.
-            leave: What it returns goes through it.
+            leave: Is called with whole sequences that the code around the layer gets.
         """
         self._enter, self._exit = enter, leave
 
@@ -125,7 +130,9 @@ class Division:
             if id(leaf) not in made:
                 made[id(leaf)] = self._enter(self._local(leaf)) if isinstance(leaf, Tensor) else leaf
         leaves = [made[id(leaf)] for leaf in self._leaves]
-        self._given = {id(mine): (mine, leaf, _version(mine)) for mine, leaf in zip(leaves, self._leaves, strict=True)}
+        self._given = {
+            id(mine): (mine, leaf, version_of(mine)) for mine, leaf in zip(leaves, self._leaves, strict=True)
+        }
         args, kwargs = unflatten(leaves, self._spec)
         return args, kwargs
 
@@ -199,7 +206,29 @@ class Division:
 
     def joined(self, result: Any) -> Any:
         """What the layer returns, to the code around it."""
-        return self._map_results(result, lambda tensor, dim: shard(self._exit(tensor), dim, self.shares))
+        return self._map_results(result, lambda tensor, dim: self._wrapped(tensor, SequenceLayout(dim, self.shares)))
+
+    def whole(self, tensor: Tensor, layout: SequenceLayout | None) -> Tensor:
+        """What code that sees whole sequences gets in the place of a tensor of the layer.
+
+        Args:
+            tensor: The tensor.
+            layout: Where the sequence is in it; ``None`` if it is no share of one.
+        """
+        mine, whole = self._argument(tensor)
+        if isinstance(mine, Tensor):
+            return whole  # type: ignore[no-any-return]
+        return tensor if layout is None else self._wrapped(tensor, layout)
+
+    def _wrapped(self, tensor: Tensor, layout: SequenceLayout) -> Tensor:
+        made = wrap(tensor, layout)
+        self._exit(made)
+        return made
+
+    def _argument(self, leaf: Any) -> tuple[Any, Any]:
+        """What the layer was given and that is the share of, if this is it and nothing was written into it."""
+        mine, whole, version = self._given.get(id(leaf), (None, None, 0))
+        return (mine, whole) if mine is leaf and version == version_of(leaf) else (None, None)
 
     def result_dims(self, result: Any) -> list[tuple[Tensor, int]]:
         """The tensors that a layer has made, with the dimension of the sequence."""
@@ -215,8 +244,8 @@ class Division:
         for leaf in leaves:
             if id(leaf) in made:
                 continue
-            mine, whole, version = self._given.get(id(leaf), (None, None, 0))
-            if mine is leaf and version == _version(leaf):
+            mine, whole = self._argument(leaf)
+            if mine is not None:
                 made[id(leaf)] = whole
             elif isinstance(leaf, Tensor):
                 made[id(leaf)] = function(leaf, self._result_dim(leaf))
@@ -240,6 +269,6 @@ def _unchanged(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _version(leaf: Any) -> int:
+def version_of(leaf: Any) -> int:
     """Counts what is written into a tensor, where torch does."""
     return leaf._version if isinstance(leaf, Tensor) and not leaf.is_inference() else 0

@@ -18,9 +18,9 @@ class Leaks:
         x --> entry --> layer --> exit --> ... --> loss        a way from the loss to an entry, by no exit:
                           `------> self.balance --'            what went this way is of one share
 
-    A router's balancing loss that a layer keeps as an attribute, hidden states that a hook has collected: whatever a
-    layer keeps has a share's positions only, and nothing joins it. Nodes are marked in one call of each layer; a mark
-    is a product with one, which changes no number.
+    A balancing loss that a layer keeps as an attribute, or sums over positions that a hook has collected: what a layer
+    keeps has a share's positions only, and nothing joins it. Nodes are marked in one call of each layer; the mark of an
+    entry is a product with one, which changes no number, and that of an exit the node that makes a share whole.
     """
 
     def __init__(self) -> None:
@@ -34,12 +34,10 @@ class Leaks:
             self._entries[x.grad_fn] = name
         return x
 
-    def leave(self, x: Tensor) -> Tensor:
-        """What a layer returns."""
-        x = _marked(x)
-        if x.grad_fn is not None:
+    def leave(self, x: Tensor) -> None:
+        """A whole sequence that code around a layer, or a hook in it, gets of its share."""
+        if x.grad_fn is not None and self._entries:  # or it runs again in backward: nobody looks for it
             self._exits.add(x.grad_fn)
-        return x
 
     def find(self, value: Any) -> str | None:
         """The layer out of which a tensor of a tree came another way, if there is one; marks are gone afterwards."""

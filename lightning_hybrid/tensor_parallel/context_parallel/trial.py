@@ -15,10 +15,12 @@ from torch import Tensor, nn
 from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.distributed.pytree import flatten, unflatten
 from lightning_hybrid.distributed.random import generator_states, set_generator_states, with_seed
+from lightning_hybrid.distributed.taps import TappedCall, Taps
 from lightning_hybrid.tensor_parallel.context_parallel.attention import MULTI_HEAD, Region, is_balanced
 from lightning_hybrid.tensor_parallel.context_parallel.block_attention.block_attention import without_autocast
 from lightning_hybrid.tensor_parallel.context_parallel.division import Division
 from lightning_hybrid.tensor_parallel.context_parallel.draws import NoDraws
+from lightning_hybrid.tensor_parallel.context_parallel.hooks import Along, Place, Places, common_places
 from lightning_hybrid.tensor_parallel.context_parallel.mappings import ContextGroup, Shares
 
 _POSITIONS = 4  # so many for each rank are few
@@ -41,7 +43,8 @@ class Trial:
     found also behind a gate that is zero at first: parameters that are zero have other numbers for the trial.
 
     Both without gradients and without random numbers. It leaves no trace: buffers, attributes of the layer and of its
-    parts, objects that it is given, and random numbers are as they were.
+    parts, objects that it is given, and random numbers are as they were. Hooks that are called with whole sequences are
+    not called: what they would have been given tells where the sequence is in it.
 
     Args:
         name: Of the layer, for messages.
@@ -50,6 +53,7 @@ class Trial:
         kind: How attention communicates.
         group: The ranks.
         device: Where they draw random numbers.
+        taps: The hooks inside the layer that are called with whole sequences.
     """
 
     def __init__(
@@ -60,28 +64,35 @@ class Trial:
         kind: str,
         group: ContextGroup,
         device: torch.device,
+        taps: Taps,
     ) -> None:
         self._name, self._layer, self._forward, self._kind = name, layer, forward, kind
-        self._group, self._device = group, device
+        self._group, self._device, self._taps = group, device, taps
 
     @torch.no_grad()
-    def __call__(self, division: Division) -> None:
+    def __call__(self, division: Division) -> Places:
         """Compare.
 
         Args:
             division: The call.
 
+        Returns:
+            Where the sequence is in what hooks are given.
+
         Raises:
             WrongUseError: If the results differ, on every rank.
         """
         total, few = division.shares.total, _POSITIONS * self._group.size
+        found: list[Places] = []
         for length in sorted({min(few, total), min(max(few, _TOKENS // division.batch_size), total)}):
-            if not self._compare(division, division.length_from(length)):  # it is made for sequences of this length
-                self._compare(division, total)
-                break
+            places = self._compare(division, division.length_from(length))
+            if places is None:  # it is made for sequences of this length
+                return self._compare(division, total) or {}
+            found.append(places)
+        return common_places(found)
 
-    def _compare(self, division: Division, length: int) -> bool:
-        """Compare with some positions; whether the layer runs with so many.
+    def _compare(self, division: Division, length: int) -> Places | None:
+        """Compare with some positions; ``None`` if the layer does not run with so many.
 
         In float32 if it can, as rounding must not look like a mistake: it may decide which expert gets a token.
         """
@@ -94,11 +105,10 @@ class Trial:
                 except Exception as raised:
                     error = raised
                 if self._is_on_all(error is None):
-                    self._compare_share(division, given, *whole, is_wide=is_wide)
-                    return True
+                    return self._compare_share(division, given, *whole, is_wide=is_wide)
                 if error is not None and not is_wide and length == division.shares.total:
                     raise error
-        return False
+        return None
 
     def _is_on_all(self, mine: bool) -> bool:
         """Whether something is so on all ranks: one that lacks memory must not go another way than the others."""
@@ -106,18 +116,19 @@ class Trial:
         dist.all_gather_object(verdicts, mine, group=self._group())
         return all(verdicts)
 
-    def _run_whole(self, given: Any, *, is_wide: bool) -> tuple[list[Tensor], _Seen, Buffers]:
-        """The tensors that the layer makes, what its parts make, and what it makes of its buffers."""
+    def _run_whole(self, given: Any, *, is_wide: bool) -> tuple[list[Tensor], _Seen, Buffers, list[TappedCall]]:
+        """The tensors that the layer makes, what its parts make, what it makes of its buffers, and calls of hooks."""
         args, kwargs = copied(given, is_wide=is_wide)
         own = set(map(id, flatten((args, kwargs))[0]))
         with (
             without_trace(self._layer, self._device) as buffers,
             _Quiet(NoDraws(self._device)),
             self._watched() as by_part,
+            self._taps.recording() as calls,
         ):
             leaves = {id(leaf): leaf for leaf in flatten(self._forward(*args, **kwargs))[0]}
         made = [leaf for key, leaf in leaves.items() if isinstance(leaf, Tensor) and key not in own]
-        return made, by_part, buffers
+        return made, by_part, buffers, calls
 
     def _compare_share(
         self,
@@ -126,15 +137,21 @@ class Trial:
         expected: Sequence[Tensor],
         by_part: _Seen,
         buffers: Buffers,
+        calls: Sequence[TappedCall],
         *,
         is_wide: bool,
-    ) -> None:
+    ) -> Places:
         args, kwargs = copied(given, is_wide=is_wide)
         short = division.of_cropped(args, kwargs, balanced=is_balanced(self._kind))
         region = Region(self._name, short.shares, self._kind, NoDraws(self._device))
         local_args, local_kwargs = short.local()
         try:
-            with without_trace(self._layer, self._device) as own_buffers, region, self._watched() as of_share:
+            with (
+                without_trace(self._layer, self._device) as own_buffers,
+                region,
+                self._watched() as of_share,
+                self._taps.recording() as own_calls,
+            ):
                 found = short.result_dims(self._forward(*local_args, **local_kwargs))
         except (RuntimeError, ValueError, IndexError, TypeError) as error:
             if isinstance(error, (WrongUseError, torch.OutOfMemoryError)):
@@ -151,10 +168,12 @@ class Trial:
         culprit = next((found for found in parts if found), "") or written_text(own_buffers, buffers)
         differs = bool(culprit) or not all(is_close(*pair) for pair in pairs)
         verdicts: list[Any] = [None] * self._group.size
-        dist.all_gather_object(verdicts, (differs, culprit), group=self._group())
-        if any(differs for differs, _ in verdicts):
+        verdict = differs, culprit, find_places(own_calls, calls, short.shares)
+        dist.all_gather_object(verdicts, verdict, group=self._group())
+        if any(differs for differs, *_ in verdicts):
             layer = f"which ({type(self._layer).__name__})"
-            raise region.refuse(mixing_text(next((culprit for _, culprit in verdicts if culprit), layer)))
+            raise region.refuse(mixing_text(next((culprit for _, culprit, _ in verdicts if culprit), layer)))
+        return common_places([places for *_, places in verdicts])
 
     def _mixing(self, name: str, short: Division, of_share: tuple[Tensor, Tensor], whole: tuple[Tensor, Tensor]) -> str:
         """What mixes positions, if a part makes something else of a share than it makes of the whole; or nothing."""
@@ -270,6 +289,39 @@ def without_trace(layer: nn.Module, device: torch.device) -> Iterator[Buffers]:
             each.clear()
             (each.update if isinstance(each, (dict, set)) else each.extend)(content)
         set_generator_states(random, device)
+
+
+def find_places(of_share: Sequence[TappedCall], of_whole: Sequence[TappedCall], shares: Shares) -> Places:
+    """Return where the sequence is in what hooks inside a layer are given, as values show.
+
+    Args:
+        of_share: Calls of the hooks on a share.
+        of_whole: The same calls on the whole sequence.
+        shares: How the sequence is divided.
+    """
+    if [call.tap for call in of_share] != [call.tap for call in of_whole]:
+        return {}
+    found: dict[Place, set[Along | None]] = {}
+    for (tap, given), (_, all_given) in zip(of_share, of_whole, strict=True):
+        leaves, wholes = flatten(given)[0], flatten(all_given)[0]
+        for position, (leaf, whole) in enumerate(zip(leaves, wholes, strict=False)):
+            if isinstance(leaf, Tensor) and isinstance(whole, Tensor):
+                place = Place(tap, len(leaves), position)
+                found.setdefault(place, set()).add(_find_along(leaf, whole, shares))
+    # One that is called twice with different tensors is not known.
+    return {place: each for place, (each, *others) in found.items() if each is not None and not others}
+
+
+def _find_along(share: Tensor, whole: Tensor, shares: Shares) -> Along | None:
+    if share.shape == whole.shape:
+        return Along(None) if is_close(share, whole) else None
+    dims = range(share.ndim) if share.ndim == whole.ndim else ()
+    for along in (Along(dim, is_outer) for dim in dims for is_outer in (True, False)):
+        layout = along.layout(share, shares.length, shares)
+        is_whole = layout is not None and layout.whole_shape(share.shape) == list(whole.shape)
+        if layout is not None and is_whole and is_close(share, layout.own(whole)):
+            return along
+    return None
 
 
 def written_text(of_share: Buffers, of_whole: Buffers) -> str:

@@ -178,7 +178,7 @@ def run_blocks(kind: str, *, whole: bool = False) -> tuple[dict[str, int], int]:
     group = group_of_all()
     context = ContextParallel(layers, {str(i): layer for i, layer in enumerate(layers)}, group, kind, CPU)
     # What is tried at a first call is not counted.
-    context._tried = {(id(layer), True) for layer in layers}
+    context._tried = {(id(layer), True, frozenset()): {} for layer in layers}
     x = torch.randn(BATCH, LENGTH, DIM, generator=torch.Generator().manual_seed(1)).requires_grad_()
     kept: dict[int, int] = {}
     of_weights = {parameter.untyped_storage().data_ptr() for parameter in layers.parameters()}
@@ -418,6 +418,39 @@ def test_what_else_mixes_positions_is_refused_by_name(ranks: Pools, kind: str) -
     for text in error.value.failures.values():
         for part in ("context_parallel_size=2", "body.0", *PARTS[kind]):
             assert part in text
+
+
+def fit_hooked(hook: str, layout: dict[str, Any] | None) -> dict[str, Tensor]:
+    module = type("Hooked", (zoo.Hooked,), {"kind": hook})().double()
+    make_trainer(layout, limit_train_batches=2, limit_val_batches=1).fit(module)
+    return weights(module)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("hook", ["collects", "centers", "writes"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"context_parallel": "ring"},
+        pytest.param({"recompute": True}, marks=pytest.mark.thorough),
+        pytest.param(
+            {"context_parallel": "all_gather", "pipeline_parallel_size": 2, "num_microbatches": 1},
+            marks=pytest.mark.thorough,
+        ),
+    ],
+)
+def test_hooks_inside_layers_see_whole_sequences(ranks: Pools, hook: str, layout: dict[str, Any]) -> None:
+    size = 2 * layout.get("pipeline_parallel_size", 1)
+    found = ranks(size, lightning=True).run(fit_hooked, hook, {"context_parallel_size": 2, **layout})
+    torch.testing.assert_close(together(found), fit_hooked(hook, None), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.distributed
+def test_a_hook_that_writes_into_what_a_part_is_given_is_refused(ranks: Pools) -> None:
+    with pytest.raises(RankError) as error:
+        ranks(2, lightning=True).run(fit_hooked, "writes_input", {"context_parallel_size": 2})
+    for text in error.value.failures.values():
+        assert "a forward hook writes into what 'block.mlp.c_proj' is given" in text
 
 
 def fit_keeping(kind: str, layout: dict[str, Any] | None) -> dict[str, Tensor]:

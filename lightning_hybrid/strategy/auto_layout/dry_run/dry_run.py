@@ -49,6 +49,7 @@ from lightning_hybrid.strategy.auto_layout.dry_run.saved_tensors import (
 )
 from lightning_hybrid.strategy.auto_layout.dry_run.sequence_shares import AloneContextParallel
 from lightning_hybrid.strategy.summary import plan_table
+from lightning_hybrid.tensor_parallel.context_parallel.hooks import Places
 from lightning_hybrid.tensor_parallel.context_parallel.mappings import ContextGroup
 from lightning_hybrid.tensor_parallel.grid.blocks import Grid
 from lightning_hybrid.tensor_parallel.layers import original_classes
@@ -196,7 +197,7 @@ class DryRunStrategy(SingleDeviceStrategy):
         self._mode = Fake(allow_non_fake_inputs=True) if Fake is not None else None
         self._plan_table = self.layout = ""
         self.memory: list[MemoryUsage] = []
-        self._tried: set[Hashable] = set()
+        self._tried: dict[Hashable, Places] = {}
         self._context_groups: dict[int, dist.ProcessGroup] = {}
 
     @property

@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_hybrid.distributed.dtensor import is_tensor_parallel
 from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.distributed.pytree import flatten, unflatten
+from lightning_hybrid.distributed.taps import Taps
 from lightning_hybrid.pipeline_parallel.frame.fake_tensors import FakeTensor
 from lightning_hybrid.strategy.auto_layout.dry_run.real_draws import without_modes
 from lightning_hybrid.tensor_parallel.context_parallel import attention
@@ -21,8 +22,10 @@ from lightning_hybrid.tensor_parallel.context_parallel.attention import MULTI_HE
 from lightning_hybrid.tensor_parallel.context_parallel.context_parallel import ContextParallel
 from lightning_hybrid.tensor_parallel.context_parallel.division import Division
 from lightning_hybrid.tensor_parallel.context_parallel.draws import NoDraws
+from lightning_hybrid.tensor_parallel.context_parallel.hooks import Places, common_places
 from lightning_hybrid.tensor_parallel.context_parallel.trial import (
     copied,
+    find_places,
     is_close,
     mixing_text,
     without_trace,
@@ -42,11 +45,11 @@ class AloneContextParallel(ContextParallel):
     result of the share. That is tried with numbers, where layers are not divided among tensor-parallel ranks, too.
 
     Args:
-        tried: What has been tried before; it grows.
+        tried: What has been tried before, and where hooks meet the sequence; it grows.
         given: As for :class:`ContextParallel`.
     """
 
-    def __init__(self, *given: Any, tried: set[Hashable]) -> None:
+    def __init__(self, *given: Any, tried: dict[Hashable, Places]) -> None:
         super().__init__(*given)
         self._tried_alone = tried
 
@@ -68,38 +71,42 @@ class AloneContextParallel(ContextParallel):
         finally:
             names["causal_lower_right"] = make
 
-    def _try(self, layer: nn.Module, forward: Callable[..., Any], division: Division) -> bool:
+    def _try(self, layer: nn.Module, forward: Callable[..., Any], division: Division, taps: Taps) -> Places:
         group = self._group
         key = id(layer), group.size
         if key in self._tried_alone or any(map(is_tensor_parallel, layer.parameters())):
-            return False
+            return self._tried_alone.get(key, {})
         total = division.shares.total
         with torch.no_grad(), without_modes(), _with_numbers(layer):
             lengths = sorted({min(total, _POSITIONS * group.size), min(total, _MANY)})
-            ran = [self._runs(layer, forward, division, length) for length in lengths]
-            if not any(ran):
-                self._runs(layer, forward, division, total)  # it is made for sequences of this length
-        self._tried_alone.add(key)
-        return False  # only the memory of what is not marked is what a run has
+            ran = [self._runs(layer, forward, division, length, taps) for length in lengths]
+            if not any(each is not None for each in ran):
+                ran = [self._runs(layer, forward, division, total, taps)]  # it is made for sequences of this length
+        found = [each for each in ran if each is not None]
+        self._tried_alone[key] = common_places(found) if found else {}
+        return self._tried_alone[key]  # nothing is marked: only then the memory is what a run has
 
-    def _runs(self, layer: nn.Module, forward: Callable[..., Any], division: Division, length: int) -> bool:
-        """Whether a layer runs with so many positions, in shares of which it makes those of the whole."""
+    def _runs(
+        self, layer: nn.Module, forward: Callable[..., Any], division: Division, length: int, taps: Taps
+    ) -> Places | None:
+        """Compare the shares of so many positions with the whole; ``None`` if the layer does not run with so many."""
         given = _numbers(division.cropped(length))
         try:
-            with without_trace(layer, _CPU) as buffers:
+            with without_trace(layer, _CPU) as buffers, taps.recording() as calls:
                 whole = _made(forward, *copied(given))
         except Exception:  # it is made for sequences of another length, or cannot run with these numbers
-            return False
+            return None
         # Of two pieces: what mixes earlier positions alone makes the same of a first piece.
-        with without_trace(layer, _CPU) as own_buffers:
-            is_share = _is_share(division.of_cropped(*copied(given), balanced=True), forward, whole)
+        short = division.of_cropped(*copied(given), balanced=True)
+        with without_trace(layer, _CPU) as own_buffers, taps.recording() as own_calls:
+            is_share = _is_share(short, forward, whole)
         written = written_text(own_buffers, buffers) if is_share else ""
         if written or not is_share:
             raise WrongUseError(
                 f"context_parallel_size={self._group.size} divides the sequence in {self._layers[layer]!r},"
                 f" {mixing_text(written or f'which ({type(layer).__name__})')}"
             )
-        return True
+        return find_places(own_calls, calls, short.shares)
 
 
 def _is_share(division: Division, forward: Callable[..., Any], whole: Sequence[Tensor]) -> bool:
