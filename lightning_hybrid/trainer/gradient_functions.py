@@ -1,4 +1,4 @@
-"""Functions of torch and Lightning over gradients, which see the gradients of the whole model during a run."""
+"""Makes gradient functions of torch and Lightning use the gradients of the whole model during a run."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ _Function = Callable[..., Any]
 
 
 def route(function: _Function, to: _Function) -> Callable[[], None]:
-    """Let a function of a library do something else, under whatever names it was imported.
+    """Replace the code of a library function, under all names by which it was imported.
 
-    Its object stays and gets other code, so ``from torch.nn.utils import clip_grad_norm_`` before a run counts too.
+    The function object stays, so an earlier ``from torch.nn.utils import clip_grad_norm_`` is affected too.
 
     Args:
         function: A function of Python without free variables, or one that wraps such a function.
-        to: Gets a function that does what ``function`` has done, and then the arguments of the call.
+        to: The replacement; receives the original function, and then the arguments of the call.
 
     Returns:
-        A function that undoes this.
+        A function that restores the original code.
     """
     while hasattr(function, "__wrapped__"):
         function = function.__wrapped__
@@ -54,20 +54,20 @@ def _routed(*args: Any, _to: _Function, **kwargs: Any) -> Any:
 
 
 class GradientFunctions:
-    """Makes functions over parameters of the module, or over their gradients, mean the whole model during a run.
+    """Replacements of gradient functions of torch and Lightning, which cover the whole model during a run.
 
-    Norms are collectives of the ranks that hold the model: each of them calls the function, in the same order. Tensors
-    that do not belong to the module go to the functions of the libraries as usual.
+    Norms are collectives over the ranks that hold the model: each of them must call the function, in the same order.
+    Tensors that do not belong to the module are passed to the original functions.
 
     ============================================  =================================================================
     `torch.nn.utils.get_total_norm`               the norm of gradients of all stages and shards, each counted once
-    `torch.nn.utils.clip_grad_norm_`              the same norm; each rank scales what it holds
-    `clip_grads_with_norm_`, `clip_grad_value_`   each rank changes what it holds
+    `torch.nn.utils.clip_grad_norm_`              the same norm; each rank scales its own gradients
+    `clip_grads_with_norm_`, `clip_grad_value_`   each rank changes its own gradients
     `lightning.pytorch.utilities.grad_norm`       the norm of each parameter, and of all, on every rank
     ============================================  =================================================================
 
     Args:
-        grad_sync: Knows the parameters of this rank.
+        grad_sync: Holds the parameters of this rank.
         norm_arguments: Returns the keyword arguments of :func:`~.grad_clip.total_norm`.
     """
 
@@ -76,7 +76,7 @@ class GradientFunctions:
         self._undo = ExitStack()
 
     def install(self) -> None:
-        """Route the functions here, until :meth:`remove`."""
+        """Replace the functions, until :meth:`remove`."""
         routes: dict[_Function, _Function] = {
             utils.get_total_norm: self._total_norm,
             utils.clip_grad_norm_: self._clip_norm,
@@ -88,7 +88,7 @@ class GradientFunctions:
             self._undo.callback(route(function, to))
 
     def remove(self) -> None:
-        """Give the functions back."""
+        """Restore the functions."""
         self._undo.close()
 
     def _clip_norm(self, before: _Function, parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Any:
@@ -138,18 +138,18 @@ class GradientFunctions:
         return found
 
     def _optimized(self, parameters: Sequence[Tensor]) -> list[Any]:
-        """Return parameters, with those of the optimizers in the place of parameters unsharded for a step."""
+        """Return parameters, with parameters of the optimizers in place of unsharded ones."""
         own = self._grad_sync.optimized_parameters()
         return [own.get(id(parameter), parameter) for parameter in parameters]
 
     def _held(self, gradients: Sequence[Tensor]) -> list[nn.Parameter] | None:
-        """The parameters of this rank that have some gradients; ``None`` if these are no gradients of the module.
+        """Return the parameters of this rank that some gradients belong to; ``None`` if these are not the module's.
 
-        No gradients at all may be the share of a rank whose parameters are all frozen, or in another optimizer.
+        An empty list is valid: all parameters of a rank may be frozen, or belong to another optimizer.
 
         Raises:
-            WrongUseError: If some are gradients of the module and others are not, or if replicas have taken the
-                gradients off the parameters that a step sees.
+            WrongUseError: If only some are gradients of the module, or if a step under ZeRO has moved the gradients to
+                the shards.
         """
         if not gradients and self._grad_sync.zero.is_open:
             raise WrongUseError(_IN_STEP_TEXT)
@@ -174,11 +174,11 @@ def _exponent(norm_type: float | str) -> float:
 
 
 _MIXED_TEXT = (
-    "The norm of some gradients of the module and of other tensors is asked for: ranks hold different parts of the"
+    "A norm over gradients of the module and other tensors was requested: ranks hold different parts of the"
     " module, and the others would be counted once for each rank. Pass `p.grad` of parameters of the module alone, as"
     " they are; to compute with other tensors, use `with self.trainer.strategy.full_parameters(gradients=True)`."
 )
 _IN_STEP_TEXT = (
-    "`get_total_norm` finds no gradients in a step under ZeRO: each replica has those of its shards. Call"
+    "`get_total_norm` finds no gradients in a step under ZeRO: each replica has gradients of its shards only. Call"
     " `torch.nn.utils.clip_grad_norm_(self.parameters(), ...)` or `self.trainer.strategy.grad_norm()`."
 )

@@ -1,4 +1,4 @@
-"""A step that takes another path than its plan, and which of the plans that are remembered it may have taken."""
+"""A step whose path differs from its plan, and the search for a remembered plan that fits it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.pipeline_parallel.frame.graph import Call
 from lightning_hybrid.pipeline_parallel.frame.plan import FramePlan
 
-#: In the place of a plan's number: the step is followed, whatever is remembered.
+#: A plan number that stands for tracing the step anew.
 FOLLOW = -1
 
 
@@ -20,9 +20,9 @@ class Choice(NamedTuple):
     """The next attempt at a step.
 
     Attributes:
-        microbatch: The first one whose plan is another; those before it have taken theirs.
-        plan: The number of its plan, or ``FOLLOW``.
-        follows_rest: Whether those after it are followed too, and not only where nothing is remembered.
+        microbatch: The first microbatch whose plan did not fit; earlier ones keep theirs.
+        plan: The number of its next plan, or ``FOLLOW``.
+        follows_rest: Whether later microbatches are traced too, even if plans are remembered for them.
     """
 
     microbatch: int
@@ -30,21 +30,21 @@ class Choice(NamedTuple):
     follows_rest: bool
 
     def plan_of(self, microbatch: int) -> int | None:
-        """Return what is chosen for a microbatch; ``None`` for what is remembered."""
+        """Return the plan number of a microbatch; ``None`` for its remembered plan."""
         if microbatch == self.microbatch:
             return self.plan
         return FOLLOW if self.follows_rest else None
 
 
 class PathChangedError(WrongUseError):
-    """The step takes another path than its plan.
+    """An error for a step whose path differs from its plan.
 
     Args:
-        text: For the user.
+        text: The message for the user.
         plan: The plan.
-        number: Of the first call that is another one.
-        called: What is called there: a function, a module, or the position of a unit; ``None`` if the step has ended.
-        is_same: Whether the calls are the same as far as they are known, but use other values.
+        number: The position of the first call that differs.
+        called: The callee there: a function, a module, or the position of a unit; ``None`` if the step has ended.
+        is_same: Whether all known calls are equal, but use other values.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class PathChangedError(WrongUseError):
 
 
 def find_fitting(error: PathChangedError, plans: Sequence[FramePlan]) -> FramePlan | None:
-    """Return the first plan that makes the same calls up to the one where a step has left its plan, and that one.
+    """Return the first plan that agrees with the calls of a step up to and including the one that left its plan.
 
     ::
 
@@ -70,11 +70,11 @@ def find_fitting(error: PathChangedError, plans: Sequence[FramePlan]) -> FramePl
         fits         embed  0  1  3  head              so does any plan that begins like this
 
     Args:
-        error: Of that step.
-        plans: That are remembered for its signature, and have not been tried.
+        error: The error of that step.
+        plans: The remembered plans for its signature that were not tried yet.
 
     Returns:
-        The plan; ``None`` if there is none, so that the step has to be followed.
+        The plan; ``None`` if no plan fits, and the step must be traced.
     """
     begin = list(map(_called, islice(error.plan.graph.calls, error.number)))
     return next((plan for plan in plans if _fits(plan, begin, error.called, is_same=error.is_same)), None)
@@ -88,7 +88,7 @@ def _fits(plan: FramePlan, begin: Sequence[Any], called: Any, *, is_same: bool) 
         return True
     if called is None:
         return plan.parts[-1].free_from <= len(begin)
-    if isinstance(called, int):  # behind the last call that was followed, others may come before it
+    if isinstance(called, int):  # after the last traced call, other calls may come before it
         units = [call.unit for call in calls[len(begin) :] if call.unit is not None]
         return bool(units) and units[0] == called
     return len(calls) > len(begin) and bool(_called(calls[len(begin)]) == called)

@@ -1,1 +1,1 @@
-"""Doing a step again whose path has changed."""
+"""Repeats a step whose path through the model has changed."""

@@ -1,4 +1,4 @@
-"""A step whose path has changed: what it has begun is undone, the new path is followed, and the step is done again."""
+"""Repeats a step whose path has changed: undoes its effects, traces the new path, and runs the step again."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from lightning_hybrid.trainer.redo.path_changes import PathChanges
 from lightning_hybrid.trainer.redo.step_state import StepState, cannot_text
 from lightning_hybrid.trainer.step_context import StepContext
 
-#: What ends a run of the schedule whose step may be done again.
+#: Errors that end a run of the schedule, after which its step may be repeated.
 BREAKS_OFF = (PathChangedError, BlankMessageError)
 
-# So many attempts are made with plans that are remembered.
+# The number of attempts with remembered plans, before the step is traced.
 _GUESSES = 2
 
 
 class Redo:
-    """Makes the attempts at each step of a run, on one rank.
+    """A factory of the attempts at each step of a run, on one rank.
 
     Args:
-        context: What steps need.
-        grad_sync: Has the gradients.
+        context: The state that steps share.
+        grad_sync: Holds the gradients.
     """
 
     def __init__(self, context: StepContext, grad_sync: GradientSync) -> None:
@@ -38,20 +38,21 @@ class Redo:
         self._state_of: Any = None
 
     def __call__(self, step: int, *, is_first: bool) -> Attempts | None:
-        """Return the attempts at a step that has a backward; ``None`` if it is not done again.
+        """Return the attempts at a step with a backward; ``None`` if the step cannot be repeated.
 
         Args:
             step: The number of the batch since training began.
-            is_first: Whether it is the first one whose gradients are accumulated.
+            is_first: Whether the step is the first of its window of accumulated gradients.
         """
         context, grad_sync, cut = self._context, self._grad_sync, self._context.frame.cut
-        # Replicas meet in what a failed attempt leaves out: shards, statistics, reductions that cannot be taken back.
-        # On a device no rank looks into a gradient, so it reduces what it has before it knows.
+        # Replicas wait for each other in collectives that a failed attempt skips or cannot undo: ZeRO's gathers,
+        # statistics of SyncBatchNorm, early reductions. On a GPU a rank reduces gradients before it can read the marks
+        # of a failed attempt in them.
         meets = grad_sync.zero.is_active or grad_sync.has_sync_batch_norm
         meets |= grad_sync.reduces_early and context.engine.posts_kernels
         if cut is None or not context.frame.remembers or meets:
             return None
-        epoch = context.module.trainer.current_epoch  # hooks make new metrics at its begin, for example
+        epoch = context.module.trainer.current_epoch  # hooks at the start of an epoch may replace metrics
         if self._state is None or self._state_of != (cut, epoch):
             own = [layer for layers in context.layers.values() for layer in layers]
             self._state = StepState(context.module, grad_sync.local_parameters(), cut.layers, own)
@@ -65,20 +66,20 @@ class Attempts:
 
     ::
 
-        every rank       runs its part; where the path is another one, it goes on with blank messages
-        the last stage   sees that in every case, and chooses a plan: with the results it sends the choice
-        every rank       puts back what it has begun, and runs its part with the plan that was chosen
+        every rank       runs its stages; from the point where the path differs, it sends blank messages
+        the last stage   always receives these; it chooses a plan and sends the choice in place of the results
+        every rank       restores its state, and runs its stages with the chosen plan
 
-    So an ordinary step has no message more. Replicas do not wait for each other's attempts: gradients are reduced in
-    the last backward of a stage, and a rank knows before that one that the step has failed.
+    An ordinary step sends no additional message. Replicas do not wait for each other's attempts: gradients are reduced
+    in the last backward of a stage, and a rank learns before it that the attempt has failed.
 
     Args:
-        context: What steps need.
-        grad_sync: Has the gradients.
-        changes: What is known about paths that change.
+        context: The state that steps share.
+        grad_sync: Holds the gradients.
+        changes: The record of changing paths.
         step: The number of the batch since training began.
-        state: What is put back.
-        copies_gradients: Whether gradients that are there already are copied.
+        state: The state to restore before another attempt.
+        copies_gradients: Whether accumulated gradients of earlier batches are copied.
 
     """
 
@@ -101,7 +102,7 @@ class Attempts:
         self._tried, self._followed = set[int](), set[int]()
 
     def begin(self, microbatches: list[Any]) -> list[Any]:
-        """Begin an attempt, and return the microbatches: the first time those that are given.
+        """Begin an attempt, and return its microbatches: in the first attempt the argument, later restored ones.
 
         Args:
             microbatches: The microbatches.
@@ -122,24 +123,24 @@ class Attempts:
         return self._choice.plan_of(microbatch)
 
     def follow(self, plans: Sequence[FramePlan]) -> None:
-        """Take the plans of the microbatches, which an attempt follows from here on."""
+        """Set the plans of the microbatches for the current attempt."""
         self._plans = plans
         if self._cut.num_followed > self._num_followed:
             self._state.keep_new()
 
     @contextmanager
     def attempt(self) -> Iterator[None]:
-        """Around an attempt, which may end with one of what breaks it off."""
+        """Catch the error of an attempt that is broken off."""
         try:
             yield
         except BREAKS_OFF as error:
             self._error = error
 
     def find_choice(self) -> Choice | None:
-        """Return, on the last stage, how the step is done again; ``None`` if it is over.
+        """Return, on the last stage, how the step is repeated; ``None`` if it has succeeded.
 
         Raises:
-            PathChangedError: If its path cannot be found out.
+            PathChangedError: If the path still differs after it was traced.
         """
         if self._error is None:
             return None
@@ -155,9 +156,9 @@ class Attempts:
         if self._number <= _GUESSES:
             if isinstance(self._error, PathChangedError):
                 fitting = find_fitting(self._error, others)
-            else:  # another rank has seen it
+            else:  # another rank has found the change
                 fitting = next(iter(others), None)
-        # Microbatches with paths of their own would fail one after the other.
+        # Otherwise microbatches with new paths would fail one after the other.
         follows_rest = self._number > 1 and fitting is None
         if fitting is None:
             self._followed |= set(range(microbatch, len(self._plans) if follows_rest else microbatch + 1))
@@ -170,14 +171,14 @@ class Attempts:
         return cut
 
     def end(self, value: Any) -> bool:
-        """End an attempt, and return whether there is another one.
+        """End an attempt, and return whether the step needs another one.
 
         Args:
-            value: What the last stage has sent: the value of the step, or how it is done again.
+            value: The message of the last stage: the value of the step, or the choice for the next attempt.
 
         Raises:
-            PathChangedError: If this rank alone has seen another path.
-            WrongUseError: If gradients are being reduced already.
+            PathChangedError: If no other rank has found the change.
+            WrongUseError: If the reduction of gradients has begun.
         """
         if not isinstance(value, Choice):
             if self._error is not None:

@@ -1,4 +1,4 @@
-"""Paths of the user's step that change during a run: what is done again, and when steps are followed beforehand."""
+"""A record of changing paths, which decides when steps are traced in advance."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_hybrid.pipeline_parallel.frame.path_change import FOLLOW, Choice
 
-# After so many steps with new paths among so many, paths are followed before a step, and not after it has failed.
+# If _MANY of _RECENT steps take new paths, each step is traced before it runs, instead of after it has failed.
 _MANY, _RECENT = 4, 16
 
 
@@ -17,13 +17,13 @@ class PathChanges:
 
     ::
 
-        a path that is remembered     the step is done again with its plan, which comes first from then on
-        a new one                     it is followed, and the step is done again
-        new ones again and again      each step is followed before it is done, and nothing is done again
+        a remembered path       the step is repeated with its plan, which is tried first from then on
+        a new path              is traced, and the step is repeated
+        many new paths          each step is traced before it runs, and none is repeated
 
     Attributes:
-        have_been: Whether there have been any.
-        follows_first: Whether steps are followed before they are done.
+        have_been: Whether a path has changed in this run.
+        follows_first: Whether steps are traced before they run.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class PathChanges:
         self._new: deque[int] = deque(maxlen=_MANY)
 
     def note(self, choice: Choice, step: int) -> None:
-        """Remember that a step is done again.
+        """Record that a step is repeated.
 
         Args:
             choice: The next attempt at the step.

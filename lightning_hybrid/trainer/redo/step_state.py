@@ -14,24 +14,24 @@ from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.distributed.pytree import flatten, unflatten
 from lightning_hybrid.pipeline_parallel.frame.stage_states import Contents
 
-# Containers of more entries are not copied: a vocabulary, samples.
+# Larger containers, such as vocabularies and lists of samples, are not copied.
 _MOST_ENTRIES = 1000
-# Larger tensors are not copied before each step: a step that writes one is not done again.
+# Larger tensors are not copied before each step; a step that writes one cannot be repeated.
 _MOST_ELEMENTS = 1 << 20
-# What stands in attributes of modules for the time of a step.
+# Attributes that are replaced while a step runs.
 _OF_STEPS = frozenset({"log", "print", "forward", "_compiled_call_impl"})
 
 
 class StepState:
     """State that this rank's part of a step may change: gradients, the module, the batch.
 
-    Random numbers and logs are no part of it: each attempt begins with the same ones, and with none.
+    Random numbers and logs are not included: each attempt starts with the same seeds and with empty logs.
 
     Args:
         module: The user's module.
-        parameters: Those whose gradients this rank has.
+        parameters: The parameters whose gradients this rank holds.
         units: The units of all stages.
-        own: Those of this rank.
+        own: The units of this rank.
     """
 
     def __init__(
@@ -47,11 +47,11 @@ class StepState:
         self._contents = Contents((), modules, outside=[*modules, *units], most=_MOST_ENTRIES)
 
     def keep(self, microbatches: list[Any], *, copies_gradients: bool) -> None:
-        """Keep what is there before a step, or before another attempt at it.
+        """Save the state before a step, or before another attempt at it.
 
         Args:
             microbatches: The microbatches.
-            copies_gradients: Whether gradients that are there already are copied.
+            copies_gradients: Whether accumulated gradients of earlier batches are copied.
         """
         self._stops = self._trainer.should_stop
         self._leaves, self._spec = flatten(microbatches)
@@ -73,19 +73,19 @@ class StepState:
             self._versions = [(each, each._version) for each in others if not each.is_inference()]
 
     def release(self) -> None:
-        """Hold nothing any more of a step that is over: batches and gradients take memory."""
+        """Drop the state of a finished step: batches and gradients take memory."""
         self._leaves, self._copies, self._gradients, self._copied_gradients, self._versions = [], [], [], [], []
         self._contents.release()
 
     def keep_new(self) -> None:
-        """Let attributes stay that a step which was followed has made once for all later ones."""
+        """Keep attributes that tracing has created for all later steps."""
         self._contents.keep_new(_OF_STEPS)
 
     def put_back(self) -> list[Any]:
-        """Put everything back, and return the microbatches.
+        """Restore the state, and return the microbatches.
 
         Raises:
-            WrongUseError: If the step has written a tensor that is not copied.
+            WrongUseError: If the step has written a tensor that was not copied.
         """
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             written = next((each for each, version in self._versions if each._version != version), None)
@@ -105,12 +105,12 @@ class StepState:
 
 
 def _has_memory(tensor: Tensor) -> bool:
-    """Return whether a tensor may be written in place: not what is computed, by several ranks, when it is read."""
+    """Return whether a tensor has memory of its own; others are computed by several ranks when they are read."""
     return not tensor.is_meta and (type(tensor) in (Tensor, nn.Parameter) or isinstance(tensor, DTensor))
 
 
 def cannot_text(why: str) -> str:
-    """The text for a step that is not done again.
+    """Return the text for a step that cannot be repeated.
 
     Args:
         why: The reason: a verb phrase with the step as its subject.
