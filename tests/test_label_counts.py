@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_hybrid.trainer.losses.loss_terms import LossTerms, find_label_count
+from lightning_hybrid.trainer.losses.loss_terms import LossTerms, common_count
 from tests.pool import Pools
 from tests.trainer.losses.test_loss_weights import LAYOUTS, Seen, size_of
 from tests.training_jobs import make_trainer, together, weights
@@ -260,16 +260,15 @@ def counted(step: Callable[[dict[str, Tensor]], Tensor]) -> Any:
     from lightning_hybrid.distributed.class_losses import observed
 
     batches = [next(iter(DataLoader(Texts(), size))) for size in (4, 3, 1)]
-    found, losses = [], []
+    found = []
     for batch in batches:
         terms = LossTerms()
         with observed(terms.observe), torch.no_grad():
             loss = step(batch)
             terms.close(loss)
-        found.append(terms)
-        losses.append(float(loss.detach()))
+        found.append(terms.find_means(batch, len(batch["labels"]), 1e-9))
     assert not torch.is_inference_mode_enabled()
-    return find_label_count(batches, [4, 3, 1], losses, found, 1e-9)
+    return common_count(found)
 
 
 def _scores(batch: dict[str, Tensor]) -> Tensor:
@@ -327,6 +326,8 @@ class Variant(Model):
             self.log("other", 2 * F.cross_entropy(scores, labels).detach(), sync_dist=True)
         loss = F.cross_entropy(scores, labels)
         if self.name == "other":
+            loss = loss.exp()
+        if self.name == "sum":
             loss = loss + scores.square().mean()
         self.log("loss", loss, on_step=True, on_epoch=False, sync_dist=True)
         if self.name == "manual":
@@ -404,7 +405,7 @@ def test_the_hook_of_the_module_has_precedence(ranks: Pools, more: dict[str, Any
         torch.testing.assert_close(values, others, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", ["masked", "none", "twice"])
+@pytest.mark.parametrize("name", ["masked", "none", "twice", "sum"])
 def test_steps_that_change_their_batches(ranks: Pools, name: str) -> None:
     """The first step counts like the others; where no replica has a loss in it, the second one does."""
     expected, losses, _ = fit_variant(name, None, 2 * BATCH)

@@ -6,7 +6,8 @@
            |                                  |
            |                      Verdict of each rank  -->  all ranks: one Verdict
            v                                  |
-    mean ----> microbatches are averaged, by their samples or by their targets (LabelCount)
+    mean ----> microbatches are averaged, by their samples or by their targets (LabelCount), perhaps each term by its
+               own (TermCounts)
     sum  ----> microbatches are summed
     other ---> one microbatch ("auto"), or a warning (a number that was set)
 
@@ -35,9 +36,13 @@ from lightning_hybrid.pipeline_parallel.splitting.microbatch import find_batch_s
 from lightning_hybrid.trainer.losses.loss_terms import (
     LabelCount,
     LossTerms,
-    TargetMean,
+    TargetMeans,
+    TermCounts,
+    as_weighed,
     common_count,
     common_names,
+    common_terms,
+    tells_enough,
     with_copied_classes,
 )
 from lightning_hybrid.trainer.losses.rehearsal import (
@@ -48,7 +53,6 @@ from lightning_hybrid.trainer.losses.rehearsal import (
     untouched_attributes,
 )
 from lightning_hybrid.trainer.losses.verdict import (
-    HALF_ROUNDING,
     LARGE_COEFFICIENT,
     SMALL,
     Verdict,
@@ -56,8 +60,7 @@ from lightning_hybrid.trainer.losses.verdict import (
     copied,
     joined_parts,
     joined_verdict,
-    judge,
-    judge_logs,
+    judge_pairs,
     rounding_of,
     router_losses_scaled,
     small_text,
@@ -110,11 +113,11 @@ class _Run(NamedTuple):
     dtype: torch.dtype
     has_drawn: bool
 
-    def find_means(self) -> list[TargetMean | None]:
-        """Return what each forward tells of a mean over targets."""
-        forwards = zip(self.terms, self.batches, self.counts, self.losses, self.numbers, strict=True)
+    def find_means(self) -> list[TargetMeans | None]:
+        """Return what each forward tells of means over targets."""
+        forwards = zip(self.terms, self.batches, self.counts, self.numbers, strict=True)
         rounding = rounding_of(self.dtype)
-        return [terms.find_mean(batch, count, loss, rounding, logged) for terms, batch, count, loss, logged in forwards]
+        return [terms.find_means(batch, count, rounding, logged) for terms, batch, count, logged in forwards]
 
 
 class Forward(Protocol):
@@ -154,6 +157,7 @@ class MicrobatchComparison:
     Attributes:
         loss_reduction: ``"mean"`` or ``"sum"``: how the losses of the present batch's microbatches are merged.
         labels: How its targets are counted, if its loss is a mean over them.
+        terms: How the targets of parts of its loss are counted, if these are means over them.
         log_kinds: Logged values that are not means over samples, by name.
         explains: If True, the normalizer of the loss is known, and labels need no further check.
         takes_one: If True, batches run as one microbatch from now on.
@@ -165,6 +169,7 @@ class MicrobatchComparison:
         self._given = config.loss_reduction
         self.loss_reduction = self._given
         self.labels: LabelCount | None = None
+        self.terms: TermCounts | None = None
         self.log_kinds: Mapping[str, str] = {}
         self.explains = self.takes_one = False
         self._is_whole = config.num_microbatches == 1
@@ -190,9 +195,10 @@ class MicrobatchComparison:
             self._last = signature, self._verdicts.get(structure)
         known = self._last[1]
         if known is None:
-            self.labels, self.loss_reduction = None, self._given
+            self.labels, self.terms, self.loss_reduction = None, None, self._given
             return self._left > 0
-        self.labels, self.loss_reduction = known.labels, "sum" if known.kind == "sum" else self._given
+        self.labels, self.terms = known.labels, known.terms
+        self.loss_reduction = "sum" if known.kind == "sum" else self._given
         return False
 
     def __call__(self, batch: Any, num_microbatches: int, signature: Hashable, forward: Forward) -> bool:
@@ -235,8 +241,8 @@ class MicrobatchComparison:
         if verdict.kind == "other":
             return self._judge_other(verdict, num_microbatches, compare)
         self.log_kinds = {**self.log_kinds, **verdict.logs}
-        self.labels = verdict.labels
-        self.explains = self.explains or verdict.labels is not None or verdict.kind == "sum"
+        self.labels, self.terms = verdict.labels, verdict.terms
+        self.explains = self.explains or (verdict.labels or verdict.terms) is not None or verdict.kind == "sum"
         if verdict.kind == "sum":
             self.loss_reduction = "sum"
             rank_zero_info(
@@ -248,7 +254,7 @@ class MicrobatchComparison:
         return verdict.kind == "sum"
 
     def _count_targets(self, batch: Any, forward: Forward) -> None:
-        """Find out whether the loss of a batch, which is one microbatch, is a mean over targets.
+        """Find out whether the loss of a batch, which is one microbatch, is made of means over targets.
 
         Args:
             batch: The batch.
@@ -261,18 +267,20 @@ class MicrobatchComparison:
             self._left = 0
             return
 
-        def find() -> list[TargetMean | None]:
+        def find() -> list[TargetMeans | None]:
             run = self._run([copied(batch)], [find_batch_size(batch) or 1], forward)
             return [] if run is None else run.find_means()
 
         found = self._gather(find)
-        if not any(mean is None or mean.is_finite for mean in found):
+        if not tells_enough(found):
             return
-        self._left, labels = 0, common_count(found)
-        if labels is not None:
-            self.labels, self.log_kinds = labels, dict.fromkeys(common_names(found), "weighted")
-            self._last = (), None
-            self._verdicts["any"] = Verdict("mean", math.nan, (math.nan, math.nan), math.nan, labels)
+        self._left, self.labels = 0, common_count(found)
+        self.terms = common_terms(found) if self.labels is None else None
+        if self.labels is not None:
+            self.log_kinds = dict.fromkeys(common_names(found), "weighted")
+        if (self.labels or self.terms) is not None:
+            self._last, nan = ((), None), math.nan
+            self._verdicts["any"] = Verdict("mean", nan, (nan, nan), nan, self.labels, terms=self.terms)
 
     def _compare_states(self, batches: Sequence[Any], counts: Sequence[int], number: int, forward: Forward) -> bool:
         """Compare what forwards write with microbatches and with both joined, and state a difference.
@@ -390,11 +398,19 @@ class MicrobatchComparison:
         run = self._run(batches, counts, forward)
         if run is None:
             return []
-        labels: LabelCount | None = None
+        means, labels, terms = run.find_means(), None, None
+        if not tells_enough(means):
+            return []
         if sizes is None:
-            labels = common_count(run.find_means())
+            labels = common_count(means)
             sizes = counts if labels is None else [float(labels(batch)) for batch in run.batches]
-        verdicts = _judge_pairs(run.losses, counts, sizes, labels, run.numbers, run.dtype)
+            terms = common_terms(means) if labels is None else None
+        is_known, numbers = (labels or terms) is not None, run.numbers
+        losses = as_weighed(means, counts, terms) if is_known else run.losses
+        if terms is not None:  # these values are means over samples in a step
+            names = common_names(means)
+            numbers = [{name: logged[name] for name in logged.keys() - names} for logged in numbers]
+        verdicts = judge_pairs(losses, counts, sizes, labels, terms, numbers, run.dtype)
         return [verdict for verdict in verdicts if not (run.has_drawn and verdict.kind == "other")]
 
     def _run(self, batches: Sequence[Any], counts: Sequence[int], forward: Forward) -> _Run | None:
@@ -418,7 +434,7 @@ class MicrobatchComparison:
             dtypes.append(value.dtype)
             if torch.is_autocast_enabled(value.device.type):
                 dtypes.append(torch.get_autocast_dtype(value.device.type))
-            return value.detach().double()
+            return value.detach().double() * (math.nan if terms[number].is_empty else 1.0)
 
         with self._without_trace() as (one_run, tensors, states):
 
@@ -447,39 +463,3 @@ class MicrobatchComparison:
             return None
         values, numbers = list(map(float, losses)), list(map(logged_numbers, records))
         return _Run(kept, counts, values, terms, numbers, coarsest(dtypes), tensors.has_drawn)
-
-
-def _judge_pairs(
-    losses: Sequence[float],
-    counts: Sequence[int],
-    sizes: Sequence[float],
-    labels: LabelCount | None,
-    numbers: Sequence[Mapping[str, float]],
-    dtype: torch.dtype,
-) -> list[Verdict]:
-    """Judge each pair of microbatches.
-
-    Args:
-        losses: Of three batches for each pair: joined, and each alone.
-        counts: Their numbers of samples.
-        sizes: The numbers by which they weigh.
-        labels: How their targets are counted, if the loss is a mean over them.
-        numbers: The numbers that each logged, by name.
-        dtype: Of the computation.
-    """
-    verdicts = []
-    for of_pair in (slice(first, first + 3) for first in range(0, len(losses), 3)):
-        weights, shares = _parts(sizes[of_pair][1:]), _parts(counts[of_pair][1:])
-        verdict = judge(losses[of_pair], weights, dtype)
-        if labels is not None and (verdict.kind == "unknown" or verdict.difference <= HALF_ROUNDING):
-            verdict = replace(verdict, kind="mean")  # it is known by its terms
-        if verdict.kind == "mean":
-            verdict = replace(verdict, labels=labels)
-        logs = judge_logs(numbers[of_pair], losses[of_pair], shares, weights, verdict, dtype)
-        verdicts.append(replace(verdict, logs=logs))
-    return verdicts
-
-
-def _parts(sizes: Sequence[float]) -> list[float]:
-    """Return the shares of some sizes; zeros if there is nothing to share."""
-    return [size / sum(sizes) if sum(sizes) else 0.0 for size in sizes]

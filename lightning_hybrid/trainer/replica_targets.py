@@ -1,8 +1,9 @@
-"""Replicas that take their batches whole: a loss that is a mean over targets is weighted by these, without a hook.
+"""Replicas that take their batches whole: losses that are means over targets are weighted by these, without a hook.
 
 ::
 
-    first step      forward of each replica  -->  TargetMean of each  -->  all replicas: one LabelCount, or none
+    first step      forward of each replica  -->  TargetMeans of each  -->  all replicas: one LabelCount, or a
+                                                                            TermCounts, or none
     later steps     targets are counted before the forward, and summed over the replicas
 
 Nothing is run twice. A step whose loss is something else is Lightning's own from the second one on.
@@ -10,6 +11,8 @@ Nothing is run twice. A step whose loss is something else is Lightning's own fro
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -26,12 +29,16 @@ from lightning_hybrid.trainer.lightning_internals import results_through
 from lightning_hybrid.trainer.losses.loss_terms import (
     LabelCount,
     LossTerms,
-    TargetMean,
+    TargetMeans,
+    TermCounts,
     common_count,
     common_names,
+    common_terms,
+    tells_enough,
     with_copied_classes,
 )
 from lightning_hybrid.trainer.losses.loss_weights import LossWeights
+from lightning_hybrid.trainer.losses.term_weights import TermWeights
 from lightning_hybrid.trainer.losses.verdict import rounding_of
 from lightning_hybrid.trainer.results.logging import Log, merge_logs
 
@@ -54,6 +61,7 @@ class ReplicaTargets:
         self._module, self._mesh, self._device = module, mesh, device
         self._left = _MOST if is_asked and mesh.data_parallel_size > 1 else 0
         self._labels: LabelCount | None = None
+        self._terms: TermCounts | None = None
         self._kinds: Mapping[str, str] = {}  # of logged values
 
     @property
@@ -75,6 +83,9 @@ class ReplicaTargets:
             weights = LossWeights.of(self._labels, [batch], self._mesh, self._device)
             with results_through(self._module.trainer, partial(self._log, weights)):
                 return step(), weights
+        if self._terms is not None:
+            with TermWeights(self._terms, [batch], [1.0], self._mesh, self._device).of_microbatch(0):
+                return step(), None
         return self._look(step, batch) if self.is_looking else (step(), None)
 
     def _look(self, step: Callable[[], Any], batch: Any) -> tuple[Any, LossWeights | None]:
@@ -94,11 +105,16 @@ class ReplicaTargets:
         own = self._judge(output, batch, terms, [entry for _, entry in held])
         group = self._mesh.data_control_group
         found = [each for of_replica in all_gather_values(own, group) for each in of_replica]
-        tells = any(each is None or each.is_finite for each in found)
+        tells = tells_enough(found)
         self._left = 0 if tells else self._left - 1
         weights = None
         if tells:
             self._labels = common_count(found)
+            self._terms = common_terms(found) if self._labels is None else None
+        if self._terms is not None:
+            output = self._weigh_terms(output, terms, found, [entry for _, entry in held])
+        elif self._labels is None and terms.is_empty:
+            output = _plus(output, math.nan)  # as it was for the user
         if self._labels is not None:
             self._kinds = dict.fromkeys(common_names(found), "weighted")
             count = float(self._labels(batch))
@@ -111,9 +127,45 @@ class ReplicaTargets:
                 self._log(weights, write, entry.name, entry.value, **entry.arguments)
         return output, weights
 
-    def _judge(self, output: Any, batch: Any, terms: LossTerms, logs: Sequence[Log]) -> list[TargetMean | None]:
+    def _weigh_terms(
+        self, output: Any, terms: LossTerms, found: Sequence[TargetMeans | None], logs: Sequence[Log]
+    ) -> Any:
+        """Multiply the terms of a step that has run by what they count among the replicas.
+
+        Args:
+            output: What it returned.
+            terms: Of its loss; backward multiplies their gradients.
+            found: What the steps of all replicas tell.
+            logs: What it logged; values that are the loss or a term, with or without its coefficient, are changed.
+
+        Returns:
+            The output with the loss of the terms that are multiplied.
+        """
+        assert self._terms is not None
+        totals = defaultdict[int, float](float)
+        for mean in (mean for means in found if means is not None for mean in means.terms):
+            totals[mean.call] += mean.number
+        of_calls = dict(self._terms.counts)
+        changes, change = list[tuple[float, float]](), 0.0
+        for term in terms.terms:
+            if term.call in of_calls and totals[term.call]:
+                factor = float(term.number) * self._mesh.data_parallel_size / totals[term.call]
+                term.factor = torch.full_like(term.factor, factor)
+                value = float(term.value.detach())
+                changes += [(value, value * factor), (value * term.coefficient, value * term.coefficient * factor)]
+                change += value * term.coefficient * (factor - 1.0)
+        if output is not None:
+            changes.insert(0, (terms.loss, terms.loss + change))
+            output = _plus(output, change)
+        for entry in logs:
+            number = float(entry.value)
+            new = next((new for old, new in changes if math.isclose(old, number, rel_tol=1e-6)), number)
+            entry.value = entry.value + (new - number)
+        return output
+
+    def _judge(self, output: Any, batch: Any, terms: LossTerms, logs: Sequence[Log]) -> list[TargetMeans | None]:
         """Return what the step of this replica tells; nothing if it has no loss."""
-        loss = output.get("loss") if isinstance(output, Mapping) else output
+        loss = _loss_in(output)
         if output is None:
             return []
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not terms.terms:
@@ -121,7 +173,7 @@ class ReplicaTargets:
         terms.close(loss)
         numbers = {entry.name: float(entry.value) for entry in logs}
         count = find_batch_size(batch) or 1
-        return [terms.find_mean(batch, count, float(loss.detach()), rounding_of(loss.dtype), numbers)]
+        return [terms.find_means(batch, count, rounding_of(loss.dtype), numbers)]
 
     def _log(self, weights: LossWeights, write: Callable[..., None], name: str, value: Any, **arguments: Any) -> None:
         """Log a value; one that is a mean over targets counts by these among the replicas."""
@@ -129,3 +181,14 @@ class ReplicaTargets:
             [entry] = merge_logs([[Log(name, value, None, arguments)]], [1], 1, weights, self._kinds)
             value, arguments = entry.value, entry.arguments
         write(name, value, **arguments)
+
+
+def _loss_in(output: Any) -> Any:
+    """Return the loss in what `training_step` returned."""
+    return output.get("loss") if isinstance(output, Mapping) else output
+
+
+def _plus(output: Any, change: float) -> Any:
+    """Return what `training_step` returned with another loss."""
+    loss = _loss_in(output) + change
+    return {**output, "loss": loss} if isinstance(output, Mapping) else loss

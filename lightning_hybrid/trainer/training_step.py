@@ -44,6 +44,7 @@ from lightning_hybrid.trainer.losses.loss_weights import (
 )
 from lightning_hybrid.trainer.losses.power_iterations import PowerIterations
 from lightning_hybrid.trainer.losses.returned_none import may_return_none
+from lightning_hybrid.trainer.losses.term_weights import TermWeights
 from lightning_hybrid.trainer.microbatch_comparison import MicrobatchComparison
 from lightning_hybrid.trainer.precision import SharedCasts
 from lightning_hybrid.trainer.redo.attempts import BREAKS_OFF, Redo
@@ -167,6 +168,7 @@ class TrainingStep:
         if is_followed:  # its batch has to be where its parameters are
             microbatches = list(map(self._to_device, microbatches))
         shares, factors = self._shares(counts, weights, windowed=windowed)
+        term_weights = self._term_weights(microbatches, counts)
         outputs: list[Any] = []
         self._rest, left_out = None, self._left_out
         if is_first:
@@ -208,7 +210,7 @@ class TrainingStep:
                     plans = self._frame_plans(*of_step, choose=choose) if is_followed else []
                     if attempts is not None:
                         attempts.follow(plans)
-                    compute = self._make_compute(*of_step, loss_of, plans)
+                    compute = self._make_compute(*of_step, loss_of, plans, term_weights)
                     with nullcontext() if self._casts is None else self._casts.schedule():
                         keys = context.keys(version, parts, plans)
                         context.engine.run(
@@ -320,6 +322,7 @@ class TrainingStep:
         precision: Callable[[], AbstractContextManager[None]],
         loss_of: Callable[[int, Any], Tensor | Nothing],
         plans: Sequence[FramePlan],
+        term_weights: TermWeights | None = None,
         *,
         draws_alike: bool = False,
     ) -> Compute:
@@ -332,6 +335,7 @@ class TrainingStep:
             precision: The precision plugin's context.
             loss_of: Makes the loss of a microbatch of the value of the step; :data:`NOTHING` if it has none.
             plans: What stages do in the step of each microbatch, if it is followed.
+            term_weights: What terms of the loss count, if microbatches do not count alike in all of them.
             draws_alike: If True, all microbatches draw the same random numbers, and each is a step by itself.
         """
         context, zero, user_step = self._context, self._grad_sync.zero, self._context.module.training_step
@@ -354,7 +358,10 @@ class TrainingStep:
                     return NOTHING
             if self._iterations.stages:
                 self._iterations.begin(stage, 0 if draws_alike else microbatch)
-            with precision(), nullcontext() if casts is None else casts.forward(stage):
+            weighed: AbstractContextManager[None] = nullcontext()
+            if term_weights is not None and is_last:
+                weighed = term_weights.of_microbatch(microbatch)
+            with precision(), nullcontext() if casts is None else casts.forward(stage), weighed:
                 if frame.body_cut is not None and stage > 0 and not is_last:
                     return run_layers(inputs)
                 context.enter_user_code(*coordinates, keep=is_last)
@@ -583,6 +590,16 @@ class TrainingStep:
             return None
         with context.guard():
             return LossWeights.of(weigh, microbatches, context.mesh, context.device)
+
+    def _term_weights(self, microbatches: Sequence[Any], counts: Sequence[int]) -> TermWeights | None:
+        """Return what terms of the loss count in each microbatch, where the loss is, if they count targets."""
+        context, terms = self._context, self._comparison.terms
+        is_told = getattr(context.module, "microbatch_weight", None) is not None
+        if terms is None or is_told or not context.is_last:
+            return None
+        with context.guard():
+            shares = [count / sum(counts) for count in counts]
+            return TermWeights(terms, microbatches, shares, context.mesh, context.device)
 
     def _shares(
         self, counts: Sequence[int], weights: LossWeights | None, *, windowed: bool

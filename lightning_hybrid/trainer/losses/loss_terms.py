@@ -1,18 +1,22 @@
-"""Losses that are means over targets: recognized in the step, and counted in the batch from then on.
+"""Losses that are made of means over targets: recognized in the step, and counted in the batch from then on.
 
 In three forwards of a step (see :mod:`.verdict`) every call of a mean cross entropy is a *term* of the loss::
 
     loss = a1 * term1 + a2 * term2 + ... + rest
 
 The coefficients are derivatives: each term is taken out of the graph, so only what the step does after it is recorded.
-Replicas that take a batch whole find them in the graph of their first step, and compare. If there is no rest and all
-terms count the same targets, the loss is a mean over these. Where they are a leaf of the batch, or one without its
-first position (causal models shift their labels), they are counted before each forward.
+Replicas that take a batch whole find them in the graph of their first step, and compare. Where targets are a leaf of
+the batch, or one without its first position (causal models shift their labels), they are counted before each forward::
+
+    no rest, and all terms count the same targets    microbatches weigh by these (LabelCount)
+    anything else                                    microbatches weigh by their samples, and each term in them is
+                                                     multiplied by what it counts more or less (TermCounts)
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, TypeGuard
@@ -23,14 +27,21 @@ from torch import Tensor
 from lightning_hybrid.distributed.class_losses import normalizer_of
 from lightning_hybrid.distributed.pytree import flatten, unflatten
 from lightning_hybrid.pipeline_parallel.splitting.microbatch import find_batch_size
+from lightning_hybrid.trainer.losses.loss_weights import weighted, weighted_sum
 
 __all__ = [
     "LabelCount",
     "LossTerms",
     "TargetMean",
+    "TargetMeans",
+    "TermCounts",
+    "as_weighed",
     "common_count",
     "common_names",
-    "find_label_count",
+    "common_terms",
+    "joined_terms",
+    "tells_enough",
+    "times_factor",
     "with_copied_classes",
 ]
 
@@ -46,23 +57,50 @@ class LabelCount:
         shift: If True, the first position of each sequence does not count.
         ignore_index: The class that does not count.
         weight: Of all classes, on the host; ``None`` for 1 each.
+        length_of: The leaf whose second dimension is the class that does not count, as its end is the first position
+            outside; targets beyond it do not count either. ``None`` for `ignore_index`.
     """
 
     leaf: int
     shift: bool
     ignore_index: int
     weight: tuple[float, ...] | None
+    length_of: int | None = None
 
     def __call__(self, microbatch: Any) -> Tensor:
         """Return the weight of a microbatch, shape ``()``; its samples if it has another structure, without targets."""
-        leaves = flatten(microbatch)[0]
+        found = self.find_targets(flatten(microbatch)[0])
+        if found is None:
+            return torch.tensor(find_batch_size(microbatch) or 1)
+        labels, ignore_index = found
+        weight = None if self.weight is None else _weights_on(self.weight, labels.device)
+        return normalizer_of(labels, weight, ignore_index)
+
+    def find_targets(self, leaves: Sequence[Any]) -> tuple[Tensor, int] | None:
+        """Return the targets in the leaves of a batch, and the class that does not count; ``None`` without targets."""
         labels = leaves[self.leaf] if self.leaf < len(leaves) else None
         if not _are_classes(labels, shift=self.shift):
-            return torch.tensor(find_batch_size(microbatch) or 1)
-        if self.shift:
-            labels = labels[..., 1:]
-        weight = None if self.weight is None else _weights_on(self.weight, labels.device)
-        return normalizer_of(labels, weight, self.ignore_index)
+            return None
+        labels, ignore_index = labels[..., 1:] if self.shift else labels, self.ignore_index
+        if self.length_of is not None:
+            sequences = leaves[self.length_of] if self.length_of < len(leaves) else None
+            if not isinstance(sequences, Tensor) or sequences.ndim < 2:
+                return None
+            ignore_index = sequences.shape[1]
+            labels = labels.clamp(0, ignore_index)
+        return labels, ignore_index
+
+
+@dataclass(frozen=True)
+class TermCounts:
+    """How the targets of terms are counted in a loss in which other things count too.
+
+    Attributes:
+        counts: The number of a call of a mean over classes in a forward, and how its targets are counted; terms without
+            an entry are means over samples.
+    """
+
+    counts: tuple[tuple[int, LabelCount], ...]
 
 
 @lru_cache(maxsize=16)
@@ -73,31 +111,88 @@ def _weights_on(weight: tuple[float, ...], device: torch.device) -> Tensor:
 
 @dataclass
 class _Term:
-    value: Tensor
+    call: int
     target: Tensor
     weight: Tensor | None
     ignore_index: int
+    is_in_graph: bool
+    value: Tensor = field(init=False)
+    factor: Tensor = field(init=False)  # of its gradient
     coefficient: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.number = normalizer_of(self.target, self.weight, self.ignore_index)
+        self.factor = (self.number > 0).double()
+
+
+class _TimesFactor(torch.autograd.Function):
+    """A product that saves no tensors: checkpoints that compute a loss again, without it, still save as many."""
+
+    @staticmethod
+    def forward(ctx: Any, mean: Tensor, term: _Term) -> Tensor:
+        ctx.term = term
+        return weighted_sum([mean], [term.factor])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return weighted(gradients[0], ctx.term.factor), None
+
+
+def times_factor(mean: Tensor, term: Any) -> Tensor:
+    """Return a mean times the factor of a term; a mean of nothing, which is 0 / 0, times 0 is 0.
+
+    Args:
+        mean: Shape ``()``.
+        term: Has an attribute `factor`, shape ``()``, which backward reads too.
+    """
+    product: Tensor = _TimesFactor.apply(mean, term)  # type: ignore[no-untyped-call]
+    return product
 
 
 @dataclass(frozen=True)
 class TargetMean:
-    """The finding of one forward whose loss is a mean over targets; other ranks may be told of it.
+    """A term of the loss of one forward, whose coefficient is not zero.
 
     Attributes:
+        call: The number of the call in the forward.
         ways: Those of counting its targets that its batch allows, the preferred one first.
-        coefficients: Of the terms of the loss.
-        is_finite: Whether the loss is a number: of no targets the mean is NaN.
+        coefficient: Its factor in the loss.
+        value: Its value; 0 without targets.
+        number: What it is divided by.
         share: The number of targets for each sample.
         is_uneven: Whether targets are ignored, or classes have weights.
-        names: Those of logged values that are the loss, or one of its terms.
+        is_in_graph: Whether backward passes through it as it was computed.
     """
 
+    call: int
     ways: tuple[LabelCount, ...]
-    coefficients: tuple[float, ...]
-    is_finite: bool
+    coefficient: float
+    value: float
+    number: float
     share: float
     is_uneven: bool
+    is_in_graph: bool
+
+    @property
+    def tells(self) -> bool:
+        """Whether there is a number: there is none of no targets."""
+        return self.number > 0 and math.isfinite(self.value)
+
+
+@dataclass(frozen=True)
+class TargetMeans:
+    """The finding of one forward whose loss has means over targets; other ranks may be told of it.
+
+    Attributes:
+        terms: The means, in the order of their calls.
+        has_rest: Whether something else is in the loss.
+        loss: The loss, in which terms without targets are 0.
+        names: Those of logged values that are the loss, or one of its terms, with or without its coefficient.
+    """
+
+    terms: tuple[TargetMean, ...]
+    has_rest: bool
+    loss: float
     names: frozenset[str] = frozenset()
 
 
@@ -109,33 +204,40 @@ class LossTerms:
         in_step: Whether the forward is that of a step, whose backward follows; otherwise terms are taken out of the
             graph.
         terms: Those that the loss depends on.
+        loss: The loss, in which terms without targets are 0.
         rest: The part of the loss that is in none of them.
     """
 
     in_step: bool = False
     terms: list[_Term] = field(default_factory=list)
+    loss: float = 0.0
     rest: float = 0.0
+    _num_calls: int = 0
     _is_open: bool = True
 
     def observe(self, mean: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
         """Record what the step does with a term: an observer of class losses.
 
-        Terms inside of a transform of `torch.func`, which has graphs of its own, are left alone.
+        Terms inside of a transform of `torch.func`, which has graphs of its own, are left alone. A mean of no targets,
+        which is NaN, is 0 inside, so that what the loss is beside it can be told.
         """
         if not self._is_open:  # a checkpoint computes its loss again
             return mean
+        call, self._num_calls = self._num_calls, self._num_calls + 1
         try:
             alone = mean.detach().requires_grad_()
         except RuntimeError:
             return mean
+        if self.in_step and not mean.requires_grad:
+            return mean
+        term = _Term(call, target.detach(), weight, ignore_index, mean.requires_grad)
         if self.in_step:
-            if not mean.requires_grad:
-                return mean
-            alone = mean
-        self.terms.append(_Term(alone, target.detach(), weight, ignore_index))
-        if not self.in_step:
+            term.value = times_factor(mean, term)
+        else:
+            term.value = weighted_sum([alone.detach()], [term.factor]).requires_grad_()
             torch.set_grad_enabled(True)  # the caller's `no_grad` ends it
-        return alone.clone()  # steps add to their loss in place, which would change the term, and a leaf refuses
+        self.terms.append(term)
+        return term.value.clone()  # steps add to their loss in place, which would change the term, and a leaf refuses
 
     def close(self, loss: Tensor) -> None:
         """Find the coefficients, once the loss is there."""
@@ -150,93 +252,132 @@ class LossTerms:
                 term.coefficient = float(gradient)
                 used.append(term)
         self.terms = used
-        self.rest = float(loss.detach()) - sum(term.coefficient * float(term.value.detach()) for term in used)
+        self.loss = float(loss.detach())
+        self.rest = self.loss - sum(term.coefficient * float(term.value.detach()) for term in used)
 
-    def find_mean(
-        self, batch: Any, count: int, loss: float, rounding: float, numbers: Mapping[str, float] | None = None
-    ) -> TargetMean | None:
-        """Return what the forward tells of a mean over targets; ``None`` if its loss is something else.
+    @property
+    def is_empty(self) -> bool:
+        """Whether a term has no targets, so that the loss is NaN for the user."""
+        return any(float(term.number) == 0 for term in self.terms)
+
+    def find_means(
+        self, batch: Any, count: int, rounding: float, numbers: Mapping[str, float] | None = None
+    ) -> TargetMeans | None:
+        """Return what the forward tells of means over targets; ``None`` if its loss has none.
 
         Args:
             batch: The batch.
             count: Its number of samples.
-            loss: Of the batch.
             rounding: The relative error of a loss.
             numbers: What the forward logged, by name.
         """
-        values = [float(term.value.detach()) for term in self.terms]
-        weights = {float(normalizer_of(term.target, term.weight, term.ignore_index)) for term in self.terms}
-        if len(weights) != 1:
+        if not self.terms:
             return None
-        is_finite = loss == loss
-        if is_finite and abs(self.rest) > rounding * max(abs(loss), *map(abs, values)):
-            return None
-        term, leaves = self.terms[0], flatten(batch)[0]
-        weight = None if term.weight is None else tuple(term.weight.detach().double().tolist())
-        return TargetMean(
-            ways=tuple(
-                LabelCount(leaf, shift, term.ignore_index, weight)
-                for leaf in range(len(leaves))
-                for shift in (False, True)
-                if _holds(leaves[leaf], term, shift=shift)
-            ),
-            coefficients=tuple(term.coefficient for term in self.terms),
-            is_finite=is_finite,
-            share=term.target.numel() / count,
-            is_uneven=weight is not None or bool((term.target == term.ignore_index).any()),
+        leaves = flatten(batch)[0]
+        means = [
+            TargetMean(
+                term.call,
+                ways=tuple(_ways(term, leaves)),
+                coefficient=term.coefficient,
+                value=float(term.value.detach()),
+                number=float(term.number),
+                share=term.target.numel() / count,
+                is_uneven=term.weight is not None or bool((term.target == term.ignore_index).any()),
+                is_in_graph=term.is_in_graph,
+            )
+            for term in self.terms
+        ]
+        values = [self.loss, *(factor * mean.value for mean in means for factor in (1.0, mean.coefficient))]
+        return TargetMeans(
+            tuple(means),
+            has_rest=abs(self.rest) > rounding * max(map(abs, values)),
+            loss=self.loss,
             names=frozenset(
                 name
                 for name, number in (numbers or {}).items()
-                if any(number == value or (number != number and value != value) for value in (loss, *values))
+                if any(math.isclose(number, value, rel_tol=_EXACT) for value in values)
             ),
         )
 
 
-def common_count(found: Sequence[TargetMean | None]) -> LabelCount | None:
-    """Return how targets are counted, from the findings of several forwards.
+def common_count(found: Sequence[TargetMeans | None]) -> LabelCount | None:
+    """Return how targets are counted where a loss is a mean over them, from the findings of several forwards.
 
     Args:
         found: One for each forward; ``None`` where the loss is something else.
 
     Returns:
-        ``None`` if one of the losses is something else, or all samples have equally many targets, which all count.
+        ``None`` if one of the losses is something else, or has a rest, or terms that count other targets; or if all
+        samples have equally many targets, which all count.
     """
-    means = [each for each in found if each is not None]
-    if not means or len(means) < len(found):
+    by_call = _terms_by_call(found)
+    if by_call is None or any(means is None or means.has_rest for means in found):
         return None
-    coefficients = next((each.coefficients for each in means if each.is_finite), means[0].coefficients)
-    for each in means:
-        if len(each.coefficients) != len(coefficients):
-            return None
-        if each.is_finite and not all(map(_is_close, each.coefficients, coefficients)):
-            return None
-    if len({each.share for each in means}) == 1 and not any(each.is_uneven for each in means):
-        return None
-    return next((way for way in means[0].ways if all(way in each.ways for each in means)), None)
+    terms = [term for of_call in by_call.values() for term in of_call]
+    return None if _are_even(terms) else _common_way(terms)
 
 
-def common_names(found: Sequence[TargetMean | None]) -> frozenset[str]:
-    """Return the names of the logged values that are means over targets, from the findings of several forwards."""
-    return frozenset.intersection(*(each.names for each in found if each is not None))
-
-
-def find_label_count(
-    batches: Sequence[Any], counts: Sequence[int], losses: Sequence[float], found: Sequence[LossTerms], rounding: float
-) -> LabelCount | None:
-    """Recognize a loss that is a mean over targets, from the forwards of some batches.
+def common_terms(found: Sequence[TargetMeans | None]) -> TermCounts | None:
+    """Return how the targets of each term are counted, from the findings of several forwards.
 
     Args:
-        batches: The batches.
-        counts: Their numbers of samples.
-        losses: Of each.
-        found: The terms of each.
-        rounding: The relative error of a loss.
+        found: As for :func:`common_count`.
 
     Returns:
-        As :func:`common_count`.
+        ``None`` if the losses do not have the same terms, or targets of one are not in the batch; or if all terms are
+        means over samples.
     """
-    forwards = zip(found, batches, counts, losses, strict=True)
-    return common_count([terms.find_mean(batch, count, loss, rounding) for terms, batch, count, loss in forwards])
+    by_call, counts = _terms_by_call(found) or {}, []
+    if all(map(_are_even, by_call.values())):
+        return None
+    for call, terms in by_call.items():
+        way = _common_way(terms) if all(term.is_in_graph for term in terms) else None
+        if way is not None:  # if these are even, those of a later batch may not be
+            counts.append((call, way))
+        elif not _are_even(terms):
+            return None
+    return TermCounts(tuple(counts))
+
+
+def joined_terms(found: Sequence[TermCounts | None]) -> set[TermCounts]:
+    """Return the counts of all terms that one of several replicas counts; several if these contradict each other."""
+    several = {terms for terms in found if terms is not None}
+    counts = sorted({entry for terms in several for entry in terms.counts}, key=lambda entry: entry[0])
+    return several if len(dict(counts)) < len(counts) or not counts else {TermCounts(tuple(counts))}
+
+
+def as_weighed(found: Sequence[TargetMeans | None], counts: Sequence[int], terms: TermCounts | None) -> list[float]:
+    """Return the losses of batches and their parts, with the terms of parts multiplied by what they count.
+
+    Args:
+        found: What the forwards of three batches for each pair of parts tell: of both joined, and of each alone.
+        counts: Their numbers of samples.
+        terms: How the targets of terms are counted, if the loss is not a mean over them.
+    """
+    losses = [math.nan if means is None else means.loss for means in found]
+    of_calls = dict(terms.counts) if terms is not None else {}
+    for part, means in enumerate(found):
+        joined = found[part - part % 3]
+        if part % 3 == 0 or means is None or joined is None:
+            continue
+        share = counts[part] / counts[part - part % 3]
+        for term, whole in zip(means.terms, joined.terms, strict=True):
+            if term.call in of_calls and whole.number:
+                losses[part] += term.coefficient * term.value * (term.number / whole.number / share - 1.0)
+    return losses
+
+
+def tells_enough(found: Sequence[TargetMeans | None]) -> bool:
+    """Return whether forwards tell what a loss is: each of its terms has targets in one of them."""
+    terms = [term for means in found if means is not None for term in means.terms]
+    if None in found or not terms:
+        return None in found
+    return {term.call for term in terms} == {term.call for term in terms if term.tells}
+
+
+def common_names(found: Sequence[TargetMeans | None]) -> frozenset[str]:
+    """Return the names of the logged values that are means over targets, from the findings of several forwards."""
+    return frozenset.intersection(*(each.names for each in found if each is not None))
 
 
 def with_copied_classes(batch: Any) -> Any:
@@ -257,10 +398,47 @@ def _are_classes(labels: Any, *, shift: bool) -> TypeGuard[Tensor]:
     return labels.ndim > int(shift)
 
 
-def _holds(labels: Any, term: _Term, *, shift: bool) -> bool:
-    """Return whether the targets of a term are a leaf of the batch, in any order."""
-    if not _are_classes(labels, shift=shift):
-        return False
-    labels = labels[..., 1:] if shift else labels
-    kept, targets = labels[labels != term.ignore_index], term.target[term.target != term.ignore_index]
-    return kept.shape == targets.shape and torch.equal(kept.sort().values, targets.to(kept).sort().values)
+def _terms_by_call(found: Sequence[TargetMeans | None]) -> dict[int, list[TargetMean]] | None:
+    """Return the terms of forwards by their calls; ``None`` if forwards have others, or in other proportions."""
+    by_call: dict[int, list[TargetMean]] = {}
+    for means in found:
+        for term in () if means is None else means.terms:
+            by_call.setdefault(term.call, []).append(term)
+    for terms in by_call.values():
+        first = next((term for term in terms if term.tells), terms[0])
+        telling = (term.coefficient for term in terms if term.tells)
+        if len(terms) < len(found) or not all(_is_close(each, first.coefficient) for each in telling):
+            return None
+    return by_call or None
+
+
+def _are_even(terms: Sequence[TargetMean]) -> bool:
+    """Return whether all samples have equally many targets, which all count."""
+    return len({term.share for term in terms}) == 1 and not any(term.is_uneven for term in terms)
+
+
+def _common_way(terms: Sequence[TargetMean]) -> LabelCount | None:
+    return next((way for way in terms[0].ways if all(way in term.ways for term in terms)), None)
+
+
+def _ways(term: _Term, leaves: Sequence[Any]) -> Iterator[LabelCount]:
+    """Yield the ways of counting the targets of a term in a batch, the preferred one first."""
+    weight = None if term.weight is None else tuple(term.weight.detach().double().tolist())
+    kept = term.target[term.target != term.ignore_index].sort().values
+    lengths: list[int | None] = [
+        number
+        for number, leaf in enumerate(leaves)
+        if isinstance(leaf, Tensor) and leaf.ndim > 1 and leaf.shape[1] == term.ignore_index
+    ]
+    for length_of in (*lengths, None):
+        for leaf in range(len(leaves)):
+            for shift in (False, True):
+                way = LabelCount(leaf, shift, term.ignore_index if length_of is None else -1, weight, length_of)
+                found = way.find_targets(leaves)
+                if found is not None and _holds(found[0][found[0] != found[1]], kept):
+                    yield way
+
+
+def _holds(labels: Tensor, targets: Tensor) -> bool:
+    """Return whether labels are the sorted targets of a term, in any order."""
+    return labels.shape == targets.shape and torch.equal(labels.sort().values, targets.to(labels))

@@ -44,15 +44,29 @@ class LossWeights:
             mesh: The ranks.
             device: Where this rank computes.
         """
-        found = [torch.as_tensor(weigh(each), dtype=torch.float64).reshape(()) for each in microbatches]
+        [weights] = cls.of_each([weigh], microbatches, mesh, device)
+        return weights
+
+    @classmethod
+    def of_each(
+        cls,
+        weighs: Sequence[Callable[[Any], float | Tensor]],
+        microbatches: Sequence[Any],
+        mesh: Mesh,
+        device: torch.device,
+    ) -> list[LossWeights]:
+        """Weigh the microbatches of a batch in several ways, and tell the replicas of all at once; see :meth:`of`."""
+        found = [
+            torch.as_tensor(weigh(each), dtype=torch.float64).reshape(()) for weigh in weighs for each in microbatches
+        ]
         # What is on the host moves in one go, and the host does not wait for it.
         if len({weight.device for weight in found}) > 1:
             found = [move(weight, device) for weight in found]
-        each = move(torch.stack(found), device)
-        total = each.sum()
+        each = move(torch.stack(found), device).view(len(weighs), len(microbatches))
+        totals = each.sum(1)
         if mesh.data_parallel_size > 1:
-            dist.all_reduce(total, group=mesh.data_group)
-        return cls(each, total, mesh.data_parallel_size)
+            dist.all_reduce(totals, group=mesh.data_group)
+        return [cls(of_way, total, mesh.data_parallel_size) for of_way, total in zip(each, totals, strict=True)]
 
     @property
     def sum(self) -> Tensor:

@@ -26,7 +26,7 @@ from lightning_hybrid.distributed.messages.lazy_tensor import LazyTensor
 from lightning_hybrid.distributed.pytree import flatten, unflatten
 from lightning_hybrid.pipeline_parallel.splitting.batch_contents import is_opaque
 from lightning_hybrid.pipeline_parallel.splitting.microbatch import split_into
-from lightning_hybrid.trainer.losses.loss_terms import LabelCount
+from lightning_hybrid.trainer.losses.loss_terms import LabelCount, TermCounts, joined_terms
 
 __all__ = [
     "HALF_ROUNDING",
@@ -39,6 +39,7 @@ __all__ = [
     "joined_verdict",
     "judge",
     "judge_logs",
+    "judge_pairs",
     "rounding_of",
     "router_losses_scaled",
     "small_text",
@@ -72,6 +73,7 @@ class Verdict:
         expected: The weighted mean of the parts.
         labels: How targets are counted, if the loss is a mean over them.
         logs: Logged values that are not means over samples, by name: ``"weighted"`` like the loss, or ``"sum"``.
+        terms: How targets are counted, if only parts of the loss are means over them.
     """
 
     kind: Kind
@@ -80,6 +82,7 @@ class Verdict:
     expected: float
     labels: LabelCount | None = None
     logs: Mapping[str, LogKind] = field(default_factory=dict)
+    terms: TermCounts | None = None
 
     @property
     def difference(self) -> float:
@@ -163,6 +166,41 @@ def judge(losses: Sequence[float], weights: Sequence[float], dtype: torch.dtype)
     return Verdict(kind, joined, (first, second), expected)
 
 
+def judge_pairs(
+    losses: Sequence[float],
+    counts: Sequence[int],
+    sizes: Sequence[float],
+    labels: LabelCount | None,
+    terms: TermCounts | None,
+    numbers: Sequence[Mapping[str, float]],
+    dtype: torch.dtype,
+) -> list[Verdict]:
+    """Judge each pair of microbatches.
+
+    Args:
+        losses: Of three batches for each pair: joined, and each alone.
+        counts: Their numbers of samples.
+        sizes: The numbers by which they weigh.
+        labels: How their targets are counted, if the loss is a mean over them.
+        terms: How the targets of parts of the loss are counted, which are weighed in these losses already.
+        numbers: The numbers that each logged, by name.
+        dtype: Of the computation.
+    """
+    verdicts = []
+    for of_pair in (slice(first, first + 3) for first in range(0, len(losses), 3)):
+        weights, shares = _parts(sizes[of_pair][1:]), _parts(counts[of_pair][1:])
+        verdict = judge(losses[of_pair], weights, dtype)
+        if labels is not None and (verdict.kind == "unknown" or verdict.difference <= HALF_ROUNDING):
+            verdict = replace(verdict, kind="mean")  # it is known by its terms
+        if terms is not None and verdict.kind == "unknown" and math.isfinite(verdict.joined):
+            verdict = replace(verdict, kind="mean")  # the rest of it is the same in all of them
+        if verdict.kind == "mean":
+            verdict = replace(verdict, labels=labels, terms=terms)
+        logs = judge_logs(numbers[of_pair], losses[of_pair], shares, weights, verdict, dtype)
+        verdicts.append(replace(verdict, logs=logs))
+    return verdicts
+
+
 def rounding_of(dtype: torch.dtype) -> float:
     """Return the relative difference that rounding explains, for a computation in this precision."""
     return _ROUNDING.get(dtype, HALF_ROUNDING)
@@ -220,8 +258,9 @@ def joined_verdict(found: Sequence[Verdict]) -> Verdict:
     if worst.kind == "sum" and any(verdict.kind == "mean" for verdict in known):
         return replace(worst, kind="other")
     labels = {verdict.labels for verdict in known} - {None}
-    if len(labels) > 1:  # replicas whose losses are of different kinds
-        return replace(worst, kind="other", labels=None)
+    terms = joined_terms([verdict.terms for verdict in known])
+    if len(labels) + len(terms) > 1:  # replicas whose losses are of different kinds
+        return replace(worst, kind="other", labels=None, terms=None)
     logs: dict[str, set[LogKind]] = {}
     for verdict in known:
         for name, kind in verdict.logs.items():
@@ -229,6 +268,7 @@ def joined_verdict(found: Sequence[Verdict]) -> Verdict:
     return replace(
         worst,
         labels=next(iter(labels), None),
+        terms=next(iter(terms), None),
         logs={name: next(iter(kinds)) for name, kinds in logs.items() if len(kinds) == 1 and "mean" not in kinds},
     )
 
@@ -300,3 +340,8 @@ def warning_text(verdict: Verdict, number: int, cause: str, *, switches: bool, n
         " where samples are independent, or `microbatch_weight(microbatch)` that returns the number by which the loss"
         f" is divided; `num_microbatches={number}` keeps them as they are."
     )
+
+
+def _parts(sizes: Sequence[float]) -> list[float]:
+    """Return the shares of some sizes; zeros if there is nothing to share."""
+    return [size / sum(sizes) if sum(sizes) else 0.0 for size in sizes]

@@ -1,0 +1,81 @@
+"""Terms of a loss that count other things than samples: each is multiplied by what it counts in its microbatch.
+
+::
+
+    microbatch        samples n1 of N        samples n2 of N        targets of a term: w1 + w2 = W
+    loss              n1/N (c1 term + rest)  + n2/N (c2 term + rest)        with  ci = (wi / W) / (ni / N)
+                      = (w1 term + w2 term) / W  +  a mean over samples
+
+So microbatches and replicas weigh by their samples, and values that the step logs of a term do too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import count
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_hybrid.distributed.class_losses import normalizer_of, observed
+from lightning_hybrid.distributed.mesh import Mesh
+from lightning_hybrid.trainer.losses.loss_terms import TermCounts, times_factor
+from lightning_hybrid.trainer.losses.loss_weights import LossWeights
+
+__all__ = ["TermWeights"]
+
+_EXACT = 1e-6  # weights of classes may be added up in another order
+
+
+class _Term(NamedTuple):
+    factor: Tensor
+
+
+class TermWeights:
+    """The factors of the terms of a loss in the microbatches of a batch; every replica counts at the same time.
+
+    Args:
+        terms: How targets are counted.
+        microbatches: Of this replica.
+        shares: Of the samples of each microbatch in the batch of this replica.
+        mesh: The ranks.
+        device: Where this rank computes.
+    """
+
+    def __init__(
+        self, terms: TermCounts, microbatches: Sequence[Any], shares: Sequence[float], mesh: Mesh, device: torch.device
+    ) -> None:
+        ways = list(dict.fromkeys(way for _, way in terms.counts))
+        weights = dict(zip(ways, LossWeights.of_each(ways, microbatches, mesh, device), strict=True))
+        self._numbers = {call: weights[way].each for call, way in terms.counts}
+        of_ways = {way: _over(weights[way].factors(), shares) for way in ways}
+        self._factors = {call: of_ways[way] for call, way in terms.counts}
+
+    @contextmanager
+    def of_microbatch(self, microbatch: int) -> Iterator[None]:
+        """Multiply the terms of the forward of a microbatch inside.
+
+        A call whose targets are not those that were counted, such as one of another task, is left as it is: a mean over
+        samples.
+        """
+        calls = count()
+
+        def weigh(mean: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
+            call = next(calls)
+            if call not in self._numbers:
+                return mean
+            counted = self._numbers[call][microbatch]
+            found = normalizer_of(target, None if weight is None else weight.double(), ignore_index).to(counted)
+            is_counted = (found - counted).abs() <= _EXACT * counted
+            return times_factor(mean, _Term(torch.where(is_counted, self._factors[call][microbatch], 1.0)))
+
+        with observed(weigh):
+            yield
+
+
+def _over(factors: Sequence[Tensor], shares: Sequence[float]) -> list[Tensor]:
+    """Return factors divided by shares; 0 for a share of nothing."""
+    pairs = zip(factors, shares, strict=True)
+    return [factor / share if share else torch.zeros_like(factor) for factor, share in pairs]
