@@ -144,7 +144,7 @@ def decorrelation(z: Tensor, y: Tensor) -> Tensor:
 
 
 COUPLED: list[Loss] = [
-    *(contrastive, nt_xent, hardest_triplet, dice, jaccard, barlow, vicreg, ranking, two_tasks),
+    *(contrastive, nt_xent, hardest_triplet, dice, jaccard, barlow, vicreg, ranking),
     targets_of_the_step,
     *(normalized_advantages, masked_mean, root_mean_square, correlation, explained_variance, entropy_of_the_mean),
     *(spread, kernel_distance, softmax_over_samples, centre_loss, log_of_a_mean, scaled_by_the_deviation),
@@ -221,6 +221,10 @@ def test_losses_that_couple_samples_equal_one_process_and_are_said_once(ranks: P
     for loss, said in zip(COUPLED, texts, strict=True):
         assert len(said) == 1, loss.__name__
         assert "one microbatch instead of 8" in said[0]
+
+
+def test_a_sum_of_means_over_targets_keeps_its_microbatches(ranks: Pools) -> None:
+    assert assert_like_one_process(ranks, {"pipeline_parallel_size": 2}, [two_tasks], Model) == [[]]
 
 
 def test_the_same_around_a_sequential(ranks: Pools) -> None:
