@@ -113,7 +113,7 @@ class ReplicaTargets:
             self._terms = common_terms(found) if self._labels is None else None
         if self._terms is not None:
             output = self._weigh_terms(output, terms, found, [entry for _, entry in held])
-        elif self._labels is None and terms.is_empty:
+        elif self._labels is None and any(own) and terms.is_empty:
             output = _plus(output, math.nan)  # as it was for the user
         if self._labels is not None:
             self._kinds = dict.fromkeys(common_names(found), "weighted")
@@ -159,8 +159,8 @@ class ReplicaTargets:
             output = _plus(output, change)
         for entry in logs:
             number = float(entry.value)
-            new = next((new for old, new in changes if math.isclose(old, number, rel_tol=1e-6)), number)
-            entry.value = entry.value + (new - number)
+            new = next((new for old, new in changes if math.isclose(old, number, rel_tol=1e-6)), None)
+            entry.value = entry.value if new is None else entry.value + (new - number)
         return output
 
     def _judge(self, output: Any, batch: Any, terms: LossTerms, logs: Sequence[Log]) -> list[TargetMeans | None]:
