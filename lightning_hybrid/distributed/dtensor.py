@@ -192,15 +192,6 @@ def plain_factories() -> Iterator[None]:
 
 
 @contextmanager
-def mixed_operations() -> Iterator[None]:
-    """Inside, operations take lists of parameters of which some are divided and some are not, as optimizers do."""
-    from torch.distributed.tensor.experimental import implicit_replication  # a tenth of a second
-
-    with keeping_blocks(), whole_numbers(), implicit_replication():
-        yield
-
-
-@contextmanager
 def whole_numbers() -> Iterator[None]:
     """Inside, a number that is read from a DTensor, as by `float(p.norm())`, is that of all its ranks.
 

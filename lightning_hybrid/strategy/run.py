@@ -31,9 +31,9 @@ from lightning_hybrid.data_parallel.master_weights import MasterWeights, NoMaste
 from lightning_hybrid.distributed.agreement import RankInfo, agree
 from lightning_hybrid.distributed.debug.desync import Desync
 from lightning_hybrid.distributed.debug.stall import Position
-from lightning_hybrid.distributed.dtensor import mixed_operations
 from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.distributed.messages.leaf_readers import LeafFetch
+from lightning_hybrid.distributed.mixed_operations import mixed_operations
 from lightning_hybrid.distributed.process_group import equally_many_groups
 from lightning_hybrid.distributed.random import RandomStreams
 from lightning_hybrid.distributed.watch.flight_recorder import read_collectives

@@ -22,9 +22,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_hybrid.config import HybridConfig, accumulated_batches, grid_shape
 from lightning_hybrid.data_parallel.zero.param import find_owners, set_parameter
-from lightning_hybrid.distributed.dtensor import copy_attributes, mixed_operations, to_local
+from lightning_hybrid.distributed.dtensor import copy_attributes, to_local
 from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.distributed.mesh import AXES
+from lightning_hybrid.distributed.mixed_operations import mixed_operations
 from lightning_hybrid.distributed.pytree import flatten, unflatten
 from lightning_hybrid.memory.account import MemoryUsage, SavedTensorMeter
 from lightning_hybrid.memory.activation_checkpoint.checkpoint import ActivationCheckpointing
