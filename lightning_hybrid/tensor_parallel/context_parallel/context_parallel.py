@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_hybrid.distributed.dtensor import uncompiled
 from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.distributed.pytree import map_leaves
 from lightning_hybrid.distributed.random import derive_seed, peek_number
@@ -147,6 +148,7 @@ class ContextParallel:
     def _outside(self, layer: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
         name = self._layers[layer]
 
+        @uncompiled  # where the layer is compiled, collectives and modes would be too
         def divided(*args: Any, **kwargs: Any) -> Any:
             if self._is_paused or self._region is not None:
                 return forward(*args, **kwargs)
