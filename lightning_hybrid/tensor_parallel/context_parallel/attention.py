@@ -9,6 +9,14 @@
     ring         blocks of keys and values pass from rank to rank   each rank: its queries, all heads
                  Liu et al., "Ring Attention with Blockwise Transformers", 2023, https://arxiv.org/abs/2310.01889
 
+Attention that is written with products of matrices, as where heads have sinks, is computed by each rank for its queries
+and all keys, whatever the kind::
+
+    queries @ keys^T       keys gathered           (own positions, all positions)
+    + mask                 its own rows
+    softmax                nothing to do
+    weights @ values       values gathered
+
 What a mask or `is_causal` says is meant for the whole sequence.
 """
 
@@ -17,6 +25,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from math import gcd
 from typing import Any, NamedTuple
 
@@ -126,6 +135,11 @@ class Region(TorchFunctionMode):
             F.scaled_dot_product_attention: self._attention,
             F.multi_head_attention_forward: self._multi_head,
             whole_keys: self._whole_keys,
+            torch.matmul: self._product,
+            Tensor.matmul: self._product,
+            torch.add: partial(self._with_mask, torch.add),
+            Tensor.add: partial(self._with_mask, Tensor.add),
+            Tensor.masked_fill: partial(self._with_mask, Tensor.masked_fill),
         }
 
     def __enter__(self) -> Any:
@@ -292,6 +306,27 @@ class Region(TorchFunctionMode):
         seed = int(torch.randint(1 << 62, (), device="cpu")) if options.dropout_p else 0
         ring = Ring(self.shares, is_causal, options.scale_of(query), options.dropout_p, seed)
         return ring_attention(query, key, value, mask, ring)
+
+    # -- written with products -----------------------------------------------------------------------------------------
+
+    def _product(self, input: Tensor, other: Tensor, **options: Any) -> Tensor:
+        """Of queries with keys, or of weights with values: with those of the whole sequence."""
+        own, total = self.shares.length, self.shares.total
+        if input.ndim == other.ndim == 4 and input.shape[2] == own < total:
+            if (input.shape[3], other.shape[2]) == (total, own):  # of one share they could not be multiplied
+                other = gather_keys(other, 2, self.shares)
+            elif other.shape[3] == own:
+                self._compare_keys(own)
+                other = gather_keys(other, 3, self.shares)
+        return torch.matmul(input, other, **options)
+
+    def _with_mask(self, func: Any, input: Any, other: Any, *args: Any, **kwargs: Any) -> Any:
+        """Scores of this share's queries with a mask of the whole sequence: with its own rows."""
+        if isinstance(input, Tensor) and isinstance(other, Tensor) and input.ndim == 4 and other.ndim > 1:
+            own, total = self.shares.length, self.shares.total
+            if input.shape[2:] == (own, total) and other.shape[-2:] == (total, total):
+                other = self.shares.own(other, -2)
+        return func(input, other, *args, **kwargs)
 
     # -- masks ---------------------------------------------------------------------------------------------------------
 
