@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -297,3 +298,30 @@ def _value_meta(leaf: Any) -> ValueMeta:
             f"a value of type {type(leaf).__qualname__} cannot be sent to another rank, because it cannot be pickled "
             f"({error})"
         ) from error
+
+
+#: Values that nobody changes.
+_UNCHANGING = (type(None), bool, int, float, str, Tensor, torch.dtype, torch.device)
+
+
+def copy_object(value: Any, of_tensor: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> Any:
+    """Return a copy of an object that a layer may change, such as a cache of keys; a plain value is itself.
+
+    Args:
+        value: The object.
+        of_tensor: Makes the tensors of the copy out of its own.
+    """
+    if isinstance(value, _UNCHANGING) or callable(value):
+        return value
+    return copy.deepcopy(value, {id(tensor): of_tensor(tensor) for tensor in _tensors_in(value, set())})
+
+
+def _tensors_in(value: Any, seen: set[int]) -> Iterator[Tensor]:
+    """The tensors in an object, its attributes and what these hold."""
+    if isinstance(value, Tensor):
+        yield value
+    elif id(value) not in seen and not isinstance(value, type):
+        seen.add(id(value))
+        inside = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple, set)) else ()
+        for each in (*inside, *vars(value).values()) if hasattr(value, "__dict__") else inside:
+            yield from _tensors_in(each, seen)

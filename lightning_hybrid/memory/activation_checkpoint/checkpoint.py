@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from lightning_hybrid.distributed.pytree import flatten, unflatten
+from lightning_hybrid.distributed.pytree import copy_object, flatten, unflatten
 from lightning_hybrid.distributed.random import RandomReplay
 from lightning_hybrid.memory.activation_checkpoint.selective import SavedResults
 
@@ -98,10 +98,13 @@ class _Layer:
             if not tensors or not all(type(tensor) in _PLAIN or isinstance(tensor, DTensor) for tensor in tensors):
                 return forward(*args, **kwargs)
             order = [positions.get(id(leaf)) if isinstance(leaf, Tensor) else None for leaf in leaves]
-            others = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            # The layer is given its own objects once, and then what they were, such as a cache without its keys.
+            given = [[None if isinstance(leaf, Tensor) else leaf for leaf in leaves]]
+            others = [copy_object(other) for other in given[0]]
 
             def run(*inputs: Tensor) -> Any:
-                mixed = [other if i is None else inputs[i] for i, other in zip(order, others, strict=True)]
+                objects = given.pop() if given else [copy_object(other) for other in others]
+                mixed = [other if i is None else inputs[i] for i, other in zip(order, objects, strict=True)]
                 args, kwargs = unflatten(mixed, spec)
                 return forward(*args, **kwargs)
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_hybrid.distributed.failure import WrongUseError
-from lightning_hybrid.distributed.pytree import flatten, unflatten
+from lightning_hybrid.distributed.pytree import copy_object, flatten, unflatten
 from lightning_hybrid.distributed.random import generator_states, set_generator_states, with_seed
 from lightning_hybrid.distributed.taps import TappedCall, Taps
 from lightning_hybrid.tensor_parallel.context_parallel.attention import MULTI_HEAD, Region, is_balanced
@@ -26,7 +26,6 @@ from lightning_hybrid.tensor_parallel.context_parallel.mappings import ContextGr
 _POSITIONS = 4  # so many for each rank are few
 _TOKENS = 4096  # so many of all samples are many: a layer's activations without gradients are a part of a step's
 _HALF = (torch.bfloat16, torch.float16)
-_PLAIN = (type(None), bool, int, float, str, Tensor, torch.dtype, torch.device)
 _OF_MODULES = vars(nn.Module()).keys()  # what every module has: tables of parameters, hooks
 _GROW = (list, dict, set, deque)  # attributes to which a forward may add
 
@@ -390,24 +389,11 @@ def copied(tree: Any, *, is_wide: bool = False) -> Any:
     def of_leaf(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             return of_tensor(leaf)
-        if isinstance(leaf, _PLAIN) or callable(leaf):
-            return leaf
-        return copy.deepcopy(leaf, {id(tensor): of_tensor(tensor.detach()) for tensor in _tensors_in(leaf, set())})
+        return copy_object(leaf, lambda tensor: of_tensor(tensor.detach()))
 
     leaves, spec = flatten(tree)
     made = {id(leaf): of_leaf(leaf) for leaf in leaves}
     return unflatten([made[id(leaf)] for leaf in leaves], spec)
-
-
-def _tensors_in(value: Any, seen: set[int]) -> Iterator[Tensor]:
-    """The tensors in an object, its attributes and what these hold."""
-    if isinstance(value, Tensor):
-        yield value
-    elif id(value) not in seen and not isinstance(value, type):
-        seen.add(id(value))
-        inside = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple, set)) else ()
-        for each in (*inside, *vars(value).values()) if hasattr(value, "__dict__") else inside:
-            yield from _tensors_in(each, seen)
 
 
 def is_close(one: Tensor, other: Tensor) -> bool:
