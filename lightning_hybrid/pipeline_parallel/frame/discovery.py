@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
@@ -34,6 +34,7 @@ from lightning_hybrid.pipeline_parallel.frame.fake_tensors import (
     FakeMode,
     FakeTensor,
     collecting_at_the_end,
+    is_whole,
     run_on_zeros,
     without_torchs_errors,
 )
@@ -145,6 +146,7 @@ class Discovery(TorchFunctionMode):
         self._originals: dict[int, tuple[Tensor, Tensor]] = {}
         self._inputs: dict[int, tuple[Tensor, int]] = {}
         self._made: dict[int, tuple[weakref.ref[Tensor], Made]] = {}
+        self._lengths: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}  # that units return, with their values
         self._real_calls: dict[int, RealCall] = {}
         self._outcomes: dict[int, list[Any]] = {}
         self._written: set[int] = set()  # memory of real tensors
@@ -378,16 +380,19 @@ class Discovery(TorchFunctionMode):
                 if call.unit is not None and not self._tries_zeros:
                     raise
                 result, failure = None, error
-        if failure is not None:
-            given = {id(fake): leaves[place] for place, fake in real.items()}
-            if call.unit is not None:
-                unit, is_own = self._units[call.unit][1], call.unit >= self._num_layers
+        given = {id(fake): leaves[place] for place, fake in real.items()} | self._known_lengths(leaves)
+        if call.unit is not None:
+            unit, is_own = self._units[call.unit][1], call.unit >= self._num_layers
+            if failure is not None:
                 result, seen = self._run_on_zeros(number, unit, fakes, given, run, objects, is_own=is_own)
-            else:
-                try:
-                    result, seen = self._run_on_lengths(number, call, fakes, given, run)
-                except Exception:
-                    self._stop(number, call, operands, failure)
+            elif self._tries_zeros and _returns_lengths(result, fakes, given):
+                with suppress(Exception):  # then nobody knows them
+                    result, seen = self._run_on_zeros(number, unit, fakes, given, run, objects, is_own=is_own)
+        elif failure is not None:
+            try:
+                result, seen = self._run_on_lengths(number, call, fakes, given, run)
+            except Exception:
+                self._stop(number, call, operands, failure)
         call.draws = seen.draws
         self._check_checkpoint(call)
         requires_grad &= torch.is_grad_enabled() and call.function not in DETACHES
@@ -405,6 +410,10 @@ class Discovery(TorchFunctionMode):
         self._name_own(number, call, seen.written)
         call.fills = self._note_writes(lost)
         outputs = self._name_results(number, call, leaves, fakes, result, seen.written, requires_grad=requires_grad)
+        for leaf, position in enumerate(seen.known if call.unit is not None else ()):
+            made, known = flatten(outputs)[0][position], seen.known[position]
+            self._lengths[id(made)] = weakref.ref(made), known
+            self._made[id(known)] = weakref.ref(known), Made(number, leaf)
         self._rename(number, call, seen.written)
         if call.unit is None:
             self._note_parameters(call, leaves, fakes, result, seen.written)
@@ -432,22 +441,28 @@ class Discovery(TorchFunctionMode):
             known = {key: value(tensor.detach()) for key, tensor in given.items()}
             return run_on_zeros(unit.modules(), fakes, run, self._operators, self.fake, objects, known, fill=fill)
 
-        whole = [tensor for tensor in given.values() if _is_whole(tensor)]
+        whole = [tensor for tensor in given.values() if is_whole(tensor)]
         shapes: list[Any] = []
         with suppress(Exception):  # ones may be wrong where the numbers of the batch are right
             if whole:
-                shapes = _shapes(attempt(lambda each: torch.ones_like(each) if _is_whole(each) else each.clone())[0])
+                shapes = _shapes(attempt(lambda each: torch.ones_like(each) if is_whole(each) else each.clone())[0])
         if is_own and _shapes(attempt(torch.clone, _counted)[0]) != _shapes(attempt(torch.clone)[0]):
             raise WrongUseError(f"The shapes of what {type(unit).__name__} returns depend on the values it is given.")
         result, seen = attempt(torch.clone)
-        if whole and shapes != _shapes(result):
+        if whole and (seen.known or shapes != _shapes(result)):
             _, spec = flatten((tuple(whole), {}))
-            touched = frozenset(map(memory_of, whole))
+            touched, reads = frozenset(map(memory_of, whole)), _reading_again(seen.known.values())
             self._real_calls[number] = RealCall(
-                read_values, [*map(self._source, whole)], spec, draws=False, touched=touched, written=frozenset()
+                reads, [*map(self._source, whole)], spec, draws=False, touched=touched, written=frozenset()
             )
-            self._outcomes[number] = outcome_of(read_values(*whole))
+            if shapes != _shapes(result):
+                self._outcomes[number] = outcome_of(reads(*whole))
         return result, seen
+
+    def _known_lengths(self, leaves: Sequence[Any]) -> dict[int, Tensor]:
+        """The values of lengths that units have returned, by the identities of the fake tensors for them."""
+        entries = [(leaf, self._lengths[id(leaf)]) for leaf in leaves if id(leaf) in self._lengths]
+        return {id(leaf): value for leaf, (reference, value) in entries if reference() is leaf}
 
     def _run_on_lengths(
         self,
@@ -465,9 +480,9 @@ class Discovery(TorchFunctionMode):
             ValueError: If something depends on values that are absent.
         """
         whole = {place: given[id(fake)] for place, fake in enumerate(fakes) if id(fake) in given}
-        whole = {place: tensor for place, tensor in whole.items() if _is_whole(tensor)}
+        whole = {place: tensor for place, tensor in whole.items() if is_whole(tensor)}
         absent = [fake for fake in fakes if isinstance(fake, FakeTensor) and id(fake) not in given]
-        if not (self._passes_lengths and whole) or any(map(_is_whole, absent)):
+        if not (self._passes_lengths and whole) or any(map(is_whole, absent)):
             raise ValueError("the numbers of absent values are needed")
         assert call.function is not None
         keeps = OF_LENGTHS.get(function_name(call.function), ())
@@ -751,9 +766,19 @@ class Discovery(TorchFunctionMode):
         return self._originals.get(id(tensor), (None, tensor))[1]
 
 
-def _is_whole(tensor: Tensor) -> bool:
-    """Return whether a tensor has integers or truth values, as lengths and masks do."""
-    return not tensor.is_floating_point() and not tensor.is_complex()
+def _returns_lengths(result: Any, fakes: Sequence[Any], given: Mapping[int, Tensor]) -> bool:
+    """Return whether a unit that was given lengths returns some that it has made."""
+    if not any(map(is_whole, given.values())):
+        return False
+    arguments = set(map(id, fakes))
+    made = [leaf for leaf in flatten(result)[0] if isinstance(leaf, Tensor) and id(leaf) not in arguments]
+    return any(leaf.ndim == 1 and is_whole(leaf) for leaf in made)
+
+
+def _reading_again(made: Iterable[Tensor]) -> Callable[..., Any]:
+    """Return a function of lengths: what was made of them alone, and their numbers; with other ones these differ."""
+    kept = list(made)
+    return lambda *lengths: [kept, read_values(*lengths)]
 
 
 def _reading_lengths(

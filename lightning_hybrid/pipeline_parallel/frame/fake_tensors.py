@@ -47,6 +47,11 @@ except ImportError:  # then nothing but a plain chain can be divided
     FakeMode, FakeTensor = None, None
 
 
+def is_whole(tensor: Tensor) -> bool:
+    """Return whether a tensor has integers or truth values, as lengths and masks do."""
+    return not tensor.is_floating_point() and not tensor.is_complex()
+
+
 def absent_text(what: str) -> str:
     """The text for a value that is used where it is not.
 
@@ -121,6 +126,7 @@ def run_on_zeros(
 
     Returns:
         What it returns, out of fake tensors, arguments among them; and what its operators have done to the fake ones.
+        Of what :class:`Seen` knows then, what it returns is found by its position: lengths made of lengths alone.
     """
     zeros: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -140,7 +146,8 @@ def run_on_zeros(
         for table, values in saved:
             table.update({name: zero(value) for name, value in values.items()})
         given = [zero(leaf) for leaf in fakes]
-        with torch.no_grad(), operators.watch() as seen:
+        lengths = [made for value, made in zeros.values() if id(value) in known and is_whole(made)]
+        with torch.no_grad(), operators.watch(lengths) as seen:
             outputs, spec = flatten(run(given))
     finally:
         for table, values in saved:
@@ -153,6 +160,12 @@ def run_on_zeros(
         return made if isinstance(made, FakeTensor) else fake_of[id(made)] if id(made) in fake_of else fake(made)
 
     objects.replace_new(without_values)
+    arguments = set(map(id, given))
+    seen.known = {
+        position: leaf
+        for position, leaf in enumerate(outputs)
+        if isinstance(leaf, Tensor) and is_whole(leaf) and id(leaf) not in arguments and memory_of(leaf) in seen.known
+    }
     outputs = [
         without_values(leaf) if isinstance(leaf, Tensor) and position not in keeps else leaf
         for position, leaf in enumerate(outputs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,6 +29,7 @@ class Seen:
         shapes: They have made tensors whose shapes depend on numbers.
         written: The memory that they have written, by the identity of its storage.
         statistics: That of running statistics, which have no gradient.
+        known: Where it is asked for (:meth:`Operators.watch`), tensors that were made of known ones alone.
     """
 
     draws: bool = False
@@ -36,6 +37,7 @@ class Seen:
     shapes: bool = False
     written: set[int] = field(default_factory=set)
     statistics: set[int] = field(default_factory=set)
+    known: dict[int, Tensor] = field(default_factory=dict)
 
 
 #: What `tensor.data = value` calls; other setters (of `grad`, of `requires_grad`) write no numbers.
@@ -55,9 +57,14 @@ class Operators(DispatchMode):  # type: ignore[misc]
         self._seen = Seen()
 
     @contextmanager
-    def watch(self) -> Iterator[Seen]:
-        """Inside, operators are watched."""
-        self._seen = Seen()
+    def watch(self, known: Iterable[Tensor] = ()) -> Iterator[Seen]:
+        """Inside, operators are watched.
+
+        Args:
+            known: Tensors of which it is asked what is made of them alone: if there are some, and no number of another
+                one is read.
+        """
+        self._seen = Seen(known={memory_of(tensor): tensor for tensor in known})
         with self:
             yield self._seen
 
@@ -71,7 +78,23 @@ class Operators(DispatchMode):  # type: ignore[misc]
         if func.overloadpacket in BATCH_NORMS and args[5]:
             seen.statistics |= {memory_of(each) for each in args[3:5] if _is_tensor(each)}
             seen.written |= seen.statistics
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if seen.known:
+            self._note_known(func, args, kwargs or {}, result)
+        return result
+
+    def _note_known(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
+        seen, operands = self._seen, [leaf for leaf in flatten((args, kwargs))[0] if _is_tensor(leaf)]
+        if func.overloadpacket.__name__ == "_pack_padded_sequence":  # the sizes of its batches are made of lengths
+            operands, result = operands[1:], result[1]
+        if all(memory_of(each) in seen.known for each in operands) and not draws(func, args, kwargs):
+            seen.known |= {memory_of(leaf): leaf for leaf in flatten(result)[0] if _is_tensor(leaf)}
+        elif {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags):
+            seen.known.clear()  # whatever comes next may depend on it
+        else:
+            for each in (*flatten(result)[0], *written_tensors(func, args, kwargs)):
+                if _is_tensor(each):
+                    seen.known.pop(memory_of(each), None)
 
 
 def written_tensors(operator: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
