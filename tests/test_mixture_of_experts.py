@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -62,12 +65,43 @@ def cross_entropy(logits: Tensor, labels: Tensor, *_: Any, **__: Any) -> Tensor:
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
 
 
-class Experts(LightningModule):
-    """A causal language model; the loss is its own, with that of its routers."""
+class _Wide(ModuleType):
+    """Torch, where float32 is float64."""
 
-    def __init__(self, family: str, experts: str = "eager", *, wide_loss: bool = False, **config: Any) -> None:
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, {"float32": "float64", "float": "float64"}.get(name, name))
+
+
+@contextmanager
+def wide(family: str) -> Iterator[None]:
+    """Inside, what the model of a family computes in float32 (norms, routers, losses) it computes in float64."""
+    names: Any = vars(sys.modules[getattr(transformers, f"{family}ForCausalLM").__module__])
+    tensors: Any = torch.Tensor
+    before = names["torch"]
+    names["torch"], tensors.float = _Wide("torch"), tensors.double
+    try:
+        yield
+    finally:
+        names["torch"] = before
+        del tensors.float  # that of its base is there again
+
+
+class Experts(LightningModule):
+    """A causal language model; the loss is its own, with that of its routers.
+
+    Args:
+        family: Of transformers.
+        experts: How experts are computed.
+        wide_loss: Whether cross entropy is computed in float64.
+        replicas: In one process, the number of parts of a batch of which each has a loss of its own, as replicas do.
+        config: Arguments of the configuration.
+    """
+
+    def __init__(
+        self, family: str, experts: str = "eager", *, wide_loss: bool = False, replicas: int = 1, **config: Any
+    ) -> None:
         super().__init__()
-        self.calls = 0
+        self.calls, self.replicas = 0, replicas
         transformers.utils.logging.set_verbosity_error()
         torch.manual_seed(3)
         arguments = {**_SIZES, **FAMILIES[family], **config}
@@ -79,7 +113,9 @@ class Experts(LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.calls += 1
-        return self.model(input_ids=batch[0], labels=batch[0]).loss
+        parts = [batch[0][rank :: self.replicas] for rank in range(self.replicas)]
+        losses = [self.model(input_ids=part, labels=part).loss for part in parts]
+        return losses[0] if self.replicas == 1 else torch.stack(losses).mean()
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -92,9 +128,11 @@ def fit(
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     layout = layout and dict(layout)
     tokens = torch.randint(VOCABULARY, (SAMPLES * STEPS, 12), generator=torch.Generator().manual_seed(1))
+    config = dict(config)
+    is_wide = config.pop("is_wide", False)
     module, losses = Experts(family, **config), Losses()
     num_samples = SAMPLES // (layout or {}).get("data_parallel_size", 1)
-    with warnings.catch_warnings(record=True) as caught:
+    with warnings.catch_warnings(record=True) as caught, wide(family) if is_wide else nullcontext():
         warnings.simplefilter("always")
         trainer = make_trainer(layout, callbacks=[losses], precision=precision)
         trainer.fit(module, DataLoader(TensorDataset(tokens), num_samples))
@@ -122,15 +160,14 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp2_cp2_ring": {**PP2, "context_parallel_size": 2, "context_parallel": "ring"},
     "pp2_cp2_recompute": {**PP2, "context_parallel_size": 2, "recompute": True},
 }
-RECOMPUTED = ("cp2_recompute", "pp2_cp2_recompute")
 
 
 def compare(
-    ranks: Pools, layout: str, family: str, rtol: float, precision: str = "64-true", **config: Any
+    ranks: Pools, layout: str, family: str, rtol: float, precision: str = "64-true", replicas: int = 1, **config: Any
 ) -> list[tuple[list[float], dict[str, Tensor], list[str], int]]:
     """Compare a layout with one process; return what its ranks found."""
-    expected, parameters, *_ = fit(None, family, precision, config)
     arguments = LAYOUTS[layout]
+    expected, parameters, *_ = fit(None, family, precision, {**config, "replicas": replicas})
     axes = ("pipeline_parallel_size", "data_parallel_size", "tensor_parallel_size", "context_parallel_size")
     size = math.prod(arguments.get(axis, 1) for axis in axes)
     found = ranks(size, lightning=True).run(fit, arguments, family, precision, config, timeout=200.0)
@@ -141,8 +178,8 @@ def compare(
     return found
 
 
-def _marked(daily: set[tuple[str, str]], *layouts: str, without: Collection[tuple[str, str]] = ()) -> list[Any]:
-    pairs = [(family, layout) for family in FAMILIES for layout in layouts if (family, layout) not in without]
+def _marked(daily: set[tuple[str, str]], *layouts: str) -> list[Any]:
+    pairs = [(family, layout) for family in FAMILIES for layout in layouts]
     return [pytest.param(*pair, marks=() if pair in daily else pytest.mark.thorough) for pair in pairs]
 
 
@@ -154,16 +191,10 @@ def test_stages_have_the_losses_of_all_routers(ranks: Pools, family: str, layout
 @pytest.mark.parametrize(
     ("family", "layout"),
     _marked(
-        {("Mixtral", "cp2_ulysses"), ("Qwen3Moe", "pp2_cp2_ring")},
+        {("Mixtral", "cp2_ulysses"), ("Qwen3Moe", "pp2_cp2_ring"), ("GptOss", "cp2_recompute")},
         *(f"cp2_{kind}" for kind in KINDS),
-        *RECOMPUTED,
+        *("cp2_recompute", "pp2_cp2_recompute"),
         "pp2_cp2_ring",
-        without=[
-            # Its attention, with sinks, is written by hand.
-            *(("GptOss", layout) for layout in LAYOUTS),
-            # It is not recomputed with shares of sequences, with router losses or without.
-            *(("DeepseekV3", layout) for layout in RECOMPUTED),
-        ],
     ),
 )
 def test_shares_of_sequences_have_the_losses_of_all_routers(ranks: Pools, family: str, layout: str) -> None:
@@ -178,6 +209,24 @@ def test_sums_over_ranks(ranks: Pools, family: str, layout: str) -> None:
     """Norms, routers and losses of transformers compute in float32, which rounds another sum to another number."""
     router = {} if layout == "tp2" else {"output_router_logits": False}  # replicas and microbatches have their own
     compare(ranks, layout, family, 1e-5, **router)
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    _marked({("Qwen3Moe", "pp2_dp2"), ("DeepseekV3", "tp2")}, "tp2", "pp2_dp2", "zero3", "pp2_zero3"),
+)
+def test_sums_over_ranks_in_float64(ranks: Pools, family: str, layout: str) -> None:
+    """Each replica has the losses of its own routers, as with DDP."""
+    replicas = LAYOUTS[layout].get("data_parallel_size", 1)
+    compare(ranks, layout, family, 1e-10, replicas=replicas, is_wide=True)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("family", ["Mixtral", "DeepseekV3"])
+@pytest.mark.parametrize("layout", ["cp2_ring", "pp2_cp2_recompute"])
+def test_attention_written_with_products(ranks: Pools, family: str, layout: str) -> None:
+    """Of transformers, which adds a mask of the whole sequence to the scores of a share."""
+    compare(ranks, layout, family, 1e-10, is_wide=True, attn_implementation="eager")
 
 
 @pytest.mark.thorough
