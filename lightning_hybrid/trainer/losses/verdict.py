@@ -55,6 +55,9 @@ SMALL = 0.01
 LARGE_COEFFICIENT = 10.0
 #: Losses over fewer samples may agree by chance: two samples that are both masked, or both not.
 ENOUGH = 8
+#: Microbatches of few samples are joined to :data:`ENOUGH` only if a sample has at most so many numbers. Where they are
+#: few because a sample is large, such a batch may not fit in memory.
+_SMALL_SAMPLE = 4096
 
 Kind = Literal["mean", "sum", "other", "unknown"]
 LogKind = Literal["mean", "weighted", "sum"]
@@ -106,7 +109,8 @@ def joined_parts(
     """Return two microbatches joined, and each alone, as batches of their own; several times if they are small.
 
     One of half as many microbatches is two of them joined, and is split into two. So nothing has to be joined, and a
-    module's `split_batch` decides as it does in the step. Pairs are taken until they have :data:`ENOUGH` samples.
+    module's `split_batch` decides as it does in the step. Pairs are taken until they have :data:`ENOUGH` samples, and
+    then so many microbatches in two halves: a loss that couples samples of one class finds none in most pairs of two.
 
     Args:
         batch: The batch of a training step.
@@ -117,14 +121,36 @@ def joined_parts(
         Three batches for each pair, whose tensors are copies, and their numbers of samples.
     """
     found: tuple[list[Any], list[int]] = [], []
+    number = max(1, num_microbatches // 2)
+    batches, totals = split_into(batch, number, user_split)
     samples = 0
-    for joined, total in zip(*split_into(batch, max(1, num_microbatches // 2), user_split), strict=True):
-        parts, counts = split_into(joined, 2, user_split)
-        if samples < ENOUGH and len(parts) == 2 and 0 not in counts:
-            found[0].extend(map(copied, (joined, *parts)))
-            found[1].extend((total, *counts))
-            samples += total
+    for joined, total in zip(batches, totals, strict=True):
+        if samples < ENOUGH:
+            samples += _add_halves(found, joined, total, user_split)
+    larger = max(1, sum(totals) // ENOUGH)
+    if found[0] and totals[0] < ENOUGH and larger < number and _num_numbers(batch) <= _SMALL_SAMPLE * sum(totals):
+        batches, totals = split_into(batch, larger, user_split)
+        _add_halves(found, batches[0], totals[0], user_split)
     return found
+
+
+def _add_halves(
+    found: tuple[list[Any], list[int]],
+    joined: Any,
+    total: int,
+    user_split: Callable[[Any, int], Sequence[Any]] | None,
+) -> int:
+    """Add a batch and its halves to those that are compared; return its samples, or 0 if it cannot be halved."""
+    parts, counts = split_into(joined, 2, user_split)
+    if len(parts) != 2 or 0 in counts:
+        return 0
+    found[0].extend(map(copied, (joined, *parts)))
+    found[1].extend((total, *counts))
+    return total
+
+
+def _num_numbers(batch: Any) -> int:
+    return sum(leaf.numel() for leaf in flatten(batch)[0] if isinstance(leaf, Tensor))
 
 
 def copied(batch: Any) -> Any:

@@ -69,20 +69,26 @@ def test_the_largest_difference_of_all_ranks_counts() -> None:
 def test_two_microbatches_are_joined_by_a_coarser_split() -> None:
     batch = {"x": torch.arange(10), "scale": torch.tensor(2.0)}
     batches, counts = joined_parts(batch, 5, None)
-    assert counts == [5, 3, 2, 5, 3, 2]
+    assert counts == [5, 3, 2, 5, 3, 2, 10, 5, 5]
     joined, first, second, *others = batches
     assert joined["x"].tolist() == [*first["x"].tolist(), *second["x"].tolist()] == list(range(5))
     assert others[0]["x"].tolist() == list(range(5, 10))
+    assert others[3]["x"].tolist() == list(range(10))
     joined["x"].zero_()
     assert batch["x"].tolist() == list(range(10))
     assert joined_parts({"x": torch.arange(1)}, 5, None) == ([], [])
 
 
 @pytest.mark.parametrize(
-    ("samples", "microbatches", "joined"), [(64, 8, [16]), (8, 8, [2, 2, 2, 2]), (16, 8, [4, 4]), (3, 3, [3])]
+    ("samples", "microbatches", "joined"),
+    [(64, 8, [16]), (8, 8, [2, 2, 2, 2, 8]), (16, 8, [4, 4, 8]), (32, 16, [4, 4, 8]), (3, 3, [3])],
 )
 def test_few_samples_are_compared_in_several_pairs(samples: int, microbatches: int, joined: list[int]) -> None:
     assert joined_parts(torch.arange(samples), microbatches, None)[1][::3] == joined
+
+
+def test_large_samples_are_compared_in_pairs_alone() -> None:
+    assert joined_parts(torch.zeros(8, 5000), 8, None)[1][::3] == [2, 2, 2, 2]
 
 
 def test_a_structure_has_no_lengths() -> None:
