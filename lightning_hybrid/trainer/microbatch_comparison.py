@@ -32,6 +32,17 @@ from lightning_hybrid.distributed.agreement import all_gather_values
 from lightning_hybrid.distributed.class_losses import observed
 from lightning_hybrid.distributed.failure import WrongUseError, add_note
 from lightning_hybrid.pipeline_parallel.splitting.microbatch import find_batch_size
+from lightning_hybrid.trainer.losses.causes import (
+    ROUTERS,
+    Cause,
+    Experiments,
+    Finding,
+    common_finding,
+    find_cause,
+    small_text,
+    warning_text,
+)
+from lightning_hybrid.trainer.losses.divisors import find_class_weights, fits, sizes_of
 from lightning_hybrid.trainer.losses.loss_terms import (
     LabelCount,
     LossTerms,
@@ -60,9 +71,7 @@ from lightning_hybrid.trainer.losses.verdict import (
     judge_logs,
     rounding_of,
     router_losses_scaled,
-    small_text,
     structure_of,
-    warning_text,
 )
 from lightning_hybrid.trainer.losses.written_states import (
     Change,
@@ -77,15 +86,11 @@ from lightning_hybrid.trainer.step_context import StepContext
 __all__ = ["Forward", "MicrobatchComparison"]
 
 _T = TypeVar("_T")
-_COUPLED = (
-    "it couples the samples of a batch, such as a contrastive loss or statistics over samples, or is a mean over"
-    " something else than samples"
-)
-_ROUTERS = "the router loss of its experts is a product of means over the tokens of a batch"
 _NOTE = (
     "This happened in the comparison of microbatches with their batch. HybridStrategy(compare_microbatches=False)"
     " leaves it out."
 )
+_PAIR = 3  # batches: two microbatches joined, and each alone
 _MOST = 4  # comparisons: where a first one does not tell, or batches have other structures
 
 
@@ -116,6 +121,20 @@ class _Run(NamedTuple):
         rounding = rounding_of(self.dtype)
         return [terms.find_mean(batch, count, loss, rounding, logged) for terms, batch, count, loss, logged in forwards]
 
+    def explain(self, verdicts: Sequence[Verdict], class_weights: Mapping[str, Tensor]) -> list[Verdict]:
+        """Return the verdicts on pairs, with the numbers of their batches by which the loss may be divided."""
+        parts = [number for number in range(len(self.batches)) if number % _PAIR]
+        sizes = sizes_of([self.batches[number] for number in parts], class_weights)
+        found = []
+        for number, verdict in enumerate(verdicts):
+            losses = self.losses[_PAIR * number : _PAIR * (number + 1)]
+            bound = rounding_of(self.dtype) * max((abs(loss) for loss in losses if math.isfinite(loss)), default=0.0)
+            if verdict.kind == "other" and math.isfinite(verdict.expected):
+                bound = min(bound, abs(verdict.joined - verdict.expected) / 4)
+            fitting = (each for each, own in sizes.items() if fits(losses, own[2 * number : 2 * number + 2], bound))
+            found.append(replace(verdict, divisors=tuple(fitting)))
+        return found
+
 
 class Forward(Protocol):
     """The forward of the user's step over several batches, each as a step by itself that draws the same numbers."""
@@ -143,8 +162,8 @@ class Forward(Protocol):
 class MicrobatchComparison:
     """The comparison of the loss of two microbatches joined with those of each alone; all ranks come to one verdict.
 
-    It is made at the first step, and without replicas again for batches of another structure, which several replicas
-    would meet at different steps.
+    It is made at the first step; at the second one too if there was a single pair of microbatches, which may be equal
+    by chance; and without replicas for batches of another structure, which several replicas meet at different steps.
 
     Args:
         context: What steps need.
@@ -174,6 +193,7 @@ class MicrobatchComparison:
         self._verdicts: dict[Hashable, Verdict] = {}  # by the structure of the batch
         self._changes: list[dict[str, Change]] = []  # of states, with two microbatches joined and with each alone
         self._rounding = 0.0
+        self._repeats = False  # a comparison of one pair alone, which may have been equal by chance
         self._needs_graph = False  # as the step computes gradients itself
         self._last: tuple[Hashable, Verdict | None] = (), None  # of the last batch: its signature, and what is known
 
@@ -193,7 +213,7 @@ class MicrobatchComparison:
             self.labels, self.loss_reduction = None, self._given
             return self._left > 0
         self.labels, self.loss_reduction = known.labels, "sum" if known.kind == "sum" else self._given
-        return False
+        return self._repeats and self._left > 0
 
     def __call__(self, batch: Any, num_microbatches: int, signature: Hashable, forward: Forward) -> bool:
         """Compare the microbatches of a batch with the batch.
@@ -230,10 +250,14 @@ class MicrobatchComparison:
         if verdict.kind == "unknown":
             return False
         structure = "any" if context.mesh.data_parallel_size > 1 else structure_of(signature)
+        is_first, self._last = structure not in self._verdicts, ((), None)
         self._verdicts[structure] = verdict
-        self._last = (), None
+        self._repeats = is_first and number == _PAIR and verdict.kind == "mean" and verdict.labels is None
         if verdict.kind == "other":
-            return self._judge_other(verdict, num_microbatches, compare)
+            experiments = None
+            if getattr(module, "split_batch", None) is None:
+                experiments = Experiments(batch, num_microbatches, max(counts[:number]))
+            return self._judge_other(verdict, num_microbatches, compare, partial(self._find, experiments, forward))
         self.log_kinds = {**self.log_kinds, **verdict.logs}
         self.labels = verdict.labels
         self.explains = self.explains or verdict.labels is not None or verdict.kind == "sum"
@@ -243,7 +267,7 @@ class MicrobatchComparison:
                 "The loss of two microbatches joined is the sum of their losses, so losses and gradients of"
                 ' microbatches are summed, as with HybridStrategy(loss_reduction="sum").'
             )
-        elif len(self._verdicts) == 1:
+        elif len(self._verdicts) == 1 and is_first:
             self._state_router_loss(verdict, compare)
         return verdict.kind == "sum"
 
@@ -322,20 +346,52 @@ class MicrobatchComparison:
             finally:
                 tensors.restore()
 
-    def _judge_other(self, verdict: Verdict, number: int, compare: Callable[[], list[Verdict]]) -> bool:
+    def _judge_other(
+        self,
+        verdict: Verdict,
+        number: int,
+        compare: Callable[[], list[Verdict]],
+        find: Callable[[Verdict], Finding],
+    ) -> bool:
         """Find the cause of a difference and state it; return whether batches run as one microbatch from now on."""
         self._left, self.explains = 0, True
-        cause = _COUPLED
+        cause: Cause | None = None
         with router_losses_scaled(self._context.module, 0.0) as factor:
             if factor is not None and self._verdict(compare).kind == "mean":
-                cause = _ROUTERS
-        if cause == _ROUTERS and verdict.difference < SMALL:
+                cause = ROUTERS
+        if cause is not None and verdict.difference < SMALL:
             rank_zero_warn(small_text(verdict, cause))
             return False
+        cause = cause or find_cause(find(verdict), verdict)
         self.takes_one = self._is_auto
         num_stages = self._context.mesh.pipeline_parallel_size
         rank_zero_warn(warning_text(verdict, number, cause, switches=self._is_auto, num_stages=num_stages))
         return self._is_auto
+
+    def _find(self, experiments: Experiments | None, forward: Forward, verdict: Verdict) -> Finding:
+        """Make the experiments that all ranks can make, and return what they tell.
+
+        Args:
+            experiments: Of the batch of this rank.
+            forward: Runs batches.
+            verdict: Of all ranks.
+        """
+        own = experiments.counts if experiments is not None else {}
+        everywhere = all_gather_values(list(own), self._context.mesh.decision_group)
+        names = [name for name in own if all(name in names for names in everywhere)]
+        candidates = verdict.divisors or ()
+        if experiments is None or not names:
+            return Finding(tuple(each for each in candidates if each.is_usual))
+
+        def find() -> list[Finding]:
+            run = self._run([experiments.batches[name] for name in names], [own[name] for name in names], forward)
+            if run is None:
+                return []
+            losses = dict(zip(names, run.losses, strict=True))
+            class_weights = find_class_weights(self._context.module)
+            return [experiments.judge(losses, candidates, class_weights, rounding_of(run.dtype))]
+
+        return common_finding(self._gather(find))
 
     def _state_router_loss(self, verdict: Verdict, compare: Callable[[], list[Verdict]]) -> None:
         """State the difference that a router loss makes, where rounding of the whole loss hides it."""
@@ -345,7 +401,7 @@ class MicrobatchComparison:
             found = self._verdict(compare)
         if found.kind == "other" and math.isfinite(found.difference):
             expected = verdict.joined + (found.expected - found.joined) / factor
-            rank_zero_warn(small_text(replace(verdict, expected=expected), _ROUTERS))
+            rank_zero_warn(small_text(replace(verdict, expected=expected), ROUTERS))
 
     @property
     def _is_alone(self) -> bool:
@@ -395,6 +451,9 @@ class MicrobatchComparison:
             labels = common_count(run.find_means())
             sizes = counts if labels is None else [float(labels(batch)) for batch in run.batches]
         verdicts = _judge_pairs(run.losses, counts, sizes, labels, run.numbers, run.dtype)
+        if any(verdict.kind == "other" for verdict in verdicts):
+            class_weights = find_class_weights(self._context.module)
+            verdicts = run.explain(verdicts, class_weights)
         return [verdict for verdict in verdicts if not (run.has_drawn and verdict.kind == "other")]
 
     def _run(self, batches: Sequence[Any], counts: Sequence[int], forward: Forward) -> _Run | None:
@@ -468,7 +527,7 @@ def _judge_pairs(
         dtype: Of the computation.
     """
     verdicts = []
-    for of_pair in (slice(first, first + 3) for first in range(0, len(losses), 3)):
+    for of_pair in (slice(first, first + _PAIR) for first in range(0, len(losses), _PAIR)):
         weights, shares = _parts(sizes[of_pair][1:]), _parts(counts[of_pair][1:])
         verdict = judge(losses[of_pair], weights, dtype)
         if labels is not None and (verdict.kind == "unknown" or verdict.difference <= HALF_ROUNDING):
