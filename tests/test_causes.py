@@ -263,3 +263,55 @@ def test_the_remedy_helps(ranks: Pools, module: type[Tokens]) -> None:
 
 def fit_with_remedy(module: type[Tokens], layout: dict[str, Any]) -> dict[str, Any]:
     return fit(module, layout, microbatch_weight=REMEDIES[module])
+
+
+class Sometimes(MaskedMean):
+    """Some of its batches have a mask, over which the loss is a mean."""
+
+    with_mask: tuple[int, ...] = ()
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) if "mask" in batch else self.losses(batch).mean()
+
+
+class MaskedLater(Sometimes):
+    with_mask = (3,)
+
+
+class MaskedElsewhere(Sometimes):
+    """The second replica begins with a mask, which does not change the loss."""
+
+    with_mask = (1, 2, 3)
+
+    def loss(self, batch: Any) -> Tensor:
+        return self.losses(batch).mean()
+
+
+def fit_by_replicas(module: type[Sometimes], layout: dict[str, Any]) -> list[str]:
+    """Train with two batches for each replica, and keep what is said of structures."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    batches = [module.batch(number) for number in range(4)]
+    for number in {0, 1, 2, 3}.difference(module.with_mask):
+        del batches[number]["mask"]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        make_trainer(layout).fit(module(), DataLoader(batches, batch_size=None))
+    return [str(each.message) for each in caught if "is not compared" in str(each.message)]
+
+
+@pytest.mark.parametrize("layout", [{"num_microbatches": 4}, {"pipeline_parallel_size": 2}], ids=str)
+def test_a_structure_that_no_replica_has_compared_is_said(ranks: Pools, layout: dict[str, Any]) -> None:
+    """The fourth batch, the second one of the second replica, has a mask; nothing in the first step has told of it."""
+    size = 2 * layout.get("pipeline_parallel_size", 1)
+    found = ranks(size, lightning=True).run(fit_by_replicas, MaskedLater, {"data_parallel_size": 2, **layout})
+    assert sum(map(len, found)) == 1
+    (text,) = next(texts for texts in found if texts)
+    assert "mask: *" in text
+    assert "microbatch_weight" in text
+    if size == 2:
+        assert not found[0]
+
+
+def test_a_structure_that_another_replica_has_compared_is_not_said(ranks: Pools) -> None:
+    layout = {"data_parallel_size": 2, "num_microbatches": 4}
+    assert not any(ranks(2, lightning=True).run(fit_by_replicas, MaskedElsewhere, layout))

@@ -16,6 +16,7 @@ Where replicas take a batch in one microbatch each, that batch alone is run so, 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -31,7 +32,7 @@ from lightning_hybrid.data_parallel.grad_sync import GradientSync
 from lightning_hybrid.distributed.agreement import all_gather_values
 from lightning_hybrid.distributed.class_losses import observed
 from lightning_hybrid.distributed.failure import WrongUseError, add_note
-from lightning_hybrid.pipeline_parallel.splitting.microbatch import find_batch_size
+from lightning_hybrid.pipeline_parallel.splitting.microbatch import find_batch_size, signature_text
 from lightning_hybrid.trainer.losses.causes import (
     ROUTERS,
     Cause,
@@ -191,8 +192,10 @@ class MicrobatchComparison:
         is_needed = config.compare_microbatches and is_split and config.loss_reduction == "mean"
         self._left = _MOST if is_needed else 0
         self._verdicts: dict[Hashable, Verdict] = {}  # by the structure of the batch
+        self._structures, self._texts = set[Hashable](), set[str]()  # that were compared here, and on any rank
         self._changes: list[dict[str, Change]] = []  # of states, with two microbatches joined and with each alone
         self._rounding = 0.0
+        self._has_stated = False  # that a structure is not compared, or that microbatches differ
         self._repeats = False  # a comparison of one pair alone, which may have been equal by chance
         self._needs_graph = False  # as the step computes gradients itself
         self._last: tuple[Hashable, Verdict | None] = (), None  # of the last batch: its signature, and what is known
@@ -206,8 +209,11 @@ class MicrobatchComparison:
         if not self._left and not self._verdicts:
             return False
         if signature != self._last[0]:
-            structure = "any" if self._context.mesh.data_parallel_size > 1 else structure_of(signature)
-            self._last = signature, self._verdicts.get(structure)
+            structure = structure_of(signature)
+            self._last = signature, self._verdicts.get(self._key_of(structure))
+            is_known = not self._verdicts or structure in self._structures or (self._last[1] is None and self._left > 0)
+            if not is_known and not self._is_whole and not self.takes_one:
+                self._state_structure(structure, signature)
         known = self._last[1]
         if known is None:
             self.labels, self.loss_reduction = None, self._given
@@ -235,7 +241,10 @@ class MicrobatchComparison:
         if num_microbatches > 1 and not takes_from_iterators(module):
             batches, counts = joined_parts(batch, num_microbatches, getattr(module, "split_batch", None))
         # Forwards may gather shards of replicas, so that all ranks run as many.
-        number = min(all_gather_values(len(batches), context.mesh.decision_group))
+        self._structures.add(structure_of(signature))
+        found = all_gather_values((len(batches), repr(structure_of(signature))), context.mesh.decision_group)
+        number = min(each for each, _ in found)
+        self._texts |= {text for _, text in found}
         self._left -= number > 0 or context.mesh.data_parallel_size > 1
         if number == 0:
             return False
@@ -249,7 +258,7 @@ class MicrobatchComparison:
             return True
         if verdict.kind == "unknown":
             return False
-        structure = "any" if context.mesh.data_parallel_size > 1 else structure_of(signature)
+        structure = self._key_of(structure_of(signature))
         is_first, self._last = structure not in self._verdicts, ((), None)
         self._verdicts[structure] = verdict
         self._repeats = is_first and number == _PAIR and verdict.kind == "mean" and verdict.labels is None
@@ -270,6 +279,24 @@ class MicrobatchComparison:
         elif len(self._verdicts) == 1 and is_first:
             self._state_router_loss(verdict, compare)
         return verdict.kind == "sum"
+
+    def _key_of(self, structure: Hashable) -> Hashable:
+        return "any" if self._context.mesh.data_parallel_size > 1 else structure
+
+    def _state_structure(self, structure: Hashable, signature: Hashable) -> None:
+        """Warn of a batch whose structure no rank has compared; a replica may be the only one that meets it."""
+        self._structures.add(structure)
+        if repr(structure) in self._texts or self._has_stated:
+            return
+        self._has_stated = True
+        if self._context.is_source:
+            warnings.warn(
+                f"The loss of microbatches like {signature_text(signature)} is not compared with that of their batch,"
+                " as batches of the first steps had other structures. If it is no mean over samples, write a method"
+                " `microbatch_weight(self, microbatch)` that returns the number by which it is divided, or set"
+                " `num_microbatches=1`.",
+                stacklevel=2,
+            )
 
     def _count_targets(self, batch: Any, forward: Forward) -> None:
         """Find out whether the loss of a batch, which is one microbatch, is a mean over targets.
@@ -354,7 +381,7 @@ class MicrobatchComparison:
         find: Callable[[Verdict], Finding],
     ) -> bool:
         """Find the cause of a difference and state it; return whether batches run as one microbatch from now on."""
-        self._left, self.explains = 0, True
+        self._left, self.explains, self._has_stated = 0, True, True
         cause: Cause | None = None
         with router_losses_scaled(self._context.module, 0.0) as factor:
             if factor is not None and self._verdict(compare).kind == "mean":
