@@ -21,7 +21,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
@@ -43,7 +43,7 @@ from lightning_hybrid.trainer.losses.causes import (
     small_text,
     warning_text,
 )
-from lightning_hybrid.trainer.losses.divisors import find_class_weights, fits, sizes_of
+from lightning_hybrid.trainer.losses.divisors import find_class_weights
 from lightning_hybrid.trainer.losses.loss_terms import (
     LabelCount,
     LossTerms,
@@ -59,8 +59,8 @@ from lightning_hybrid.trainer.losses.rehearsal import (
     takes_from_iterators,
     untouched_attributes,
 )
+from lightning_hybrid.trainer.losses.runs import PAIR, Run, judge_pairs
 from lightning_hybrid.trainer.losses.verdict import (
-    HALF_ROUNDING,
     LARGE_COEFFICIENT,
     SMALL,
     Verdict,
@@ -68,8 +68,6 @@ from lightning_hybrid.trainer.losses.verdict import (
     copied,
     joined_parts,
     joined_verdict,
-    judge,
-    judge_logs,
     rounding_of,
     router_losses_scaled,
     structure_of,
@@ -91,50 +89,7 @@ _NOTE = (
     "This happened in the comparison of microbatches with their batch. HybridStrategy(compare_microbatches=False)"
     " leaves it out."
 )
-_PAIR = 3  # batches: two microbatches joined, and each alone
 _MOST = 4  # comparisons: where a first one does not tell, or batches have other structures
-
-
-class _Run(NamedTuple):
-    """The forwards of some batches.
-
-    Attributes:
-        batches: The batches, as they were before.
-        counts: Their numbers of samples.
-        losses: Of each.
-        terms: Those of each loss.
-        numbers: What each logged, by name.
-        dtype: Of the computation.
-        has_drawn: Whether something was drawn that may differ from forward to forward.
-    """
-
-    batches: Sequence[Any]
-    counts: Sequence[int]
-    losses: Sequence[float]
-    terms: Sequence[LossTerms]
-    numbers: Sequence[Mapping[str, float]]
-    dtype: torch.dtype
-    has_drawn: bool
-
-    def find_means(self) -> list[TargetMean | None]:
-        """Return what each forward tells of a mean over targets."""
-        forwards = zip(self.terms, self.batches, self.counts, self.losses, self.numbers, strict=True)
-        rounding = rounding_of(self.dtype)
-        return [terms.find_mean(batch, count, loss, rounding, logged) for terms, batch, count, loss, logged in forwards]
-
-    def explain(self, verdicts: Sequence[Verdict], class_weights: Mapping[str, Tensor]) -> list[Verdict]:
-        """Return the verdicts on pairs, with the numbers of their batches by which the loss may be divided."""
-        parts = [number for number in range(len(self.batches)) if number % _PAIR]
-        sizes = sizes_of([self.batches[number] for number in parts], class_weights)
-        found = []
-        for number, verdict in enumerate(verdicts):
-            losses = self.losses[_PAIR * number : _PAIR * (number + 1)]
-            bound = rounding_of(self.dtype) * max((abs(loss) for loss in losses if math.isfinite(loss)), default=0.0)
-            if verdict.kind == "other" and math.isfinite(verdict.expected):
-                bound = min(bound, abs(verdict.joined - verdict.expected) / 4)
-            fitting = (each for each, own in sizes.items() if fits(losses, own[2 * number : 2 * number + 2], bound))
-            found.append(replace(verdict, divisors=tuple(fitting)))
-        return found
 
 
 class Forward(Protocol):
@@ -261,7 +216,7 @@ class MicrobatchComparison:
         structure = self._key_of(structure_of(signature))
         is_first, self._last = structure not in self._verdicts, ((), None)
         self._verdicts[structure] = verdict
-        self._repeats = is_first and number == _PAIR and verdict.kind == "mean" and verdict.labels is None
+        self._repeats = is_first and number == PAIR and verdict.kind == "mean" and verdict.labels is None
         if verdict.kind == "other":
             experiments = None
             if getattr(module, "split_batch", None) is None:
@@ -477,13 +432,13 @@ class MicrobatchComparison:
         if sizes is None:
             labels = common_count(run.find_means())
             sizes = counts if labels is None else [float(labels(batch)) for batch in run.batches]
-        verdicts = _judge_pairs(run.losses, counts, sizes, labels, run.numbers, run.dtype)
+        verdicts = judge_pairs(run.losses, counts, sizes, labels, run.numbers, run.dtype)
         if any(verdict.kind == "other" for verdict in verdicts):
             class_weights = find_class_weights(self._context.module)
             verdicts = run.explain(verdicts, class_weights)
         return [verdict for verdict in verdicts if not (run.has_drawn and verdict.kind == "other")]
 
-    def _run(self, batches: Sequence[Any], counts: Sequence[int], forward: Forward) -> _Run | None:
+    def _run(self, batches: Sequence[Any], counts: Sequence[int], forward: Forward) -> Run | None:
         """Run batches forward only and without a trace, through the pipeline.
 
         Args:
@@ -532,40 +487,4 @@ class MicrobatchComparison:
         if not losses:
             return None
         values, numbers = list(map(float, losses)), list(map(logged_numbers, records))
-        return _Run(kept, counts, values, terms, numbers, coarsest(dtypes), tensors.has_drawn)
-
-
-def _judge_pairs(
-    losses: Sequence[float],
-    counts: Sequence[int],
-    sizes: Sequence[float],
-    labels: LabelCount | None,
-    numbers: Sequence[Mapping[str, float]],
-    dtype: torch.dtype,
-) -> list[Verdict]:
-    """Judge each pair of microbatches.
-
-    Args:
-        losses: Of three batches for each pair: joined, and each alone.
-        counts: Their numbers of samples.
-        sizes: The numbers by which they weigh.
-        labels: How their targets are counted, if the loss is a mean over them.
-        numbers: The numbers that each logged, by name.
-        dtype: Of the computation.
-    """
-    verdicts = []
-    for of_pair in (slice(first, first + _PAIR) for first in range(0, len(losses), _PAIR)):
-        weights, shares = _parts(sizes[of_pair][1:]), _parts(counts[of_pair][1:])
-        verdict = judge(losses[of_pair], weights, dtype)
-        if labels is not None and (verdict.kind == "unknown" or verdict.difference <= HALF_ROUNDING):
-            verdict = replace(verdict, kind="mean")  # it is known by its terms
-        if verdict.kind == "mean":
-            verdict = replace(verdict, labels=labels)
-        logs = judge_logs(numbers[of_pair], losses[of_pair], shares, weights, verdict, dtype)
-        verdicts.append(replace(verdict, logs=logs))
-    return verdicts
-
-
-def _parts(sizes: Sequence[float]) -> list[float]:
-    """Return the shares of some sizes; zeros if there is nothing to share."""
-    return [size / sum(sizes) if sum(sizes) else 0.0 for size in sizes]
+        return Run(kept, counts, values, terms, numbers, coarsest(dtypes), tensors.has_drawn)
