@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -13,143 +13,23 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Subset, TensorDataset
 
+from tests.coupled_losses import (
+    COUPLED,
+    Loss,
+    clip,
+    contrastive,
+    dice,
+    focal_by_positives,
+    pairwise_hinge,
+    two_tasks,
+)
 from tests.pool import Pools
 from tests.training_jobs import Losses, make_trainer, together, weights
 from tests.transparency import FRAME_SUBJECTS, SUBJECTS, TENSOR_SUBJECTS, Subject
 
 SAMPLES, STEPS, FEATURES = 8, 3, 6
-
-Loss = Callable[[Tensor, Tensor], Tensor]
-
-
-def _off_diagonal(x: Tensor) -> Tensor:
-    return x - torch.diag(torch.diag(x))
-
-
-def contrastive(z: Tensor, y: Tensor) -> Tensor:
-    z = F.normalize(z, dim=1)
-    return F.cross_entropy(z @ z.T / 0.5 + z.sum(1), torch.arange(len(z)))
-
-
-def nt_xent(z: Tensor, y: Tensor) -> Tensor:
-    views = F.normalize(torch.cat([z, z.roll(1, 1)]), dim=1)
-    scores = views @ views.T / 0.3 - 1e9 * torch.eye(len(views), dtype=z.dtype)
-    return F.cross_entropy(scores, torch.arange(len(views)).roll(len(z)))
-
-
-def hardest_triplet(z: Tensor, y: Tensor) -> Tensor:
-    distances = (z[:, None] - z[None]).square().sum(-1)
-    alike = y[:, None] == y[None]
-    far = torch.where(alike, distances, 0.0).amax(1)
-    near = torch.where(alike, 1e3, distances).amin(1)
-    return F.softplus(far - near).mean()
-
-
-def dice(z: Tensor, y: Tensor) -> Tensor:
-    p, truth = z.softmax(1), F.one_hot(y, z.shape[1]).to(z.dtype)
-    return 1 - (2 * (p * truth).sum() + 1) / ((p + truth).sum() + 1)
-
-
-def jaccard(z: Tensor, y: Tensor) -> Tensor:
-    p, truth = z.softmax(1), F.one_hot(y, z.shape[1]).to(z.dtype)
-    both = (p * truth).sum()
-    return 1 - both / ((p + truth).sum() - both)
-
-
-def barlow(z: Tensor, y: Tensor) -> Tensor:
-    a, b = z - z.mean(0), z.roll(1, 1) - z.roll(1, 1).mean(0)
-    return (a.T @ b / len(z) - torch.eye(z.shape[1], dtype=z.dtype)).square().sum()
-
-
-def vicreg(z: Tensor, y: Tensor) -> Tensor:
-    centred = z - z.mean(0)
-    covariance = centred.T @ centred / len(z)
-    return F.relu(1 - torch.sqrt(torch.diag(covariance) + 1e-4)).mean() + _off_diagonal(covariance).square().sum()
-
-
-def ranking(z: Tensor, y: Tensor) -> Tensor:
-    pairs = y[:, None] > y[None]
-    return (F.softplus(z[None, :, 0] - z[:, None, 0]) * pairs).sum() / pairs.sum().clamp(min=1)
-
-
-def targets_of_the_step(z: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(z, torch.where(y == 0, -100, y))
-
-
-def two_tasks(z: Tensor, y: Tensor) -> Tensor:
-    weight = torch.tensor([0.1, 1.0, 3.0, 7.0], dtype=z.dtype)
-    return F.cross_entropy(z, y, weight=weight) + F.cross_entropy(z, y, ignore_index=1)
-
-
-def normalized_advantages(z: Tensor, y: Tensor) -> Tensor:
-    rewards = y.to(z.dtype)
-    advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-8)
-    return -(advantages * F.log_softmax(z, 1)[:, 0]).mean() + z.square().mean()
-
-
-def masked_mean(z: Tensor, y: Tensor) -> Tensor:
-    kept = (y > 0).to(z.dtype)
-    return (z.square().mean(1) * kept).sum() / (kept.sum() + 1e-3)
-
-
-def root_mean_square(z: Tensor, y: Tensor) -> Tensor:
-    return (z[:, 0] - y).square().mean().sqrt()
-
-
-def correlation(z: Tensor, y: Tensor) -> Tensor:
-    a, b = z[:, 0] - z[:, 0].mean(), z[:, 1] - z[:, 1].mean()
-    return 1 - (a * b).sum() / (a.norm() * b.norm() + 1e-6) + z.square().mean()
-
-
-def explained_variance(z: Tensor, y: Tensor) -> Tensor:
-    return (z[:, 0] - y).square().sum() / ((y - y.double().mean()).square().sum() + 1.0)
-
-
-def entropy_of_the_mean(z: Tensor, y: Tensor) -> Tensor:
-    p = z.softmax(1).mean(0)
-    return (p * p.log()).sum() + F.cross_entropy(z, y)
-
-
-def spread(z: Tensor, y: Tensor) -> Tensor:
-    return -torch.log(_off_diagonal(torch.cdist(z, z)).sum() + 1) + z.square().mean()
-
-
-def kernel_distance(z: Tensor, y: Tensor) -> Tensor:
-    def kernel(a: Tensor, b: Tensor) -> Tensor:
-        return torch.exp(-(a[:, None] - b[None]).square().sum(-1)).mean()
-
-    return kernel(z, z) - 2 * kernel(z, z.roll(1, 1)) + kernel(z.roll(1, 1), z.roll(1, 1)) + z.square().mean()
-
-
-def softmax_over_samples(z: Tensor, y: Tensor) -> Tensor:
-    return (z[:, 0].softmax(0) * z[:, 1]).sum() + z.square().mean()
-
-
-def centre_loss(z: Tensor, y: Tensor) -> Tensor:
-    return (z - z.mean(0)).square().mean() + F.cross_entropy(z, y)
-
-
-def log_of_a_mean(z: Tensor, y: Tensor) -> Tensor:
-    return z.square().mean().log()
-
-
-def scaled_by_the_deviation(z: Tensor, y: Tensor) -> Tensor:
-    return (z / z.std(0)).square().mean() + z.square().mean()
-
-
-def decorrelation(z: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(z, y) + _off_diagonal(z.T @ z / len(z)).square().sum()
-
-
-COUPLED: list[Loss] = [
-    *(contrastive, nt_xent, hardest_triplet, dice, jaccard, barlow, vicreg, ranking),
-    targets_of_the_step,
-    *(normalized_advantages, masked_mean, root_mean_square, correlation, explained_variance, entropy_of_the_mean),
-    *(spread, kernel_distance, softmax_over_samples, centre_loss, log_of_a_mean, scaled_by_the_deviation),
-    decorrelation,
-]
 
 
 class Model(LightningModule):
@@ -186,18 +66,25 @@ class Chain(Model):
         return self.loss(self.last(self.blocks(self.first(batch[0]))), batch[1])  # type: ignore[operator]
 
 
-def fit(layout: dict[str, Any] | None, losses: list[Loss], kind: type[Model] = Model) -> list[dict[str, Any]]:
+def fit(
+    layout: dict[str, Any] | None,
+    losses: list[Loss],
+    kind: type[Model] = Model,
+    order: Sequence[int] = range(SAMPLES * STEPS),
+    **arguments: Any,
+) -> list[dict[str, Any]]:
     """Train with each loss, and keep the losses, the weights and the warnings of the comparison."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     generator = torch.Generator().manual_seed(3)
-    x = torch.randn(SAMPLES * STEPS, FEATURES, dtype=torch.float64, generator=generator)
-    data = DataLoader(TensorDataset(x, torch.randint(4, (len(x),), generator=generator)), SAMPLES)
+    x = torch.randn(len(order), FEATURES, dtype=torch.float64, generator=generator)
+    samples = TensorDataset(x, torch.randint(4, (len(x),), generator=generator))
+    data = DataLoader(Subset(samples, order), SAMPLES)
     found = []
     for loss in losses:
         module, seen = kind(loss), Losses()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            make_trainer(layout, callbacks=[seen], precision="64-true").fit(module, data)
+            make_trainer(layout, callbacks=[seen], precision="64-true", **arguments).fit(module, data)
         texts = [str(warning.message) for warning in caught if "The loss of two microbatches" in str(warning.message)]
         found.append({"losses": seen.values, "weights": weights(module), "texts": texts})
     return found
@@ -216,11 +103,44 @@ def assert_like_one_process(ranks: Pools, layout: dict[str, Any], losses: list[L
     return [found["texts"] for found in results[0]]
 
 
-def test_losses_that_couple_samples_equal_one_process_and_are_said_once(ranks: Pools) -> None:
-    texts = assert_like_one_process(ranks, {"pipeline_parallel_size": 2}, COUPLED, Model)
-    for loss, said in zip(COUPLED, texts, strict=True):
-        assert len(said) == 1, loss.__name__
-        assert "one microbatch instead of 8" in said[0]
+@pytest.mark.parametrize("loss", COUPLED, ids=lambda loss: loss.__name__)
+def test_losses_that_couple_samples_equal_one_process_and_are_said_once(ranks: Pools, loss: Loss) -> None:
+    ((said,),) = assert_like_one_process(ranks, {"pipeline_parallel_size": 2}, [loss], Model)
+    assert "one microbatch instead of 8" in said
+
+
+def class_weights(z: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(z, y, weight=torch.tensor([0.1, 1.0, 3.0, 7.0], dtype=z.dtype))
+
+
+def ignored_targets(z: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(z, y, ignore_index=2)
+
+
+def test_means_over_targets_equal_one_process_and_nothing_is_said(ranks: Pools) -> None:
+    texts = assert_like_one_process(ranks, {"pipeline_parallel_size": 2}, [class_weights, ignored_targets], Model)
+    assert texts == [[], []]
+
+
+def dealt(samples: int, replicas: int) -> list[int]:
+    """Return the order of samples in which one process has the batches of all replicas one after the other."""
+    of_replicas = [range(replica, samples, replicas) for replica in range(replicas)]
+    starts = range(0, samples // replicas, SAMPLES)
+    return [number for start in starts for each in of_replicas for number in each[start : start + SAMPLES]]
+
+
+def test_replicas_have_losses_of_their_own_batches(ranks: Pools) -> None:
+    """One process that accumulates the batches of both replicas trains to the same weights."""
+    layout = {"pipeline_parallel_size": 2, "data_parallel_size": 2}
+    losses = [contrastive, clip, pairwise_hinge, focal_by_positives]
+    order = dealt(SAMPLES * STEPS * 2, 2)
+    expected = fit(None, losses, order=order, accumulate_grad_batches=2)
+    results = ranks(4, lightning=True).run(fit, layout, losses, Model, range(len(order)), timeout=120.0)
+    for number, (loss, one) in enumerate(zip(losses, expected, strict=True)):
+        whole = together([rank[number]["weights"] for rank in results])
+        for name, value in one["weights"].items():
+            torch.testing.assert_close(whole[name], value, rtol=1e-10, atol=1e-12, msg=f"{loss.__name__} {name}")
+        assert [len(rank[number]["texts"]) for rank in results] == [1, 0, 0, 0]
 
 
 def test_a_sum_of_means_over_targets_keeps_its_microbatches(ranks: Pools) -> None:

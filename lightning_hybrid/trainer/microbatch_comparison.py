@@ -17,11 +17,12 @@ Where replicas take a batch in one microbatch each, that batch alone is run so, 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
@@ -32,7 +33,18 @@ from lightning_hybrid.data_parallel.grad_sync import GradientSync
 from lightning_hybrid.distributed.agreement import all_gather_values
 from lightning_hybrid.distributed.class_losses import observed
 from lightning_hybrid.distributed.failure import WrongUseError, add_note
-from lightning_hybrid.pipeline_parallel.splitting.microbatch import find_batch_size
+from lightning_hybrid.pipeline_parallel.splitting.microbatch import find_batch_size, signature_text
+from lightning_hybrid.trainer.losses.causes import (
+    ROUTERS,
+    Cause,
+    Experiments,
+    Finding,
+    common_finding,
+    find_cause,
+    small_text,
+    warning_text,
+)
+from lightning_hybrid.trainer.losses.divisors import find_class_weights
 from lightning_hybrid.trainer.losses.loss_terms import (
     LabelCount,
     LossTerms,
@@ -52,6 +64,7 @@ from lightning_hybrid.trainer.losses.rehearsal import (
     takes_from_iterators,
     untouched_attributes,
 )
+from lightning_hybrid.trainer.losses.runs import PAIR, Forward, Run
 from lightning_hybrid.trainer.losses.verdict import (
     LARGE_COEFFICIENT,
     SMALL,
@@ -63,9 +76,7 @@ from lightning_hybrid.trainer.losses.verdict import (
     judge_pairs,
     rounding_of,
     router_losses_scaled,
-    small_text,
     structure_of,
-    warning_text,
 )
 from lightning_hybrid.trainer.losses.written_states import (
     Change,
@@ -74,17 +85,12 @@ from lightning_hybrid.trainer.losses.written_states import (
     find_differences,
     state_text,
 )
-from lightning_hybrid.trainer.results.logging import Log, logged_numbers
+from lightning_hybrid.trainer.results.logging import logged_numbers
 from lightning_hybrid.trainer.step_context import StepContext
 
-__all__ = ["Forward", "MicrobatchComparison"]
+__all__ = ["MicrobatchComparison"]
 
 _T = TypeVar("_T")
-_COUPLED = (
-    "it couples the samples of a batch, such as a contrastive loss or statistics over samples, or is a mean over"
-    " something else than samples"
-)
-_ROUTERS = "the router loss of its experts is a product of means over the tokens of a batch"
 _NOTE = (
     "This happened in the comparison of microbatches with their batch. HybridStrategy(compare_microbatches=False)"
     " leaves it out."
@@ -92,62 +98,11 @@ _NOTE = (
 _MOST = 4  # comparisons: where a first one does not tell, or batches have other structures
 
 
-class _Run(NamedTuple):
-    """The forwards of some batches.
-
-    Attributes:
-        batches: The batches, as they were before.
-        counts: Their numbers of samples.
-        losses: Of each.
-        terms: Those of each loss.
-        numbers: What each logged, by name.
-        dtype: Of the computation.
-        has_drawn: Whether something was drawn that may differ from forward to forward.
-    """
-
-    batches: Sequence[Any]
-    counts: Sequence[int]
-    losses: Sequence[float]
-    terms: Sequence[LossTerms]
-    numbers: Sequence[Mapping[str, float]]
-    dtype: torch.dtype
-    has_drawn: bool
-
-    def find_means(self) -> list[TargetMeans | None]:
-        """Return what each forward tells of means over targets."""
-        forwards = zip(self.terms, self.batches, self.counts, self.numbers, strict=True)
-        rounding = rounding_of(self.dtype)
-        return [terms.find_means(batch, count, rounding, logged) for terms, batch, count, logged in forwards]
-
-
-class Forward(Protocol):
-    """The forward of the user's step over several batches, each as a step by itself that draws the same numbers."""
-
-    def __call__(
-        self,
-        batches: Sequence[Any],
-        counts: Sequence[int],
-        loss_of: Callable[[int, Tensor], Tensor],
-        run: Callable[[int, Callable[[], Any]], Any],
-    ) -> tuple[Sequence[Tensor], Sequence[Sequence[Log]]]:
-        """Run it through the pipeline.
-
-        Args:
-            batches: The batches.
-            counts: Their numbers of samples.
-            loss_of: Takes the number of a batch and its loss; returns the one to return.
-            run: Calls each forward of each stage, perhaps twice; takes the number of the batch.
-
-        Returns:
-            The losses, on the last stage; and what each batch logged.
-        """
-
-
 class MicrobatchComparison:
     """The comparison of the loss of two microbatches joined with those of each alone; all ranks come to one verdict.
 
-    It is made at the first step, and without replicas again for batches of another structure, which several replicas
-    would meet at different steps.
+    It is made at the first step; at the second one too if there was a single pair of microbatches, which may be equal
+    by chance; and without replicas for batches of another structure, which several replicas meet at different steps.
 
     Args:
         context: What steps need.
@@ -177,8 +132,11 @@ class MicrobatchComparison:
         is_needed = config.compare_microbatches and is_split and config.loss_reduction == "mean"
         self._left = _MOST if is_needed else 0
         self._verdicts: dict[Hashable, Verdict] = {}  # by the structure of the batch
+        self._structures, self._texts = set[Hashable](), set[str]()  # that were compared here, and on any rank
         self._changes: list[dict[str, Change]] = []  # of states, with two microbatches joined and with each alone
         self._rounding = 0.0
+        self._has_stated = False  # that a structure is not compared, or that microbatches differ
+        self._repeats = False  # a comparison of one pair alone, which may have been equal by chance
         self._needs_graph = False  # as the step computes gradients itself
         self._last: tuple[Hashable, Verdict | None] = (), None  # of the last batch: its signature, and what is known
 
@@ -191,15 +149,18 @@ class MicrobatchComparison:
         if not self._left and not self._verdicts:
             return False
         if signature != self._last[0]:
-            structure = "any" if self._context.mesh.data_parallel_size > 1 else structure_of(signature)
-            self._last = signature, self._verdicts.get(structure)
+            structure = structure_of(signature)
+            self._last = signature, self._verdicts.get(self._key_of(structure))
+            is_known = not self._verdicts or structure in self._structures or (self._last[1] is None and self._left > 0)
+            if not is_known and not self._is_whole and not self.takes_one:
+                self._state_structure(structure, signature)
         known = self._last[1]
         if known is None:
             self.labels, self.terms, self.loss_reduction = None, None, self._given
             return self._left > 0
         self.labels, self.terms = known.labels, known.terms
         self.loss_reduction = "sum" if known.kind == "sum" else self._given
-        return False
+        return self._repeats and self._left > 0
 
     def __call__(self, batch: Any, num_microbatches: int, signature: Hashable, forward: Forward) -> bool:
         """Compare the microbatches of a batch with the batch.
@@ -221,7 +182,10 @@ class MicrobatchComparison:
         if num_microbatches > 1 and not takes_from_iterators(module):
             batches, counts = joined_parts(batch, num_microbatches, getattr(module, "split_batch", None))
         # Forwards may gather shards of replicas, so that all ranks run as many.
-        number = min(all_gather_values(len(batches), context.mesh.decision_group))
+        self._structures.add(structure_of(signature))
+        found = all_gather_values((len(batches), repr(structure_of(signature))), context.mesh.decision_group)
+        number = min(each for each, _ in found)
+        self._texts |= {text for _, text in found}
         self._left -= number > 0 or context.mesh.data_parallel_size > 1
         if number == 0:
             return False
@@ -235,11 +199,16 @@ class MicrobatchComparison:
             return True
         if verdict.kind == "unknown":
             return False
-        structure = "any" if context.mesh.data_parallel_size > 1 else structure_of(signature)
+        structure = self._key_of(structure_of(signature))
+        is_first, self._last = structure not in self._verdicts, ((), None)
         self._verdicts[structure] = verdict
-        self._last = (), None
+        is_mean = verdict.kind == "mean" and (verdict.labels or verdict.terms) is None
+        self._repeats = is_first and number == PAIR and is_mean
         if verdict.kind == "other":
-            return self._judge_other(verdict, num_microbatches, compare)
+            experiments = None
+            if getattr(module, "split_batch", None) is None:
+                experiments = Experiments(batch, num_microbatches, max(counts[:number]))
+            return self._judge_other(verdict, num_microbatches, compare, partial(self._find, experiments, forward))
         self.log_kinds = {**self.log_kinds, **verdict.logs}
         self.labels, self.terms = verdict.labels, verdict.terms
         self.explains = self.explains or (verdict.labels or verdict.terms) is not None or verdict.kind == "sum"
@@ -249,9 +218,27 @@ class MicrobatchComparison:
                 "The loss of two microbatches joined is the sum of their losses, so losses and gradients of"
                 ' microbatches are summed, as with HybridStrategy(loss_reduction="sum").'
             )
-        elif len(self._verdicts) == 1:
+        elif len(self._verdicts) == 1 and is_first:
             self._state_router_loss(verdict, compare)
         return verdict.kind == "sum"
+
+    def _key_of(self, structure: Hashable) -> Hashable:
+        return "any" if self._context.mesh.data_parallel_size > 1 else structure
+
+    def _state_structure(self, structure: Hashable, signature: Hashable) -> None:
+        """Warn of a batch whose structure no rank has compared; a replica may be the only one that meets it."""
+        self._structures.add(structure)
+        if repr(structure) in self._texts or self._has_stated:
+            return
+        self._has_stated = True
+        if self._context.is_source:
+            warnings.warn(
+                f"The loss of microbatches like {signature_text(signature)} is not compared with that of their batch,"
+                " as batches of the first steps had other structures. If it is no mean over samples, write a method"
+                " `microbatch_weight(self, microbatch)` that returns the number by which it is divided, or set"
+                " `num_microbatches=1`.",
+                stacklevel=2,
+            )
 
     def _count_targets(self, batch: Any, forward: Forward) -> None:
         """Find out whether the loss of a batch, which is one microbatch, is made of means over targets.
@@ -330,20 +317,52 @@ class MicrobatchComparison:
             finally:
                 tensors.restore()
 
-    def _judge_other(self, verdict: Verdict, number: int, compare: Callable[[], list[Verdict]]) -> bool:
+    def _judge_other(
+        self,
+        verdict: Verdict,
+        number: int,
+        compare: Callable[[], list[Verdict]],
+        find: Callable[[Verdict], Finding],
+    ) -> bool:
         """Find the cause of a difference and state it; return whether batches run as one microbatch from now on."""
-        self._left, self.explains = 0, True
-        cause = _COUPLED
+        self._left, self.explains, self._has_stated = 0, True, True
+        cause: Cause | None = None
         with router_losses_scaled(self._context.module, 0.0) as factor:
             if factor is not None and self._verdict(compare).kind == "mean":
-                cause = _ROUTERS
-        if cause == _ROUTERS and verdict.difference < SMALL:
+                cause = ROUTERS
+        if cause is not None and verdict.difference < SMALL:
             rank_zero_warn(small_text(verdict, cause))
             return False
+        cause = cause or find_cause(find(verdict), verdict)
         self.takes_one = self._is_auto
         num_stages = self._context.mesh.pipeline_parallel_size
         rank_zero_warn(warning_text(verdict, number, cause, switches=self._is_auto, num_stages=num_stages))
         return self._is_auto
+
+    def _find(self, experiments: Experiments | None, forward: Forward, verdict: Verdict) -> Finding:
+        """Make the experiments that all ranks can make, and return what they tell.
+
+        Args:
+            experiments: Of the batch of this rank.
+            forward: Runs batches.
+            verdict: Of all ranks.
+        """
+        own = experiments.counts if experiments is not None else {}
+        everywhere = all_gather_values(list(own), self._context.mesh.decision_group)
+        names = [name for name in own if all(name in names for names in everywhere)]
+        candidates = verdict.divisors or ()
+        if experiments is None or not names:
+            return Finding(tuple(each for each in candidates if each.is_usual))
+
+        def find() -> list[Finding]:
+            run = self._run([experiments.batches[name] for name in names], [own[name] for name in names], forward)
+            if run is None:
+                return []
+            losses = dict(zip(names, run.losses, strict=True))
+            class_weights = find_class_weights(self._context.module)
+            return [experiments.judge(losses, candidates, class_weights, rounding_of(run.dtype))]
+
+        return common_finding(self._gather(find))
 
     def _state_router_loss(self, verdict: Verdict, compare: Callable[[], list[Verdict]]) -> None:
         """State the difference that a router loss makes, where rounding of the whole loss hides it."""
@@ -353,7 +372,7 @@ class MicrobatchComparison:
             found = self._verdict(compare)
         if found.kind == "other" and math.isfinite(found.difference):
             expected = verdict.joined + (found.expected - found.joined) / factor
-            rank_zero_warn(small_text(replace(verdict, expected=expected), _ROUTERS))
+            rank_zero_warn(small_text(replace(verdict, expected=expected), ROUTERS))
 
     @property
     def _is_alone(self) -> bool:
@@ -411,9 +430,11 @@ class MicrobatchComparison:
             names = common_names(means)
             numbers = [{name: logged[name] for name in logged.keys() - names} for logged in numbers]
         verdicts = judge_pairs(losses, counts, sizes, labels, terms, numbers, run.dtype)
+        if any(verdict.kind == "other" for verdict in verdicts):
+            verdicts = run.explain(verdicts, find_class_weights(self._context.module))
         return [verdict for verdict in verdicts if not (run.has_drawn and verdict.kind == "other")]
 
-    def _run(self, batches: Sequence[Any], counts: Sequence[int], forward: Forward) -> _Run | None:
+    def _run(self, batches: Sequence[Any], counts: Sequence[int], forward: Forward) -> Run | None:
         """Run batches forward only and without a trace, through the pipeline.
 
         Args:
@@ -462,4 +483,4 @@ class MicrobatchComparison:
         if not losses:
             return None
         values, numbers = list(map(float, losses)), list(map(logged_numbers, records))
-        return _Run(kept, counts, values, terms, numbers, coarsest(dtypes), tensors.has_drawn)
+        return Run(kept, counts, values, terms, numbers, coarsest(dtypes), tensors.has_drawn)

@@ -5,7 +5,7 @@ The loss ``L(J)`` of two microbatches A and B joined to one batch J is compared 
 
     L(J) = w(A) L(A) + w(B) L(B)        a mean over samples: microbatches are averaged
     L(J) = L(A) + L(B)                  a sum over samples: microbatches are summed
-    otherwise                           the loss couples the samples, or is a mean over something else
+    otherwise                           the loss couples the samples, or is a mean over something else (:mod:`.causes`)
 
 This module knows numbers and batches; :class:`~.microbatch_comparison.MicrobatchComparison` runs the forwards.
 """
@@ -26,6 +26,7 @@ from lightning_hybrid.distributed.messages.lazy_tensor import LazyTensor
 from lightning_hybrid.distributed.pytree import flatten, unflatten
 from lightning_hybrid.pipeline_parallel.splitting.batch_contents import is_opaque
 from lightning_hybrid.pipeline_parallel.splitting.microbatch import split_into
+from lightning_hybrid.trainer.losses.divisors import Divisor
 from lightning_hybrid.trainer.losses.loss_terms import LabelCount, TermCounts, joined_terms
 
 __all__ = [
@@ -42,9 +43,7 @@ __all__ = [
     "judge_pairs",
     "rounding_of",
     "router_losses_scaled",
-    "small_text",
     "structure_of",
-    "warning_text",
 ]
 
 #: The relative difference that rounding explains, by the precision of the computation.
@@ -56,6 +55,9 @@ SMALL = 0.01
 LARGE_COEFFICIENT = 10.0
 #: Losses over fewer samples may agree by chance: two samples that are both masked, or both not.
 ENOUGH = 8
+#: Microbatches of few samples are joined to :data:`ENOUGH` only if a sample has at most so many numbers. Where they are
+#: few because a sample is large, such a batch may not fit in memory.
+_SMALL_SAMPLE = 4096
 
 Kind = Literal["mean", "sum", "other", "unknown"]
 LogKind = Literal["mean", "weighted", "sum"]
@@ -74,6 +76,7 @@ class Verdict:
         labels: How targets are counted, if the loss is a mean over them.
         logs: Logged values that are not means over samples, by name: ``"weighted"`` like the loss, or ``"sum"``.
         terms: How targets are counted, if only parts of the loss are means over them.
+        divisors: The numbers of the batch by which the loss may be divided; ``None`` if nobody has looked.
     """
 
     kind: Kind
@@ -83,6 +86,7 @@ class Verdict:
     labels: LabelCount | None = None
     logs: Mapping[str, LogKind] = field(default_factory=dict)
     terms: TermCounts | None = None
+    divisors: tuple[Divisor, ...] | None = None
 
     @property
     def difference(self) -> float:
@@ -109,7 +113,9 @@ def joined_parts(
     """Return two microbatches joined, and each alone, as batches of their own; several times if they are small.
 
     One of half as many microbatches is two of them joined, and is split into two. So nothing has to be joined, and a
-    module's `split_batch` decides as it does in the step. Pairs are taken until they have :data:`ENOUGH` samples.
+    module's `split_batch` decides as it does in the step. At least two pairs are taken, and until they have
+    :data:`ENOUGH` samples; then so many samples in two halves: a loss that couples samples of one class finds none in
+    most pairs of two.
 
     Args:
         batch: The batch of a training step.
@@ -120,14 +126,36 @@ def joined_parts(
         Three batches for each pair, whose tensors are copies, and their numbers of samples.
     """
     found: tuple[list[Any], list[int]] = [], []
+    number = max(1, num_microbatches // 2)
+    batches, totals = split_into(batch, number, user_split)
     samples = 0
-    for joined, total in zip(*split_into(batch, max(1, num_microbatches // 2), user_split), strict=True):
-        parts, counts = split_into(joined, 2, user_split)
-        if samples < ENOUGH and len(parts) == 2 and 0 not in counts:
-            found[0].extend(map(copied, (joined, *parts)))
-            found[1].extend((total, *counts))
-            samples += total
+    for joined, total in zip(batches, totals, strict=True):
+        if samples < ENOUGH or len(found[0]) < 2 * 3:
+            samples += _add_halves(found, joined, total, user_split)
+    larger = max(1, sum(totals) // ENOUGH)
+    if found[0] and totals[0] < ENOUGH and larger < number and _num_numbers(batch) <= _SMALL_SAMPLE * sum(totals):
+        batches, totals = split_into(batch, larger, user_split)
+        _add_halves(found, batches[0], totals[0], user_split)
     return found
+
+
+def _add_halves(
+    found: tuple[list[Any], list[int]],
+    joined: Any,
+    total: int,
+    user_split: Callable[[Any, int], Sequence[Any]] | None,
+) -> int:
+    """Add a batch and its halves to those that are compared; return its samples, or 0 if it cannot be halved."""
+    parts, counts = split_into(joined, 2, user_split)
+    if len(parts) != 2 or 0 in counts:
+        return 0
+    found[0].extend(map(copied, (joined, *parts)))
+    found[1].extend((total, *counts))
+    return total
+
+
+def _num_numbers(batch: Any) -> int:
+    return sum(leaf.numel() for leaf in flatten(batch)[0] if isinstance(leaf, Tensor))
 
 
 def copied(batch: Any) -> Any:
@@ -255,6 +283,9 @@ def joined_verdict(found: Sequence[Verdict]) -> Verdict:
     if not known:
         return Verdict("unknown", math.nan, (math.nan, math.nan), math.nan)
     worst = max(known, key=lambda verdict: (verdict.kind == "other", verdict.kind == "sum", verdict.difference))
+    explained = [verdict.divisors for verdict in known if verdict.divisors is not None]
+    divisors = [each for each in (worst.divisors or ()) if all(each in others for others in explained)]
+    worst = replace(worst, divisors=tuple(divisors))
     if worst.kind == "sum" and any(verdict.kind == "mean" for verdict in known):
         return replace(worst, kind="other")
     labels = {verdict.labels for verdict in known} - {None}
@@ -294,52 +325,6 @@ def router_losses_scaled(module: nn.Module, largest: float) -> Iterator[float | 
     finally:
         for part, value in zip(routers, before, strict=True):
             part.router_aux_loss_coef = value  # type: ignore[assignment]
-
-
-def small_text(verdict: Verdict, cause: str) -> str:
-    """Return the note on a difference that is accepted."""
-    return (
-        f"The loss of two microbatches joined is {verdict.joined:.6g}; the mean of their losses is"
-        f" {verdict.expected:.6g}, a difference of {100 * verdict.difference:.2g}%: {cause}, and each microbatch has"
-        " its own. `num_microbatches=1` gives the numbers of one process."
-    )
-
-
-def warning_text(verdict: Verdict, number: int, cause: str, *, switches: bool, num_stages: int) -> str:
-    """Return the warning for a loss that microbatches change.
-
-    Args:
-        verdict: Of kind ``"other"``.
-        number: The number of microbatches.
-        cause: The cause, as the subject of a sentence is explained: "it couples the samples of a batch".
-        switches: If True, the step continues with one microbatch.
-        num_stages: The number of pipeline stages.
-    """
-    found = (
-        f"The loss of two microbatches joined is {verdict.joined:.6g}; the weighted mean of their losses is"
-        f" {verdict.expected:.6g}"
-    )
-    if math.isfinite(verdict.difference):
-        found += f", a difference of {100 * verdict.difference:.2g}%"
-    remedy = (
-        "Set `num_microbatches=1` for the numbers of one process, or write a method `split_batch(batch,"
-        " num_microbatches)` that splits where samples are independent, or `microbatch_weight(microbatch)` that returns"
-        " the number by which the loss is divided."
-    )
-    if not switches:
-        return f"{found}: {cause}. {number} microbatches, as set, train to other numbers than one process. {remedy}"
-    bubble = (
-        f" A rank of {num_stages} then computes during 1/{num_stages} of a step, instead of"
-        f" {number}/{number + num_stages - 1}."
-        if num_stages > 1
-        else ""
-    )
-    return (
-        f"{found}: {cause}. Each batch now runs as one microbatch instead of {number}, so that training equals one"
-        f" process.{bubble} To keep microbatches, write a method `split_batch(batch, num_microbatches)` that splits"
-        " where samples are independent, or `microbatch_weight(microbatch)` that returns the number by which the loss"
-        f" is divided; `num_microbatches={number}` keeps them as they are."
-    )
 
 
 def _parts(sizes: Sequence[float]) -> list[float]:

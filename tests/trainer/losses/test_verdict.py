@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from lightning_hybrid.pipeline_parallel.splitting.microbatch import signatures
+from lightning_hybrid.trainer.losses.causes import Cause, warning_text
 from lightning_hybrid.trainer.losses.rehearsal import Untouched
 from lightning_hybrid.trainer.losses.verdict import (
     Verdict,
@@ -17,7 +18,6 @@ from lightning_hybrid.trainer.losses.verdict import (
     joined_verdict,
     judge,
     structure_of,
-    warning_text,
 )
 
 
@@ -69,20 +69,26 @@ def test_the_largest_difference_of_all_ranks_counts() -> None:
 def test_two_microbatches_are_joined_by_a_coarser_split() -> None:
     batch = {"x": torch.arange(10), "scale": torch.tensor(2.0)}
     batches, counts = joined_parts(batch, 5, None)
-    assert counts == [5, 3, 2, 5, 3, 2]
+    assert counts == [5, 3, 2, 5, 3, 2, 10, 5, 5]
     joined, first, second, *others = batches
     assert joined["x"].tolist() == [*first["x"].tolist(), *second["x"].tolist()] == list(range(5))
     assert others[0]["x"].tolist() == list(range(5, 10))
+    assert others[3]["x"].tolist() == list(range(10))
     joined["x"].zero_()
     assert batch["x"].tolist() == list(range(10))
     assert joined_parts({"x": torch.arange(1)}, 5, None) == ([], [])
 
 
 @pytest.mark.parametrize(
-    ("samples", "microbatches", "joined"), [(64, 8, [16]), (8, 8, [2, 2, 2, 2]), (16, 8, [4, 4]), (3, 3, [3])]
+    ("samples", "microbatches", "joined"),
+    [(64, 8, [16, 16]), (64, 2, [64]), (8, 8, [2, 2, 2, 2, 8]), (16, 8, [4, 4, 8]), (32, 16, [4, 4, 8]), (3, 3, [3])],
 )
 def test_few_samples_are_compared_in_several_pairs(samples: int, microbatches: int, joined: list[int]) -> None:
     assert joined_parts(torch.arange(samples), microbatches, None)[1][::3] == joined
+
+
+def test_large_samples_are_compared_in_pairs_alone() -> None:
+    assert joined_parts(torch.zeros(8, 5000), 8, None)[1][::3] == [2, 2, 2, 2]
 
 
 def test_a_structure_has_no_lengths() -> None:
@@ -104,9 +110,10 @@ def test_a_structure_has_no_lengths() -> None:
 
 def test_the_warning_tells_the_difference_the_cost_and_the_remedy() -> None:
     verdict = Verdict("other", 2.0, (1.0, 2.0), 1.5)
-    text = warning_text(verdict, 8, "it couples samples", switches=True, num_stages=2)
+    cause = Cause("it couples samples", "write a method `split_batch(batch, num_microbatches)`")
+    text = warning_text(verdict, 8, cause, switches=True, num_stages=2)
     assert all(part in text for part in ("25%", "it couples samples", "instead of 8", "1/2", "8/9", "`split_batch("))
-    text = warning_text(verdict, 8, "it couples samples", switches=False, num_stages=2)
+    text = warning_text(verdict, 8, cause, switches=False, num_stages=2)
     assert all(part in text for part in ("25%", "8 microbatches, as set", "`num_microbatches=1`"))
 
 

@@ -1,0 +1,349 @@
+"""Why microbatches change a loss: found by experiments, forward only, once a difference has been found.
+
+::
+
+    router losses without their coefficient     no difference is left      a router loss
+    a number of the batch as the weight         no difference is left      a mean over that number (:mod:`.divisors`)
+    the rows of all tensors in another order    another loss               rows are no samples, or their order counts
+      ... of all but one tensor                 the same loss              that tensor has no row for each sample
+      ... along the second dimension            the same loss              samples lie along that one
+    pairs of four microbatches                  weights that agree         a ratio of two sums over samples
+    otherwise                                                              the samples are coupled
+
+Batches of these experiments are as large as some that the step or the comparison has seen, so they fit in memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from lightning_hybrid.distributed.messages.lazy_tensor import LazyTensor
+from lightning_hybrid.distributed.pytree import flatten, unflatten
+from lightning_hybrid.pipeline_parallel.splitting.batch_contents import is_irregular
+from lightning_hybrid.pipeline_parallel.splitting.microbatch import split_batch
+from lightning_hybrid.trainer.losses.divisors import Divisor, fits, named_leaves, sizes_of
+from lightning_hybrid.trainer.losses.verdict import Verdict, copied
+
+__all__ = [
+    "ROUTERS",
+    "Cause",
+    "Experiments",
+    "Finding",
+    "common_finding",
+    "find_cause",
+    "small_text",
+    "warning_text",
+]
+
+#: Tensors of a batch, each of which is left in its order once.
+_MOST_LEAVES = 6
+_BLOCKS = "ABCD"
+_PAIRS = ("AB", "CD", "AC", "BD")
+#: The error of the weights of blocks up to which they tell something.
+_MOST_ERROR = 0.01
+
+
+class Cause(NamedTuple):
+    """Why microbatches change a loss.
+
+    Attributes:
+        text: As "it" is explained: "it couples the samples of a batch".
+        remedy: What the user does to keep microbatches.
+    """
+
+    text: str
+    remedy: str
+
+
+_SPLIT = "write a method `split_batch(batch, num_microbatches)` that splits where samples are independent"
+ROUTERS = Cause("the router loss of its experts is a product of means over the tokens of a batch", _SPLIT)
+_COUPLED = Cause(
+    "it couples the samples of a batch, such as a contrastive loss or statistics over samples",
+    f"{_SPLIT}, or `microbatch_weight(microbatch)` that returns the number by which the loss is divided",
+)
+_UNKNOWN = _COUPLED._replace(text=f"{_COUPLED.text}, or is a mean over something else than samples")
+_RATIO = Cause(
+    "it is a ratio of two sums over samples, such as a mean over masked tokens, a mean with class weights, or Dice",
+    "write a method `microbatch_weight(microbatch)` that returns the lower sum, if it follows from the batch alone,"
+    f" or {_SPLIT.removeprefix('write a method ')}",
+)
+_ORDERED = Cause(
+    "it depends on the order of the rows in the batch, so they are not samples that are independent: neighbors are"
+    " compared, or the first dimension is not that of samples",
+    _SPLIT,
+)
+_NOT_FINITE = Cause(
+    "alone, one of them has a loss that is not finite, as it divides by something that a microbatch may lack, such as"
+    " the standard deviation of one sample, or a number of targets",
+    _COUPLED.remedy,
+)
+
+
+class Finding(NamedTuple):
+    """What the experiments of a rank tell.
+
+    Attributes:
+        divisors: Those that explain all pairs of microbatches.
+        order: Whether the loss is the ``"same"`` in another order of rows, or ``"changes"``.
+        place: The path of the tensor whose rows are no samples, or the dimension along which samples lie.
+        is_ratio: Whether the loss is a ratio of two sums over samples; ``None`` if the losses do not tell.
+    """
+
+    divisors: tuple[Divisor, ...] = ()
+    order: str = "unknown"
+    place: str | int = ""
+    is_ratio: bool | None = None
+
+
+class Experiments:
+    """Batches whose losses tell a cause, made of the rows of one batch; none where something else than rows is split.
+
+    Args:
+        batch: Of the training step.
+        num_microbatches: The number of its microbatches.
+        largest: The number of samples of the largest batch that has been compared.
+
+    Attributes:
+        batches: By name: ``"A"`` to ``"D"`` are microbatches, ``"AB"`` two of them joined, ``"rows"`` the largest
+            batch, ``"order"`` the same in another order, and so on.
+        counts: Their numbers of samples.
+    """
+
+    def __init__(self, batch: Any, num_microbatches: int, largest: int) -> None:
+        self.batches: dict[str, Any] = {}
+        self.counts: dict[str, int] = {}
+        self._leaves, self._spec = flatten(batch)
+        self._paths = [path for path, _ in named_leaves(batch)]
+        counts = split_batch(batch, num_microbatches)[1]
+        self._rows = [number for number, leaf in enumerate(self._leaves) if _has_rows(leaf, sum(counts))]
+        others = [leaf for number, leaf in enumerate(self._leaves) if number not in self._rows]
+        if len(counts) < 2 or not all(map(_is_unsplit, others)):
+            return
+        if len(counts) >= len(_BLOCKS) and len(set(counts[: len(_BLOCKS)])) == 1:
+            self._add_blocks(counts[0], largest)
+        # Sequences may have to be sorted by their lengths.
+        if largest % 2 == 0 and not any(_is_sorted(self._leaves[number], largest) for number in self._rows):
+            self._add_orders(largest)
+
+    def _add(self, name: str, count: int, change: Callable[[Tensor], Tensor], *, but: int | None = None) -> None:
+        """Add a batch of as many samples, made by a change of all tensors that have rows, or of all but one."""
+        leaves = list(self._leaves)
+        for number in self._rows:
+            leaf = leaves[number] if number == but else change(leaves[number])
+            leaves[number] = leaf.narrow(0, 0, count)
+        self.batches[name], self.counts[name] = copied(unflatten(leaves, self._spec)), count
+
+    def _add_blocks(self, size: int, largest: int) -> None:
+        for pair in _PAIRS:
+            self._add(pair, 2 * size, partial(_pair, size=size, pair=pair))
+        for number, name in enumerate(_BLOCKS):
+            self._add(name, size, partial(_narrowed, first=number * size, size=size))
+        if largest >= len(_BLOCKS) * size:
+            self._add(_BLOCKS, len(_BLOCKS) * size, _as_it_is)
+
+    def _add_orders(self, count: int) -> None:
+        shuffle = partial(_shuffled, count=count, dim=0)
+        self._add("rows", count, _as_it_is)
+        self._add("order", count, shuffle)
+        for number in self._rows if 1 < len(self._rows) <= _MOST_LEAVES else ():
+            self._add(f"but {number}", count, shuffle, but=number)
+        seconds = {self._leaves[number].shape[1:2] for number in self._rows}
+        if len(seconds) == 1 and (length := seconds.pop()) and length[0] > 1 and length[0] % 2 == 0:
+            self._add("second", count, partial(_shuffled, count=length[0], dim=1))
+
+    def judge(
+        self,
+        losses: Mapping[str, float],
+        candidates: Sequence[Divisor],
+        class_weights: Mapping[str, Tensor],
+        rounding: float,
+    ) -> Finding:
+        """Tell what the losses of the batches say.
+
+        Args:
+            losses: By the name of the batch.
+            candidates: The numbers that explain the pairs that were compared before.
+            class_weights: From :func:`~.divisors.find_class_weights`.
+            rounding: The relative error of a loss.
+        """
+        bound = rounding * max((abs(loss) for loss in losses.values() if math.isfinite(loss)), default=0.0)
+        divisors = [each for each in candidates if each.is_usual or "A" in losses]
+        if divisors and "A" in losses:
+            sizes = sizes_of([self.batches[block] for block in _BLOCKS], class_weights)
+            of_blocks = {each: dict(zip(_BLOCKS, sizes[each], strict=True)) for each in divisors if each in sizes}
+            divisors = [
+                each
+                for each, numbers in of_blocks.items()
+                if all(fits([losses[n] for n in (pair, *pair)], [numbers[n] for n in pair], bound) for pair in _PAIRS)
+            ]
+        order, place = "unknown", cast("str | int", "")
+        if "order" in losses and math.isfinite(losses["rows"]):
+            changed = {name: not abs(loss - losses["rows"]) <= bound for name, loss in losses.items()}
+            order = "changes" if changed["order"] else "same"
+            alike = [number for number in self._rows if not changed.get(f"but {number}", True)]
+            place = self._paths[alike[0]] if len(alike) == 1 else "" if changed.get("second", True) else 1
+        return Finding(tuple(divisors), order, place, is_ratio=_is_ratio(losses, bound) if "A" in losses else None)
+
+
+def _is_ratio(losses: Mapping[str, float], bound: float) -> bool | None:
+    """Return whether a loss is ``N / D`` with sums over samples, from the losses of four blocks and of pairs of them.
+
+    Where the blocks seem to count the same, they do not tell: they would if samples that are coupled are in others.
+
+    A pair XY tells ``D(X) / D(Y)``. Around the cycle A, B, D, C these ratios have the product 1.
+
+    Args:
+        losses: By the name of the batch.
+        bound: The error of a loss.
+    """
+    ratios, error = dict[str, float](), 0.0
+    for pair in _PAIRS:
+        upper, lower = losses[pair[1]] - losses[pair], losses[pair] - losses[pair[0]]
+        if not min(abs(upper), abs(lower)) > bound:
+            return None
+        if upper * lower < 0:
+            return False
+        ratios[pair] = upper / lower
+        error += bound / abs(upper) + bound / abs(lower)
+    cycle = ratios["AB"] * ratios["BD"] / ratios["CD"] / ratios["AC"]
+    if error > _MOST_ERROR or all(abs(math.log(ratio)) <= error for ratio in ratios.values()):
+        return None
+    if abs(math.log(cycle)) > error:
+        return False
+    weights = {"A": 1.0, "B": 1 / ratios["AB"], "C": 1 / ratios["AC"]}
+    weights["D"] = weights["B"] / ratios["BD"]
+    if _BLOCKS not in losses:
+        return True
+    expected = sum(weight * losses[name] for name, weight in weights.items()) / sum(weights.values())
+    return abs(losses[_BLOCKS] - expected) <= bound + error * max(map(abs, losses.values()))
+
+
+def common_finding(found: Sequence[Finding]) -> Finding:
+    """Return what the findings of all replicas have in common."""
+    if not found:
+        return Finding()
+    first = found[0]
+    orders = {(each.order, each.place) for each in found}
+    order, place = orders.pop() if len(orders) == 1 else ("unknown", "")
+    return Finding(
+        tuple(each for each in first.divisors if all(each in other.divisors for other in found)),
+        order,
+        place,
+        is_ratio=None if any(each.is_ratio is None for each in found) else all(each.is_ratio for each in found),
+    )
+
+
+def find_cause(finding: Finding, verdict: Verdict) -> Cause:
+    """Return the cause of a difference.
+
+    Args:
+        finding: Of all replicas.
+        verdict: Of kind ``"other"``.
+    """
+    if finding.divisors:
+        divisor = finding.divisors[0]
+        return Cause(
+            f"it is a mean over something else than samples, which is divided by {divisor.text}", divisor.remedy
+        )
+    if not math.isfinite(verdict.difference):
+        return _NOT_FINITE
+    if finding.order == "changes" and finding.place == 1:
+        text = "the samples of the batch lie along the second dimension of its tensors, and the first one was split"
+        return Cause(text, "write a method `split_batch(batch, num_microbatches)` that splits the second dimension")
+    if finding.order == "changes" and finding.place:
+        text = f"`{finding.place}` was split by rows, as it has as many as there are samples, but these are no samples"
+        return Cause(
+            text, "keep it in the module, as a buffer, or write a method `split_batch(batch, num_microbatches)`"
+        )
+    if finding.order == "changes":
+        return _ORDERED
+    return _COUPLED if finding.is_ratio is False else _RATIO if finding.is_ratio else _UNKNOWN
+
+
+def small_text(verdict: Verdict, cause: Cause) -> str:
+    """Return the note on a difference that is accepted."""
+    return (
+        f"The loss of two microbatches joined is {verdict.joined:.6g}; the mean of their losses is"
+        f" {verdict.expected:.6g}, a difference of {100 * verdict.difference:.2g}%: {cause.text}, and each"
+        " microbatch has its own. `num_microbatches=1` gives the numbers of one process."
+    )
+
+
+def warning_text(verdict: Verdict, number: int, cause: Cause, *, switches: bool, num_stages: int) -> str:
+    """Return the warning for a loss that microbatches change.
+
+    Args:
+        verdict: Of kind ``"other"``.
+        number: The number of microbatches.
+        cause: The cause.
+        switches: If True, the step continues with one microbatch.
+        num_stages: The number of pipeline stages.
+    """
+    found = (
+        f"The loss of two microbatches joined is {verdict.joined:.6g}; the weighted mean of their losses is"
+        f" {verdict.expected:.6g}"
+    )
+    if math.isfinite(verdict.difference):
+        found += f", a difference of {100 * verdict.difference:.2g}%"
+    if not switches:
+        return (
+            f"{found}: {cause.text}. {number} microbatches, as set, train to other numbers than one process. Set"
+            f" `num_microbatches=1` for the numbers of one process, or {cause.remedy}."
+        )
+    bubble = (
+        f" A rank of {num_stages} then computes during 1/{num_stages} of a step, instead of"
+        f" {number}/{number + num_stages - 1}."
+        if num_stages > 1
+        else ""
+    )
+    return (
+        f"{found}: {cause.text}. Each batch now runs as one microbatch instead of {number}, so that training equals one"
+        f" process.{bubble} To keep microbatches, {cause.remedy}; `num_microbatches={number}` keeps them as they are."
+    )
+
+
+def _has_rows(leaf: Any, total: int) -> bool:
+    return isinstance(leaf, Tensor) and not is_irregular(leaf) and leaf.ndim > 0 and len(leaf) == total
+
+
+def _is_unsplit(leaf: Any) -> bool:
+    """Return whether a leaf that has no rows goes whole to every microbatch."""
+    if isinstance(leaf, Tensor):
+        return not is_irregular(leaf) and (leaf.ndim == 0 or len(leaf) == 1)
+    return leaf is None or isinstance(leaf, (bool, int, float))
+
+
+def _is_sorted(leaf: Tensor, count: int) -> bool:
+    if isinstance(leaf, LazyTensor) or leaf.ndim != 1 or leaf.is_floating_point() or leaf.dtype == torch.bool:
+        return False
+    steps = leaf[:count].diff()
+    return bool(steps.any()) and (bool((steps >= 0).all()) or bool((steps <= 0).all()))
+
+
+def _as_it_is(leaf: Tensor) -> Tensor:
+    return leaf
+
+
+def _narrowed(leaf: Tensor, first: int, size: int) -> Tensor:
+    return leaf.narrow(0, first, size)
+
+
+def _pair(leaf: Tensor, size: int, pair: str) -> Tensor:
+    """Return two of the blocks ABCD, by operators that leave a lazy tensor as it is."""
+    if pair not in _BLOCKS:
+        rows = leaf.narrow(0, 0, 4 * size)
+        leaf = rows.reshape(2, 2, size, *rows.shape[1:]).transpose(0, 1).reshape(rows.shape)
+    return leaf.narrow(0, 0 if pair.startswith("A") else 2 * size, 2 * size)
+
+
+def _shuffled(leaf: Tensor, count: int, dim: int) -> Tensor:
+    """Return the first entries of a dimension in another order, in which neighbors are others."""
+    rows = leaf.narrow(dim, 0, count).transpose(0, dim)
+    halves = rows.reshape(2, count // 2, *rows.shape[1:]).transpose(0, 1).reshape(rows.shape)
+    return halves.flip(0).transpose(0, dim)

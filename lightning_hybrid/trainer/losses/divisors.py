@@ -1,0 +1,191 @@
+"""Numbers of a batch by which its loss may be divided: targets that count, elements of masks, lengths, class weights.
+
+A loss that is a mean over something else than samples is ``N / D``, with sums over samples above and below. Two
+microbatches joined then have the mean of their losses, weighted by ``D``. Which ``D`` it is, is found by trying all
+that a batch offers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lightning_hybrid.distributed.messages.lazy_tensor import LazyTensor
+from lightning_hybrid.distributed.module_names import join_names
+from lightning_hybrid.distributed.pytree import flatten
+from lightning_hybrid.pipeline_parallel.frame.stage_states import find_owners, tables_of
+from lightning_hybrid.pipeline_parallel.splitting.batch_contents import children, is_irregular
+
+__all__ = ["Divisor", "find_class_weights", "fits", "named_leaves", "sizes_of"]
+
+#: What code writes where nothing counts: padding, and classes that are ignored; the likely ones first.
+_IGNORED = (-100, 0, -1, 1, 255)
+#: A leaf with more values has classes, one of which would fit by chance.
+_MOST_VALUES = 64
+
+
+class Divisor(NamedTuple):
+    """A number of a batch.
+
+    Attributes:
+        path: Of a leaf of the batch, such as ``batch['labels']``.
+        key: Of that leaf, as `count_tokens` takes it; ``None`` for the batch itself, or a leaf further inside.
+        kind: ``"count"`` of the elements that are not `ignored`, ``"sum"`` of the elements, or of the ``"weights"`` of
+            their classes.
+        ignored: The element that does not count.
+        shift: Whether the first position of each sequence does not count.
+        weights: The path of the class weights in the module.
+    """
+
+    path: str
+    key: str | int | None
+    kind: Literal["count", "sum", "weights"]
+    ignored: int = 0
+    shift: bool = False
+    weights: str = ""
+
+    @property
+    def is_usual(self) -> bool:
+        """Whether it is one of few, of which none fits by chance."""
+        return self.kind != "count" or self.ignored in _IGNORED
+
+    @property
+    def text(self) -> str:
+        """What it is, as a part of a sentence."""
+        place = f"`{self.path}`" + " without the first position of each sequence" * self.shift
+        if self.kind == "count":
+            return f"the elements of {place} that are not {self.ignored}"
+        return (
+            f"the sum of {place}" if self.kind == "sum" else f"the weights `{self.weights}` of the classes in {place}"
+        )
+
+    @property
+    def remedy(self) -> str:
+        """What the user writes into the module."""
+        if self.kind == "count" and (self.key is not None or self.path == "batch"):
+            arguments = [repr(self.key)] if self.key is not None else []
+            arguments += [f"ignore_index={self.ignored}"] * (self.ignored != -100) + ["shift=True"] * self.shift
+            return f"write `microbatch_weight = lightning_hybrid.count_tokens({', '.join(arguments)})` into the module"
+        place = self.path + "[..., 1:]" * self.shift
+        value = {
+            "count": f"({place} != {self.ignored}).sum()",
+            "sum": f"{place}.sum()",
+            "weights": f"self.{self.weights}[{place}].sum()",
+        }[self.kind]
+        return f"write a method `microbatch_weight(self, batch)` that returns `{value}`"
+
+
+def find_class_weights(module: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors of a module that may be weights of classes, by path: buffers and attributes with a dimension.
+
+    Args:
+        module: The user's module.
+    """
+    return {
+        join_names(path, name): value.detach()
+        for path, owner in find_owners([module]).items()
+        for table in tables_of(owner)
+        for name, value in table.items()
+        if type(value) is Tensor
+        and not value.is_meta
+        and value.ndim == 1
+        and len(value) > 1
+        and value.is_floating_point()
+    }
+
+
+def sizes_of(batches: Sequence[Any], class_weights: Mapping[str, Tensor]) -> dict[Divisor, tuple[float, ...]]:
+    """Return all numbers by which the losses of some batches may be divided, the likely ones first.
+
+    Args:
+        batches: Of one structure.
+        class_weights: From :func:`find_class_weights`.
+
+    Returns:
+        The number of each batch, by divisor.
+    """
+    found: dict[Divisor, tuple[float, ...]] = {}
+    keys = _keys(batches[0])
+    for of_leaf in zip(*map(named_leaves, batches), strict=False):
+        path, leaves = of_leaf[0][0], [leaf for _, leaf in of_leaf]
+        if all(each == path for each, _ in of_leaf) and all(map(_may_count, leaves)):
+            found.update(_of_leaf(path, keys.get(path), leaves, class_weights))
+    order = sorted(found, key=lambda each: (not each.is_usual, each.kind != "count", each.shift))
+    return {divisor: found[divisor] for divisor in order}
+
+
+def fits(losses: Sequence[float], sizes: Sequence[float], bound: float) -> bool:
+    """Return whether a loss is the mean of its parts, weighted by some sizes; no loss of nothing contradicts that.
+
+    Args:
+        losses: Of two batches joined, and of each alone.
+        sizes: Of each alone.
+        bound: The difference that is allowed.
+    """
+    joined, *parts = losses
+    if not math.isfinite(joined):
+        return not sum(sizes)
+    expected = sum(size / sum(sizes) * part for size, part in zip(sizes, parts, strict=True) if size)
+    return abs(joined - expected) <= bound
+
+
+def _keys(batch: Any) -> dict[str, str | int]:
+    """Return the keys by which `count_tokens` takes what is directly in a batch, by path."""
+    keys = list(batch) if isinstance(batch, Mapping) else []
+    found = enumerate(children(batch, "batch"))
+    named = {path: keys[number] if keys else name or number for number, (path, name, _) in found}
+    return {path: key for path, key in named.items() if isinstance(key, (str, int))}
+
+
+def named_leaves(tree: Any, path: str = "batch") -> Iterator[tuple[str, Any]]:
+    """Return the leaves of a batch, as `flatten` does, with their paths such as ``batch['labels']``."""
+    if flatten(tree)[1].kind is None:
+        yield path, tree
+        return
+    for child_path, _, child in children(tree, path):
+        yield from named_leaves(child, child_path)
+
+
+def _may_count(leaf: Any) -> bool:
+    if not isinstance(leaf, Tensor) or isinstance(leaf, LazyTensor) or is_irregular(leaf):
+        return False
+    return leaf.ndim > 0 and leaf.numel() > 0 and not leaf.is_complex()
+
+
+def _of_leaf(
+    path: str, key: str | int | None, leaves: Sequence[Tensor], class_weights: Mapping[str, Tensor]
+) -> Iterator[tuple[Divisor, tuple[float, ...]]]:
+    are_whole = not leaves[0].is_floating_point()
+    for shift in (False, True) if leaves[0].ndim > 1 else (False,):
+        parts = [leaf[..., 1:] if shift else leaf for leaf in leaves]
+        counts = list(map(_count_values, parts)) if are_whole or all(map(_is_mask, parts)) else []
+        for value in _values_of(counts):
+            sizes = tuple(float(part.numel() - each.get(value, 0)) for part, each in zip(parts, counts, strict=True))
+            yield Divisor(path, key, "count", value, shift), sizes
+        if all(bool((part >= 0).all()) for part in parts):
+            if not any(map(_is_mask, parts)):
+                yield Divisor(path, key, "sum", 0, shift), tuple(float(part.double().sum()) for part in parts)
+            if leaves[0].dtype == torch.int64:
+                for name, weight in class_weights.items():
+                    if all(part.numel() and int(part.max()) < len(weight) for part in parts):
+                        sizes = tuple(float(weight.double()[part.to(weight.device)].sum()) for part in parts)
+                        yield Divisor(path, key, "weights", 0, shift, name), sizes
+
+
+def _is_mask(tensor: Tensor) -> bool:
+    return tensor.dtype == torch.bool or bool(((tensor == 0) | (tensor == 1)).all())
+
+
+def _count_values(tensor: Tensor) -> dict[int, int]:
+    values, counts = torch.unique(tensor, return_counts=True)
+    return dict(zip(map(int, values.tolist()), counts.tolist(), strict=True))
+
+
+def _values_of(counts: Sequence[Mapping[int, int]]) -> list[int]:
+    values = {value for each in counts for value in each}
+    others = sorted(values.difference(_IGNORED)) if len(values) <= _MOST_VALUES else []
+    return [*_IGNORED, *others] if counts else []

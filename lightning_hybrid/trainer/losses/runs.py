@@ -1,0 +1,86 @@
+"""What the forwards of several batches tell of a loss: of two microbatches joined, and of each alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from lightning_hybrid.trainer.losses.divisors import fits, sizes_of
+from lightning_hybrid.trainer.losses.loss_terms import LossTerms, TargetMeans
+from lightning_hybrid.trainer.losses.verdict import Verdict, rounding_of
+from lightning_hybrid.trainer.results.logging import Log
+
+__all__ = ["PAIR", "Forward", "Run"]
+
+#: Batches of a pair: two microbatches joined, and each alone.
+PAIR = 3
+
+
+class Forward(Protocol):
+    """The forward of the user's step over several batches, each as a step by itself that draws the same numbers."""
+
+    def __call__(
+        self,
+        batches: Sequence[Any],
+        counts: Sequence[int],
+        loss_of: Callable[[int, Tensor], Tensor],
+        run: Callable[[int, Callable[[], Any]], Any],
+    ) -> tuple[Sequence[Tensor], Sequence[Sequence[Log]]]:
+        """Run it through the pipeline.
+
+        Args:
+            batches: The batches.
+            counts: Their numbers of samples.
+            loss_of: Takes the number of a batch and its loss; returns the one to return.
+            run: Calls each forward of each stage, perhaps twice; takes the number of the batch.
+
+        Returns:
+            The losses, on the last stage; and what each batch logged.
+        """
+
+
+class Run(NamedTuple):
+    """The forwards of some batches.
+
+    Attributes:
+        batches: The batches, as they were before.
+        counts: Their numbers of samples.
+        losses: Of each.
+        terms: Those of each loss.
+        numbers: What each logged, by name.
+        dtype: Of the computation.
+        has_drawn: Whether something was drawn that may differ from forward to forward.
+    """
+
+    batches: Sequence[Any]
+    counts: Sequence[int]
+    losses: Sequence[float]
+    terms: Sequence[LossTerms]
+    numbers: Sequence[Mapping[str, float]]
+    dtype: torch.dtype
+    has_drawn: bool
+
+    def find_means(self) -> list[TargetMeans | None]:
+        """Return what each forward tells of means over targets."""
+        forwards = zip(self.terms, self.batches, self.counts, self.numbers, strict=True)
+        rounding = rounding_of(self.dtype)
+        return [terms.find_means(batch, count, rounding, logged) for terms, batch, count, logged in forwards]
+
+    def explain(self, verdicts: Sequence[Verdict], class_weights: Mapping[str, Tensor]) -> list[Verdict]:
+        """Return the verdicts on pairs, with the numbers of their batches by which the loss may be divided."""
+        parts = [number for number in range(len(self.batches)) if number % PAIR]
+        sizes = sizes_of([self.batches[number] for number in parts], class_weights)
+        found = []
+        for number, verdict in enumerate(verdicts):
+            losses = self.losses[PAIR * number : PAIR * (number + 1)]
+            bound = rounding_of(self.dtype) * max((abs(loss) for loss in losses if math.isfinite(loss)), default=0.0)
+            if verdict.kind == "other" and math.isfinite(verdict.expected):
+                bound = min(bound, abs(verdict.joined - verdict.expected) / 4)
+            fitting = (each for each, own in sizes.items() if fits(losses, own[2 * number : 2 * number + 2], bound))
+            found.append(replace(verdict, divisors=tuple(fitting)))
+        return found
