@@ -22,7 +22,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
@@ -33,7 +33,7 @@ from lightning_hybrid.data_parallel.grad_sync import GradientSync
 from lightning_hybrid.distributed.agreement import all_gather_values
 from lightning_hybrid.distributed.class_losses import observed
 from lightning_hybrid.distributed.failure import WrongUseError, add_note
-from lightning_hybrid.pipeline_parallel.splitting.microbatch import find_batch_size, signature_text
+from lightning_hybrid.pipeline_parallel.splitting.microbatch import find_batch_size
 from lightning_hybrid.trainer.losses.causes import (
     ROUTERS,
     Cause,
@@ -42,6 +42,7 @@ from lightning_hybrid.trainer.losses.causes import (
     common_finding,
     find_cause,
     small_text,
+    structure_text,
     warning_text,
 )
 from lightning_hybrid.trainer.losses.divisors import find_class_weights
@@ -64,7 +65,7 @@ from lightning_hybrid.trainer.losses.rehearsal import (
     takes_from_iterators,
     untouched_attributes,
 )
-from lightning_hybrid.trainer.losses.runs import PAIR, Forward, Run
+from lightning_hybrid.trainer.losses.runs import PAIR, Run
 from lightning_hybrid.trainer.losses.verdict import (
     LARGE_COEFFICIENT,
     SMALL,
@@ -85,10 +86,10 @@ from lightning_hybrid.trainer.losses.written_states import (
     find_differences,
     state_text,
 )
-from lightning_hybrid.trainer.results.logging import logged_numbers
+from lightning_hybrid.trainer.results.logging import Log, logged_numbers
 from lightning_hybrid.trainer.step_context import StepContext
 
-__all__ = ["MicrobatchComparison"]
+__all__ = ["Forward", "MicrobatchComparison"]
 
 _T = TypeVar("_T")
 _NOTE = (
@@ -96,6 +97,29 @@ _NOTE = (
     " leaves it out."
 )
 _MOST = 4  # comparisons: where a first one does not tell, or batches have other structures
+
+
+class Forward(Protocol):
+    """The forward of the user's step over several batches, each as a step by itself that draws the same numbers."""
+
+    def __call__(
+        self,
+        batches: Sequence[Any],
+        counts: Sequence[int],
+        loss_of: Callable[[int, Tensor], Tensor],
+        run: Callable[[int, Callable[[], Any]], Any],
+    ) -> tuple[Sequence[Tensor], Sequence[Sequence[Log]]]:
+        """Run it through the pipeline.
+
+        Args:
+            batches: The batches.
+            counts: Their numbers of samples.
+            loss_of: Takes the number of a batch and its loss; returns the one to return.
+            run: Calls each forward of each stage, perhaps twice; takes the number of the batch.
+
+        Returns:
+            The losses, on the last stage; and what each batch logged.
+        """
 
 
 class MicrobatchComparison:
@@ -232,13 +256,7 @@ class MicrobatchComparison:
             return
         self._has_stated = True
         if self._context.is_source:
-            warnings.warn(
-                f"The loss of microbatches like {signature_text(signature)} is not compared with that of their batch,"
-                " as batches of the first steps had other structures. If it is no mean over samples, write a method"
-                " `microbatch_weight(self, microbatch)` that returns the number by which it is divided, or set"
-                " `num_microbatches=1`.",
-                stacklevel=2,
-            )
+            warnings.warn(structure_text(signature), stacklevel=2)
 
     def _count_targets(self, batch: Any, forward: Forward) -> None:
         """Find out whether the loss of a batch, which is one microbatch, is made of means over targets.

@@ -467,7 +467,7 @@ class TrainingStep:
         """Run batches forward only, each as a step by itself that draws the same random numbers.
 
         Args:
-            batches: The first arguments are those of :class:`~.losses.runs.Forward`.
+            batches: The first arguments are those of :class:`~.microbatch_comparison.Forward`.
             counts: As there.
             loss_of: As there.
             run: As there.

@@ -26,7 +26,7 @@ from torch import Tensor
 from lightning_hybrid.distributed.messages.lazy_tensor import LazyTensor
 from lightning_hybrid.distributed.pytree import flatten, unflatten
 from lightning_hybrid.pipeline_parallel.splitting.batch_contents import is_irregular
-from lightning_hybrid.pipeline_parallel.splitting.microbatch import split_batch
+from lightning_hybrid.pipeline_parallel.splitting.microbatch import signature_text, split_batch
 from lightning_hybrid.trainer.losses.divisors import Divisor, fits, named_leaves, sizes_of
 from lightning_hybrid.trainer.losses.verdict import Verdict, copied
 
@@ -38,6 +38,7 @@ __all__ = [
     "common_finding",
     "find_cause",
     "small_text",
+    "structure_text",
     "warning_text",
 ]
 
@@ -264,6 +265,20 @@ def find_cause(finding: Finding, verdict: Verdict) -> Cause:
     if finding.order == "changes":
         return _ORDERED
     return _COUPLED if finding.is_ratio is False else _RATIO if finding.is_ratio else _UNKNOWN
+
+
+def structure_text(signature: Any) -> str:
+    """Return the warning for a batch of a structure that was not compared.
+
+    Args:
+        signature: The signature of a microbatch of it.
+    """
+    return (
+        f"The loss of microbatches like {signature_text(signature)} is not compared with that of their batch,"
+        " as batches of the first steps had other structures. If it is no mean over samples, write a method"
+        " `microbatch_weight(self, microbatch)` that returns the number by which it is divided, or set"
+        " `num_microbatches=1`."
+    )
 
 
 def small_text(verdict: Verdict, cause: Cause) -> str:

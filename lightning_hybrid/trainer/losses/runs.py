@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,35 +13,11 @@ from torch import Tensor
 from lightning_hybrid.trainer.losses.divisors import fits, sizes_of
 from lightning_hybrid.trainer.losses.loss_terms import LossTerms, TargetMeans
 from lightning_hybrid.trainer.losses.verdict import Verdict, rounding_of
-from lightning_hybrid.trainer.results.logging import Log
 
-__all__ = ["PAIR", "Forward", "Run"]
+__all__ = ["PAIR", "Run"]
 
 #: Batches of a pair: two microbatches joined, and each alone.
 PAIR = 3
-
-
-class Forward(Protocol):
-    """The forward of the user's step over several batches, each as a step by itself that draws the same numbers."""
-
-    def __call__(
-        self,
-        batches: Sequence[Any],
-        counts: Sequence[int],
-        loss_of: Callable[[int, Tensor], Tensor],
-        run: Callable[[int, Callable[[], Any]], Any],
-    ) -> tuple[Sequence[Tensor], Sequence[Sequence[Log]]]:
-        """Run it through the pipeline.
-
-        Args:
-            batches: The batches.
-            counts: Their numbers of samples.
-            loss_of: Takes the number of a batch and its loss; returns the one to return.
-            run: Calls each forward of each stage, perhaps twice; takes the number of the batch.
-
-        Returns:
-            The losses, on the last stage; and what each batch logged.
-        """
 
 
 class Run(NamedTuple):
