@@ -92,6 +92,7 @@ from lightning_hybrid.trainer.step_context import StepContext
 __all__ = ["Forward", "MicrobatchComparison"]
 
 _T = TypeVar("_T")
+_Compare = Callable[[], list[Verdict]]
 _NOTE = (
     "This happened in the comparison of microbatches with their batch. HybridStrategy(compare_microbatches=False)"
     " leaves it out."
@@ -144,8 +145,7 @@ class MicrobatchComparison:
 
     def __init__(self, context: StepContext, grad_sync: GradientSync, config: HybridConfig) -> None:
         self._context, self._grad_sync = context, grad_sync
-        self._is_auto = config.auto_microbatches
-        self._given = config.loss_reduction
+        self._is_auto, self._given = config.auto_microbatches, config.loss_reduction
         self.loss_reduction = self._given
         self.labels: LabelCount | None = None
         self.terms: TermCounts | None = None
@@ -336,11 +336,7 @@ class MicrobatchComparison:
                 tensors.restore()
 
     def _judge_other(
-        self,
-        verdict: Verdict,
-        number: int,
-        compare: Callable[[], list[Verdict]],
-        find: Callable[[Verdict], Finding],
+        self, verdict: Verdict, number: int, compare: _Compare, find: Callable[[Verdict], Finding]
     ) -> bool:
         """Find the cause of a difference and state it; return whether batches run as one microbatch from now on."""
         self._left, self.explains, self._has_stated = 0, True, True
@@ -382,7 +378,7 @@ class MicrobatchComparison:
 
         return common_finding(self._gather(find))
 
-    def _state_router_loss(self, verdict: Verdict, compare: Callable[[], list[Verdict]]) -> None:
+    def _state_router_loss(self, verdict: Verdict, compare: _Compare) -> None:
         """State the difference that a router loss makes, where rounding of the whole loss hides it."""
         with router_losses_scaled(self._context.module, LARGE_COEFFICIENT) as factor:
             if factor is None:
@@ -397,7 +393,7 @@ class MicrobatchComparison:
         """Return whether no other rank takes part in the forwards of this one."""
         return self._context.mesh.model_group.size() == 1 and not self._grad_sync.zero.is_active
 
-    def _verdict(self, compare: Callable[[], list[Verdict]]) -> Verdict:
+    def _verdict(self, compare: _Compare) -> Verdict:
         """Return the verdict of all ranks: the largest difference that one of them has found."""
         return joined_verdict(self._gather(compare))
 
