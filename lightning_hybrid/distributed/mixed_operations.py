@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
 
 from lightning_hybrid.distributed.dtensor import full_tensor, keeping_blocks, whole_numbers
-from lightning_hybrid.distributed.pytree import map_leaves
 
 
 @contextmanager
@@ -36,7 +36,8 @@ def _plain_gradients() -> Iterator[None]:
         if any(each not in (Tensor, nn.Parameter) and not issubclass(each, DTensor) for each in types):
             return NotImplemented  # it knows what to do
         if torch.is_grad_enabled() and func not in _OF_GRAPHS and not _writes(func):
-            args, kwargs = map_leaves(_with_plain_gradient, (tuple(args), kwargs or {}))
+            # Objects of other classes, such as hooks, are not looked into.
+            args, kwargs = tree_map_only(Tensor, _with_plain_gradient, (tuple(args), kwargs or {}))
         return inherited(func, types, args, kwargs or {})
 
     kind: Any = DTensor
@@ -57,7 +58,7 @@ def _writes(func: Any) -> bool:
     return name.endswith("_") and (not name.endswith("__") or name.startswith("__i") or name == "__set__")
 
 
-def _with_plain_gradient(leaf: Any) -> Any:
+def _with_plain_gradient(leaf: Tensor) -> Any:
     if type(leaf) in (Tensor, nn.Parameter) and leaf.requires_grad:
         return _PlainGradient.apply(leaf)  # type: ignore[no-untyped-call]
     return leaf
