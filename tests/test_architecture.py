@@ -34,6 +34,7 @@ LONGER: dict[str, str] = {
     "trainer/step_context.py::__init__": "an attribute a line",
     "trainer/training_step.py": "a step, and the forwards of its comparison, share their pieces",
     "trainer/training_step.py::__call__": "a step, one thing after the other",
+    "trainer/microbatch_comparison.py": "when batches are compared, and all that follows from what is found",
     "trainer/lightning_internals.py": "everything private of Lightning is in one file, half of it says why",
 }
 

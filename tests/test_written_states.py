@@ -172,6 +172,24 @@ def test_a_state_that_is_the_same_is_not_told(ranks: Pools, is_chain: bool) -> N
     assert assert_equal(ranks, {"pipeline_parallel_size": 2}, ALIKE, is_chain) == [[]] * len(ALIKE)
 
 
+class Contrast(Queue):
+    """Samples are compared with those in the queue before they are put there, as in MoCo."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x).tanh()
+        compared = x - (x @ self.ring.clone().T).softmax(1) @ self.ring.clone()
+        if self.training:
+            self.write(x.detach())
+        return compared
+
+
+@pytest.mark.parametrize("is_chain", [True, False], ids=["chain", "list"])
+def test_a_queue_that_the_loss_uses_takes_one_microbatch(ranks: Pools, is_chain: bool) -> None:
+    ((said,),) = assert_equal(ranks, {"pipeline_parallel_size": 2}, [Contrast], is_chain)
+    assert "The loss of a second microbatch depends on it" in said
+    assert "one microbatch instead of 8" in said
+
+
 @pytest.mark.parametrize("layout", [{"num_microbatches": 4}, {"num_microbatches": 4, "pipeline_parallel_size": 2}])
 def test_a_number_that_was_set_is_kept(ranks: Pools, layout: dict[str, Any]) -> None:
     size = layout.get("pipeline_parallel_size", 1)

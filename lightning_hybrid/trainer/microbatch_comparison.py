@@ -82,8 +82,9 @@ from lightning_hybrid.trainer.losses.verdict import (
 from lightning_hybrid.trainer.losses.written_states import (
     Change,
     WrittenStates,
-    are_of_the_batch,
     find_differences,
+    find_of_batch,
+    is_used,
     state_text,
 )
 from lightning_hybrid.trainer.results.logging import Log, logged_numbers
@@ -158,7 +159,7 @@ class MicrobatchComparison:
         self._verdicts: dict[Hashable, Verdict] = {}  # by the structure of the batch
         self._structures, self._texts = set[Hashable](), set[str]()  # that were compared here, and on any rank
         self._changes: list[dict[str, Change]] = []  # of states, with two microbatches joined and with each alone
-        self._rounding = 0.0
+        self._rounding = self._alone = 0.0  # of a loss; and the loss of the second microbatch alone
         self._has_stated = False  # that a structure is not compared, or that microbatches differ
         self._repeats = False  # a comparison of one pair alone, which may have been equal by chance
         self._needs_graph = False  # as the step computes gradients itself
@@ -301,8 +302,11 @@ class MicrobatchComparison:
         """
         group = self._context.mesh.decision_group
         rounding = max(all_gather_values(self._rounding, group))
-        if not any(all_gather_values(are_of_the_batch(self._changes, rounding), group)):
+        own_paths = find_of_batch(self._changes, rounding)
+        paths = sorted({path for of_rank in all_gather_values(own_paths, group) for path in of_rank})
+        if not paths:
             return False
+        alone = self._alone
         with self._without_trace() as (one_run, tensors, states):
 
             def run(number: int, forward_of_stage: Callable[[], Any]) -> Any:
@@ -310,14 +314,17 @@ class MicrobatchComparison:
                 with one_run(restores=False), tensors.run(restores=False), lean:
                     return forward_of_stage()
 
-            forward(batches, counts, lambda number, loss: loss.detach(), run)
+            after, _ = forward(batches, counts, lambda number, loss: loss.detach(), run)
             own = find_differences(self._changes[0], states.read(tensors.former), rounding)
-        found = {each.path: each for of_rank in all_gather_values(own, group) for each in of_rank}
-        if not found:
+        losses = (alone, float(after[1])) if after and is_used(alone, float(after[1]), rounding) else None
+        told = all_gather_values((own, losses), group)
+        found = {each.path: each for differences, _ in told for each in differences}
+        used = next((each for _, each in told if each is not None), None)
+        if not found and used is None:
             return False
         self.takes_one = self._is_auto
         self._left = 0 if self.takes_one else self._left
-        rank_zero_warn(state_text(list(found.values()), number, switches=self._is_auto))
+        rank_zero_warn(state_text(list(found.values()), paths, used, number, switches=self._is_auto))
         return self._is_auto
 
     @contextmanager
@@ -497,4 +504,5 @@ class MicrobatchComparison:
         if not losses:
             return None
         values, numbers = list(map(float, losses)), list(map(logged_numbers, records))
+        self._alone = values[min(2, len(values) - 1)]
         return Run(kept, counts, values, terms, numbers, coarsest(dtypes), tensors.has_drawn)

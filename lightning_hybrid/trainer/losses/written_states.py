@@ -7,7 +7,8 @@
     one after the other             s --> s(A) --> s(AB), as in a step
 
 If s(J) is s(A) and s(B), nothing is written from the batch. Otherwise s(AB) is computed, and must be s(J): as for a sum
-over samples, or the largest one.
+over samples, or the largest one. The loss of B must be the same after s(A) as after s: it is not where a step compares
+samples with a queue of earlier ones, and adds its own.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torchmetrics import Metric
 from lightning_hybrid.distributed.module_names import join_names
 from lightning_hybrid.pipeline_parallel.frame.stage_states import find_owners, tables_of
 
-__all__ = ["Change", "Difference", "WrittenStates", "are_of_the_batch", "find_differences", "state_text"]
+__all__ = ["Change", "Difference", "WrittenStates", "find_differences", "find_of_batch", "is_used", "state_text"]
 
 _ROUNDINGS = 16  # by which sums may differ
 _MOST_NAMED = 4
@@ -102,21 +103,33 @@ def _has_numbers(tensor: Tensor) -> bool:
     return type(tensor) is Tensor and not tensor.is_meta and tensor.layout is torch.strided and not tensor.is_complex()
 
 
-def are_of_the_batch(changes: Sequence[Mapping[str, Change]], rounding: float) -> bool:
-    """Return whether states are written from the batch.
+def find_of_batch(changes: Sequence[Mapping[str, Change]], rounding: float) -> list[str]:
+    """Return the paths of the states that are written from the batch.
 
     Args:
         changes: With two microbatches joined, with the first and with the second, all from the same states.
         rounding: The relative difference that rounding explains.
     """
-    for path in {path for of_run in changes for path in of_run}:
+    found = []
+    for path in sorted({path for of_run in changes for path in of_run}):
         joined, *alone = [of_run.get(path) for of_run in changes]
-        if joined is None:
-            return True
-        bound = _bound(joined, rounding)
-        if any(each is None or _gap(joined.after, each.after) > bound for each in alone):
-            return True
-    return False
+        bound = math.inf if joined is None else _bound(joined, rounding)
+        if joined is None or any(each is None or _gap(joined.after, each.after) > bound for each in alone):
+            found.append(path)
+    return found
+
+
+def is_used(alone: float, after: float, rounding: float) -> bool:
+    """Return whether the loss of a microbatch depends on the state that an earlier microbatch of the step has written.
+
+    Args:
+        alone: Its loss with the state from before the step.
+        after: Its loss with the state after the earlier microbatch.
+        rounding: The relative difference that rounding explains.
+    """
+    if math.isnan(alone) or math.isnan(after):
+        return math.isnan(alone) != math.isnan(after)
+    return not abs(alone - after) <= rounding * max(abs(alone), abs(after))
 
 
 def find_differences(joined: Mapping[str, Change], parts: Mapping[str, Change], rounding: float) -> list[Difference]:
@@ -149,21 +162,33 @@ def _size(tensor: Tensor) -> float:
     return float(tensor.abs().max()) if tensor.numel() else 0.0
 
 
-def state_text(found: Sequence[Difference], number: int, *, switches: bool) -> str:
-    """Return the warning about states that end elsewhere with microbatches.
+def state_text(
+    found: Sequence[Difference], used: Sequence[str], losses: tuple[float, float] | None, number: int, *, switches: bool
+) -> str:
+    """Return the warning about states that microbatches change.
 
     Args:
-        found: The states.
+        found: The states that end elsewhere with microbatches.
+        used: The states that are written from the batch.
+        losses: Of the second microbatch, without the first one before it and with it, if they differ.
         number: The number of microbatches.
         switches: Whether batches run as one microbatch from now on.
     """
-    names = ", ".join(repr(each.path) for each in found[:_MOST_NAMED])
-    names += f" and {len(found) - _MOST_NAMED} others" if len(found) > _MOST_NAMED else ""
-    largest = max(each.size for each in found)
-    text = (
-        f"Forwards write {names} from the batch. After two microbatches the state differs from that after both joined,"
-        f" by {100 * largest:.2g}% of its change."
-    )
+    paths = [each.path for each in found] or list(used)
+    names = ", ".join(map(repr, paths[:_MOST_NAMED]))
+    names += f" and {len(paths) - _MOST_NAMED} others" if len(paths) > _MOST_NAMED else ""
+    text = f"Forwards write {names} from the batch."
+    if found:
+        largest = max(each.size for each in found)
+        text += (
+            " After two microbatches the state differs from that after both joined, by"
+            f" {100 * largest:.2g}% of its change."
+        )
+    if losses is not None:
+        text += (
+            f" The loss of a second microbatch depends on it: {losses[1]:.6g} after the first one, {losses[0]:.6g}"
+            " without it."
+        )
     if switches:
         return (
             f"{text} Each batch now runs as one microbatch instead of {number}, so that training equals one process."
