@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map_only
 
 from lightning_hybrid.distributed.dtensor import full_tensor, keeping_blocks, whole_numbers
 
@@ -36,8 +35,7 @@ def _plain_gradients() -> Iterator[None]:
         if any(each not in (Tensor, nn.Parameter) and not issubclass(each, DTensor) for each in types):
             return NotImplemented  # it knows what to do
         if torch.is_grad_enabled() and func not in _OF_GRAPHS and not _writes(func):
-            # Objects of other classes, such as hooks, are not looked into.
-            args, kwargs = tree_map_only(Tensor, _with_plain_gradient, (tuple(args), kwargs or {}))
+            args, kwargs = _with_plain_gradients(tuple(args)), _with_plain_gradients(kwargs or {})
         return inherited(func, types, args, kwargs or {})
 
     kind: Any = DTensor
@@ -58,10 +56,15 @@ def _writes(func: Any) -> bool:
     return name.endswith("_") and (not name.endswith("__") or name.startswith("__i") or name == "__set__")
 
 
-def _with_plain_gradient(leaf: Tensor) -> Any:
-    if type(leaf) in (Tensor, nn.Parameter) and leaf.requires_grad:
-        return _PlainGradient.apply(leaf)  # type: ignore[no-untyped-call]
-    return leaf
+def _with_plain_gradients(value: Any) -> Any:
+    """Return arguments whose plain tensors have plain gradients; objects in them, such as hooks, stay as they are."""
+    if type(value) in (list, tuple):
+        return type(value)(map(_with_plain_gradients, value))
+    if type(value) is dict:
+        return {name: _with_plain_gradients(each) for name, each in value.items()}
+    if type(value) in (Tensor, nn.Parameter) and value.requires_grad:
+        return _PlainGradient.apply(value)  # type: ignore[no-untyped-call]
+    return value
 
 
 class _PlainGradient(torch.autograd.Function):
