@@ -142,6 +142,8 @@ class MicrobatchComparison:
         log_kinds: Logged values that are not means over samples, by name.
         explains: If True, the normalizer of the loss is known, and labels need no further check.
         takes_one: If True, batches run as one microbatch from now on.
+        repeats: If True, one pair of microbatches was compared, which may have been equal by chance: the next step is
+            compared too, which may take another path.
     """
 
     def __init__(self, context: StepContext, grad_sync: GradientSync, config: HybridConfig) -> None:
@@ -161,7 +163,7 @@ class MicrobatchComparison:
         self._changes: list[dict[str, Change]] = []  # of states, with two microbatches joined and with each alone
         self._rounding = self._alone = 0.0  # of a loss; and the loss of the second microbatch alone
         self._has_stated = False  # that a structure is not compared, or that microbatches differ
-        self._repeats = False  # a comparison of one pair alone, which may have been equal by chance
+        self.repeats = False
         self._needs_graph = False  # as the step computes gradients itself
         self._last: tuple[Hashable, Verdict | None] = (), None  # of the last batch: its signature, and what is known
 
@@ -185,7 +187,7 @@ class MicrobatchComparison:
             return self._left > 0
         self.labels, self.terms = known.labels, known.terms
         self.loss_reduction = "sum" if known.kind == "sum" else self._given
-        return self._repeats and self._left > 0
+        return self.repeats and self._left > 0
 
     def __call__(self, batch: Any, num_microbatches: int, signature: Hashable, forward: Forward) -> bool:
         """Compare the microbatches of a batch with the batch.
@@ -228,7 +230,7 @@ class MicrobatchComparison:
         is_first, self._last = structure not in self._verdicts, ((), None)
         self._verdicts[structure] = verdict
         is_mean = verdict.kind == "mean" and (verdict.labels or verdict.terms) is None
-        self._repeats = is_first and number == PAIR and is_mean
+        self.repeats = is_first and number == PAIR and is_mean
         if verdict.kind == "other":
             experiments = None
             if getattr(module, "split_batch", None) is None:

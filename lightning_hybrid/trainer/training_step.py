@@ -21,6 +21,7 @@ from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.distributed.pytree import flatten, unflatten
 from lightning_hybrid.pipeline_parallel.batch_norm import batch_norm_text, batch_norms, limit_microbatches
 from lightning_hybrid.pipeline_parallel.engine import Compute, Profile
+from lightning_hybrid.pipeline_parallel.frame.path_change import FOLLOW
 from lightning_hybrid.pipeline_parallel.frame.plan import FramePlan, shard_text, skipped_writes
 from lightning_hybrid.pipeline_parallel.links.step_schedules import StepSchedules
 from lightning_hybrid.pipeline_parallel.links.traffic import TrafficWatch
@@ -487,7 +488,8 @@ class TrainingStep:
             nullcontext() if self._casts is None else self._casts.schedule(),
         ):
             if context.frame.is_followed:
-                plans = self._frame_plans(batches, others, step, precision, draws_alike=True)
+                choice = FOLLOW if self._comparison.repeats else None
+                plans = self._frame_plans(batches, others, step, precision, draws_alike=True, choose=lambda _: choice)
 
             def loss_of_value(number: int, value: Any) -> Tensor | Nothing:
                 return NOTHING if value is None else loss_of(number, _loss_of(value))
