@@ -1,4 +1,4 @@
-"""Operations of parameters that are divided (DTensors) with tensors that are not."""
+"""Operations that mix sharded parameters (DTensors) with plain tensors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_hybrid.distributed.dtensor import full_tensor, keeping_blocks, wh
 
 @contextmanager
 def mixed_operations() -> Iterator[None]:
-    """Inside, operations take parameters of which some are divided and some are not, as optimizers and penalties do."""
+    """Let operations mix DTensors and plain tensors while entered, as optimizers and penalties do."""
     from torch.distributed.tensor.experimental import implicit_replication  # a tenth of a second
 
     with keeping_blocks(), whole_numbers(), implicit_replication(), _plain_gradients():
@@ -24,16 +24,16 @@ def mixed_operations() -> Iterator[None]:
 
 @contextmanager
 def _plain_gradients() -> Iterator[None]:
-    """Inside, a plain tensor that meets a DTensor, as a loss meets a penalty, has a gradient that is plain.
+    """Keep the gradient of a plain tensor plain where it is combined with a DTensor, as a loss is with a penalty.
 
-    Torch makes a DTensor of it below autograd. So its gradient is one too, and goes on to code of plain tensors, where
-    torch has no rule for some operations, such as attention.
+    Torch converts the plain tensor below autograd, so its gradient would be a DTensor. Backward passes that gradient on
+    to operations that have no sharding rule, such as attention.
     """
     inherited = vars(DTensor)["__torch_function__"]
 
     def meet(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(each not in (Tensor, nn.Parameter) and not issubclass(each, DTensor) for each in types):
-            return NotImplemented  # it knows what to do
+            return NotImplemented  # another tensor subclass handles the call
         if torch.is_grad_enabled() and func not in _OF_GRAPHS and not _writes(func):
             args, kwargs = _with_plain_gradients(tuple(args)), _with_plain_gradients(kwargs or {})
         return inherited(func, types, args, kwargs or {})
@@ -46,18 +46,18 @@ def _plain_gradients() -> Iterator[None]:
         kind.__torch_function__ = inherited
 
 
-#: What takes tensors as places in a graph, and not as values.
+#: Functions that take tensors as nodes of a graph, not as values.
 _OF_GRAPHS = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 
 
 def _writes(func: Any) -> bool:
-    """Whether a function of torch writes what it is given."""
+    """Return whether a function of torch writes its first argument, by its name."""
     name: str = getattr(func, "__name__", "")
     return name.endswith("_") and (not name.endswith("__") or name.startswith("__i") or name == "__set__")
 
 
 def _with_plain_gradients(value: Any) -> Any:
-    """Return arguments whose plain tensors have plain gradients; objects in them, such as hooks, stay as they are."""
+    """Return arguments whose plain tensors have plain gradients; other objects, such as hooks, are not searched."""
     if type(value) in (list, tuple):
         return type(value)(map(_with_plain_gradients, value))
     if type(value) is dict:
@@ -68,7 +68,7 @@ def _with_plain_gradients(value: Any) -> Any:
 
 
 class _PlainGradient(torch.autograd.Function):
-    """The identity, of which the gradient is plain."""
+    """The identity function, whose gradient is a plain tensor."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:

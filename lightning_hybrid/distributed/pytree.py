@@ -300,16 +300,16 @@ def _value_meta(leaf: Any) -> ValueMeta:
         ) from error
 
 
-#: Values that nobody changes.
+#: Types of values that are not copied, because a layer cannot change them or (tensors) they are handled elsewhere.
 _UNCHANGING = (type(None), bool, int, float, str, Tensor, torch.dtype, torch.device)
 
 
 def copy_object(value: Any, of_tensor: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> Any:
-    """Return a copy of an object that a layer may change, such as a cache of keys; a plain value is itself.
+    """Return a copy of an object that a layer may change, such as a cache of keys; return a plain value itself.
 
     Args:
         value: The object.
-        of_tensor: Makes the tensors of the copy out of its own.
+        of_tensor: Returns the tensor of the copy for a tensor of the object.
     """
     if isinstance(value, _UNCHANGING) or callable(value):
         return value
@@ -317,7 +317,7 @@ def copy_object(value: Any, of_tensor: Callable[[Tensor], Tensor] = lambda tenso
 
 
 def _tensors_in(value: Any, seen: set[int]) -> Iterator[Tensor]:
-    """The tensors in an object, its attributes and what these hold."""
+    """Yield the tensors in an object, in its attributes, and in their attributes."""
     if isinstance(value, Tensor):
         yield value
     elif id(value) not in seen and not isinstance(value, type):

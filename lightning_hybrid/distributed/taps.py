@@ -64,18 +64,18 @@ def find_taps(layer: nn.Module, *, of_torch: bool = True) -> list[Tap]:
 
 
 class Taps:
-    """Hooks inside a layer that are not called as torch calls them: later, or with other tensors.
+    """Hooks inside a layer that this package calls instead of torch: later, or with other tensors.
 
     A rank that does not have the layer calls them too, with tensors of the rank that has it. So code around layers
     that collects what hooks see (the logits of routers, for their loss) works on every rank. Where ranks divide a
-    sequence in the layer, hooks are given the whole sequence.
+    sequence in the layer, hooks receive the whole sequence.
 
     Args:
         layer: The layer.
         taps: The hooks.
 
     Attributes:
-        names: As given.
+        names: The hooks, as passed.
     """
 
     def __init__(self, layer: nn.Module, taps: Collection[Tap]) -> None:
@@ -102,11 +102,11 @@ class Taps:
 
     @contextmanager
     def calling(self, call: Callable[..., Any]) -> Iterator[None]:
-        """Inside, something else is called in the place of each hook.
+        """Replace the call of each hook while entered.
 
         Args:
-            call: Is given the name of the hook, the hook, its module and its other arguments; what it returns is what
-                the hook returns.
+            call: The replacement. It receives the name of the hook, the hook, the module and the hook's other
+                arguments, and returns the result of the hook.
         """
         with _replaced(self._layer, self.names, lambda tap, hook: partial(call, tap, hook)):
             yield
@@ -199,7 +199,7 @@ def _replaced(layer: nn.Module, taps: Collection[Tap], replace: Callable[[Tap, H
         for position, (key, hook) in enumerate(_foreign(layer.get_submodule(name))):
             if Tap(name, position) in taps:
                 replaced.append((hooks, key, hook))
-                # It stays a hook of the same module for whoever replaces it once more.
+                # The wrapper keeps the hook's `__module__`, by which a second replacement finds it.
                 hooks[key] = update_wrapper(replace(Tap(name, position), hook), hook)
     try:
         yield

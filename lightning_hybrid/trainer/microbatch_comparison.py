@@ -47,6 +47,7 @@ from lightning_hybrid.trainer.losses.causes import (
 )
 from lightning_hybrid.trainer.losses.divisors import find_class_weights
 from lightning_hybrid.trainer.losses.loss_terms import (
+    PAIR,
     LabelCount,
     LossTerms,
     TargetMeans,
@@ -65,7 +66,7 @@ from lightning_hybrid.trainer.losses.rehearsal import (
     takes_from_iterators,
     untouched_attributes,
 )
-from lightning_hybrid.trainer.losses.runs import PAIR, Run
+from lightning_hybrid.trainer.losses.runs import Run
 from lightning_hybrid.trainer.losses.verdict import (
     LARGE_COEFFICIENT,
     SMALL,
@@ -142,8 +143,8 @@ class MicrobatchComparison:
         log_kinds: Logged values that are not means over samples, by name.
         explains: If True, the normalizer of the loss is known, and labels need no further check.
         takes_one: If True, batches run as one microbatch from now on.
-        repeats: If True, one pair of microbatches was compared, which may have been equal by chance: the next step is
-            compared too, which may take another path.
+        repeats: If True, a single pair of microbatches was compared, which may have been equal by chance. The next step
+            is compared too; it is traced anew, because its path may differ.
     """
 
     def __init__(self, context: StepContext, grad_sync: GradientSync, config: HybridConfig) -> None:

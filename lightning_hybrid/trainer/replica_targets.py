@@ -52,7 +52,7 @@ class ReplicaTargets:
 
     Args:
         module: The user's module.
-        mesh: The ranks, each of which is a replica.
+        mesh: The mesh; each rank is a replica.
         device: Where this rank computes.
         is_asked: Whether anything is to be recognized.
     """
@@ -66,7 +66,7 @@ class ReplicaTargets:
 
     @property
     def is_looking(self) -> bool:
-        """Whether replicas meet after the forward of the next step, to find out what their losses are."""
+        """Whether replicas compare their losses after the forward of the next step."""
         return self._left > 0
 
     def run(self, step: Callable[[], Any], batch: Any) -> tuple[Any, LossWeights | None]:
@@ -77,7 +77,7 @@ class ReplicaTargets:
             batch: Its batch.
 
         Returns:
-            What it returned; and what the batch counts, ``None`` if all replicas count the same.
+            The output of the step; and the weights of the batch, ``None`` if all replicas weigh the same.
         """
         if self._labels is not None:
             weights = LossWeights.of(self._labels, [batch], self._mesh, self._device)
@@ -89,7 +89,7 @@ class ReplicaTargets:
         return self._look(step, batch) if self.is_looking else (step(), None)
 
     def _look(self, step: Callable[[], Any], batch: Any) -> tuple[Any, LossWeights | None]:
-        """Run a first step, and find out with the other replicas what its loss is."""
+        """Run a first step, and compare its loss with those of the other replicas."""
         batch = with_copied_classes(batch)
         terms, held = LossTerms(in_step=True), list[tuple[Callable[..., None], Log]]()
 

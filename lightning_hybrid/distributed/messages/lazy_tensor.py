@@ -14,20 +14,8 @@ from lightning_hybrid.distributed.tensor_metadata import METADATA
 
 _NAMES = (
     *("split", "chunk", "unbind", "narrow", "select", "view", "reshape", "flatten", "permute", "transpose", "movedim"),
-    *(
-        "unsqueeze",
-        "squeeze",
-        "flip",
-        "detach",
-        "contiguous",
-        "float",
-        "double",
-        "half",
-        "bfloat16",
-        "long",
-        "int",
-        "bool",
-    ),
+    *("unsqueeze", "squeeze", "flip", "detach", "contiguous"),
+    *("float", "double", "half", "bfloat16", "long", "int", "bool"),
 )
 # What these make of a tensor is as lazy as that is: which numbers go where depends on its shape alone.
 _LAZY = {getattr(owner, name) for owner in (torch, Tensor) for name in _NAMES if callable(getattr(owner, name, None))}

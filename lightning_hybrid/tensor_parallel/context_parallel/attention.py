@@ -9,12 +9,12 @@
     ring         blocks of keys and values pass from rank to rank   each rank: its queries, all heads
                  Liu et al., "Ring Attention with Blockwise Transformers", 2023, https://arxiv.org/abs/2310.01889
 
-Attention that is written with products of matrices, as where heads have sinks, is computed by each rank for its queries
-and all keys, whatever the kind::
+Attention that a layer writes with matrix products, as models with attention sinks do, gathers keys and values under
+every kind; each rank computes the scores of its own queries::
 
     queries @ keys^T       keys gathered           (own positions, all positions)
     + mask                 its own rows
-    softmax                nothing to do
+    softmax                unchanged
     weights @ values       values gathered
 
 What a mask or `is_causal` says is meant for the whole sequence.
@@ -108,7 +108,7 @@ class Region(TorchFunctionMode):
         shares: How the sequence is divided.
         kind: How attention communicates, one of :data:`KINDS`.
         draws: What random numbers are.
-        hooks: Entered around the layer, with the region: what is called in the place of hooks inside it.
+        hooks: Makes a context for the forward of the layer, which replaces the calls of hooks inside it.
 
     Attributes:
         shares: As given.
@@ -168,7 +168,7 @@ class Region(TorchFunctionMode):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Inside, code runs as it does around the layer: on whole sequences."""
+        """Run code on whole sequences while entered, as code around the layer does."""
         self._is_paused = True
         try:
             yield
@@ -310,10 +310,13 @@ class Region(TorchFunctionMode):
     # -- written with products -----------------------------------------------------------------------------------------
 
     def _product(self, input: Tensor, other: Tensor, **options: Any) -> Tensor:
-        """Of queries with keys, or of weights with values: with those of the whole sequence."""
+        """Multiply queries with the keys, or attention weights with the values, of the whole sequence."""
         own, total = self.shares.length, self.shares.total
         if input.ndim == other.ndim == 4 and input.shape[2] == own < total:
-            if (input.shape[3], other.shape[2]) == (total, own):  # of one share they could not be multiplied
+            if (input.shape[3], other.shape[2]) == (
+                total,
+                own,
+            ):  # weights, and values of one share
                 other = gather_keys(other, 2, self.shares)
             elif other.shape[3] == own:
                 self._compare_keys(own)
@@ -321,7 +324,7 @@ class Region(TorchFunctionMode):
         return torch.matmul(input, other, **options)
 
     def _with_mask(self, func: Any, input: Any, other: Any, *args: Any, **kwargs: Any) -> Any:
-        """Scores of this share's queries with a mask of the whole sequence: with its own rows."""
+        """Apply the rows of a mask that belong to the queries of this share."""
         if isinstance(input, Tensor) and isinstance(other, Tensor) and input.ndim == 4 and other.ndim > 1:
             own, total = self.shares.length, self.shares.total
             if input.shape[2:] == (own, total) and other.shape[-2:] == (total, total):

@@ -115,11 +115,11 @@ class Division:
         return next((dim for dim in (tensor.ndim - 2, 1) if shape[dim] == total), None)
 
     def mark(self, enter: Callable[[Tensor], Tensor], leave: Callable[[Tensor], object]) -> None:
-        """Have ways into the layer and out of it known.
+        """Register functions that see the tensors which enter and leave the layer.
 
         Args:
-            enter: What the layer is given goes through it.
-            leave: Is called with whole sequences that the code around the layer gets.
+            enter: Called with each share that enters the layer; returns its replacement.
+            leave: Called with each whole sequence that code around the layer receives.
         """
         self._enter, self._exit = enter, leave
 
@@ -209,11 +209,11 @@ class Division:
         return self._map_results(result, lambda tensor, dim: self._wrapped(tensor, SequenceLayout(dim, self.shares)))
 
     def whole(self, tensor: Tensor, layout: SequenceLayout | None) -> Tensor:
-        """What code that sees whole sequences gets in the place of a tensor of the layer.
+        """Return the whole tensor that code around the layer sees for a tensor inside the layer.
 
         Args:
-            tensor: The tensor.
-            layout: Where the sequence is in it; ``None`` if it is no share of one.
+            tensor: The tensor inside the layer.
+            layout: How the sequence is divided in it; ``None`` if it does not hold a share of the sequence.
         """
         mine, whole = self._argument(tensor)
         if isinstance(mine, Tensor):
@@ -226,7 +226,7 @@ class Division:
         return made
 
     def _argument(self, leaf: Any) -> tuple[Any, Any]:
-        """What the layer was given and that is the share of, if this is it and nothing was written into it."""
+        """Return an argument of the layer and the whole tensor it is a share of; ``None``s if it was written since."""
         mine, whole, version = self._given.get(id(leaf), (None, None, 0))
         return (mine, whole) if mine is leaf and version == version_of(leaf) else (None, None)
 

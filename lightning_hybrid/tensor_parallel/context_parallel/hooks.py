@@ -1,4 +1,4 @@
-"""Forward hooks of the user's inside a layer see whole sequences of which the layer has a share."""
+"""Calls the user's forward hooks inside a layer with whole sequences, where the layer computes a share."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from lightning_hybrid.tensor_parallel.context_parallel.sharded_sequence import S
 
 
 class Along(NamedTuple):
-    """Where the sequence is in a tensor inside a layer: alone, or in a row with others.
+    """The dimension of a tensor inside a layer along which the sequence lies.
 
     Attributes:
-        dim: The dimension; ``None`` if there is none, and the tensor is the same on every rank.
-        is_outer: Whether sequences follow one another along it, instead of several entries of each position.
+        dim: The dimension; ``None`` if the tensor has no sequence and is equal on every rank.
+        is_outer: If the dimension is longer than the sequence: whether it holds several sequences one after the other
+            (True) or several entries of each position (False).
     """
 
     dim: int | None
@@ -44,12 +45,12 @@ class Along(NamedTuple):
 
 
 class Place(NamedTuple):
-    """A tensor among what a hook is given.
+    """The position of a tensor among the arguments of a hook.
 
     Attributes:
         tap: The hook.
-        num_leaves: How many values it is given.
-        position: Which of these it is.
+        num_leaves: The number of values in the arguments.
+        position: The index among these values.
     """
 
     tap: Tap
@@ -57,12 +58,12 @@ class Place(NamedTuple):
     position: int
 
 
-#: What is known of tensors that hooks are given; of others it is not: the tokens of an expert, sums over positions.
+#: The sequence dimension of hooks' arguments; tensors without an entry, such as the tokens of an expert, have none.
 Places = dict[Place, Along]
 
 
 def common_places(found: Sequence[Places]) -> Places:
-    """Return what all of these know."""
+    """Return the entries that all of several findings share."""
     return {place: along for place, along in found[0].items() if all(each.get(place) == along for each in found)}
 
 
@@ -73,11 +74,11 @@ class WholeHooks:
 
         part of the layer --> share --> whole sequence --> hook: keeps it, or returns another output --> share
 
-    Shares are gathered only if something reads the whole. What is no share of a sequence is given as it is.
+    Shares are gathered only when a hook reads the whole sequence. Tensors without a sequence are passed unchanged.
 
     Args:
         taps: The hooks.
-        places: Where the sequence is in what they are given.
+        places: The sequence dimensions of their arguments.
         division: The call of the layer.
     """
 
@@ -86,10 +87,10 @@ class WholeHooks:
 
     @contextmanager
     def __call__(self, region: Region) -> Iterator[None]:
-        """Inside, the hooks are called so.
+        """Call the hooks with whole sequences while entered.
 
         Args:
-            region: In which the layer runs; hooks run outside it.
+            region: The region in which the layer runs; hooks run outside it.
         """
         with self._taps.calling(partial(self._call, region)):
             yield
@@ -97,7 +98,7 @@ class WholeHooks:
     def _call(self, region: Region, tap: Tap, hook: Hook, module: nn.Module, *given: Any) -> Any:
         leaves, spec = flatten(given)
         places = [self._places.get(Place(tap, len(leaves), position)) for position in range(len(leaves))]
-        made: dict[int, Any] = {}  # what comes twice is one tensor again
+        made: dict[int, Any] = {}  # a tensor that is passed twice stays one tensor
         for leaf, along in zip(leaves, places, strict=True):
             if isinstance(leaf, Tensor) and id(leaf) not in made:
                 layout = along and along.layout(leaf, region.shares.length, region.shares)
@@ -112,9 +113,9 @@ class WholeHooks:
             leaf is not whole and _is_written(whole, version)
             for leaf, whole, version in zip(leaves, wholes, versions, strict=True)
         ]
-        if any(written[:first]) and not torch.is_inference_mode_enabled():  # there it may just have been read
+        if any(written[:first]) and not torch.is_inference_mode_enabled():  # there a read looks like a write
             raise region.refuse(
-                f"and a forward hook writes into what {tap.module!r} is given. Let it return another output instead."
+                f"and a forward hook writes into an argument of {tap.module!r}. Let it return another output instead."
             )
         values, spec = flatten(output if result is None else result)
         if result is None and not any(written) and list(map(id, values)) == list(map(id, wholes[first:])):
@@ -128,7 +129,7 @@ class WholeHooks:
         return unflatten(shares, spec)
 
     def _share(self, value: Any, along: Along | None, region: Region, tap: Tap) -> Any:
-        """Return what goes on in the layer, of what a hook has made in the place of an output of its module."""
+        """Return this rank's share of an output that a hook has replaced."""
         if not isinstance(value, Tensor):
             return value
         shares = region.shares
@@ -139,15 +140,15 @@ class WholeHooks:
         layout = along and along.layout(value, shares.total, shares)
         if layout is None:
             raise region.refuse(
-                f"and a forward hook changes what {tap.module!r} returns. On a share of the sequence that is no share"
-                " of what it returns on the whole, or the hook returns something of another form. Change the result of"
-                " the layer instead, or use context_parallel_size=1."
+                f"and a forward hook replaces the output of {tap.module!r}. That output has no sequence dimension, or"
+                " the hook returns a result of another structure. Change the result of the layer instead, or use"
+                " context_parallel_size=1."
             )
         return layout.scatter(plain(value))
 
 
 def _is_written(whole: Any, version: int) -> bool:
-    """Whether a hook may have written into a tensor; in inference mode, whether it has read a sequence in shares."""
+    """Return whether a hook may have written a tensor; in inference mode, whether it has read a sharded sequence."""
     if isinstance(whole, ShardedSequence) and whole.is_inference():
         return whole.is_written()
     return version_of(whole) != version

@@ -18,9 +18,9 @@ class Leaks:
         x --> entry --> layer --> exit --> ... --> loss        a way from the loss to an entry, by no exit:
                           `------> self.balance --'            what went this way is of one share
 
-    A balancing loss that a layer keeps as an attribute, or sums over positions that a hook has collected: what a layer
-    keeps has a share's positions only, and nothing joins it. Nodes are marked in one call of each layer; the mark of an
-    entry is a product with one, which changes no number, and that of an exit the node that makes a share whole.
+    Examples are a balancing loss that a layer keeps as an attribute, and sums over positions that a hook collects: they
+    cover the positions of one share only. Nodes are marked in one call of each layer: an entry by a product with one,
+    an exit by the node that joins the shares.
     """
 
     def __init__(self) -> None:
@@ -35,8 +35,8 @@ class Leaks:
         return x
 
     def leave(self, x: Tensor) -> None:
-        """A whole sequence that code around a layer, or a hook in it, gets of its share."""
-        if x.grad_fn is not None and self._entries:  # or it runs again in backward: nobody looks for it
+        """Mark a whole sequence that code around a layer, or a hook inside it, receives."""
+        if x.grad_fn is not None and self._entries:  # without entries, the layer is being recomputed in backward
             self._exits.add(x.grad_fn)
 
     def find(self, value: Any) -> str | None:

@@ -43,7 +43,7 @@ class Trial:
 
     Both without gradients and without random numbers. It leaves no trace: buffers, attributes of the layer and of its
     parts, objects that it is given, and random numbers are as they were. Hooks that are called with whole sequences are
-    not called: what they would have been given tells where the sequence is in it.
+    not called: their arguments tell along which dimension the sequence lies.
 
     Args:
         name: Of the layer, for messages.
@@ -76,7 +76,7 @@ class Trial:
             division: The call.
 
         Returns:
-            Where the sequence is in what hooks are given.
+            The sequence dimensions of the arguments of hooks.
 
         Raises:
             WrongUseError: If the results differ, on every rank.
@@ -116,7 +116,7 @@ class Trial:
         return all(verdicts)
 
     def _run_whole(self, given: Any, *, is_wide: bool) -> tuple[list[Tensor], _Seen, Buffers, list[TappedCall]]:
-        """The tensors that the layer makes, what its parts make, what it makes of its buffers, and calls of hooks."""
+        """Return the outputs of the layer and of its parts, its buffers afterwards, and the calls of hooks."""
         args, kwargs = copied(given, is_wide=is_wide)
         own = set(map(id, flatten((args, kwargs))[0]))
         with (
@@ -291,7 +291,7 @@ def without_trace(layer: nn.Module, device: torch.device) -> Iterator[Buffers]:
 
 
 def find_places(of_share: Sequence[TappedCall], of_whole: Sequence[TappedCall], shares: Shares) -> Places:
-    """Return where the sequence is in what hooks inside a layer are given, as values show.
+    """Find the sequence dimensions of the arguments of hooks, by comparing their values.
 
     Args:
         of_share: Calls of the hooks on a share.
@@ -307,7 +307,7 @@ def find_places(of_share: Sequence[TappedCall], of_whole: Sequence[TappedCall], 
             if isinstance(leaf, Tensor) and isinstance(whole, Tensor):
                 place = Place(tap, len(leaves), position)
                 found.setdefault(place, set()).add(_find_along(leaf, whole, shares))
-    # One that is called twice with different tensors is not known.
+    # A hook whose calls disagree has no entry.
     return {place: each for place, (each, *others) in found.items() if each is not None and not others}
 
 

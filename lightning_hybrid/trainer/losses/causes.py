@@ -1,16 +1,16 @@
-"""Why microbatches change a loss: found by experiments, forward only, once a difference has been found.
+"""Finds out by experiment why microbatches change a loss, with forwards that run only after a difference was found.
 
 ::
 
     router losses without their coefficient     no difference is left      a router loss
     a number of the batch as the weight         no difference is left      a mean over that number (:mod:`.divisors`)
-    the rows of all tensors in another order    another loss               rows are no samples, or their order counts
-      ... of all but one tensor                 the same loss              that tensor has no row for each sample
+    the rows of all tensors in another order    another loss               rows are not samples, or their order counts
+      ... of all but one tensor                 the same loss              the rows of that tensor are not samples
       ... along the second dimension            the same loss              samples lie along that one
     pairs of four microbatches                  weights that agree         a ratio of two sums over samples
     otherwise                                                              the samples are coupled
 
-Batches of these experiments are as large as some that the step or the comparison has seen, so they fit in memory.
+No batch of an experiment is larger than those of the step or the comparison, so it fits in memory.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ __all__ = [
     "warning_text",
 ]
 
-#: Tensors of a batch, each of which is left in its order once.
+#: The largest number of tensors for which each is left in its order once.
 _MOST_LEAVES = 6
 _BLOCKS = "ABCD"
 _PAIRS = ("AB", "CD", "AC", "BD")
-#: The error of the weights of blocks up to which they tell something.
+#: The largest relative error of the weights of blocks with which a ratio is judged.
 _MOST_ERROR = 0.01
 
 
@@ -54,8 +54,8 @@ class Cause(NamedTuple):
     """Why microbatches change a loss.
 
     Attributes:
-        text: As "it" is explained: "it couples the samples of a batch".
-        remedy: What the user does to keep microbatches.
+        text: The cause, a clause about the loss: "it couples the samples of a batch".
+        remedy: The change by which the user keeps microbatches.
     """
 
     text: str
@@ -87,12 +87,12 @@ _NOT_FINITE = Cause(
 
 
 class Finding(NamedTuple):
-    """What the experiments of a rank tell.
+    """The result of the experiments on one rank, or on all.
 
     Attributes:
-        divisors: Those that explain all pairs of microbatches.
+        divisors: The divisors that explain all pairs of microbatches.
         order: Whether the loss is the ``"same"`` in another order of rows, or ``"changes"``.
-        place: The path of the tensor whose rows are no samples, or the dimension along which samples lie.
+        place: The path of the tensor whose rows are not samples, or the dimension along which samples lie.
         is_ratio: Whether the loss is a ratio of two sums over samples; ``None`` if the losses do not tell.
     """
 
@@ -165,7 +165,7 @@ class Experiments:
         class_weights: Mapping[str, Tensor],
         rounding: float,
     ) -> Finding:
-        """Tell what the losses of the batches say.
+        """Return what the losses of the batches show.
 
         Args:
             losses: By the name of the batch.
@@ -226,7 +226,7 @@ def _is_ratio(losses: Mapping[str, float], bound: float) -> bool | None:
 
 
 def common_finding(found: Sequence[Finding]) -> Finding:
-    """Return what the findings of all replicas have in common."""
+    """Return the common part of the findings of all replicas."""
     if not found:
         return Finding()
     first = found[0]
@@ -258,7 +258,7 @@ def find_cause(finding: Finding, verdict: Verdict) -> Cause:
         text = "the samples of the batch lie along the second dimension of its tensors, and the first one was split"
         return Cause(text, "write a method `split_batch(batch, num_microbatches)` that splits the second dimension")
     if finding.order == "changes" and finding.place:
-        text = f"`{finding.place}` was split by rows, as it has as many as there are samples, but these are no samples"
+        text = f"`{finding.place}` was split by rows, as it has one for each sample by chance; its rows are not samples"
         return Cause(
             text, "keep it in the module, as a buffer, or write a method `split_batch(batch, num_microbatches)`"
         )
@@ -275,8 +275,8 @@ def structure_text(signature: Any) -> str:
     """
     return (
         f"The loss of microbatches like {signature_text(signature)} is not compared with that of their batch,"
-        " as batches of the first steps had other structures. If it is no mean over samples, write a method"
-        " `microbatch_weight(self, microbatch)` that returns the number by which it is divided, or set"
+        " because batches of the first steps had other structures. If the loss is not a mean over samples, write a"
+        " method `microbatch_weight(self, microbatch)` that returns the number by which it is divided, or set"
         " `num_microbatches=1`."
     )
 

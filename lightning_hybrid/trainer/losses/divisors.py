@@ -1,8 +1,7 @@
-"""Numbers of a batch by which its loss may be divided: targets that count, elements of masks, lengths, class weights.
+"""Finds the number by which a loss is divided: counted targets, elements of masks, lengths, or class weights.
 
-A loss that is a mean over something else than samples is ``N / D``, with sums over samples above and below. Two
-microbatches joined then have the mean of their losses, weighted by ``D``. Which ``D`` it is, is found by trying all
-that a batch offers.
+A mean over something other than samples is ``N / D``, where both are sums over samples. The loss of two joined
+microbatches is then the mean of their losses weighted by ``D``. The search tries every ``D`` that a batch offers.
 """
 
 from __future__ import annotations
@@ -22,22 +21,22 @@ from lightning_hybrid.pipeline_parallel.splitting.batch_contents import children
 
 __all__ = ["Divisor", "find_class_weights", "fits", "named_leaves", "sizes_of"]
 
-#: What code writes where nothing counts: padding, and classes that are ignored; the likely ones first.
+#: Common values of padding and of ignored classes, the most common first.
 _IGNORED = (-100, 0, -1, 1, 255)
-#: A leaf with more values has classes, one of which would fit by chance.
+#: In a leaf with more distinct values, one of them would fit by chance.
 _MOST_VALUES = 64
 
 
 class Divisor(NamedTuple):
-    """A number of a batch.
+    """A number of a batch by which its loss may be divided.
 
     Attributes:
-        path: Of a leaf of the batch, such as ``batch['labels']``.
-        key: Of that leaf, as `count_tokens` takes it; ``None`` for the batch itself, or a leaf further inside.
-        kind: ``"count"`` of the elements that are not `ignored`, ``"sum"`` of the elements, or of the ``"weights"`` of
-            their classes.
-        ignored: The element that does not count.
-        shift: Whether the first position of each sequence does not count.
+        path: The path of a leaf of the batch, such as ``batch['labels']``.
+        key: The key of that leaf for `count_tokens`; ``None`` for the batch itself, or a nested leaf.
+        kind: ``"count"``: the number of elements other than `ignored`; ``"sum"``: the sum of the elements;
+            ``"weights"``: the sum of the weights of their classes.
+        ignored: The value that is not counted.
+        shift: Whether the first position of each sequence is left out.
         weights: The path of the class weights in the module.
     """
 
@@ -50,12 +49,12 @@ class Divisor(NamedTuple):
 
     @property
     def is_usual(self) -> bool:
-        """Whether it is one of few, of which none fits by chance."""
+        """Whether it is one of the few common candidates, which do not fit by chance."""
         return self.kind != "count" or self.ignored in _IGNORED
 
     @property
     def text(self) -> str:
-        """What it is, as a part of a sentence."""
+        """A noun phrase for messages."""
         place = f"`{self.path}`" + " without the first position of each sequence" * self.shift
         if self.kind == "count":
             return f"the elements of {place} that are not {self.ignored}"
@@ -65,7 +64,7 @@ class Divisor(NamedTuple):
 
     @property
     def remedy(self) -> str:
-        """What the user writes into the module."""
+        """The code that the user adds to the module."""
         if self.kind == "count" and (self.key is not None or self.path == "batch"):
             arguments = [repr(self.key)] if self.key is not None else []
             arguments += [f"ignore_index={self.ignored}"] * (self.ignored != -100) + ["shift=True"] * self.shift
@@ -102,7 +101,7 @@ def sizes_of(batches: Sequence[Any], class_weights: Mapping[str, Tensor]) -> dic
     """Return all numbers by which the losses of some batches may be divided, the likely ones first.
 
     Args:
-        batches: Of one structure.
+        batches: Batches of the same structure.
         class_weights: From :func:`find_class_weights`.
 
     Returns:
@@ -119,12 +118,12 @@ def sizes_of(batches: Sequence[Any], class_weights: Mapping[str, Tensor]) -> dic
 
 
 def fits(losses: Sequence[float], sizes: Sequence[float], bound: float) -> bool:
-    """Return whether a loss is the mean of its parts, weighted by some sizes; no loss of nothing contradicts that.
+    """Return whether a loss is the mean of its parts weighted by some sizes; parts of size 0 are left out.
 
     Args:
-        losses: Of two batches joined, and of each alone.
-        sizes: Of each alone.
-        bound: The difference that is allowed.
+        losses: The loss of two batches joined, and of each alone.
+        sizes: The size of each part.
+        bound: The allowed difference.
     """
     joined, *parts = losses
     if not math.isfinite(joined):
@@ -134,7 +133,7 @@ def fits(losses: Sequence[float], sizes: Sequence[float], bound: float) -> bool:
 
 
 def _keys(batch: Any) -> dict[str, str | int]:
-    """Return the keys by which `count_tokens` takes what is directly in a batch, by path."""
+    """Return the keys for `count_tokens` of the direct members of a batch, by path."""
     keys = list(batch) if isinstance(batch, Mapping) else []
     found = enumerate(children(batch, "batch"))
     named = {path: keys[number] if keys else name or number for number, (path, name, _) in found}

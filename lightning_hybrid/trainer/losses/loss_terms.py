@@ -9,8 +9,8 @@ Replicas that take a batch whole find them in the graph of their first step, and
 the batch, or one without its first position (causal models shift their labels), they are counted before each forward::
 
     no rest, and all terms count the same targets    microbatches weigh by these (LabelCount)
-    anything else                                    microbatches weigh by their samples, and each term in them is
-                                                     multiplied by what it counts more or less (TermCounts)
+    anything else                                    microbatches weigh by their samples, and each term is multiplied
+                                                     by its share of targets over its share of samples (TermCounts)
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, TypeGuard
+from typing import Any, Protocol, TypeGuard
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ from lightning_hybrid.pipeline_parallel.splitting.microbatch import find_batch_s
 from lightning_hybrid.trainer.losses.loss_weights import weighted, weighted_sum
 
 __all__ = [
+    "PAIR",
     "LabelCount",
     "LossTerms",
     "TargetMean",
@@ -44,6 +45,9 @@ __all__ = [
     "times_factor",
     "with_copied_classes",
 ]
+
+#: Batches of a pair that are compared: two microbatches joined, and each alone.
+PAIR = 3
 
 _EXACT = 1e-6  # coefficients that are equal, relative; they are products of few numbers
 
@@ -93,7 +97,7 @@ class LabelCount:
 
 @dataclass(frozen=True)
 class TermCounts:
-    """How the targets of terms are counted in a loss in which other things count too.
+    """How the targets of terms are counted in a loss that is not a mean over one set of targets.
 
     Attributes:
         counts: The number of a call of a mean over classes in a forward, and how its targets are counted; terms without
@@ -125,11 +129,19 @@ class _Term:
         self.factor = (self.number > 0).double()
 
 
+class HasFactor(Protocol):
+    """A term of a loss with a factor, shape ``()``, which may change between forward and backward."""
+
+    @property
+    def factor(self) -> Tensor:
+        """The factor."""
+
+
 class _TimesFactor(torch.autograd.Function):
     """A product that saves no tensors: checkpoints that compute a loss again, without it, still save as many."""
 
     @staticmethod
-    def forward(ctx: Any, mean: Tensor, term: _Term) -> Tensor:
+    def forward(ctx: Any, mean: Tensor, term: HasFactor) -> Tensor:
         ctx.term = term
         return weighted_sum([mean], [term.factor])
 
@@ -138,12 +150,12 @@ class _TimesFactor(torch.autograd.Function):
         return weighted(gradients[0], ctx.term.factor), None
 
 
-def times_factor(mean: Tensor, term: Any) -> Tensor:
+def times_factor(mean: Tensor, term: HasFactor) -> Tensor:
     """Return a mean times the factor of a term; a mean of nothing, which is 0 / 0, times 0 is 0.
 
     Args:
         mean: Shape ``()``.
-        term: Has an attribute `factor`, shape ``()``, which backward reads too.
+        term: The term; backward reads its factor again.
     """
     product: Tensor = _TimesFactor.apply(mean, term)  # type: ignore[no-untyped-call]
     return product
@@ -175,7 +187,7 @@ class TargetMean:
 
     @property
     def tells(self) -> bool:
-        """Whether there is a number: there is none of no targets."""
+        """Whether the term has targets, and a finite value."""
         return self.number > 0 and math.isfinite(self.value)
 
 
@@ -216,10 +228,10 @@ class LossTerms:
     _is_open: bool = True
 
     def observe(self, mean: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
-        """Record what the step does with a term: an observer of class losses.
+        """Record a term of the loss: an observer of class losses.
 
-        Terms inside of a transform of `torch.func`, which has graphs of its own, are left alone. A mean of no targets,
-        which is NaN, is 0 inside, so that what the loss is beside it can be told.
+        Terms inside a transform of `torch.func`, which has graphs of its own, are ignored. A mean over no targets,
+        which is NaN, becomes 0, so that the rest of the loss can be computed.
         """
         if not self._is_open:  # a checkpoint computes its loss again
             return mean
@@ -263,7 +275,7 @@ class LossTerms:
     def find_means(
         self, batch: Any, count: int, rounding: float, numbers: Mapping[str, float] | None = None
     ) -> TargetMeans | None:
-        """Return what the forward tells of means over targets; ``None`` if its loss has none.
+        """Return the means over targets in the loss of the forward; ``None`` if there are none.
 
         Args:
             batch: The batch.
@@ -357,10 +369,11 @@ def as_weighed(found: Sequence[TargetMeans | None], counts: Sequence[int], terms
     losses = [math.nan if means is None else means.loss for means in found]
     of_calls = dict(terms.counts) if terms is not None else {}
     for part, means in enumerate(found):
-        joined = found[part - part % 3]
-        if part % 3 == 0 or means is None or joined is None:
+        first = part - part % PAIR
+        joined = found[first]
+        if part == first or means is None or joined is None:
             continue
-        share = counts[part] / counts[part - part % 3]
+        share = counts[part] / counts[first]
         for term, whole in zip(means.terms, joined.terms, strict=True):
             if term.call in of_calls and whole.number:
                 losses[part] += term.coefficient * term.value * (term.number / whole.number / share - 1.0)

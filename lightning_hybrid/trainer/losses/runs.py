@@ -1,4 +1,4 @@
-"""What the forwards of several batches tell of a loss: of two microbatches joined, and of each alone."""
+"""The results of the forwards that a comparison makes, and what they show about the loss."""
 
 from __future__ import annotations
 
@@ -11,13 +11,10 @@ import torch
 from torch import Tensor
 
 from lightning_hybrid.trainer.losses.divisors import fits, sizes_of
-from lightning_hybrid.trainer.losses.loss_terms import LossTerms, TargetMeans
+from lightning_hybrid.trainer.losses.loss_terms import PAIR, LossTerms, TargetMeans
 from lightning_hybrid.trainer.losses.verdict import Verdict, rounding_of
 
-__all__ = ["PAIR", "Run"]
-
-#: Batches of a pair: two microbatches joined, and each alone.
-PAIR = 3
+__all__ = ["Run"]
 
 
 class Run(NamedTuple):
@@ -26,10 +23,10 @@ class Run(NamedTuple):
     Attributes:
         batches: The batches, as they were before.
         counts: Their numbers of samples.
-        losses: Of each.
-        terms: Those of each loss.
-        numbers: What each logged, by name.
-        dtype: Of the computation.
+        losses: Their losses.
+        terms: The terms of each loss.
+        numbers: The numbers that each forward logged, by name.
+        dtype: The coarsest dtype of the computation.
         has_drawn: Whether something was drawn that may differ from forward to forward.
     """
 
@@ -42,13 +39,13 @@ class Run(NamedTuple):
     has_drawn: bool
 
     def find_means(self) -> list[TargetMeans | None]:
-        """Return what each forward tells of means over targets."""
+        """Return the means over targets in the loss of each forward."""
         forwards = zip(self.terms, self.batches, self.counts, self.numbers, strict=True)
         rounding = rounding_of(self.dtype)
         return [terms.find_means(batch, count, rounding, logged) for terms, batch, count, logged in forwards]
 
     def explain(self, verdicts: Sequence[Verdict], class_weights: Mapping[str, Tensor]) -> list[Verdict]:
-        """Return the verdicts on pairs, with the numbers of their batches by which the loss may be divided."""
+        """Return the verdicts on pairs, each with the divisors that explain its losses."""
         parts = [number for number in range(len(self.batches)) if number % PAIR]
         sizes = sizes_of([self.batches[number] for number in parts], class_weights)
         found = []

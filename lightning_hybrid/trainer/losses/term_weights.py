@@ -1,4 +1,4 @@
-"""Terms of a loss that count other things than samples: each is multiplied by what it counts in its microbatch.
+"""Weights for terms of a loss that are means over targets, in a loss that also has means over samples.
 
 ::
 
@@ -6,7 +6,7 @@
     loss              n1/N (c1 term + rest)  + n2/N (c2 term + rest)        with  ci = (wi / W) / (ni / N)
                       = (w1 term + w2 term) / W  +  a mean over samples
 
-So microbatches and replicas weigh by their samples, and values that the step logs of a term do too.
+So microbatches and replicas are weighted by their samples, and so are logged values of a term.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ __all__ = ["TermWeights"]
 _EXACT = 1e-6  # weights of classes may be added up in another order
 
 
-class _Term(NamedTuple):
+class _Factor(NamedTuple):
     factor: Tensor
 
 
 class TermWeights:
-    """The factors of the terms of a loss in the microbatches of a batch; every replica counts at the same time.
+    """The factors of the terms of a loss, for each microbatch of a batch; a collective of all replicas.
 
     Args:
-        terms: How targets are counted.
-        microbatches: Of this replica.
-        shares: Of the samples of each microbatch in the batch of this replica.
+        terms: How the targets of each term are counted.
+        microbatches: The microbatches of this replica.
+        shares: The share of each microbatch in the samples of this replica's batch.
         mesh: The ranks.
         device: Where this rank computes.
     """
@@ -57,8 +57,7 @@ class TermWeights:
     def of_microbatch(self, microbatch: int) -> Iterator[None]:
         """Multiply the terms of the forward of a microbatch inside.
 
-        A call whose targets are not those that were counted, such as one of another task, is left as it is: a mean over
-        samples.
+        A call whose targets do not match the count, such as that of another task, stays a mean over samples.
         """
         calls = count()
 
@@ -69,7 +68,7 @@ class TermWeights:
             counted = self._numbers[call][microbatch]
             found = normalizer_of(target, None if weight is None else weight.double(), ignore_index).to(counted)
             is_counted = (found - counted).abs() <= _EXACT * counted
-            return times_factor(mean, _Term(torch.where(is_counted, self._factors[call][microbatch], 1.0)))
+            return times_factor(mean, _Factor(torch.where(is_counted, self._factors[call][microbatch], 1.0)))
 
         with observed(weigh):
             yield

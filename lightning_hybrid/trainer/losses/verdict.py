@@ -27,7 +27,7 @@ from lightning_hybrid.distributed.pytree import flatten, unflatten
 from lightning_hybrid.pipeline_parallel.splitting.batch_contents import is_opaque
 from lightning_hybrid.pipeline_parallel.splitting.microbatch import split_into
 from lightning_hybrid.trainer.losses.divisors import Divisor
-from lightning_hybrid.trainer.losses.loss_terms import LabelCount, TermCounts, joined_terms
+from lightning_hybrid.trainer.losses.loss_terms import PAIR, LabelCount, TermCounts, joined_terms
 
 __all__ = [
     "HALF_ROUNDING",
@@ -130,7 +130,7 @@ def joined_parts(
     batches, totals = split_into(batch, number, user_split)
     samples = 0
     for joined, total in zip(batches, totals, strict=True):
-        if samples < ENOUGH or len(found[0]) < 2 * 3:
+        if samples < ENOUGH or len(found[0]) < 2 * PAIR:
             samples += _add_halves(found, joined, total, user_split)
     larger = max(1, sum(totals) // ENOUGH)
     if found[0] and totals[0] < ENOUGH and larger < number and _num_numbers(batch) <= _SMALL_SAMPLE * sum(totals):
@@ -215,7 +215,7 @@ def judge_pairs(
         dtype: Of the computation.
     """
     verdicts = []
-    for of_pair in (slice(first, first + 3) for first in range(0, len(losses), 3)):
+    for of_pair in (slice(first, first + PAIR) for first in range(0, len(losses), PAIR)):
         weights, shares = _parts(sizes[of_pair][1:]), _parts(counts[of_pair][1:])
         verdict = judge(losses[of_pair], weights, dtype)
         if labels is not None and (verdict.kind == "unknown" or verdict.difference <= HALF_ROUNDING):

@@ -446,11 +446,11 @@ def test_hooks_inside_layers_see_whole_sequences(ranks: Pools, hook: str, layout
 
 
 @pytest.mark.distributed
-def test_a_hook_that_writes_into_what_a_part_is_given_is_refused(ranks: Pools) -> None:
+def test_a_hook_that_writes_into_an_argument_is_refused(ranks: Pools) -> None:
     with pytest.raises(RankError) as error:
         ranks(2, lightning=True).run(fit_hooked, "writes_input", {"context_parallel_size": 2})
     for text in error.value.failures.values():
-        assert "a forward hook writes into what 'block.mlp.c_proj' is given" in text
+        assert "a forward hook writes into an argument of 'block.mlp.c_proj'" in text
 
 
 def fit_keeping(kind: str, layout: dict[str, Any] | None) -> dict[str, Tensor]:
