@@ -127,8 +127,9 @@ def find_body(module: nn.Module, wanted: str | Sequence[str] | None, num_stages:
     Args:
         module: The user's module.
         wanted: The dotted name of a container of layers; or several names of containers or layers, in the order of the
-            stages, in which ``*`` stands for anything between two dots. ``None`` for the outermost `nn.Sequential` that
-            holds more than half of the parameters; if there is none, the layers of the lists that hold most of them.
+            stages, in which ``*`` stands for anything between two dots. Of named containers the layers of a frozen copy
+            stay beside those that they are copies of. ``None`` for the outermost `nn.Sequential` that holds more than
+            half of the parameters; if there is none, the layers of the lists that hold most of them.
         num_stages: The number of stages.
 
     Returns:
@@ -154,8 +155,12 @@ def find_body(module: nn.Module, wanted: str | Sequence[str] | None, num_stages:
                 f"body={wanted!r} is a {type(part).__name__}, which has no layers in an order: only an `nn.Sequential`,"
                 f" an `nn.ModuleList` or an `nn.ModuleDict` can be divided into stages. {_candidates_text(module)}"
             )
-    named = named_units(module, [wanted] if isinstance(wanted, str) else wanted)
-    return Body.of_units([[unit] for unit in named])
+    patterns = [wanted] if isinstance(wanted, str) else wanted
+    named = named_units(module, patterns)
+    parts = dict(module.named_modules(remove_duplicate=False))
+    if all(pattern in parts and is_container(parts[pattern]) for pattern in patterns):
+        return Body.of_units(side_by_side(module, named))
+    return Body.of_units([[unit] for unit in named])  # the user says the order of the layers themselves
 
 
 def _largest(module: nn.Module, num_stages: int) -> Body:

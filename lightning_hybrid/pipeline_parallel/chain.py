@@ -134,8 +134,10 @@ class ChainCalls(FrameCut):
         self._whole = self._single = 0  # calls of the chain, and of its layers by other code
         self._is_inside = False
 
-    def are_otherwise(self, step: Callable[..., Any], arguments: Sequence[Any], seed: Callable[[int], None]) -> bool:
-        """Return whether a step calls the chain more than once, or its layers one by one.
+    def look(
+        self, step: Callable[..., Any], arguments: Sequence[Any], seed: Callable[[int], None]
+    ) -> tuple[bool, bool]:
+        """Return whether a step calls the chain more than once, or its layers one by one; and if it writes parameters.
 
         What a step has called before it fails counts: a step that cannot be followed may call the chain as a whole.
 
@@ -145,18 +147,19 @@ class ChainCalls(FrameCut):
             seed: Seeds the generators for the call of a number.
         """
         table = vars(self._chain)
-        redirected = table.pop("forward", None)
+        redirected, writes = table.pop("forward", None), False
         table["forward"] = self._call_whole
         try:
             with self():
-                self._discover(step, arguments, seed)
+                graph = self._discover(step, arguments, seed)
+                writes = any(call.rewritten for call in graph.calls)
         except Exception:  # of the user's code too, which shows itself again when the step runs
             pass
         finally:
             del table["forward"]
             if redirected is not None:
                 table["forward"] = redirected
-        return self._whole > 1 or self._single > 0
+        return self._whole > 1 or self._single > 0, writes
 
     def _call_whole(self, x: Any) -> Any:
         self._whole += 1

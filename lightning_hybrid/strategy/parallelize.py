@@ -384,9 +384,9 @@ class ModuleParallelizer:
 
     @property
     def opens_chain(self) -> bool:
-        """Return whether the layers of a chain may serve as units, if a step does not call it as a whole."""
+        """Return whether the layers of a chain may serve as units, if a step needs that."""
         body = self.body
-        if body is None or body.chain is None or not body.is_found or FakeMode is None:
+        if body is None or body.chain is None or FakeMode is None:
             return False
         return self.plan is None or layout.fits_units(self.plan, self._module, body)
 

@@ -136,7 +136,7 @@ class EvaluationStep:
         assert plan is not None
         if plan.of_layers:
             if not self._grad_sync.zero.keeps_layers:
-                raise WrongUseError(shard_text(plan))
+                raise WrongUseError(shard_text(plan.of_layers))
             self._grad_sync.zero.unshard_layers()
         fetched = context.frame.fetch_parameters(user_step.__name__, [plan])
 

@@ -60,7 +60,7 @@ class StepContext:
         context_parallel: Gives layers their share of a sequence; ``None`` if sequences are not shared.
         remembers: Whether what is found out about a step holds for later ones with equal shapes.
         frees_early: Whether a layer's parameters are let go of after each call.
-        opens_chain: Whether the layers of a chain serve as units where a step calls it otherwise than once, as a whole.
+        opens_chain: Whether the layers of a chain may serve as units, as :class:`~.step_frame.StepFrame` says.
 
     Attributes:
         num_stages: The number of stages, over all ranks.

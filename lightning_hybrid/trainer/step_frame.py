@@ -35,6 +35,7 @@ from lightning_hybrid.tensor_parallel.layers import ParallelLayer
 
 # So many steps are followed around a chain, of a sanity check and the first batch.
 _MOST_USES = 16
+_OTHERWISE, _WRITES = "does not call {} exactly once, as a whole", "writes parameters beside {}"
 _CALLED_ONCE = "but zero_stage=3 lets go of its parameters after each call: use HybridStrategy(zero_frees='step')."
 
 
@@ -107,7 +108,8 @@ class StepFrame:
         streams: The random streams.
         remembers: Whether what is found out about a step holds for later ones with equal shapes.
         frees_early: Whether a layer's parameters are let go of after each call.
-        opens: Whether the layers of a chain serve as units where the step calls it otherwise than once, as a whole.
+        opens: Whether the layers of a chain may serve as units: where the step writes parameters, and, if the user has
+            not named it, where the step calls it otherwise than once, as a whole.
         around_discovery: Around a step that is followed without values.
 
     Attributes:
@@ -141,7 +143,8 @@ class StepFrame:
         self._use: ChainUse | None = None
         self._uses: dict[Hashable, tuple[frozenset[str], ...]] = {}
         self._can_use = True
-        self._body, self._stage_map, self._opens, self._settled = body, stage_map, opens, set[str]()
+        self._body, self._stage_map, self._settled = body, stage_map, set[str]()
+        self._fits_units, self._opens = opens, opens and body is not None and body.is_found
         self._around_discovery, self._frees_early = around_discovery, frees_early
         self._find_code_before(stage_map)
         last = (len(stage_map.stages) - 1) % self._num_ranks
@@ -173,7 +176,8 @@ class StepFrame:
         Args:
             step: The name of the step.
         """
-        return self._opens and self.body_cut is not None and step not in self._settled
+        is_asked = self._opens or (self._fits_units and step == "training_step")
+        return is_asked and self.body_cut is not None and step not in self._settled
 
     def settle(self, step: Callable[..., Any], arguments: Sequence[Any], *coordinates: int) -> None:
         """Follow a step once; cut it at the layers of the chain, on every rank, if it does not call that as a whole.
@@ -182,6 +186,7 @@ class StepFrame:
 
             x = self.body(x)                              the chain stays one
             two calls of it; for layer in self.body       its layers are units from now on, where they are
+            parameters are written (a teacher)            likewise, also of a chain that the user has named
 
         Parameters around the chain stay where they are, too; buffers come to all stages. It is not undone: other steps
         may call the chain as they like then. Replicas may decide differently; the ranks of a model group decide
@@ -196,19 +201,20 @@ class StepFrame:
         body = self._body
         assert body is not None
         assert body.chain is not None
-        is_other = torch.zeros((), dtype=torch.int)
+        found = torch.zeros(2, dtype=torch.int)  # calls it otherwise, writes parameters
         if self._mesh.pipeline_rank == 0:  # ranks between the ends lack what is around the chain
             self._streams.seed_user(*coordinates)
             calls = ChainCalls(self._module, body.names, body.chain, self._device, self._around_discovery)
-            is_other += calls.are_otherwise(step, arguments, self._streams.of_calls(*coordinates))
-        dist.all_reduce(is_other, dist.ReduceOp.MAX, group=self._mesh.control_group)
-        if not is_other.item():
+            found += torch.tensor(calls.look(step, arguments, self._streams.of_calls(*coordinates)))
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=self._mesh.control_group)
+        is_other, writes = found.tolist()
+        if not (writes or (is_other and self._opens)):
             return
         self._share_buffers()
         self.body_cut, self._use, self.cut = None, None, self._make_cut()
         rank_zero_info(
-            f"`{step.__name__}` does not call {body.name!r} exactly once, as a whole: any code may call its layers now"
-            f", as with HybridStrategy(body=[{body.name!r}])."
+            f"`{step.__name__}` {(_OTHERWISE if is_other else _WRITES).format(repr(body.name))}: any code may call its"
+            f" layers now, as with HybridStrategy(body=[{body.name!r}])."
         )
 
     def _share_buffers(self) -> None:

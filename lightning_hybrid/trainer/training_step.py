@@ -43,7 +43,7 @@ from lightning_hybrid.trainer.losses.loss_weights import (
     weighted,
     weighted_sum,
 )
-from lightning_hybrid.trainer.losses.power_iterations import PowerIterations
+from lightning_hybrid.trainer.losses.repeated_writes import ParameterWrites, PowerIterations
 from lightning_hybrid.trainer.losses.returned_none import may_return_none
 from lightning_hybrid.trainer.losses.term_weights import TermWeights
 from lightning_hybrid.trainer.microbatch_comparison import MicrobatchComparison
@@ -116,6 +116,7 @@ class TrainingStep:
         self._labels = LabelWatch(context.module) if num_microbatches > 1 and config.loss_reduction == "mean" else None
         self._comparison = MicrobatchComparison(context, grad_sync, config)
         self._iterations = PowerIterations(self._modules_of_stages())
+        self._writes = ParameterWrites(context.module, grad_sync)
         self._redo = Redo(context, grad_sync)
 
     def __call__(
@@ -348,22 +349,23 @@ class TrainingStep:
             if zero.is_active:
                 zero.forward_begins(stage)
             is_last = stage == context.num_stages - 1
-            coordinates = _TRAINING, step, 0 if draws_alike else microbatch
+            number, count = (0, 1) if draws_alike else (microbatch, len(microbatches))
+            coordinates = _TRAINING, step, number
             plan = plans[microbatch] if plans else None
-            if plan is not None and plan.of_layers:
-                zero.unshard_layers()
+            runs_layers_alone = frame.body_cut is not None and stage > 0 and not is_last
+            writes = nullcontext() if runs_layers_alone else self._prepare_writes(plan, number, count)
             run_layers = partial(context.run_layers, stage, context.streams.layers(stage, *coordinates))
             if inputs is NOTHING:
                 zero.forward_ends_early(stage)
                 if not is_last:
                     return NOTHING
             if self._iterations.stages:
-                self._iterations.begin(stage, 0 if draws_alike else microbatch)
+                self._iterations.begin(stage, number)
             weighed: AbstractContextManager[None] = nullcontext()
             if term_weights is not None and is_last:
                 weighed = term_weights.of_microbatch(microbatch)
-            with precision(), nullcontext() if casts is None else casts.forward(stage), weighed:
-                if frame.body_cut is not None and stage > 0 and not is_last:
+            with precision(), nullcontext() if casts is None else casts.forward(stage), weighed, writes:
+                if runs_layers_alone:
                     return run_layers(inputs)
                 context.enter_user_code(*coordinates, keep=is_last)
                 of_microbatch = self._to_device(microbatches[microbatch]), *arguments
@@ -385,6 +387,22 @@ class TrainingStep:
                 return loss_of(microbatch, value) if is_last else value
 
         return compute
+
+    def _prepare_writes(self, plan: FramePlan | None, number: int, count: int) -> AbstractContextManager[None]:
+        """Return the context of a step that may write parameters, with those in place that its code uses.
+
+        Args:
+            plan: Of the step, if it is followed.
+            number: The microbatch.
+            count: How many microbatches write the same.
+        """
+        if plan is None:
+            return self._writes.around(number, count)
+        if plan.of_layers:
+            self._grad_sync.zero.unshard_layers()
+        for name in plan.rewritten:
+            self._grad_sync.zero.note_write(self._context.module.get_parameter(name))
+        return nullcontext()
 
     def _settle(
         self,
@@ -535,8 +553,8 @@ class TrainingStep:
                 choice = None if choose is None else choose(number)
                 plan = context.frame.find_plan(user_step, given, *coordinates, key=key, choice=choice)
                 if plan is not None:
-                    if plan.of_layers and not self._grad_sync.zero.keeps_layers:
-                        raise WrongUseError(shard_text(plan))
+                    if plan.computed_layers and not self._grad_sync.zero.keeps_layers:
+                        raise WrongUseError(shard_text(plan.computed_layers))
                     plans.append(plan)
                 else:
                     context.frame.note_use(user_step, given, *coordinates, key=key)
@@ -650,6 +668,9 @@ class UncutTrainingStep:
         self._rest: Rest | None = None
         is_asked = config.compare_microbatches and config.loss_reduction == "mean"
         self._targets = ReplicaTargets(module, mesh, device, is_asked=is_asked)
+        self._writes = ParameterWrites(module, grad_sync)
+        # Elsewhere parameters are plain tensors, which torch knows to write; and optimizers by hand step shards.
+        self._has_shards = grad_sync.zero.is_active or mesh.tensor_parallel_size > 1
         self._factor: Tensor | float = 1.0  # of the loss, before backward
         self._window: AccumulationWindow | None = None
         self._accumulated = 1
@@ -671,7 +692,8 @@ class UncutTrainingStep:
         if zero.is_active:
             zero.forward_begins(0)
         try:
-            with self._around_forwards(), precision(), _looking(self.anomaly):
+            writes = self._writes.around(0, 1) if self._has_shards and is_automatic else nullcontext()
+            with self._around_forwards(), precision(), _looking(self.anomaly), writes:
                 if backward and is_automatic:
                     output, weights = self._targets.run(partial(self._run, arguments), arguments[0])
                 else:

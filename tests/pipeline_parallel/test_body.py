@@ -168,6 +168,13 @@ def test_units_can_be_named() -> None:
     assert units(module, ["encoder.*"]) == ["encoder.0", "encoder.1"]
 
 
+def test_a_frozen_copy_in_a_named_list_lies_beside_its_original() -> None:
+    module = Model(online=stack(2, 2, 2))
+    module.target = copy.deepcopy(module.online).requires_grad_(False)
+    assert units(module, ["online", "target"]) == ["online.0", "target.0", "online.1", "target.1"]
+    assert units(module, ["online.*", "target.*"]) == ["online.0", "online.1", "target.0", "target.1"]
+
+
 def test_names_of_units_that_cannot_be_meant() -> None:
     module = Model(net=Model(blocks=nn.ModuleList(stack(2, 2, 2))))
     with pytest.raises(ValueError, match=r"body=\['blocks'\]: 'blocks' names nothing in Model"):

@@ -101,12 +101,22 @@ class ZeroGradients:
         layers = [group for members in groups.values() for group in members]
         self._by_shard = {id(each.sharded): each for group in (root, *layers) for each in group.parameters}
         self._by_unsharded = {id(each.unsharded): each for each in self._by_shard.values()}
+        self._group_of = {id(each): group for group in (root, *layers) for each in group.parameters}
         self._backward_order = [*reversed(layers), root]
         self._prefetched: dict[int, GradientBuckets] = {}  # by stage: those whose layers are gathered in backward
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ZeroGradients:
         """A copy of the module reduces no gradients, and unsharded parameters may have no memory to copy."""
         return self
+
+    def find(self, parameter: Tensor) -> tuple[ShardedParameter, ParameterGroup] | None:
+        """Return a sharded parameter, given in any form, and those that are unsharded with it; else ``None``.
+
+        Args:
+            parameter: Any tensor.
+        """
+        found = self._by_unsharded.get(id(parameter)) or self._by_shard.get(id(parameter))
+        return None if found is None else (found, self._group_of[id(found)])
 
     def buckets(
         self, stage: int | None, shards: Sequence[Tensor], group: ProcessGroup, mask_group: ProcessGroup | None

@@ -211,6 +211,9 @@ class ShardedParameter:
         owners: Where it is found.
         rank: Of this replica.
         aliased: Whether the shard is a view into the flat tensor, which then always has memory.
+
+    Attributes:
+        is_written: Whether a step has written the unsharded parameter, so that the shard is out of date.
     """
 
     def __init__(self, sharded: nn.Parameter, owners: Sequence[Owner], rank: int, *, aliased: bool) -> None:
@@ -220,6 +223,7 @@ class ShardedParameter:
         assert rows is not None
         self.sharded, self.owners, self.rows, self._rank = sharded, owners, rows, rank
         self._requires_grad = sharded.requires_grad
+        self.is_written = False
         own = to_local(sharded)
         self.flat = own.new_zeros(rows.num_ranks * rows.padded_numel)
         # Of a version counter of its own: what arrives while a graph needs the parameter is what the graph has saved.
@@ -263,6 +267,13 @@ class ShardedParameter:
             flat[self._rank + 1 :].copy_(shards[self._rank + 1 :])
         else:
             flat.copy_(shards)
+
+    def update_shard(self) -> None:
+        """Give the shard what a step has written into the unsharded parameter."""
+        if self.is_written:
+            self.is_written = False
+            with torch.no_grad():
+                to_local(self.sharded).copy_(self.rows.shard(self.flat, self._rank))
 
     def free(self) -> None:
         """Free the memory of the unsharded parameter, to which graphs refer: it comes back in the same place."""

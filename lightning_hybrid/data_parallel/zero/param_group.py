@@ -94,6 +94,7 @@ class ParameterGroup:
         if self.is_unsharded and not self.keeps_memory:
             self.to_sharded()  # what has no memory must not be found
             for parameter in self.parameters:
+                parameter.update_shard()
                 parameter.free()
         self.is_unsharded = False
 

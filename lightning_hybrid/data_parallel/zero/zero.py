@@ -268,6 +268,35 @@ class ZeroParameters:
             if not group.is_unsharded:
                 _Unfollowed(self._prefetcher.unshard)(position)
 
+    @property
+    def is_unsharded(self) -> bool:
+        """Whether the parameters of all layers are in place."""
+        return all(group.is_unsharded for group in self._groups)
+
+    def unsharded(self, parameter: Tensor) -> Tensor | None:
+        """Return the unsharded form of a parameter, given in any form, with its values in place.
+
+        Args:
+            parameter: Any tensor; ``None`` is returned for one that is not sharded.
+        """
+        found = self._gradients.find(parameter)
+        if found is None:
+            return None
+        sharded, group = found
+        if not group.is_unsharded:
+            self.unshard_layers()
+        return sharded.unsharded
+
+    def note_write(self, parameter: Tensor) -> None:
+        """Note that the step writes the unsharded form of a parameter, of which replicas keep their rows.
+
+        Args:
+            parameter: The parameter in any form; all replicas write it.
+        """
+        found = self._gradients.find(parameter)
+        if found is not None and not self.keeps_layers:
+            found[0].is_written = True
+
     def _hook_layer(self, module: nn.Module, layer: _Layer) -> None:
         self._handles += [
             module.register_forward_pre_hook(
@@ -358,7 +387,7 @@ class NoZero:
     """In the place of :class:`ZeroParameters` where replicas shard nothing."""
 
     is_active = reduces_each_backward = is_open = False
-    keeps_layers = True
+    keeps_layers = is_unsharded = True
 
     def tensors(self) -> list[Tensor]:
         """None."""
@@ -383,10 +412,13 @@ class NoZero:
         assert not any(map(is_shard, parameters))
         return []
 
+    def unsharded(self, parameter: Tensor) -> None:
+        """No parameter is sharded."""
+
     def _nothing(self, *_: Any, **__: Any) -> None:
         pass
 
-    open = close = abandon = follow = remove = unshard_layers = _nothing
+    open = close = abandon = follow = remove = unshard_layers = note_write = _nothing
 
     # Not called in a step, where even nothing takes time: see `is_active`.
     forward_begins = forward_ends_early = backward_begins = backward_ends = _nothing

@@ -60,6 +60,7 @@ from lightning_hybrid.pipeline_parallel.frame.graph import (
 )
 from lightning_hybrid.pipeline_parallel.frame.operators import SETS_DATA, Operators, Seen, memory_of, num_bytes
 from lightning_hybrid.pipeline_parallel.frame.stage_states import Contents
+from lightning_hybrid.pipeline_parallel.frame.writes import call_each, is_foreach
 
 _PLAIN = frozenset({bool, int, float, str, complex, torch.dtype, torch.device})
 # Leaves of a call beyond those of its result: what it wrote.
@@ -208,11 +209,20 @@ class Discovery(TorchFunctionMode):
         self.graph.invariant = self._unwritten()
         return self.graph
 
-    def replaced(self, before: Tensor, now: Any) -> None:
-        """An attribute of the module that was a tensor is something else after the step."""
-        value = self._name_of(now) if isinstance(now, Tensor) else None
+    def note_assigned(self, owner: Any, name: str, before: Any, now: Tensor) -> None:
+        """Note an attribute that is another tensor after the step.
+
+        Args:
+            owner: A module, or an object of the user's.
+            name: The name of the attribute or buffer.
+            before: What it was.
+            now: What it is.
+        """
+        value = self._name_of(now)
         if value is not None and id(before) in self._originals:
             self.graph.state_writes[id(self._originals[id(before)][1])] = value
+        if not self.has_values(now):
+            self.graph.assigned.append((owner, name))
 
     def has_values(self, tensor: Tensor) -> bool:
         """Whether a tensor is there on every stage."""
@@ -232,9 +242,14 @@ class Discovery(TorchFunctionMode):
             return func(*args, **kwargs)
         self.is_answering = True
         try:
-            return self._call(Call(func, None, f"`{function_name(func)}`", users_line()), func, args, kwargs)
+            if is_foreach(func):
+                return call_each(self._call_function, func, args, kwargs)
+            return self._call_function(func, args, kwargs)
         finally:
             self.is_answering = False
+
+    def _call_function(self, func: Any, args: Any, kwargs: Any) -> Any:
+        return self._call(Call(func, None, f"`{function_name(func)}`", users_line()), func, args, kwargs)
 
     def call_module(self, name: str, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Follow a call of a module of the frame that is one call: that of a function of its parameters too.

@@ -66,8 +66,8 @@ def fake_module(
         for part, attributes in swapped:
             for name, value in _held(part).items():
                 before = attributes.get(name)
-                if isinstance(before, Tensor) and value is not before:
-                    discovery.replaced(before, value)
+                if isinstance(value, Tensor) and value is not before:
+                    discovery.note_assigned(part, name, before, value)
                 if before is None and isinstance(value, Tensor) and discovery.has_values(value):
                     lazy.setdefault(id(part), {})[name] = value
         discovery.graph.changed = copies.changed()

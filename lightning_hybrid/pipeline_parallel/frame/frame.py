@@ -45,6 +45,7 @@ from lightning_hybrid.pipeline_parallel.frame.running import (
     OtherPathError,
     Running,
     Unwind,
+    undoing_assigned,
 )
 from lightning_hybrid.pipeline_parallel.frame.stage_states import StatesOfStages, copied_arguments
 from lightning_hybrid.pipeline_parallel.frame.writes import Writes, find_writes
@@ -661,8 +662,9 @@ class FrameCut:
         if present:
             running.watch([tensor for tensor, _ in plan.kept])
         self._mode = running
+        assigned = () if part.is_last else plan.graph.assigned
         try:
-            with running:
+            with running, undoing_assigned(assigned):
                 value = step(*arguments)
         except Unwind:
             return running.sent

@@ -174,6 +174,7 @@ class Graph:
         decisions: What the user's code read from the batch.
         state_writes: Tensors of the module that the step writes with absent values, or replaces by such, by their
             identities; with what the last of them is.
+        assigned: The attributes and buffers to which the step assigns absent values, each as its owner and its name.
         needed: What needed the number of an absent value; ``None`` if the step was followed to its end.
         needed_in: The modules whose `forward` ran then, the innermost one first.
         states: The tensors of the module that are among the arguments of calls, by their identities.
@@ -189,6 +190,7 @@ class Graph:
     wanted: list[Value] = field(default_factory=list)
     decisions: Decisions = field(default_factory=lambda: Decisions({}, {}))
     state_writes: dict[int, Value] = field(default_factory=dict)
+    assigned: list[tuple[Any, str]] = field(default_factory=list)
     needed: str | None = None
     needed_in: tuple[nn.Module, ...] = ()
     states: dict[int, Tensor] = field(default_factory=dict)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -51,6 +52,18 @@ class FramePlan:
     kept: tuple[tuple[Tensor, Call], ...]
     writes: Writes = field(default_factory=Writes)
     of_layers: Mapping[str, Call] = field(default_factory=dict)
+
+    @cached_property
+    def rewritten(self) -> frozenset[str]:
+        """The names of the parameters that the step writes."""
+        return frozenset().union(*(call.rewritten for call in self.graph.calls)) - {""}
+
+    @cached_property
+    def computed_layers(self) -> dict[str, Call]:
+        """Those of `of_layers` that go into something else than writes of parameters, each with the first such call."""
+        around = [call for number, call in enumerate(self.graph.calls) if number not in self.writes.serving]
+        calls = [call for call in reversed(around) if call.unit is None]
+        return {name: call for call in calls for name in sorted(call.parameters & self.of_layers.keys())}
 
 
 def find_kept(graph: Graph, routes: Sequence[Route], excluded: Collection[int]) -> tuple[tuple[Tensor, Call], ...]:
@@ -269,7 +282,7 @@ def make_part(
                 is_invariant=number in graph.invariant and not _may_draw(call) and number not in own,
                 sent=tuple(own.get(number, ())),
                 call=call,
-                instead=_assign if is_made and call.rewritten and _assigns(call) else None,
+                instead=assign if is_made and call.rewritten and _assigns(call) else None,
             )
         )
         if call.unit is not None or answer is not None or number in limited:
@@ -326,13 +339,16 @@ def _may_draw(call: Call) -> bool:
     return call.draws or call.function in _DROPOUTS
 
 
-def shard_text(plan: FramePlan) -> str:
-    """Return the text for a step whose code around the layers uses parameters of which replicas have shards."""
-    name, call = min(plan.of_layers.items(), key=lambda entry: entry[0])
+def shard_text(of_layers: Mapping[str, Call]) -> str:
+    """Return the text for a step whose code around the layers uses parameters of which replicas have shards.
+
+    Args:
+        of_layers: These parameters by name, each with the first such call.
+    """
+    name, call = min(of_layers.items(), key=lambda entry: entry[0])
     return (
         f"{call} uses the parameter {name!r} of a layer outside of that layer. With zero_stage=3 replicas have a shard"
-        " of it there. Use zero_stage=2 or zero_stage=1, or write averages of weights in a hook, such as"
-        " `on_train_batch_end`."
+        " of it there. Use zero_stage=2 or zero_stage=1."
     )
 
 
@@ -340,8 +356,16 @@ def _assigns(call: Call) -> bool:
     return bool(call.function == SETS_DATA)
 
 
-def _assign(tensor: Tensor, value: Tensor) -> None:
-    """Write what is assigned to `tensor.data`: shards, buckets and what restores tensors know its memory."""
+def assign(tensor: Tensor, value: Tensor) -> None:
+    """Write what is assigned to `tensor.data`: shards, buckets and what restores tensors know its memory.
+
+    Args:
+        tensor: A parameter.
+        value: What is assigned.
+
+    Raises:
+        WrongUseError: If it has another shape or dtype.
+    """
     if tensor.shape != value.shape or tensor.dtype != value.dtype:
         raise WrongUseError(
             f"`data` of a parameter of shape {tuple(tensor.shape)} and {tensor.dtype} is assigned a tensor of shape"

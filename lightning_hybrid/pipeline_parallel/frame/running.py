@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.distributed.pytree import LEAF, flatten, unflatten
 from lightning_hybrid.distributed.tensor_metadata import METADATA, getters
 from lightning_hybrid.pipeline_parallel.frame.decisions import apply
+from lightning_hybrid.pipeline_parallel.frame.fake_tensors import FakeTensor
 from lightning_hybrid.pipeline_parallel.frame.graph import (
     AbsentTensor,
     Argument,
@@ -25,6 +26,8 @@ from lightning_hybrid.pipeline_parallel.frame.graph import (
     function_name,
 )
 from lightning_hybrid.pipeline_parallel.frame.plan import Action, Part
+from lightning_hybrid.pipeline_parallel.frame.stage_states import tables_of
+from lightning_hybrid.pipeline_parallel.frame.writes import call_each, is_foreach
 from lightning_hybrid.pipeline_parallel.placeholders import is_placeholder
 
 # How functions are called that begin and end contexts.
@@ -207,6 +210,8 @@ class Running(TorchFunctionMode):
             return made.result
         self.is_answering = True
         try:
+            if is_foreach(func):
+                return call_each(lambda single, *given: self._call(single, single, *given), func, args, kwargs or {})
             return self._call(func, func, args, kwargs)
         finally:
             self.is_answering = False
@@ -396,6 +401,32 @@ def _is_same_argument(one: Any, other: Any) -> bool:
     if kind is slice:
         return _is_same_argument((one.start, one.stop, one.step), (other.start, other.stop, other.step))
     return kind in _VALUES and one == other and (kind is not float or str(one) == str(other))  # 0.0 is not -0.0
+
+
+@contextmanager
+def undoing_assigned(assigned: Iterable[tuple[Any, str]]) -> Iterator[None]:
+    """Let attributes and buffers be what they were at the end, where a stage has assigned values that it does not have.
+
+    The last stage has these values, and gives them to the others when an epoch ends.
+
+    Args:
+        assigned: The owner and the name of each.
+    """
+    tables = [(_table_of(owner, name), name) for owner, name in assigned]
+    before = [table.get(name, tables) for table, name in tables]
+    try:
+        yield
+    finally:
+        for (table, name), value in zip(tables, before, strict=True):
+            if isinstance(table.get(name), FakeTensor):
+                if value is tables:  # there was none
+                    del table[name]
+                else:
+                    table[name] = value
+
+
+def _table_of(owner: Any, name: str) -> dict[str, Any]:
+    return next((table for table in reversed(tables_of(owner)) if name in table), vars(owner))
 
 
 def check_returned(call: Call, result: Any, args: Any, kwargs: Any) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
 
 from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.pipeline_parallel.frame.graph import AbsentTensor, Graph
@@ -31,6 +34,60 @@ class Writes:
     def limited(self) -> frozenset[int]:
         """The calls that not every microbatch makes."""
         return self.first | self.last
+
+
+_FOREACH = "_foreach_"
+# What their counterparts for one tensor take by name, after so many tensors.
+_BY_NAME = {"addcmul": (3, "value"), "addcdiv": (3, "value")}
+
+
+def is_foreach(function: Callable[..., Any]) -> bool:
+    """Return whether a function is one of lists of tensors, such as `torch._foreach_mul_`."""
+    return getattr(function, "__name__", "").startswith(_FOREACH)
+
+
+def call_each(
+    call: Callable[..., Any], function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Make the calls for single tensors that a call for a list of them stands for.
+
+    Tensors of a list may live on several stages, and torch has no DTensor form of all of these functions.
+
+    Args:
+        call: Makes a call; takes the function, and the arguments of it.
+        function: What is called: one for lists, see :func:`is_foreach`.
+        args: Its arguments.
+        kwargs: Likewise.
+    """
+    singles = _calls_of_each(function, args, kwargs)
+    if singles is None:
+        return call(function, args, kwargs)
+    results = [call(*single) for single in singles]
+    return results if function.__name__.endswith("_") else tuple(results)
+
+
+def _calls_of_each(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Iterator[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] | None:
+    name = function.__name__
+    if not args or not isinstance(args[0], (list, tuple)) or not args[0]:
+        return None
+    name, count = name.removeprefix(_FOREACH), len(args[0])
+    single = getattr(Tensor, name, None)
+    if single is None:
+        return None
+    by_name = _BY_NAME.get(name.rstrip("_"))
+    if by_name is not None and len(args) > by_name[0]:
+        args, kwargs = args[: by_name[0]], {**kwargs, by_name[1]: args[by_name[0]]}
+
+    def of(values: Any, position: int) -> Any:
+        is_row = isinstance(values, (list, tuple)) and len(values) == count
+        return values[position] if is_row else values
+
+    return (
+        (single, tuple(of(each, at) for each in args), {key: of(each, at) for key, each in kwargs.items()})
+        for at in range(count)
+    )
 
 
 def find_writes(graph: Graph, units_of: Mapping[str, Collection[int]]) -> Writes:

@@ -13,6 +13,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from lightning_hybrid.data_parallel.zero.param_group import ParameterGroup
+from lightning_hybrid.distributed.dtensor import to_local
 from lightning_hybrid.pipeline_parallel.frame.fake_module import GENERATORS, generator_state, set_generator_state
 from lightning_hybrid.pipeline_parallel.frame.operators import (
     BATCH_NORMS,
@@ -67,7 +68,8 @@ class Untouched(DispatchMode):  # type: ignore[misc]
             restores: Whether the tensors are as they were at the end.
         """
         if not self._tensors:
-            self._tensors = {memory_of(tensor): tensor for tensor in self._find() if not tensor.is_meta}
+            own = [to_local(tensor) for tensor in self._find() if not tensor.is_meta]
+            self._tensors = {memory_of(tensor): tensor for tensor in own}
         try:
             with self:
                 yield
@@ -91,7 +93,7 @@ class Untouched(DispatchMode):  # type: ignore[misc]
         """Run an operator, or what stands for it."""
         kwargs = kwargs or {}
         for tensor in () if ParameterGroup.copies_out else written_tensors(func, args, kwargs):
-            memory = memory_of(tensor)
+            memory = memory_of(to_local(tensor))
             if memory in self._tensors and memory not in self._before and _has_memory(self._tensors[memory]):
                 self._before[memory] = self._tensors[memory].detach().clone()
         with torch._C.DisableTorchFunction():  # what autograd asks of a tensor is not an operator of the step

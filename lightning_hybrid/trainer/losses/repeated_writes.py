@@ -1,0 +1,243 @@
+"""State that a step writes whatever the batch is: once a step, however many microbatches it has.
+
+::
+
+    microbatch     begins with     writes     computes with
+    0              s               f(s)       s before the write, f(s) after it
+    1              s, put back     f(s)       likewise
+
+The teacher of a student, the singular vectors of spectral norm: each microbatch does the write of the first one again.
+Where the step is divided at layers that any code may call, the plan of the step says who writes, see
+:mod:`~lightning_hybrid.pipeline_parallel.frame.writes`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from lightning_hybrid.data_parallel.grad_sync import GradientSync
+from lightning_hybrid.distributed.dtensor import to_local
+from lightning_hybrid.distributed.failure import WrongUseError
+from lightning_hybrid.distributed.pytree import flatten, unflatten
+from lightning_hybrid.distributed.tensor_metadata import METADATA
+from lightning_hybrid.pipeline_parallel.frame.graph import DETACHES
+from lightning_hybrid.pipeline_parallel.frame.operators import SETS_DATA, memory_of
+from lightning_hybrid.pipeline_parallel.frame.plan import assign
+from lightning_hybrid.pipeline_parallel.frame.writes import call_each, is_foreach
+
+__all__ = ["ParameterWrites", "PowerIterations"]
+
+# Where `module.compile()` keeps what a call of the module runs instead.
+_COMPILED = "_compiled_call_impl"
+
+
+class ParameterWrites:
+    """The parameters that a step writes: all microbatches begin with the values that the first one began with.
+
+    So each computes with the values of one process, wherever in the step the write is. Where replicas have shards, the
+    step finds whole parameters, and each replica keeps its rows of what is written.
+
+    Args:
+        module: The user's module, with the modules in it that are compiled now.
+        grad_sync: Knows the parameters that have values on this rank.
+    """
+
+    def __init__(self, module: nn.Module, grad_sync: GradientSync) -> None:
+        self._module, self._grad_sync = module, grad_sync
+        self._compiled = [part for part in module.modules() if vars(part).get(_COMPILED) is not None]
+        self._before: list[tuple[Tensor, Tensor]] = []
+        self._after: list[Tensor] = []
+        self._known = set[int]()
+
+    @contextmanager
+    def around(self, microbatch: int, number: int) -> Iterator[None]:
+        """Enter the user's step.
+
+        Args:
+            microbatch: The number of the microbatch.
+            number: How many there are.
+        """
+        if microbatch > 0 and not (self._before or self._grad_sync.zero.is_active):
+            yield
+            return
+        self._put_back(microbatch)
+        mode = _Writes(self._grad_sync)
+        with mode, self._uncovered(mode):
+            yield
+        if microbatch == 0:
+            self._before = list(mode.before.values()) if number > 1 else []
+            is_new = any(id(parameter) not in self._known for parameter, _ in self._before)
+            self._after = [value.clone() for value in self._values()] if is_new else []
+            return
+        if self._after:
+            for (parameter, _), now, after in zip(self._before, self._values(), self._after, strict=True):
+                if not torch.equal(now, after):
+                    self._refuse(parameter, number)
+        self._known |= {id(parameter) for parameter, _ in self._before}
+        self._after = []
+        if microbatch == number - 1:
+            self._before = []
+
+    def _put_back(self, microbatch: int) -> None:
+        """Let a microbatch begin with the values that the first one began with."""
+        if microbatch == 0:
+            self._before = []
+        for now, (parameter, value) in zip(self._values(), self._before, strict=True):
+            # Not seen by autograd: what a graph has saved of it, the step writes again.
+            now.data.copy_(value)
+            self._grad_sync.zero.note_write(parameter)
+
+    def _values(self) -> list[Tensor]:
+        """Return what this rank has of the parameters that the step writes, in place."""
+        if self._before:
+            self._grad_sync.zero.unshard_layers()
+        return [to_local(parameter) for parameter, _ in self._before]
+
+    @contextmanager
+    def _uncovered(self, mode: _Writes) -> Iterator[None]:
+        """Let compiled modules run outside of the mode, under which they would run as they were written."""
+        calls = [vars(part)[_COMPILED] for part in self._compiled]
+        try:
+            for part, call in zip(self._compiled, calls, strict=True):
+                vars(part)[_COMPILED] = partial(mode.call_outside, call)
+            yield
+        finally:
+            for part, call in zip(self._compiled, calls, strict=True):
+                vars(part)[_COMPILED] = call
+
+    def _refuse(self, parameter: Tensor, number: int) -> None:
+        memory = memory_of(to_local(parameter))
+        named = self._module.named_parameters()
+        name = next((name for name, each in named if memory_of(to_local(each)) == memory), "")
+        raise WrongUseError(
+            f"`training_step` writes the parameter {name!r}, and not every microbatch writes the same values: they"
+            f" depend on the batch, or on random numbers. {number} microbatches would each write it, one process does"
+            " once. Set `num_microbatches=1`, or write it in a hook, such as `on_train_batch_end`."
+        )
+
+
+class _Writes(TorchFunctionMode):
+    """Notes which parameters are written, with the values that they had before.
+
+    What is assigned to `data` of a parameter is copied: shards and buckets know its memory. Where ZeRO has not gathered
+    a parameter yet, the call is given the whole one.
+
+    Args:
+        grad_sync: As of :class:`ParameterWrites`.
+
+    Attributes:
+        before: The parameters, each with a copy, by their memory.
+    """
+
+    def __init__(self, grad_sync: GradientSync) -> None:
+        super().__init__()
+        self._grad_sync, self._zero = grad_sync, grad_sync.zero
+        self._parameters: dict[int, Tensor] = {}
+        self.before: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def call_outside(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a function in which nothing is noted."""
+        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        try:
+            return function(*args, **kwargs)
+        finally:
+            self.__enter__()  # type: ignore[no-untyped-call]
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Make a call."""
+        if func in METADATA:
+            return func(*args, **(kwargs or {}))
+        if is_foreach(func):
+            return call_each(self._call, func, args, kwargs or {})
+        return self._call(func, args, kwargs or {})
+
+    def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if self._needs_whole(func):
+            leaves, spec = flatten((args, kwargs))
+            forms = [self._zero.unsharded(leaf) if isinstance(leaf, Tensor) else None for leaf in leaves]
+            args, kwargs = unflatten(
+                [leaf if form is None else form for form, leaf in zip(forms, leaves, strict=True)], spec
+            )
+        if func == SETS_DATA and isinstance(args[0], nn.Parameter):
+            func = assign
+        if func is assign or _writes(func) or "out" in kwargs:
+            self._note(args[0] if args else None, kwargs.get("out"), kwargs.get("self"), kwargs.get("input"))
+        return func(*args, **kwargs)
+
+    def _needs_whole(self, func: Any) -> bool:
+        """Return whether a call may need parameters that are not gathered yet; what a graph has saved must not go."""
+        if self._zero.keeps_layers:
+            return not self._zero.is_unsharded
+        return not torch.is_grad_enabled() or func in DETACHES or func == SETS_DATA
+
+    def _note(self, *written: Any) -> None:
+        if not self._parameters:
+            parameters = self._grad_sync.local_parameters()
+            self._parameters = {memory_of(to_local(each)): each for each in parameters if not each.is_meta}
+        for leaf in flatten(written)[0]:
+            if not isinstance(leaf, Tensor) or leaf.is_meta:
+                continue
+            memory = memory_of(to_local(leaf))
+            parameter = self._parameters.get(memory)
+            if parameter is None or memory in self.before:
+                continue
+            self._zero.note_write(parameter)
+            self.before[memory] = parameter, to_local(parameter).clone()
+
+
+def _writes(function: Callable[..., Any]) -> bool:
+    """Return whether a function may write its first argument, by its name: `mul_`, `add_`, `__setitem__`."""
+    name = getattr(function, "__name__", "")
+    if name.endswith("__"):
+        return name == "__setitem__" or name.startswith("__i")
+    return name.endswith("_")
+
+
+class PowerIterations:
+    """The singular vectors by which spectral norm divides weights: all microbatches of a step begin with the same ones.
+
+    A forward in training mode iterates them (Miyato et al., "Spectral Normalization for Generative Adversarial
+    Networks", 2018). Each microbatch does the iteration of the first one again, so all have the weight of the first,
+    and so has a layer that is recomputed.
+
+    Args:
+        layers: By stage, where spectral norm is looked for.
+
+    Attributes:
+        stages: Those that have some.
+    """
+
+    def __init__(self, layers: Mapping[int, Iterable[nn.Module]]) -> None:
+        found = {stage: list(_vectors(of_stage)) for stage, of_stage in layers.items()}
+        self._vectors = {stage: vectors for stage, vectors in found.items() if vectors}
+        self.stages = frozenset(self._vectors)
+        self._first: dict[int, list[Tensor]] = {}
+
+    @torch.no_grad()
+    def begin(self, stage: int, microbatch: int) -> None:
+        """Let a forward of a stage begin with the vectors of the first microbatch."""
+        if stage not in self._vectors:
+            return
+        if microbatch == 0:
+            self._first[stage] = [vector.clone() for vector in self._vectors[stage]]
+        else:
+            for vector, value in zip(self._vectors[stage], self._first[stage], strict=True):
+                vector.copy_(value)
+
+
+def _vectors(layers: Iterable[nn.Module]) -> Iterator[Tensor]:
+    """Find the buffers of both implementations of torch: a parametrization, and a hook before forwards."""
+    for part in (part for layer in layers for part in layer.modules()):
+        if hasattr(part, "n_power_iterations"):
+            yield from (vector for name in ("_u", "_v") if isinstance(vector := getattr(part, name, None), Tensor))
+        for hook in part._forward_pre_hooks.values():
+            if hasattr(hook, "n_power_iterations"):
+                name: Any = getattr(hook, "name", "weight")
+                yield from (getattr(part, f"{name}_{kind}") for kind in "uv")

@@ -1,0 +1,311 @@
+"""Steps that move the weights of a teacher: once a step under every layout, as in one process."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests.pool import Pools
+from tests.teacher_modules import BYOL, MODULES, PATCHES, ForeachBYOL
+from tests.training_jobs import Losses, make_trainer
+
+WIDTH, SAMPLES, STEPS = 8, 8, 3
+
+Pairs = Iterable[tuple[Tensor, Tensor]]
+
+
+def layer() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
+
+
+class Net(nn.Module):
+    """A list of layers between an embedding and a head."""
+
+    def __init__(self, count: int = 4) -> None:
+        super().__init__()
+        self.embed = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList([layer() for _ in range(count)])
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for each in self.layers:
+            x = x + each(x)
+        out: Tensor = self.head(x)
+        return out
+
+
+def chained(student: nn.Module, teacher: nn.Module) -> None:
+    for now, average in zip(student.parameters(), teacher.parameters(), strict=True):
+        average.mul_(0.9).add_(now, alpha=0.1)
+
+
+def through_data(student: nn.Module, teacher: nn.Module) -> None:
+    for now, average in zip(student.parameters(), teacher.parameters(), strict=True):
+        average.data.lerp_(now.data, 0.1)
+
+
+def assigned(student: nn.Module, teacher: nn.Module) -> None:
+    for now, average in zip(student.parameters(), teacher.parameters(), strict=True):
+        average.data = average.data * 0.9 + now.data * 0.1
+
+
+def foreach(student: nn.Module, teacher: nn.Module) -> None:
+    averages = list(teacher.parameters())
+    torch._foreach_mul_(averages, 0.9)
+    torch._foreach_add_(averages, [each.detach() for each in student.parameters()], alpha=0.1)
+
+
+def foreach_lerp(student: nn.Module, teacher: nn.Module) -> None:
+    torch._foreach_lerp_(list(teacher.parameters()), list(student.parameters()), 0.1)
+
+
+def foreach_copy(student: nn.Module, teacher: nn.Module) -> None:
+    """A hard copy."""
+    torch._foreach_copy_(list(teacher.parameters()), [0.5 * each for each in student.parameters()])
+
+
+def of_state_dicts(student: nn.Module, teacher: nn.Module) -> None:
+    for now, average in zip(student.state_dict().values(), teacher.state_dict().values(), strict=True):
+        average.copy_(0.9 * average + 0.1 * now)
+
+
+def by_name(student: nn.Module, teacher: nn.Module) -> None:
+    states = student.state_dict()
+    for name, average in teacher.state_dict().items():
+        average.mul_(0.9).add_(states[name], alpha=0.1)
+
+
+UPDATES = [chained, through_data, assigned, foreach, foreach_lerp, foreach_copy, of_state_dicts, by_name]
+
+
+class Pair(LightningModule):
+    """A student that learns to say what its teacher says, which follows it.
+
+    Args:
+        update: Moves the teacher.
+        place: Where the step does that: `"top"`, `"end"`, or `"middle"`, where the teacher is used before and after.
+    """
+
+    def __init__(self, update: Callable[[nn.Module, nn.Module], None] = chained, place: str = "top") -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(3)
+            self.student = self.make_net()
+            self.teacher = copy.deepcopy(self.student).requires_grad_(False)
+            self.make_rest()
+            with torch.no_grad():
+                for each in self.teacher.parameters():
+                    each.add_(0.3 * torch.randn_like(each))
+        self.update, self.place = update, place
+        self.double()
+
+    def make_net(self) -> nn.Module:
+        return Net()
+
+    def make_rest(self) -> None:
+        pass
+
+    @torch.no_grad()
+    def move_teacher(self) -> None:
+        self.update(self.student, self.teacher)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = batch[0]
+        before = 0.0
+        if self.place == "top":
+            self.move_teacher()
+        if self.place == "middle":
+            before = self.teacher(x)
+            self.move_teacher()
+        loss = F.mse_loss(self.student(x), self.teacher(x.roll(1, 1)) + before)
+        if self.place == "end":
+            self.move_teacher()
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD([each for each in self.parameters() if each.requires_grad], lr=0.1)
+
+
+class ChainPair(Pair):
+    """The nets are each an `nn.Sequential` that is called as a whole."""
+
+    def make_net(self) -> nn.Module:
+        return nn.Sequential(*[layer() for _ in range(4)])
+
+
+class EmbeddingPair(Pair):
+    """The layers are an `nn.Sequential`; the teacher is one of what is before them."""
+
+    def make_net(self) -> nn.Module:
+        return nn.Linear(WIDTH, WIDTH)
+
+    def make_rest(self) -> None:
+        self.body = nn.Sequential(*[layer() for _ in range(4)])
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = batch[0]
+        if self.place == "top":
+            self.move_teacher()
+        loss = F.mse_loss(self.head(self.body(self.student(x))), self.teacher(x.roll(1, 1)))
+        if self.place == "end":
+            self.move_teacher()
+        return loss
+
+
+Job = tuple[Any, ...]
+
+
+def fit(layout: dict[str, Any] | None, jobs: list[Job], shape: tuple[int, ...], shares: bool) -> list[dict[str, Any]]:
+    """Train modules one after the other; `shares`: replicas divide the samples."""
+    found = []
+    for kind, *arguments in jobs:
+        torch.manual_seed(0)
+        module, seen = kind(*arguments), Losses()
+        numbers = torch.Generator().manual_seed(5)
+        x = torch.randn(STEPS * SAMPLES, *shape, generator=numbers, dtype=torch.float64)
+        replicas = (layout or {}).get("data_parallel_size", 1) if shares else 1
+        data = DataLoader(TensorDataset(x), SAMPLES // replicas)
+        trainer = make_trainer(layout, callbacks=[seen], precision="64-true", use_distributed_sampler=shares)
+        try:
+            trainer.fit(module, data)
+        except ValueError as error:
+            found.append({"error": str(error)})
+            continue
+        state = module.state_dict() if layout is None else trainer.strategy.lightning_module_state_dict()
+        found.append({"losses": seen.values, "state": {name: value.clone() for name, value in state.items()}})
+    return found
+
+
+def size_of(layout: dict[str, Any]) -> int:
+    sizes = [value for name, value in layout.items() if name.endswith("parallel_size")]
+    return int(torch.tensor(sizes or [1]).prod())
+
+
+def assert_like_one_process(
+    ranks: Pools, layout: dict[str, Any], jobs: list[Job], shape: tuple[int, ...] = (WIDTH,), *, shares: bool = True
+) -> None:
+    expected = fit(None, jobs, shape, shares)
+    results = ranks(size_of(layout), lightning=True).run(fit, layout, jobs, shape, shares, timeout=200.0)
+    wrong = []
+    for number, (job, one) in enumerate(zip(jobs, expected, strict=True)):
+        name = " ".join(getattr(each, "__name__", each) for each in job)
+        errors = [rank[number]["error"] for rank in results if "error" in rank[number]]
+        if errors:
+            wrong.append(f"{name}: {errors[0][:300]}")
+            continue
+        state = results[0][number]["state"]
+        gap = max(float((state[key] - value).abs().max()) for key, value in one["state"].items())
+        losses = torch.tensor([rank[number]["losses"] for rank in results], dtype=torch.float64).mean(0)  # of replicas
+        difference = float((losses - torch.tensor(one["losses"], dtype=torch.float64)).abs().max())
+        if not max(gap, difference) < 1e-10:
+            wrong.append(f"{name}: states differ by {gap:.2g}, losses by {difference:.2g}")
+    assert not wrong, "\n".join(wrong)
+
+
+SOME: list[Job] = [
+    (Pair, foreach_copy, "top"),
+    (Pair, assigned, "top"),
+    (Pair, of_state_dicts, "end"),
+]
+MIDDLE: list[Job] = [(Pair, chained, "middle")]
+
+WITHOUT_PIPELINE = {
+    "replicas": {"data_parallel_size": 2, "num_microbatches": 2},
+    "zero 1": {"data_parallel_size": 2, "num_microbatches": 2, "zero_stage": 1},
+    "zero 3": {"data_parallel_size": 2, "num_microbatches": 2, "zero_stage": 3},
+    "zero 3 microbatch": {
+        "data_parallel_size": 2, "num_microbatches": 2, "zero_stage": 3, "zero_frees": "microbatch",
+    },
+    "zero 1 whole": {"data_parallel_size": 2, "zero_stage": 1, "num_microbatches": 1},
+    "zero 3 whole": {"data_parallel_size": 2, "zero_stage": 3, "num_microbatches": 1},
+    "tensor": {"tensor_parallel_size": 2, "num_microbatches": 2},
+    "tensor whole": {"tensor_parallel_size": 2, "num_microbatches": 1},
+    "tensor x zero 3": {"tensor_parallel_size": 2, "data_parallel_size": 2, "zero_stage": 3, "num_microbatches": 2},
+}  # fmt: skip
+
+
+def test_every_way_to_write_moves_a_teacher_once_a_step(ranks: Pools) -> None:
+    jobs = [(Pair, update, "top") for update in UPDATES]
+    assert_like_one_process(ranks, {"num_microbatches": 4}, jobs)
+    assert_like_one_process(ranks, {"pipeline_parallel_size": 2, "num_microbatches": 2}, jobs)
+
+
+@pytest.mark.parametrize("layout", WITHOUT_PIPELINE.values(), ids=WITHOUT_PIPELINE.keys())
+def test_a_teacher_moves_once_a_step_without_a_pipeline(ranks: Pools, layout: dict[str, Any]) -> None:
+    assert_like_one_process(ranks, layout, SOME + MIDDLE)
+
+
+NAMED = {"pipeline_parallel_size": 2, "num_microbatches": 2, "body": ["student", "teacher"]}
+CHUNKED = {"pipeline_parallel_size": 2, "num_chunks": 2, "num_microbatches": 2, "schedule": "interleaved_1f1b"}
+
+
+def test_a_teacher_may_be_named_beside_its_student(ranks: Pools) -> None:
+    assert_like_one_process(ranks, NAMED, [(ChainPair, chained, "top")])
+
+
+def test_a_teacher_moves_once_a_step_on_several_stages_of_a_rank(ranks: Pools) -> None:
+    assert_like_one_process(ranks, CHUNKED, SOME)
+
+
+PIPELINES = {
+    "pp 2 x dp 2": {"pipeline_parallel_size": 2, "data_parallel_size": 2, "num_microbatches": 2},
+    "pp 2 x zero 2": {
+        "pipeline_parallel_size": 2, "data_parallel_size": 2, "num_microbatches": 2, "zero_stage": 2,
+    },
+    "pp 2 x zero 3": {
+        "pipeline_parallel_size": 2, "data_parallel_size": 2, "num_microbatches": 2, "zero_stage": 3,
+    },
+    "pp 2 x zero 3 microbatch": {
+        "pipeline_parallel_size": 2, "data_parallel_size": 2, "num_microbatches": 2, "zero_stage": 3,
+        "zero_frees": "microbatch",
+    },
+}  # fmt: skip
+CHAINS: list[Job] = [
+    (ChainPair, through_data, "top"),
+    (EmbeddingPair, chained, "end"),
+    (EmbeddingPair, assigned, "top"),
+]
+
+
+@pytest.mark.parametrize("layout", PIPELINES.values(), ids=PIPELINES.keys())
+def test_a_teacher_moves_once_a_step_under_a_pipeline(ranks: Pools, layout: dict[str, Any]) -> None:
+    assert_like_one_process(ranks, layout, SOME)
+
+
+@pytest.mark.parametrize("layout", PIPELINES.values(), ids=PIPELINES.keys())
+def test_a_teacher_beside_a_sequential_moves_once_a_step(ranks: Pools, layout: dict[str, Any]) -> None:
+    assert_like_one_process(ranks, layout, CHAINS)
+
+
+METHODS = {
+    "pp 2": {"pipeline_parallel_size": 2},
+    "pp 2 x dp 2": {"pipeline_parallel_size": 2, "data_parallel_size": 2},
+    "pp 2 x zero 3": {"pipeline_parallel_size": 2, "data_parallel_size": 2, "zero_stage": 3},
+    "tensor": {"tensor_parallel_size": 2},
+    "zero 1": {"data_parallel_size": 2, "zero_stage": 1},
+    "zero 2": {"data_parallel_size": 2, "zero_stage": 2},
+    "zero 3": {"data_parallel_size": 2, "zero_stage": 3, "zero_frees": "step"},
+}
+
+
+@pytest.mark.parametrize("layout", METHODS.values(), ids=METHODS.keys())
+def test_methods_with_a_momentum_encoder_equal_one_process(ranks: Pools, layout: dict[str, Any]) -> None:
+    """Replicas see the same samples: losses over a batch and statistics are those of each replica."""
+    assert_like_one_process(ranks, layout, [(each,) for each in MODULES], (PATCHES, WIDTH), shares=False)
+
+
+def test_byol_moves_its_target_once_for_several_microbatches(ranks: Pools) -> None:
+    jobs: list[Job] = [(BYOL,), (ForeachBYOL,)]
+    for layout in ({"pipeline_parallel_size": 2}, {"tensor_parallel_size": 2}):
+        assert_like_one_process(ranks, {**layout, "num_microbatches": 2}, jobs, (PATCHES, WIDTH))
