@@ -194,7 +194,7 @@ def fit(module: type[Tokens], layout: dict[str, Any] | None, **attributes: Any) 
         warnings.simplefilter("always")
         made = kind()
         make_trainer(layout).fit(made, data)
-    texts = [str(each.message) for each in caught if "The loss of two microbatches" in str(each.message)]
+    texts = [str(each.message) for each in caught if "Some samples in one microbatch" in str(each.message)]
     return {"weights": weights(made), "texts": texts}
 
 

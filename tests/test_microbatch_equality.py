@@ -85,7 +85,7 @@ def fit(
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             make_trainer(layout, callbacks=[seen], precision="64-true", **arguments).fit(module, data)
-        texts = [str(warning.message) for warning in caught if "The loss of two microbatches" in str(warning.message)]
+        texts = [str(warning.message) for warning in caught if "Some samples in one microbatch" in str(warning.message)]
         found.append({"losses": seen.values, "weights": weights(module), "texts": texts})
     return found
 
@@ -260,7 +260,7 @@ def first_warnings(subject: Subject, layout: dict[str, Any]) -> list[str]:
         warnings.simplefilter("always")
         arguments = {"max_steps": 2, "limit_val_batches": 0, **subject.trainer}
         make_trainer({**layout, **subject.strategy}, **arguments).fit(module)
-    return [str(each.message) for each in caught if "The loss of two microbatches" in str(each.message)]
+    return [str(each.message) for each in caught if "Some samples in one microbatch" in str(each.message)]
 
 
 ORDINARY = {**SUBJECTS, **FRAME_SUBJECTS, **TENSOR_SUBJECTS}

@@ -163,8 +163,8 @@ class HybridStrategy(ReplicaCollectives):
         detect_desync: Whether, before each training batch, checksums are compared: of the batch over each model group,
             of parameters over replicas and all stages that hold them, and of the state of random numbers; for finding a
             fault, as it takes time. What decides the messages between ranks is always compared.
-        compare_microbatches: If True, the first training step compares the loss of pairs of microbatches joined with
-            the losses of each alone, forward only. A loss that is a sum over samples is then summed. For a loss that
+        compare_microbatches: If True, the first training step compares the loss of some samples in one microbatch with
+            that in two, forward only. A loss that is a sum over samples is then summed. For a loss that
             is not a mean over samples, ``num_microbatches="auto"`` takes one microbatch; a number that you set is kept,
             with a warning. A mean over targets is weighted by these, also over replicas that take a batch whole. If
             False, microbatches and replicas are averaged without a comparison.

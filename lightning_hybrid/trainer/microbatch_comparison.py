@@ -1,8 +1,8 @@
-"""The comparison of a training step with its microbatches joined: when it is made, and what follows from it.
+"""The comparison of the loss of samples in one microbatch and in two: when it is made, and what follows from it.
 
 ::
 
-    batch of a new structure      two microbatches joined, and each alone, forward only and without a trace
+    batch of a new structure      some samples in one microbatch and in two, forward only and without a trace
            |                                  |
            |                      Verdict of each rank  -->  all ranks: one Verdict
            v                                  |
@@ -126,7 +126,7 @@ class Forward(Protocol):
 
 
 class MicrobatchComparison:
-    """The comparison of the loss of two microbatches joined with those of each alone; all ranks come to one verdict.
+    """The comparison of the loss of samples in one microbatch with that in two; all ranks come to one verdict.
 
     It is made at the first step; at the second one too if there was a single pair of microbatches, which may be equal
     by chance; and without replicas for batches of another structure, which several replicas meet at different steps.
@@ -161,7 +161,7 @@ class MicrobatchComparison:
         self._left = _MOST if is_needed else 0
         self._verdicts: dict[Hashable, Verdict] = {}  # by the structure of the batch
         self._structures, self._texts = set[Hashable](), set[str]()  # that were compared here, and on any rank
-        self._changes: list[dict[str, Change]] = []  # of states, with two microbatches joined and with each alone
+        self._changes: list[dict[str, Change]] = []  # of states, with samples in one microbatch, and in each of two
         self._rounding = self._alone = 0.0  # of a loss; and the loss of the second microbatch alone
         self._has_stated = False  # that a structure is not compared, or that microbatches differ
         self.repeats = False
@@ -243,7 +243,7 @@ class MicrobatchComparison:
         if verdict.kind == "sum":
             self.loss_reduction = "sum"
             rank_zero_info(
-                "The loss of two microbatches joined is the sum of their losses, so losses and gradients of"
+                "The loss of samples in one microbatch is the sum of their losses in two, so losses and gradients of"
                 ' microbatches are summed, as with HybridStrategy(loss_reduction="sum").'
             )
         elif len(self._verdicts) == 1 and is_first:
@@ -427,7 +427,7 @@ class MicrobatchComparison:
         sizes: Sequence[float] | None,
         forward: Forward,
     ) -> list[Verdict]:
-        """Compare two microbatches joined with each alone.
+        """Compare the loss of samples in one microbatch with that in two.
 
         Args:
             batches: From :func:`~.losses.verdict.joined_parts`: three for each pair of microbatches.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import io
 import operator
 import sys
@@ -169,7 +168,7 @@ class Copies:
             if any(map(operator.is_not, entries, value)):
                 other = tuple(entries) if kind is tuple else kind(*entries)
         elif kind in _CONTAINERS:
-            other = copy.copy(value)
+            other = value.copy()
             self._known[id(value)] = value, other
             if not isinstance(other, (set, deque)):
                 for key, entry in other.items() if isinstance(other, dict) else enumerate(other):
@@ -238,7 +237,7 @@ class Contents:
         held = [inner for value in (*of_modules, *of_objects) for inner in _inside(value, most)]
         containers = [value for value in held if type(value) in _CONTAINERS]
         self._large = [(each, len(each)) for each in containers if most is not None and len(each) > most]
-        self._containers = [(each, copy.copy(each)) for each in containers if most is None or len(each) <= most]
+        self._containers = [(each, each.copy()) for each in containers if most is None or len(each) <= most]
         self._arrays = [(value, value.copy()) for value in held if type(value) is np.ndarray]
         self.tensors = {id(value): value for value in held if isinstance(value, Tensor)}
 

@@ -284,7 +284,7 @@ def structure_text(signature: Any) -> str:
 def small_text(verdict: Verdict, cause: Cause) -> str:
     """Return the note on a difference that is accepted."""
     return (
-        f"The loss of two microbatches joined is {verdict.joined:.6g}; the mean of their losses is"
+        f"Some samples in one microbatch have a loss of {verdict.joined:.6g}, and in two a mean loss of"
         f" {verdict.expected:.6g}, a difference of {100 * verdict.difference:.2g}%: {cause.text}, and each"
         " microbatch has its own. `num_microbatches=1` gives the numbers of one process."
     )
@@ -301,7 +301,7 @@ def warning_text(verdict: Verdict, number: int, cause: Cause, *, switches: bool,
         num_stages: The number of pipeline stages.
     """
     found = (
-        f"The loss of two microbatches joined is {verdict.joined:.6g}; the weighted mean of their losses is"
+        f"Some samples in one microbatch have a loss of {verdict.joined:.6g}, and in two a weighted mean loss of"
         f" {verdict.expected:.6g}"
     )
     if math.isfinite(verdict.difference):

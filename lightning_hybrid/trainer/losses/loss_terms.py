@@ -46,7 +46,7 @@ __all__ = [
     "with_copied_classes",
 ]
 
-#: Batches of a pair that are compared: two microbatches joined, and each alone.
+#: Batches of a pair that are compared: samples together, and each half of them.
 PAIR = 3
 
 _EXACT = 1e-6  # coefficients that are equal, relative; they are products of few numbers

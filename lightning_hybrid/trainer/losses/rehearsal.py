@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import io
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, redirect_stdout
+from functools import cache
 from typing import Any
 
 import torch
@@ -162,7 +162,7 @@ def untouched_attributes(
 
     Yields:
         A context for each of several runs of the step: all begin with equal generators, and with equal attributes
-        unless one is entered with ``restores=False``.
+        unless they are entered with ``restores=False``.
     """
 
     def keep(tensor: Tensor) -> Tensor:
@@ -177,19 +177,22 @@ def untouched_attributes(
     trainer = module.trainer
     stops = trainer.should_stop
 
+    @cache
+    def before() -> tuple[list[dict[str, Any]], list[tuple[Any, Any]]]:
+        contents = [(container, container.copy()) for container in containers_in(owners)]
+        return [dict(vars(owner)) for owner in owners], contents
+
     @contextmanager
     def one_run(*, restores: bool = True) -> Iterator[None]:
-        before = [dict(vars(owner)) for owner in owners]
-        contents = [(container, copy.copy(container)) for container in containers_in(owners)]
+        attributes, contents = before() if restores else ([], [])
         try:
             with redirect_stdout(io.StringIO()):
                 yield
         finally:
-            if restores:
-                for owner, held in zip(owners, before, strict=True):
-                    restore(vars(owner), held)
-                for container, held in contents:
-                    refill(container, held)
+            for owner, held in zip(owners if restores else (), attributes, strict=True):
+                restore(vars(owner), held)
+            for container, held in contents:
+                refill(container, held)
             for generator, state in states:
                 set_generator_state(generator, state)
             trainer.should_stop = stops

@@ -182,7 +182,8 @@ class _Writes(TorchFunctionMode):
             parameters = self._grad_sync.local_parameters()
             self._parameters = {memory_of(to_local(each)): each for each in parameters if not each.is_meta}
         for leaf in flatten(written)[0]:
-            if not isinstance(leaf, Tensor) or leaf.is_meta:
+            # Inside transforms of `torch.func` tensors are wrapped; such a parameter is not written.
+            if not isinstance(leaf, Tensor) or leaf.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(leaf):
                 continue
             memory = memory_of(to_local(leaf))
             parameter = self._parameters.get(memory)

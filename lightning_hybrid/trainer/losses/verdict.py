@@ -70,7 +70,7 @@ class Verdict:
     Attributes:
         kind: ``"mean"``, ``"sum"`` or ``"other"`` as above; ``"unknown"`` if the numbers do not tell, such as two
             equal losses.
-        joined: The loss of the two microbatches joined.
+        joined: The loss of the samples of both parts together.
         parts: The losses of each alone.
         expected: The weighted mean of the parts.
         labels: How targets are counted, if the loss is a mean over them.
@@ -110,12 +110,13 @@ def structure_of(signature: Any) -> Hashable:
 def joined_parts(
     batch: Any, num_microbatches: int, user_split: Callable[[Any, int], Sequence[Any]] | None
 ) -> tuple[list[Any], list[int]]:
-    """Return two microbatches joined, and each alone, as batches of their own; several times if they are small.
+    """Return samples together, and in two halves, as batches of their own; several times.
 
-    One of half as many microbatches is two of them joined, and is split into two. So nothing has to be joined, and a
-    module's `split_batch` decides as it does in the step. At least two pairs are taken, and until they have
-    :data:`ENOUGH` samples; then so many samples in two halves: a loss that couples samples of one class finds none in
-    most pairs of two.
+    Of large microbatches each is halved: these halves have :data:`ENOUGH` samples, and no batch is larger than those of
+    the step. Otherwise one of half as many microbatches, which is two of them joined, is halved. So nothing has to be
+    joined, and a module's `split_batch` decides as it does in the step. Two pairs are taken if there are four
+    microbatches, and pairs until they have :data:`ENOUGH` samples; then so many samples in two halves: a loss that
+    couples samples of one class finds none in most pairs of two.
 
     Args:
         batch: The batch of a training step.
@@ -126,11 +127,14 @@ def joined_parts(
         Three batches for each pair, whose tensors are copies, and their numbers of samples.
     """
     found: tuple[list[Any], list[int]] = [], []
-    number = max(1, num_microbatches // 2)
+    number, pairs = num_microbatches, min(2, max(1, num_microbatches // 2))
     batches, totals = split_into(batch, number, user_split)
+    if min(totals) < 2 * ENOUGH:
+        number = max(1, num_microbatches // 2)
+        batches, totals = split_into(batch, number, user_split)
     samples = 0
     for joined, total in zip(batches, totals, strict=True):
-        if samples < ENOUGH or len(found[0]) < 2 * PAIR:
+        if samples < ENOUGH or len(found[0]) < pairs * PAIR:
             samples += _add_halves(found, joined, total, user_split)
     larger = max(1, sum(totals) // ENOUGH)
     if found[0] and totals[0] < ENOUGH and larger < number and _num_numbers(batch) <= _SMALL_SAMPLE * sum(totals):

@@ -2,8 +2,8 @@
 
 ::
 
-    two microbatches joined         s --> s(J)
-    each alone, from the same s     s --> s(A),  s --> s(B)
+    samples in one microbatch       s --> s(J)
+    in two, each from the same s    s --> s(A),  s --> s(B)
     one after the other             s --> s(A) --> s(AB), as in a step
 
 If s(J) is s(A) and s(B), nothing is written from the batch. Otherwise s(AB) is computed, and must be s(J): as for a sum
@@ -107,7 +107,7 @@ def find_of_batch(changes: Sequence[Mapping[str, Change]], rounding: float) -> l
     """Return the paths of the states that are written from the batch.
 
     Args:
-        changes: With two microbatches joined, with the first and with the second, all from the same states.
+        changes: With samples in one microbatch, and with each of two, all from the same states.
         rounding: The relative difference that rounding explains.
     """
     found = []

@@ -81,7 +81,17 @@ def test_two_microbatches_are_joined_by_a_coarser_split() -> None:
 
 @pytest.mark.parametrize(
     ("samples", "microbatches", "joined"),
-    [(64, 8, [16, 16]), (64, 2, [64]), (8, 8, [2, 2, 2, 2, 8]), (16, 8, [4, 4, 8]), (32, 16, [4, 4, 8]), (3, 3, [3])],
+    [
+        (64, 8, [16, 16]),
+        (64, 2, [32]),
+        (62, 4, [31, 31]),
+        (256, 8, [32, 32]),
+        (30, 2, [30]),
+        (8, 8, [2, 2, 2, 2, 8]),
+        (16, 8, [4, 4, 8]),
+        (32, 16, [4, 4, 8]),
+        (3, 3, [3]),
+    ],
 )
 def test_few_samples_are_compared_in_several_pairs(samples: int, microbatches: int, joined: list[int]) -> None:
     assert joined_parts(torch.arange(samples), microbatches, None)[1][::3] == joined
