@@ -29,7 +29,7 @@ from lightning_hybrid import HybridStrategy
 from lightning_hybrid.trainer.microbatch_comparison import MicrobatchComparison
 
 _SECONDS, _BYTES = "seconds", "bytes"
-#: A comparison has constant costs of about 20 ms on a CPU, half of the shortest step here: "wide" shows the rest.
+#: A comparison has constant costs of about 25 ms on a CPU, half of the shortest step here: "wide" shows the rest.
 _SIZES = {"normal": SIZES["normal"], "wide": SIZES["normal"]._replace(width=768)}
 
 

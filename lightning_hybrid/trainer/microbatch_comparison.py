@@ -304,7 +304,11 @@ class MicrobatchComparison:
             Whether batches run as one microbatch from now on.
         """
         group = self._context.mesh.decision_group
-        rounding = max(all_gather_values(self._rounding, group))
+        found_here = bool(find_of_batch(self._changes, self._rounding))
+        everywhere = all_gather_values((found_here, self._rounding), group)
+        if not any(is_found for is_found, _ in everywhere):
+            return False
+        rounding = max(of_rank for _, of_rank in everywhere)
         own_paths = find_of_batch(self._changes, rounding)
         paths = sorted({path for of_rank in all_gather_values(own_paths, group) for path in of_rank})
         if not paths:
@@ -500,7 +504,15 @@ class MicrobatchComparison:
                     self._needs_graph = True
                 return attempt(number, forward_of_stage)
 
-            losses, records = forward(batches, counts, loss_of, run)
+            # In reverse: the smallest batch comes first, so that later stages begin early.
+            last = len(batches) - 1
+            losses, records = forward(
+                batches[::-1],
+                counts[::-1],
+                lambda at, value: loss_of(last - at, value),
+                lambda at, of: run(last - at, of),
+            )
+            losses, records = losses[::-1], records[::-1]
         if context.device.type == "cuda" and torch.float32 in dtypes:
             dtypes.append(torch.float16)  # products may be computed in TF32, which has as many digits
         self._rounding = rounding_of(coarsest(dtypes)) if dtypes else 0.0

@@ -197,16 +197,22 @@ def untouched_attributes(
                 set_generator_state(generator, state)
             trainer.should_stop = stops
 
+    empty = list[dict[str, Any]]()  # a module has a dozen of them
     try:
         for owner, held in saved:
+            table = vars(owner)
             for name, value in held.items():
-                if name not in _LIGHTNINGS:
-                    vars(owner)[name] = copies(value, keep)
+                if isinstance(value, dict) and not value:
+                    empty.append(value)
+                elif name not in _LIGHTNINGS:
+                    table[name] = copies(value, keep)
         for owner in owners:
             if isinstance(owner, nn.SyncBatchNorm) and owner.track_running_stats:
                 owner.training = False
         yield one_run
     finally:
+        for each in empty:
+            each.clear()
         for owner, held in saved:
             restore(vars(owner), held)
 
@@ -248,4 +254,4 @@ def graph_without_values(keeps: Callable[[], bool]) -> Iterator[None]:
 def takes_from_iterators(module: nn.Module) -> bool:
     """Return whether the module has an iterator as an attribute: what a rehearsal took from it would be gone."""
     held = (value for owner in find_owners([module]).values() for value in vars(owner).values())
-    return any(isinstance(value, Iterator) and not isinstance(value, io.IOBase) for value in held)
+    return any(hasattr(type(value), "__next__") and not isinstance(value, io.IOBase) for value in held)

@@ -182,10 +182,12 @@ class _Writes(TorchFunctionMode):
             parameters = self._grad_sync.local_parameters()
             self._parameters = {memory_of(to_local(each)): each for each in parameters if not each.is_meta}
         for leaf in flatten(written)[0]:
-            # Inside transforms of `torch.func` tensors are wrapped; such a parameter is not written.
-            if not isinstance(leaf, Tensor) or leaf.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(leaf):
+            if not isinstance(leaf, Tensor) or leaf.is_meta:
                 continue
-            memory = memory_of(to_local(leaf))
+            try:
+                memory = memory_of(to_local(leaf))
+            except NotImplementedError:  # sparse tensors, and those inside transforms of `torch.func`
+                continue
             parameter = self._parameters.get(memory)
             if parameter is None or memory in self.before:
                 continue
