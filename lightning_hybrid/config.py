@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import difflib
+import functools
+import inspect
 import itertools
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
+from typing import ParamSpec
 
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.tensor.parallel import ParallelStyle
+
+_P = ParamSpec("_P")
 
 #: Which layers are recomputed: see `HybridStrategy`.
 Recompute = bool | int | float | str | list[int] | list[str]
@@ -368,3 +374,23 @@ def accumulated_batches(global_batch_size: int, batch_size: int, data_parallel_s
             f" multiple of {at_once},{advice} or choose another number of replicas."
         )
     return global_batch_size // at_once
+
+
+def suggests_names(init: Callable[_P, None]) -> Callable[_P, None]:
+    """Let a constructor name the argument that an unknown one is probably meant to be.
+
+    Args:
+        init: An ``__init__`` whose arguments all have names.
+    """
+    names = list(inspect.signature(init).parameters)[1:]
+
+    @functools.wraps(init)
+    def checked(*args: _P.args, **kwargs: _P.kwargs) -> None:
+        for name in kwargs:
+            if name not in names:
+                close = difflib.get_close_matches(name, names, n=1)
+                advice = f"did you mean {close[0]!r}?" if close else f"There are {', '.join(names)}."
+                raise TypeError(f"HybridStrategy has no argument {name!r}; {advice}")
+        init(*args, **kwargs)
+
+    return checked

@@ -29,6 +29,7 @@ from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies import Strategy as TrainersStrategy
+from lightning.pytorch.strategies.launchers import subprocess_script
 from lightning.pytorch.trainer.connectors import signal_connector
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 from lightning.pytorch.trainer.states import RunningStage
@@ -843,10 +844,30 @@ def test_metrics_synchronise_over_the_group_until_it_is_taken_back(ranks: Pools)
 # -- processes ---------------------------------------------------------------------------------------------------------
 
 
-def test_subprocess_launcher() -> None:
-    launcher = internals.subprocess_launcher(LightningEnvironment(), 2, 1)
-    assert callable(launcher.launch)
+def test_subprocess_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[dict[str, str]] = []
+    monkeypatch.setattr(subprocess_script.subprocess, "Popen", lambda command, env, cwd: seen.append(env))
+    monkeypatch.setattr(subprocess_script, "_launch_process_observer", lambda processes: None)
+    names = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE", "OMP_NUM_THREADS")
+    for name in names:  # put back afterwards
+        monkeypatch.setenv(name, os.environ.get(name, ""))
+    for name in names[:-1]:
+        monkeypatch.delenv(name)
+    launcher = internals.subprocess_launcher(LightningEnvironment(), 2, 1, {"OF_CHILDREN": "1"})
     assert not launcher.is_interactive_compatible
+    assert "OF_CHILDREN" not in os.environ
+    assert launcher.launch(lambda: "done") == "done"
+    assert [each["OF_CHILDREN"] for each in seen] == ["1"]
+    assert "OF_CHILDREN" not in os.environ
+
+
+def test_ended_loaders_know_their_length() -> None:
+    loaders = CombinedLoader([samples(8)], "max_size_cycle")
+    iter(loaders)
+    next(loaders)
+    internals.end_loaders(loaders)
+    assert len(loaders) == 4
+    assert len(list(iter(loaders))) == 4
 
 
 def test_choose_checkpoint(tmp_path: Path) -> None:
@@ -947,6 +968,27 @@ def test_sigterm_is_what_loops_are_told() -> None:
         trainer.fit(Stopping(), samples())
     assert trainer.received_sigterm
     assert trainer.global_step == 1
+
+
+def test_validations_by_time_can_be_told() -> None:
+    class Timed(Small):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            trainer = self.trainer
+            assert isinstance(trainer, Trainer)
+            due, self.last = internals.is_time_to_validate(trainer, getattr(self, "last", 0.0))
+            found.append(due)
+            internals.set_time_to_validate(trainer, is_due=batch_idx == 1)
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            found.append(self.trainer.global_step)
+
+    found: list[Any] = []
+    trainer = quiet_trainer(max_steps=4, val_check_interval="00:01:00:00", num_sanity_val_steps=0)
+    assert internals.validation_interval(trainer) == 3600
+    assert internals.validation_interval(quiet_trainer()) is None
+    trainer.fit(Timed(), samples(), samples())
+    assert found[:3] == [False, False, 2]
+    assert not {1, 3} & {each for each in found if each is not False}
 
 
 def test_a_job_is_requeued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

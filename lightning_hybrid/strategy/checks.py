@@ -42,6 +42,7 @@ from lightning_hybrid.pipeline_parallel.schedules import SCHEDULES
 from lightning_hybrid.tensor_parallel.context_parallel.attention import KINDS
 from lightning_hybrid.tensor_parallel.context_parallel.context_parallel import check_context_parallel
 from lightning_hybrid.tensor_parallel.plan import check_styles, plan_texts
+from lightning_hybrid.trainer.lightning_internals import validation_interval
 from lightning_hybrid.version import __version__
 
 _LEAST_LEASE = timedelta(seconds=3)
@@ -99,11 +100,8 @@ def check_arguments(**arguments: Any) -> None:
             " joined by '-', such as 'pp-dp-tp'; and cp, where context_parallel_size > 1. Got"
             f" {arguments['rank_order']!r}."
         )
-    if arguments["num_chunks"] > 1 and arguments["schedule"] == "1f1b":
-        raise ValueError(
-            f"schedule='1f1b' runs one chunk per rank, got num_chunks={arguments['num_chunks']}. Use"
-            " schedule='interleaved_1f1b', or num_chunks=1."
-        )
+    if (chunks := arguments["num_chunks"]) > 1 and arguments["schedule"] == "1f1b":
+        raise ValueError(f"schedule='1f1b' runs one chunk per rank, got num_chunks={chunks}. Leave out one of them.")
     for name in ("body", "initial_weights"):
         if arguments[name] in ("", []):
             raise ValueError(f"{name} must name something, or be None; got {arguments[name]!r}.")
@@ -282,7 +280,8 @@ def check_ranks(settings: HybridConfig, sizes: tuple[int, int, int], trainer: Tr
     values |= plan_texts(settings.tensor_parallel_plan)
     values |= {f"{AXES[axis]}_size": str(size) for axis, size in zip(("dp", "tp", "pp"), sizes, strict=True)}
     values["initial_weights"] = "None" if settings.initial_weights is None else "given"  # each node has its paths
-    values |= {f"Trainer.{name}": repr(getattr(trainer, name)) for name in _SAME_OF_TRAINER}
+    values |= {f"Trainer.{name}": repr(getattr(trainer, name, None)) for name in _SAME_OF_TRAINER}
+    values["Trainer.val_check_interval in seconds"] = repr(validation_interval(trainer))
     values["trainer.state.fn"] = str(trainer.state.fn)
     values |= {f"{package.__name__}.__version__": str(package.__version__) for package in (torch, lightning)}
     values["lightning_hybrid.__version__"] = __version__

@@ -40,8 +40,7 @@ def make_launcher(environment: ClusterEnvironment, num_processes: int, num_nodes
         return None
     if num_processes * num_nodes == 1:
         return None
-    os.environ[_STARTED_BY] = str(os.getpid())
-    return subprocess_launcher(environment, num_processes, num_nodes)
+    return subprocess_launcher(environment, num_processes, num_nodes, {_STARTED_BY: str(os.getpid())})
 
 
 def end_with_parent() -> None:

@@ -204,6 +204,31 @@ def _marked_stages(module: nn.Module, settings: HybridConfig, body: Body) -> lis
     return [of_parts[body.names[first]] for first in ends[:-1]]
 
 
+def misplaced_text(module: nn.Module, stage_map: StageMap) -> str | None:
+    """Return the warning about marks outside of the layers that say another stage than where a module lives.
+
+    Args:
+        module: The user's module.
+        stage_map: Of the module, whose parameters live where the first batch uses them; ``None`` if no mark is wrong.
+    """
+    wrong = []
+    for name, part in module.named_modules():
+        mark = getattr(part, STAGE_MARK, None)
+        holds_layers = any(layer.startswith(f"{name}.") for layer in stage_map.layers)
+        if mark is None or not name or holds_layers or not stage_map.is_outside(name):
+            continue
+        stages = {stage for inner, _ in part.named_parameters(prefix=name) for stage in stage_map.stages_of(inner)}
+        if stages and mark not in stages:
+            wrong.append(f"{name!r} ({STAGE_MARK} {mark}, used on {' and '.join(map(str, sorted(stages)))})")
+    if not wrong:
+        return None
+    return (
+        "Modules outside of the layers that are divided live on the stages that use them, whatever pipeline_stage they"
+        f" have: {', '.join(wrong)}. Name them beside the layers, in the order in which they are called, to place them:"
+        " HybridStrategy(body=[...])."
+    )
+
+
 def _path_up(name: str) -> list[str]:
     """A dotted name, and those of what holds it, from the inside to the outside."""
     return [name.rsplit(".", count)[0] for count in range(name.count(".") + 1)]

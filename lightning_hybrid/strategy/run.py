@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 
 from lightning_hybrid.checkpoint.checkpointer import Checkpointer
@@ -45,7 +45,7 @@ from lightning_hybrid.pipeline_parallel.recorder import Recorder
 from lightning_hybrid.strategy.checks import check_modules, check_own_parts
 from lightning_hybrid.strategy.collectives import StepCollectives
 from lightning_hybrid.strategy.gather import RefusedStep
-from lightning_hybrid.strategy.layout import is_cut
+from lightning_hybrid.strategy.layout import is_cut, misplaced_text
 from lightning_hybrid.strategy.parallelize import ModuleParallelizer
 from lightning_hybrid.strategy.patches import AfterHook, Patches, add_callbacks, remove_callbacks
 from lightning_hybrid.strategy.summary import memory_table, placed_text
@@ -392,6 +392,9 @@ class Run:
         self.grad_sync.zero.follow(optimizers)
         context.place_parameters(parallelizer.stage_map)
         rank_zero_info(placed_text(outside))
+        misplaced = misplaced_text(context.module, parallelizer.stage_map)
+        if misplaced is not None:
+            rank_zero_warn(misplaced)
 
     @property
     def moves_batches(self) -> bool:

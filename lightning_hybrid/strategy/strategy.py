@@ -30,7 +30,14 @@ from lightning_hybrid.checkpoint.file_io import FileIO
 from lightning_hybrid.checkpoint.ownership import Ownership
 from lightning_hybrid.checkpoint.storage.remote import dated
 from lightning_hybrid.checkpoint.weights.weights import Source
-from lightning_hybrid.config import HybridConfig, preferred, resolve_sizes, usual_microbatches, with_context_axis
+from lightning_hybrid.config import (
+    HybridConfig,
+    preferred,
+    resolve_sizes,
+    suggests_names,
+    usual_microbatches,
+    with_context_axis,
+)
 from lightning_hybrid.data_parallel.grad_clip import clip_by_total_norm, total_norm
 from lightning_hybrid.data_parallel.master_weights import MasterWeights
 from lightning_hybrid.distributed.dtensor import moving
@@ -89,7 +96,7 @@ class HybridStrategy(ReplicaCollectives):
             without a pipeline; where there is batch norm it is fewer for small batches, so that each microbatch has two
             samples.
         schedule: The order of forwards and backwards of microbatches: ``"gpipe"``, ``"1f1b"`` or
-            ``"interleaved_1f1b"``.
+            ``"interleaved_1f1b"``. By default ``"1f1b"``, and ``"interleaved_1f1b"`` with several chunks.
         num_chunks: Stages per rank; more than one with ``"interleaved_1f1b"`` or ``"gpipe"``.
         extra_in_flight: For links between stages on which a message takes a while, as between machines: how many
             microbatches more than the schedule's own are on their way over each link, or a list with a number for each
@@ -191,13 +198,14 @@ class HybridStrategy(ReplicaCollectives):
         ValueError, TypeError: If an argument is not possible.
     """
 
+    @suggests_names
     def __init__(
         self,
         data_parallel_size: int | Literal["auto"] = "auto",
         tensor_parallel_size: int | list[int] | Literal["auto"] = 1,
         pipeline_parallel_size: int | list[int] | Literal["auto"] = 1,
         num_microbatches: int | Literal["auto"] = "auto",
-        schedule: str = "1f1b",
+        schedule: str | None = None,
         num_chunks: int | Literal["auto"] = 1,
         extra_in_flight: int | list[int] | Literal["auto"] = 0,
         partition: str | list[int] = "uniform",
@@ -233,6 +241,8 @@ class HybridStrategy(ReplicaCollectives):
         layout: Literal["auto"] | None = None,
         memory_limit: int | float | str | None = None,
     ) -> None:
+        if schedule is None:
+            schedule = "interleaved_1f1b" if type(num_chunks) is int and num_chunks > 1 else "1f1b"
         arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         arguments |= resolve_open(arguments)
         checks.check_arguments(**arguments)
@@ -320,6 +330,11 @@ class HybridStrategy(ReplicaCollectives):
     def device_mesh(self) -> DeviceMesh:
         """The mesh; its axes are named as Lightning names them, and ``"context_parallel"`` is one where it divides."""
         return self.world.mesh.device_mesh
+
+    @property
+    def model_group(self) -> dist.ProcessGroup:
+        """The group of the ranks that hold one replica: tensor, pipeline and context parallel."""
+        return self.mesh.model_group
 
     def distribute(self, tensor: Tensor, layout: str | Mapping[str, str]) -> DTensor:
         """Lay a tensor over the ranks of this stage; operators on it redistribute what they need (DTensor).

@@ -10,6 +10,9 @@ from __future__ import annotations
 import builtins
 import copy
 import functools
+import math
+import os
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -531,6 +534,21 @@ def combined_loader(loop: Any) -> CombinedLoader | None:
     return found
 
 
+def end_loaders(loaders: CombinedLoader) -> None:
+    """End the workers of loaders and what they iterate; their length stays known, for which Lightning asks at the end.
+
+    Args:
+        loaders: From :func:`combined_loader`.
+
+    Touches: ``CombinedLoader._iterator``.
+
+    Without: an exception between here and the next epoch is hidden by another one, about a loader without an iterator.
+    """
+    iterator = loaders._iterator
+    loaders.reset()
+    loaders._iterator = iterator
+
+
 def discard_loaders(loop: Any) -> None:
     """Let a loop ask for its loaders anew.
 
@@ -991,16 +1009,38 @@ def set_update_count(metric: Metric, count: int) -> None:
 # -- processes ---------------------------------------------------------------------------------------------------------
 
 
-def subprocess_launcher(
-    environment: ClusterEnvironment, num_processes: int, num_nodes: int
-) -> _SubprocessScriptLauncher:
-    """What starts the other processes of this node by running the user's script in each of them.
+class _Launcher(_SubprocessScriptLauncher):
+    def __init__(self, *arguments: Any, variables: Mapping[str, str]) -> None:
+        super().__init__(*arguments)
+        self._variables = variables
 
-    Touches: ``lightning.pytorch.strategies.launchers._SubprocessScriptLauncher``.
+    def _call_children_scripts(self) -> None:
+        """Start the processes, which inherit the environment of this one."""
+        before = {name: os.environ.get(name) for name in self._variables}
+        os.environ.update(self._variables)
+        try:
+            super()._call_children_scripts()
+        finally:
+            for name, value in before.items():
+                os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+def subprocess_launcher(
+    environment: ClusterEnvironment, num_processes: int, num_nodes: int, variables: Mapping[str, str]
+) -> _SubprocessScriptLauncher:
+    """Return the launcher that starts the other processes of this node by running the user's script in each of them.
+
+    Args:
+        environment: The cluster.
+        num_processes: On this node.
+        num_nodes: The number of nodes.
+        variables: Environment variables of these processes, which this one does not keep.
+
+    Touches: ``lightning.pytorch.strategies.launchers._SubprocessScriptLauncher`` and its ``_call_children_scripts``.
 
     Without: several processes have to be started from outside, as by `torchrun`.
     """
-    return _SubprocessScriptLauncher(environment, num_processes, num_nodes)
+    return _Launcher(environment, num_processes, num_nodes, variables=variables)
 
 
 def connect_processes(
@@ -1102,6 +1142,44 @@ def restore_sigterm_broadcast(trainer: Trainer) -> None:
     Without: the next run asks ranks of a former one.
     """
     trainer.fit_loop.epoch_loop.__dict__.pop("_broadcast_sigterm_tensor", None)
+
+
+def validation_interval(trainer: Trainer) -> float | None:
+    """Return the seconds between validations; ``None`` if batches are counted.
+
+    Touches: ``Trainer._val_check_time_interval``.
+
+    Without: ranks validate when their own clocks say so, and wait for each other forever.
+    """
+    seconds: float | None = vars(trainer)["_val_check_time_interval"]
+    return seconds
+
+
+def is_time_to_validate(trainer: Trainer, last: float) -> tuple[bool, float]:
+    """Return whether the time between validations has passed on this rank, and when the last validation was.
+
+    Args:
+        trainer: A Trainer with a :func:`validation_interval`.
+        last: What this function returned before; any number at first.
+
+    Touches: ``Trainer._last_val_time`` and ``Trainer._val_check_time_interval``.
+
+    Without: as of :func:`validation_interval`.
+    """
+    found: float = vars(trainer)["_last_val_time"]
+    if math.isfinite(found):  # set by Lightning since
+        last = found
+    return time.monotonic() - last >= vars(trainer)["_val_check_time_interval"], last
+
+
+def set_time_to_validate(trainer: Trainer, *, is_due: bool) -> None:
+    """Have the Trainer validate after the next batch, or not.
+
+    Touches: ``Trainer._last_val_time``.
+
+    Without: as of :func:`validation_interval`.
+    """
+    vars(trainer)["_last_val_time"] = -math.inf if is_due else math.inf
 
 
 def replace_after_closure(plugin: Precision, action: Callable[[Callable[[], None], Optimizer], None]) -> None:

@@ -450,6 +450,15 @@ def test_impossible_arguments_are_refused(recompute: Any, kind: type[Exception],
         assert word in str(error.value)
 
 
+def test_a_container_of_units_means_its_units() -> None:
+    module = Nested()
+    units = Body.of_units([[(f"net.body.{number}", layer)] for number, layer in enumerate(module.net.body)])
+    stages = (range(3), range(3, 7))
+    for recompute in (["net.body"], ["net"], ["net.*"], ["net.body.*", "net.body"]):
+        assert chosen_layers(recompute, module, units, stages) == list(module.net.body)
+    assert chosen_layers(["embed", "net.body.1.0"], module, units, stages) == [module.embed, module.net.body[1][0]]
+
+
 @pytest.mark.parametrize(
     ("recompute", "words"),
     [

@@ -58,9 +58,7 @@ IMPOSSIBLE: list[tuple[dict[str, Any], type[Exception], list[str]]] = [
     ({"tensor_parallel_plan": ["colwise"]}, TypeError, ["tensor_parallel_plan", "str or dict or None"]),
     ({"sequence_parallel": 1}, TypeError, ["sequence_parallel", "bool", "1"]),
     ({"schedule": "2f2b"}, ValueError, ["schedule", "'2f2b'", "'1f1b'", "'gpipe'", "'interleaved_1f1b'"]),
-    ({"schedule": None}, TypeError, ["schedule", "None", "str"]),
     ({"schedule": ["1f1b"]}, TypeError, ["schedule", "['1f1b']", "list"]),
-    ({"num_chunks": 2}, ValueError, ["num_chunks", "2", "interleaved_1f1b"]),
     ({"partition": "best"}, ValueError, ["partition", "'best'", "'uniform'", "'parameters'"]),
     ({"partition": 3}, TypeError, ["partition", "3", "list"]),
     ({"partition": [3, 3], "pipeline_parallel_size": 3}, ValueError, ["partition", "[3, 3]", "3"]),
@@ -116,7 +114,16 @@ IMPOSSIBLE: list[tuple[dict[str, Any], type[Exception], list[str]]] = [
     ({"tensor_parallel_plan": "automatic"}, ValueError, ["tensor_parallel_plan='automatic'", "'auto'"]),
     ({"tensor_parallel_plan": {"*.up": "colwse"}}, ValueError, ["tensor_parallel_plan", "did you mean 'colwise'?"]),
     ({"tensor_parallel_plan": {"*.up": "S[0]"}}, ValueError, ["tensor_parallel_plan", "did you mean 'S(0)'?"]),
+    ({"num_chunks": 2, "schedule": "1f1b"}, ValueError, ["schedule='1f1b'", "num_chunks=2"]),
+    ({"pipeline_size": 2}, TypeError, ["'pipeline_size'", "did you mean 'pipeline_parallel_size'?"]),
+    ({"xyz": 2}, TypeError, ["'xyz'", "There are data_parallel_size, tensor_parallel_size"]),
 ]
+
+
+def test_several_chunks_are_interleaved() -> None:
+    assert HybridStrategy(num_chunks=2).settings.schedule == "interleaved_1f1b"
+    assert HybridStrategy().settings.schedule == HybridStrategy(num_chunks="auto").settings.schedule == "1f1b"
+    assert HybridStrategy(num_chunks=2, schedule="gpipe").settings.schedule == "gpipe"
 
 
 @pytest.mark.parametrize(("arguments", "kind", "words"), IMPOSSIBLE)

@@ -15,8 +15,9 @@ from torchmetrics import MeanMetric
 
 from lightning_hybrid import HybridStrategy
 from lightning_hybrid.pipeline_parallel.placeholders import is_placeholder
+from lightning_hybrid.pipeline_parallel.stage_map import StageMap
 from lightning_hybrid.strategy.auto_layout.dry_run.dry_run import DryRun, dry_run
-from lightning_hybrid.strategy.layout import describe, find_stages
+from lightning_hybrid.strategy.layout import describe, find_stages, misplaced_text
 from tests.pool import Pools
 from tests.training_jobs import make_trainer
 
@@ -173,6 +174,19 @@ def test_layers_name_their_stages(kind: type[Language]) -> None:
     module = marked(kind, {**blocks, "embed": 0, "head": 1})
     assert layers_of(module, 2, partition="uniform") == [4, 2]
     assert layers_of(kind(100, 8, 6), 2, partition=[0, 0, 0, 0, 1, 1]) == [4, 2]
+
+
+def test_marks_of_what_lives_where_it_is_used_are_compared_with_that() -> None:
+    module = marked(Language, {"blocks": 0, "embed": 0, "head": 0})
+    layers = tuple(f"blocks.{number}" for number in range(6))
+    outside = {"embed.weight": frozenset((0,)), "head.weight": frozenset((1,))}
+    stage_map = StageMap("blocks", layers, (range(3), range(3, 6)), 2, outside=outside)
+    text = misplaced_text(module, stage_map)
+    assert text is not None
+    assert "'head' (pipeline_stage 0, used on 1)" in text
+    assert "embed" not in text
+    assert "blocks" not in text
+    assert misplaced_text(marked(Language, {"head": 1}), stage_map) is None
 
 
 def test_numbers_are_those_of_all_chunks() -> None:

@@ -7,7 +7,9 @@ import signal
 import threading
 import time
 from collections.abc import Mapping
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -22,6 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_hybrid.distributed.watch.watcher import THREAD_NAME
 from lightning_hybrid.strategy.watch.signals import SignalAgreement
+from lightning_hybrid.trainer import lightning_internals
 from tests.pool import Pools
 from tests.training_jobs import PP2, Regression, assert_same, loader, make_trainer, together, weights
 
@@ -108,6 +111,44 @@ def finish(layout: Mapping[str, Any] | None, directory: str, epochs: int, path: 
     trainer = make_trainer(layout, max_epochs=epochs)
     trainer.fit(module, loader(shuffle=True), loader(), ckpt_path=path)
     return {name: v.full_tensor() if isinstance(v, DTensor) else v for name, v in weights(module).items()}
+
+
+class Validated(Callback):
+    """Notes the steps after which validation runs."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        self.steps.append(trainer.global_step)
+
+
+def validate_by_time(layout: Mapping[str, Any] | None, interval: Any) -> list[int]:
+    """Train with clocks of which that of rank 1 is fast, and that of rank 0 jumps before the fourth batch alone."""
+    seen = Validated()
+    trainer = make_trainer(
+        layout,
+        max_epochs=2,
+        callbacks=[seen],
+        val_check_interval=interval,
+        check_val_every_n_epoch=None,
+        num_sanity_val_steps=0,
+    )
+
+    def now() -> float:
+        is_late = trainer.global_rank == 1 or trainer.global_step == 3
+        return time.monotonic() + (1000 if is_late else 0)
+
+    with mock.patch.object(lightning_internals, "time", SimpleNamespace(monotonic=now)):
+        trainer.fit(Regression(), loader(), loader())
+    return seen.steps
+
+
+@pytest.mark.parametrize("layout", [PP2, {}], ids=["stages", "replicas"])
+def test_ranks_validate_when_the_clock_of_the_first_one_says_so(ranks: Pools, layout: dict[str, Any]) -> None:
+    for interval in ("00:00:08:00", timedelta(minutes=8)):
+        results = ranks(2, lightning=True).run(validate_by_time, layout, interval, timeout=60)
+        assert results == [[4], [4]]
 
 
 PLACES = [

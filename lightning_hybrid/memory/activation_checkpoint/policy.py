@@ -78,14 +78,17 @@ def chosen_layers(
     Args:
         recompute: The argument, checked.
         module: The module with all its layers, placeholders or not.
-        body: The body; where modules are named, ``None`` if the step is not cut at it.
+        body: The body; where modules are named, ``None`` if the step is not cut at it. The name of a container of units
+            means these units.
         stages: The layers of each stage, by position.
 
     Raises:
         ValueError: If a pattern matches nothing, or something that the step is cut in.
     """
     if is_by_name(recompute):
-        return _matching(cast(list[str], recompute), module, body.name if body and body.chain else None)
+        chain = body.name if body and body.chain else None
+        units = body.names if body and not body.chain else ()
+        return _matching(cast(list[str], recompute), module, chain, units)
     assert body is not None
     counts = [_count(recompute, stage, len(positions)) for stage, positions in enumerate(stages)]
     return [body.layers[p] for positions, count in zip(stages, counts, strict=True) for p in positions[:count]]
@@ -100,7 +103,8 @@ def _count(recompute: Any, stage: int, size: int) -> int:
     return min(size, recompute if isinstance(recompute, int) else recompute[stage])
 
 
-def _matching(patterns: list[str], module: nn.Module, body: str | None) -> list[nn.Module]:
+def _matching(patterns: list[str], module: nn.Module, body: str | None, units: Sequence[str]) -> list[nn.Module]:
+    """Return the modules that patterns match; the units in a container that is matched stand for it."""
     modules = {name: layer for name, layer in module.named_modules(remove_duplicate=False) if name}
     found: dict[str, nn.Module] = {}
     for pattern in patterns:
@@ -117,6 +121,7 @@ def _matching(patterns: list[str], module: nn.Module, body: str | None) -> list[
                     f"The pattern {pattern!r} of recompute matches {name!r}, which holds the layers of all stages. Name"
                     f" layers: recompute=['{body}.*'], or recompute=True for all of them."
                 )
-            found[name] = modules[name]
+            inside = [unit for unit in units if unit.startswith(f"{name}.")]
+            found |= {each: modules[each] for each in inside or [name]}
     # What is in another one that is recomputed would run three times.
     return [layer for name, layer in found.items() if not any(name.startswith(f"{other}.") for other in found)]

@@ -1,4 +1,4 @@
-"""SIGTERM, and SLURM's signal before it requeues a job: noted when they come, acted upon between two batches."""
+"""SIGTERM, SLURM's signal before a requeue, and the time to validate: noted when they come, agreed between batches."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from lightning_hybrid.distributed.process_group import GroupRef
 from lightning_hybrid.trainer import lightning_internals as internals
 
 _TERMINATE, _REQUEUE = 1, 2  # bits: both may have come
+_VALIDATE = 4  # no signal, but told in the same message: `Trainer(val_check_interval="00:10:00")`
 
 
 class SignalAgreement:
@@ -34,7 +35,8 @@ class SignalAgreement:
 
     Lightning's handlers run collectives, wherever the other ranks are; and only rank 0's SIGTERM ends its loops. This
     is in the place of Lightning's own broadcast. Before the next batch a checkpoint can be saved: all ranks stop
-    there with `SIGTERMException`, or requeue the job and go on until SLURM ends it.
+    there with `SIGTERMException`, or requeue the job and go on until SLURM ends it. The time to validate
+    (`Trainer(val_check_interval="00:10:00")`), by the clock of rank 0, is told with them.
 
     In one replica rank 0's notes are messages, for which nobody waits that would not wait for the batch. Where there
     are several, they are a broadcast, which has a second use: replicas that have not equally many batches meet in it,
@@ -56,6 +58,7 @@ class SignalAgreement:
         self._noted = 0  # by this rank's handlers; of rank 0 by those of all ranks
         self._told = self._done = 0
         self._requeue_signal = 0
+        self._is_timed, self._last_validation = False, 0.0
         self._trainer: Trainer | None = None
         self._exception: Exception | None = None  # to be raised in the handler
         self._is_interrupted = False
@@ -65,6 +68,7 @@ class SignalAgreement:
         self._noted = self._told = self._done = 0
         self._exception, self._is_interrupted = None, False
         self._trainer = trainer
+        self._is_timed, self._last_validation = internals.validation_interval(trainer) is not None, 0.0
         internals.replace_signal_handlers(trainer, self._on_terminate, self._on_requeue)
         internals.replace_sigterm_broadcast(trainer, self._agree)
 
@@ -137,7 +141,10 @@ class SignalAgreement:
         """Before each batch of training, on all ranks."""
         trainer = self._trainer
         assert trainer is not None
-        signals = self._notes_of_first() & ~self._done
+        notes = self._notes_of_first(self._noted | self._note_of_time(trainer))
+        if self._is_timed:
+            internals.set_time_to_validate(trainer, is_due=bool(notes & _VALIDATE))
+        signals = notes & ~self._done & ~_VALIDATE
         if not signals:
             return
         self._done |= signals
@@ -147,9 +154,16 @@ class SignalAgreement:
             internals.set_received_sigterm(trainer)
             raise SIGTERMException
 
-    def _notes_of_first(self) -> int:
-        """What rank 0 has noted, on all ranks."""
-        notes, messages = torch.tensor([self._noted], dtype=torch.uint8), self._messages
+    def _note_of_time(self, trainer: Trainer) -> int:
+        """Return the note that the time between validations has passed, by the clock of this rank."""
+        if not self._is_timed:
+            return 0
+        is_due, self._last_validation = internals.is_time_to_validate(trainer, self._last_validation)
+        return _VALIDATE if is_due else 0
+
+    def _notes_of_first(self, own: int) -> int:
+        """Return the notes of rank 0, on all ranks."""
+        notes, messages = torch.tensor([own], dtype=torch.uint8), self._messages
         if messages is None:
             dist.broadcast(notes, group_src=0, group=self._group())
         elif messages.is_source:

@@ -42,6 +42,8 @@ def dataloader_state(trainer: Trainer, batches: int | None) -> dict[str, Any] | 
     loaders, iterator = combined.flattened, internals.batch_iterator(combined)
     if iterator is None or not all(isinstance(loader, ReplayableLoader) for loader in loaders):
         return None
+    if not iterator.iterators:  # an epoch is about to begin
+        return None
     if not all(isinstance(each, ReplayableIterator) for each in iterator.iterators):
         return None
     state: dict[str, Any] = {
@@ -84,7 +86,7 @@ def load_dataloader_state(trainer: Trainer, state: dict[str, Any] | None, epochs
         rank_zero_warn(_OTHER_LOADERS)
         iter(fetcher)
         return
-    combined.reset()  # persistent workers that something has started
+    internals.end_loaders(combined)  # persistent workers that something has started
     if "states" in state:
         for loader, own, loader_state, ended in zip(
             loaders, state["own"], state["states"], state["ended"], strict=True

@@ -599,6 +599,27 @@ def part(layout: Layout | None, resume: str | None, steps: int, save: str | None
     return trainer.global_step
 
 
+class Fails(Callback):
+    def on_train_epoch_start(self, *args: Any) -> None:
+        raise KeyError("of the user")
+
+
+def failing(layout: Layout, directory: str) -> str:
+    """Resume after an epoch, with a callback that fails before the first batch."""
+    path = f"{directory}/first.ckpt"
+    part(layout, None, 6, path)
+    data = DataLoader(dataset(48), 8, shuffle=True)
+    with pytest.raises(Exception, match="") as error:  # noqa: PT011
+        make_trainer(layout, max_epochs=2, callbacks=[Fails()]).fit(Regression(), data, ckpt_path=path)
+    return str(error.value)
+
+
+def test_the_first_cause_is_shown_where_a_resumed_run_fails_before_its_first_batch(
+    ranks: Pools, tmp_path: Path
+) -> None:
+    assert ranks(1, lightning=True).run(failing, {}, str(tmp_path)) == ["'of the user'"]
+
+
 def in_double(layout: Layout, directory: str) -> list[str]:
     """Where a run differs that goes on from a checkpoint of half its steps, with a module made in float32."""
     found = []
