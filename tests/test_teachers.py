@@ -13,6 +13,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_hybrid.pipeline_parallel.frame.units import has_teacher
 from tests.pool import Pools
 from tests.teacher_modules import BYOL, MODULES, PATCHES, ForeachBYOL
 from tests.training_jobs import Losses, make_trainer
@@ -309,3 +310,45 @@ def test_byol_moves_its_target_once_for_several_microbatches(ranks: Pools) -> No
     jobs: list[Job] = [(BYOL,), (ForeachBYOL,)]
     for layout in ({"pipeline_parallel_size": 2}, {"tensor_parallel_size": 2}):
         assert_like_one_process(ranks, {**layout, "num_microbatches": 2}, jobs, (PATCHES, WIDTH))
+
+
+def test_what_is_no_teacher_is_not_watched() -> None:
+    """Frozen layers of a list are no copies of trained ones, and the frozen base of an adapter has no copy."""
+    assert all(has_teacher(kind()) for kind in (Pair, ChainPair, EmbeddingPair, *MODULES))
+    backbone = Net()
+    backbone.layers[0].requires_grad_(False)
+    base = nn.ModuleDict({"base": layer().requires_grad_(False), "adapter": nn.Linear(WIDTH, WIDTH)})
+    assert not any(map(has_teacher, (Net(), backbone, layer(), base)))
+
+
+COUNT = [0]
+
+
+def counting(graph: Any, inputs: Any) -> Any:
+    COUNT[0] += 1
+    return graph
+
+
+class CompiledPair(Pair):
+    """Parts are compiled in each of the ways of torch; a step with a teacher runs them as they are."""
+
+    def make_net(self) -> nn.Module:
+        net = Net(2)
+        net.layers[0].compile(backend=counting)
+        net.head = torch.compile(net.head, backend=counting)  # type: ignore[assignment]
+        return net
+
+
+def count_graphs(layout: dict[str, Any] | None) -> int:
+    torch._dynamo.reset()
+    COUNT[0] = 0
+    fit(layout, [(CompiledPair,)], (WIDTH,), True)
+    return COUNT[0]
+
+
+def test_compiled_modules_are_compiled_as_often_beside_a_teacher(ranks: Pools) -> None:
+    assert count_graphs(None) > 0
+    assert_like_one_process(ranks, {"num_microbatches": 2}, [(CompiledPair,)])
+    (alone,) = ranks(1, lightning=True).run(count_graphs, None, timeout=200.0)
+    (found,) = ranks(1, lightning=True).run(count_graphs, {"num_microbatches": 1}, timeout=200.0)
+    assert found == alone

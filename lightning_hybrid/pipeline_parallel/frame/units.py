@@ -90,22 +90,50 @@ def side_by_side(module: nn.Module, units: Units) -> list[Units]:
     Returns:
         The rows; a unit without a copy is one by itself.
     """
-    named = [(name, part) for name, part in module.named_modules() if name and _count(part)]
-    by_name, copied = dict(units), ""
+    by_name = dict(units)
     copy_of: dict[str, str] = {}
-    for copy_name, copy in named:
-        if _is_trained(copy) or (copied and copy_name.startswith(f"{copied}.")):
-            continue
-        copied = copy_name
-        alike = (name for name, part in named if type(part) is type(copy) and _is_trained(part) and _fits(part, copy))
-        original = next(alike, None)
-        for name in by_name if original is not None else ():
-            twin = f"{copy_name}{name.removeprefix(str(original))}"
+    for copy_name, original in frozen_copies(module):
+        for name in by_name:
+            twin = f"{copy_name}{name.removeprefix(original)}"
             if name.startswith(f"{original}.") and twin in by_name:
                 copy_of.setdefault(name, twin)
     copies = set(copy_of.values())
     rows = [(name, copy_of[name]) if name in copy_of else (name,) for name in by_name if name not in copies]
     return [[(name, by_name[name]) for name in row] for row in rows]
+
+
+def frozen_copies(module: nn.Module) -> Iterator[tuple[str, str]]:
+    """Find modules that no gradient moves, and that have the class and the parameters of a trained one: teachers.
+
+    Args:
+        module: The user's module.
+
+    Yields:
+        The names of the copy and of its original; a copy inside of a frozen module is a part of that one.
+    """
+    named = [(name, part) for name, part in module.named_modules() if name and _count(part)]
+    outermost = ""
+    for name, part in named:
+        if _is_trained(part) or (outermost and name.startswith(f"{outermost}.")):
+            continue
+        outermost = name
+        alike = (each for each, other in named if type(other) is type(part) and _is_trained(other))
+        original = next((each for each in alike if _fits(module.get_submodule(each), part)), None)
+        if original is not None:
+            yield name, original
+
+
+def has_teacher(module: nn.Module) -> bool:
+    """Return whether there is a frozen copy of a trained module; layers of one list are no copies of each other.
+
+    Args:
+        module: The user's module.
+    """
+    return any(
+        name.rpartition(".")[0] != original.rpartition(".")[0]
+        or not is_container(module.get_submodule(name.rpartition(".")[0]))
+        for name, original in frozen_copies(module)
+    )
 
 
 def _is_trained(module: nn.Module) -> bool:

@@ -30,6 +30,7 @@ from lightning_hybrid.distributed.tensor_metadata import METADATA
 from lightning_hybrid.pipeline_parallel.frame.graph import DETACHES
 from lightning_hybrid.pipeline_parallel.frame.operators import SETS_DATA, memory_of
 from lightning_hybrid.pipeline_parallel.frame.plan import assign
+from lightning_hybrid.pipeline_parallel.frame.units import has_teacher
 from lightning_hybrid.pipeline_parallel.frame.writes import call_each, is_foreach
 
 __all__ = ["ParameterWrites", "PowerIterations"]
@@ -44,6 +45,9 @@ class ParameterWrites:
     So each computes with the values of one process, wherever in the step the write is. Where replicas have shards, the
     step finds whole parameters, and each replica keeps its rows of what is written.
 
+    Writes are looked for in modules with a teacher alone: to watch each function costs time, and a function that
+    `torch.compile` has made with ``fullgraph=True`` refuses to be watched.
+
     Args:
         module: The user's module, with the modules in it that are compiled now.
         grad_sync: Knows the parameters that have values on this rank.
@@ -51,7 +55,10 @@ class ParameterWrites:
 
     def __init__(self, module: nn.Module, grad_sync: GradientSync) -> None:
         self._module, self._grad_sync = module, grad_sync
-        self._compiled = [part for part in module.modules() if vars(part).get(_COMPILED) is not None]
+        self._has_teacher = has_teacher(module)
+        tables = [vars(part) for part in module.modules()] if self._has_teacher else []
+        self._compiled = [(table, _COMPILED) for table in tables if table.get(_COMPILED) is not None]
+        self._compiled += [(table, "forward") for table in tables if "dynamo_ctx" in table]  # `torch.compile(module)`
         self._before: list[tuple[Tensor, Tensor]] = []
         self._after: list[Tensor] = []
         self._known = set[int]()
@@ -64,7 +71,7 @@ class ParameterWrites:
             microbatch: The number of the microbatch.
             number: How many there are.
         """
-        if microbatch > 0 and not (self._before or self._grad_sync.zero.is_active):
+        if not self._has_teacher or (microbatch > 0 and not (self._before or self._grad_sync.zero.is_active)):
             yield
             return
         self._put_back(microbatch)
@@ -103,14 +110,14 @@ class ParameterWrites:
     @contextmanager
     def _uncovered(self, mode: _Writes) -> Iterator[None]:
         """Let compiled modules run outside of the mode, under which they would run as they were written."""
-        calls = [vars(part)[_COMPILED] for part in self._compiled]
+        calls = [table[name] for table, name in self._compiled]
         try:
-            for part, call in zip(self._compiled, calls, strict=True):
-                vars(part)[_COMPILED] = partial(mode.call_outside, call)
+            for (table, name), call in zip(self._compiled, calls, strict=True):
+                table[name] = partial(mode.call_outside, call)
             yield
         finally:
-            for part, call in zip(self._compiled, calls, strict=True):
-                vars(part)[_COMPILED] = call
+            for (table, name), call in zip(self._compiled, calls, strict=True):
+                table[name] = call
 
     def _refuse(self, parameter: Tensor, number: int) -> None:
         memory = memory_of(to_local(parameter))
