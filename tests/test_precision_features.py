@@ -206,7 +206,10 @@ class Casts(Regression):
 
 
 def casts(shares: bool, changes: bool) -> dict[str, Any]:
-    """A step in gpipe: the copies of weights that autograd has saved in it, as a multiple of the stage's weights."""
+    """A step in gpipe: the copies of weights that autograd has saved in it, as a multiple of the stage's weights.
+
+    Without stages where the step changes weights: with stages, a weight that it uses before and after is refused.
+    """
     storages: dict[int, Any] = {}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -216,7 +219,8 @@ def casts(shares: bool, changes: bool) -> dict[str, Any]:
 
     x = torch.randn(48, 24, generator=torch.Generator().manual_seed(1))
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, x.mean(1, keepdim=True)), 16)
-    layout = {"pipeline_parallel_size": 2, "schedule": "gpipe", "num_microbatches": 8}
+    stages = {} if changes else {"pipeline_parallel_size": 2, "schedule": "gpipe"}
+    layout = {"num_microbatches": 8, **stages}
     module = Casts(changes)
     counts: list[float] = []
 
@@ -233,12 +237,13 @@ def casts(shares: bool, changes: bool) -> dict[str, Any]:
 
 @pytest.mark.parametrize("changes", [False, True])
 def test_weights_are_cast_once_for_all_microbatches(ranks: Pools, changes: bool) -> None:
-    shared, own = (ranks(2, lightning=True).run(casts, shares, changes) for shares in (True, False))
+    size = 1 if changes else 2
+    shared, own = (ranks(size, lightning=True).run(casts, shares, changes) for shares in (True, False))
     if not changes:
         # The first microbatch of all shows whether the step changes weights, and has copies of its own.
         assert max(result["counts"][0] for result in shared) <= 2.0
         assert max(max(result["counts"][1:]) for result in shared) <= 1.0
-    assert [result["counts"] for result in own] == [[4.0] * 3, [8.0] * 3]
+        assert [result["counts"] for result in own] == [[4.0] * 3, [8.0] * 3]
     for one, other in zip(shared, own, strict=True):
         for name, weight in other["weights"].items():
             assert torch.equal(one["weights"][name], weight), name
