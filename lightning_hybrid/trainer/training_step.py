@@ -397,7 +397,7 @@ class TrainingStep:
             count: How many microbatches write the same.
         """
         if plan is None:
-            return self._writes.around(number, count)
+            return self._writes.around(number, count) if self._writes.watches else nullcontext()
         if plan.of_layers:
             self._grad_sync.zero.unshard_layers()
         for name in plan.rewritten:
@@ -670,7 +670,7 @@ class UncutTrainingStep:
         self._targets = ReplicaTargets(module, mesh, device, is_asked=is_asked)
         self._writes = ParameterWrites(module, grad_sync)
         # Elsewhere parameters are plain tensors, which torch knows to write; and optimizers by hand step shards.
-        self._has_shards = grad_sync.zero.is_active or mesh.tensor_parallel_size > 1
+        self._watches_writes = self._writes.watches and (grad_sync.zero.is_active or mesh.tensor_parallel_size > 1)
         self._factor: Tensor | float = 1.0  # of the loss, before backward
         self._window: AccumulationWindow | None = None
         self._accumulated = 1
@@ -692,7 +692,7 @@ class UncutTrainingStep:
         if zero.is_active:
             zero.forward_begins(0)
         try:
-            writes = self._writes.around(0, 1) if self._has_shards and is_automatic else nullcontext()
+            writes = self._writes.around(0, 1) if self._watches_writes and is_automatic else nullcontext()
             with self._around_forwards(), precision(), _looking(self.anomaly), writes:
                 if backward and is_automatic:
                     output, weights = self._targets.run(partial(self._run, arguments), arguments[0])

@@ -51,12 +51,15 @@ class ParameterWrites:
     Args:
         module: The user's module, with the modules in it that are compiled now.
         grad_sync: Knows the parameters that have values on this rank.
+
+    Attributes:
+        watches: Whether there is a teacher; otherwise steps need not be entered.
     """
 
     def __init__(self, module: nn.Module, grad_sync: GradientSync) -> None:
         self._module, self._grad_sync = module, grad_sync
-        self._has_teacher = has_teacher(module)
-        tables = [vars(part) for part in module.modules()] if self._has_teacher else []
+        self.watches = has_teacher(module)
+        tables = [vars(part) for part in module.modules()] if self.watches else []
         self._compiled = [(table, _COMPILED) for table in tables if table.get(_COMPILED) is not None]
         self._compiled += [(table, "forward") for table in tables if "dynamo_ctx" in table]  # `torch.compile(module)`
         self._before: list[tuple[Tensor, Tensor]] = []
@@ -71,7 +74,7 @@ class ParameterWrites:
             microbatch: The number of the microbatch.
             number: How many there are.
         """
-        if not self._has_teacher or (microbatch > 0 and not (self._before or self._grad_sync.zero.is_active)):
+        if microbatch > 0 and not (self._before or self._grad_sync.zero.is_active):
             yield
             return
         self._put_back(microbatch)
