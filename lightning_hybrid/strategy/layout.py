@@ -209,7 +209,10 @@ def misplaced_text(module: nn.Module, stage_map: StageMap) -> str | None:
 
     Args:
         module: The user's module.
-        stage_map: Of the module, whose parameters live where the first batch uses them; ``None`` if no mark is wrong.
+        stage_map: Of the module, whose parameters live where the first batch uses them.
+
+    Returns:
+        The text; ``None`` if no mark is wrong.
     """
     wrong = []
     for name, part in module.named_modules():

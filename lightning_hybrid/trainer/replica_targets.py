@@ -66,7 +66,7 @@ class ReplicaTargets:
 
     @property
     def is_looking(self) -> bool:
-        """Whether replicas compare their losses after the forward of the next step."""
+        """Return whether replicas compare their losses after the forward of the next step."""
         return self._left > 0
 
     def run(self, step: Callable[[], Any], batch: Any) -> tuple[Any, LossWeights | None]:

@@ -270,7 +270,7 @@ class ZeroParameters:
 
     @property
     def is_unsharded(self) -> bool:
-        """Whether the parameters of all layers are in place."""
+        """Return whether the parameters of all layers are gathered."""
         return all(group.is_unsharded for group in self._groups)
 
     def unsharded(self, parameter: Tensor) -> Tensor | None:

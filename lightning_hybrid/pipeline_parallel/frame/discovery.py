@@ -215,8 +215,8 @@ class Discovery(TorchFunctionMode):
         Args:
             owner: A module, or an object of the user's.
             name: The name of the attribute or buffer.
-            before: What it was.
-            now: What it is.
+            before: The value before the step.
+            now: The value after the step.
         """
         value = self._name_of(now)
         if value is not None and id(before) in self._originals:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 
 from torch import nn
 
@@ -112,13 +112,17 @@ def frozen_copies(module: nn.Module) -> Iterator[tuple[str, str]]:
         The names of the copy and of its original; a copy inside of a frozen module is a part of that one.
     """
     named = [(name, part) for name, part in module.named_modules() if name and _count(part)]
+    frozen: dict[str, nn.Module] = {}
     outermost = ""
     for name, part in named:
-        if _is_trained(part) or (outermost and name.startswith(f"{outermost}.")):
-            continue
-        outermost = name
-        alike = (each for each, other in named if type(other) is type(part) and _is_trained(other))
-        original = next((each for each in alike if _fits(module.get_submodule(each), part)), None)
+        if not _is_trained(part) and not (outermost and name.startswith(f"{outermost}.")):
+            frozen[name], outermost = part, name
+    kinds, originals = set(map(type, frozen.values())), dict[Hashable, str]()
+    for name, part in named:
+        if type(part) in kinds and _is_trained(part):
+            originals.setdefault(_kind_of(part), name)
+    for name, part in frozen.items():
+        original = originals.get(_kind_of(part))
         if original is not None:
             yield name, original
 
@@ -140,10 +144,9 @@ def _is_trained(module: nn.Module) -> bool:
     return any(parameter.requires_grad for parameter in module.parameters())
 
 
-def _fits(one: nn.Module, other: nn.Module) -> bool:
-    """Whether two modules have parameters of equal names and shapes."""
-    shapes = [[(name, parameter.shape) for name, parameter in each.named_parameters()] for each in (one, other)]
-    return shapes[0] == shapes[1]
+def _kind_of(module: nn.Module) -> Hashable:
+    """Return the class of a module, and the names and shapes of its parameters."""
+    return type(module), tuple((name, parameter.shape) for name, parameter in module.named_parameters())
 
 
 def _disjoint(units: Units) -> Units:

@@ -49,7 +49,7 @@ class Divisor(NamedTuple):
 
     @property
     def is_usual(self) -> bool:
-        """Whether it is one of the few common candidates, which do not fit by chance."""
+        """Return whether this is one of the few common candidates, which do not fit by chance."""
         return self.kind != "count" or self.ignored in _IGNORED
 
     @property

@@ -187,7 +187,7 @@ class TargetMean:
 
     @property
     def tells(self) -> bool:
-        """Whether the term has targets, and a finite value."""
+        """Return whether the term has targets and a finite value."""
         return self.number > 0 and math.isfinite(self.value)
 
 
