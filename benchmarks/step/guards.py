@@ -34,7 +34,8 @@ GUARDS: list[tuple[type, str, Any]] = [
     (RunWatch, "_look", None),
     (StepDesync, "note_batch", None),
     (StepDesync, "note_logs", None),
-    (StepDesync, "note_epoch_end", None),
+    (StepDesync, "_note_reduction", None),
+    (StepDesync, "_note_epoch_end", None),
     (BodyWatch, "check", None),
     (LengthWatch, "__call__", []),
 ]
