@@ -7,6 +7,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from inspect import signature
 from typing import Any, NoReturn
 
@@ -16,6 +17,7 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 
 from lightning_hybrid.cli.parser import PROGRAM, Parser, did_you_mean, with_advice
+from lightning_hybrid.strategy.auto_layout.dry_run.parameters import made_without_memory
 from lightning_hybrid.strategy.strategy import HybridStrategy
 
 
@@ -85,22 +87,19 @@ class DryCLI(HybridCLI):
         trainer.accelerator = "cpu"
 
 
-def load_config(parser: Parser, configs: Sequence[str], overrides: Sequence[str]) -> tuple[HybridCLI, HybridStrategy]:
-    """The module, the data and the Trainer of a configuration, and its strategy; nothing is started, on no device.
+def load_config(
+    parser: Parser, configs: Sequence[str], overrides: Sequence[str], *, with_values: bool = False
+) -> tuple[HybridCLI, HybridStrategy]:
+    """Return the module, the data and the Trainer of a configuration, and its strategy; nothing is started.
 
     Args:
         parser: Of the command, which refuses what cannot be.
         configs: Paths of files; later ones change earlier ones.
         overrides: Options that change them.
+        with_values: Whether the parameters of the module have values. By default they have no memory.
     """
-    words = [word for config in configs for word in ("--config", config)]
-    saved, sys.argv = sys.argv, [PROGRAM, *words, *overrides]  # where a LightningCLI looks
-    try:
-        with parser.refusing(ValueError, MisconfigurationException), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "GPU available but not used")
-            cli = DryCLI(run=False)
-    finally:
-        sys.argv = saved
+    with parser.refusing(ValueError, MisconfigurationException):
+        cli = _load(configs, overrides) if with_values else made_without_memory(partial(_load, configs, overrides))
     strategy = cli.trainer.strategy
     if not isinstance(strategy, HybridStrategy):
         parser.error(f"the strategy of {', '.join(configs)} is a {type(strategy).__name__}, not a HybridStrategy")
@@ -112,21 +111,31 @@ def load_config(parser: Parser, configs: Sequence[str], overrides: Sequence[str]
     return cli, strategy
 
 
+def _load(configs: Sequence[str], overrides: Sequence[str]) -> HybridCLI:
+    words = [word for config in configs for word in ("--config", config)]
+    saved, sys.argv = sys.argv, [PROGRAM, *words, *overrides]  # where a LightningCLI looks
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "GPU available but not used")
+            return DryCLI(run=False)
+    finally:
+        sys.argv = saved
+
+
 def maker(
-    parser: Parser, configs: Sequence[str], overrides: Sequence[str], cli: HybridCLI
+    configs: Sequence[str], overrides: Sequence[str], cli: HybridCLI | None = None
 ) -> Callable[[], tuple[LightningModule, LightningDataModule | None]]:
-    """What makes the module and the data of a configuration, as often as it is called: a step may change them.
+    """Return what makes the module and the data of a configuration, as often as it is called: a step may change them.
 
     Args:
-        parser: Of the command.
         configs: As of :func:`load_config`.
         overrides: Likewise.
-        cli: The configuration, loaded once; the first call gives what it has.
+        cli: The configuration, if it has been loaded: the first call gives what it has.
     """
-    unused = [cli]
+    unused = [] if cli is None else [cli]
 
     def make() -> tuple[LightningModule, LightningDataModule | None]:
-        loaded = unused.pop() if unused else load_config(parser, configs, overrides)[0]
+        loaded = unused.pop() if unused else _load(configs, overrides)
         return loaded.model, loaded.datamodule
 
     return make

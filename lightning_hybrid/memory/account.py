@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, field
 from typing import Any
 from weakref import WeakSet
 
@@ -193,6 +193,7 @@ class SavedTensorMeter:
         self._excluded = {storage._cdata: storage for storage in storages}  # alive, so that no other gets their address
         self._saved: dict[Hashable, WeakSet[_Saved]] = defaultdict(WeakSet)
         self._casts: dict[Hashable, dict[int, Any]] = defaultdict(dict)
+        self._repeated: dict[Hashable, list[_Repeated]] = defaultdict(list)
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
@@ -205,20 +206,80 @@ class SavedTensorMeter:
         if all(storage._cdata in self._excluded for storage in storages_of(source)):
             self._casts[self.label] |= {storage._cdata: storage for storage in storages_of(copy)}
 
-    def casts(self, label: Hashable) -> dict[int, int]:
+    @contextmanager
+    def recorded(self) -> Iterator[Repetition]:
+        """While this is entered, what is saved under the present label is recorded, to be repeated."""
+        saved, casts = set(self._saved[self.label]), set(self._casts[self.label])
+        repetition = Repetition()
+        yield repetition
+        repetition.saved = WeakSet(each for each in self._saved[self.label] if each not in saved)
+        of_label = self._casts[self.label]
+        repetition.casts = {key: storage.nbytes() for key, storage in of_label.items() if key not in casts}
+
+    def repeat(self, repetition: Repetition, same: Mapping[Hashable, Hashable], alive: Any) -> None:
+        """Count once more under the present label what was recorded.
+
+        Args:
+            repetition: What was recorded.
+            same: What stands now for storages of that time.
+            alive: Holds the former, so that no other gets their address.
+        """
+        number = len(self._repeated[self.label])
+        self._repeated[self.label].append(_Repeated(repetition, dict(same), (self.label, number), alive))
+
+    def casts(self, label: Hashable) -> dict[Hashable, int]:
         """The storages of what was made of parameters in another dtype under a label, with their bytes."""
-        return {key: storage.nbytes() for key, storage in self._casts.get(label, {}).items()}
+        found: dict[Hashable, int] = {key: storage.nbytes() for key, storage in self._casts.get(label, {}).items()}
+        for each in self._repeated.get(label, ()):
+            found |= {each.key(key): size for key, size in each.repetition.casts.items()}
+        return found
 
     def _pack(self, tensor: Tensor) -> _Saved:
         saved = _Saved(tensor)
         self._saved[self.label].add(saved)
         return saved
 
-    def storages(self, label: Hashable) -> dict[int, int]:
+    def storages(self, label: Hashable) -> dict[Hashable, int]:
         """The storages that were saved under a label and are needed still, with their bytes: not what is dropped."""
-        saved = self._saved.get(label, ())
-        storages = {storage._cdata: storage.nbytes() for each in saved for storage in storages_of(each.tensor)}
+        storages: dict[Hashable, int] = _sizes(self._saved.get(label, ()))
+        for each in self._repeated.get(label, ()):
+            sizes = _sizes(each.repetition.saved).items()
+            storages |= {each.key(key): size for key, size in sizes if key not in self._excluded}
         return {key: size for key, size in storages.items() if key not in self._excluded}
+
+
+@dataclass
+class Repetition:
+    """What was saved while something ran, which may count again.
+
+    Attributes:
+        saved: Of it, what is needed still.
+        casts: What was made of parameters in another dtype, with the bytes.
+        made: The storages that were made meanwhile.
+    """
+
+    saved: WeakSet[_Saved] = field(default_factory=WeakSet)
+    casts: dict[int, int] = field(default_factory=dict)
+    made: Container[Hashable] = ()
+
+
+@dataclass
+class _Repeated:
+    """What counts once more: a storage that was made has another one here, and others are the same, or as is said."""
+
+    repetition: Repetition
+    same: Mapping[Hashable, Hashable]
+    tag: Hashable
+    alive: Any
+
+    def key(self, key: Hashable) -> Hashable:
+        if key in self.same:
+            return self.same[key]
+        return (self.tag, key) if key in self.repetition.made else key
+
+
+def _sizes(saved: Iterable[_Saved]) -> dict[Hashable, int]:
+    return {storage._cdata: storage.nbytes() for each in saved for storage in storages_of(each.tensor)}
 
 
 class _CastWatch(Mode or object):  # type: ignore[misc]

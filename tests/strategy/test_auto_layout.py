@@ -317,7 +317,7 @@ def test_the_choice_is_what_suggest_prints_first(
     strategy = HybridStrategy(memory_limit=memory, **AUTO)
     assert strategy.settings.memory_limit is not None
     problem = choice.Problem(
-        maker(parser, [CONFIG], overrides, cli),
+        maker([CONFIG], overrides, cli),
         strategy.settings,
         search_space(strategy.settings, ("auto", 1, 1)),
         Machine(memory=strategy.settings.memory_limit, ranks_per_node=num_ranks, **FIGURES),

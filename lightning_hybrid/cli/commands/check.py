@@ -30,7 +30,7 @@ def run(args: Sequence[str]) -> None:
 
     be_quiet()
     overrides += ["--trainer.precision", "64-true"]
-    cli, strategy = load_config(parser, options.config, overrides)
+    cli, strategy = load_config(parser, options.config, overrides, with_values=True)
     sizes = ("data_parallel_size", "tensor_parallel_size", "pipeline_parallel_size")
     layout = vars(strategy.settings) | dict(zip(sizes, strategy.sizes, strict=True))
     del layout["searched"]  # nothing: such configurations are refused

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lightning_hybrid.cli.parser import ConfigParser, print_json
 
 if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule
+
     from lightning_hybrid.cli.hybrid_cli import HybridCLI
     from lightning_hybrid.strategy.strategy import HybridStrategy
 
@@ -23,29 +26,41 @@ def run(args: Sequence[str]) -> None:
     parser.add_json()
     options, overrides = parser.parse_known_args(args)
 
-    from lightning.pytorch.utilities.model_helpers import is_overridden
-
     from lightning_hybrid.cli.hybrid_cli import be_quiet, load_config, maker
+    from lightning_hybrid.cli.progress import count_progress
+    from lightning_hybrid.strategy.auto_layout.dry_run.parameters import made_without_memory
     from lightning_hybrid.strategy.layout import describe, outline, sizes_by_axis
 
     be_quiet()
-    cli, strategy = load_config(parser, options.config, overrides)
-    if is_overridden("configure_model", cli.model):
-        cli.model.configure_model()
-    size = math.prod(sizes_by_axis(strategy.settings, strategy.sizes).values())
-    nodes = [rank * strategy.num_nodes // size for rank in range(size)]
-    with parser.refusing(ValueError, TypeError):
-        if options.json:
-            data = outline(cli.model, strategy.settings, strategy.sizes, strategy.num_nodes)
-        else:
-            text = describe(cli.model, strategy.settings, strategy.sizes, list(map(str, nodes)))
-    if strategy.num_nodes > 1:
-        another = load_config(parser, options.config, overrides)[0]  # a step changes the module
-        between, sentence = _between_nodes(maker(parser, options.config, overrides, another), cli, strategy, nodes)
+    with count_progress("Reading the configuration") as progress:
+        cli, strategy = load_config(parser, options.config, overrides)
+        size = math.prod(sizes_by_axis(strategy.settings, strategy.sizes).values())
+        nodes = [rank * strategy.num_nodes // size for rank in range(size)]
+        progress("Making the module", 1, 3)
+        with parser.refusing(ValueError, TypeError):
+            module = made_without_memory(partial(_configured, maker(options.config, overrides, cli)))
+            if options.json:
+                data = outline(module, strategy.settings, strategy.sizes, strategy.num_nodes)
+            else:
+                text = describe(module, strategy.settings, strategy.sizes, list(map(str, nodes)))
+        if strategy.num_nodes > 1:
+            progress("Running the step on shapes", 2, 3)
+            make = maker(options.config, overrides)  # a step changes the module
+            between, sentence = _between_nodes(make, cli, strategy, nodes)
     if options.json:
         print_json(data | ({"between_nodes": between} if strategy.num_nodes > 1 else {}))
     else:
         print(f"{text}\n{sentence}" if strategy.num_nodes > 1 else text)
+
+
+def _configured(make: Callable[[], tuple[LightningModule, Any]]) -> LightningModule:
+    """Return the module of a configuration with what `configure_model` makes."""
+    from lightning.pytorch.utilities.model_helpers import is_overridden
+
+    module, _ = make()
+    if is_overridden("configure_model", module):
+        module.configure_model()
+    return module
 
 
 def _between_nodes(

@@ -81,7 +81,7 @@ def run(args: Sequence[str]) -> None:
         contexts = None if options.max_context is None else range(1, options.max_context + 1)
         with count_progress("Running the step on shapes") as progress:
             profile = ModuleProfile(
-                maker(parser, options.config, overrides, cli),
+                maker(options.config, overrides, cli),
                 settings,
                 options.ranks,
                 machine,

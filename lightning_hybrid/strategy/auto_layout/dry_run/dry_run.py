@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -16,7 +16,6 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -38,7 +37,12 @@ from lightning_hybrid.pipeline_parallel.links.step_schedules import find_schedul
 from lightning_hybrid.pipeline_parallel.splitting.microbatch import find_batch_size, split_into
 from lightning_hybrid.pipeline_parallel.stage_map import StageMap
 from lightning_hybrid.strategy import layout
+from lightning_hybrid.strategy.auto_layout.dry_run.parameters import (
+    parameters_with_little_memory,
+    parameters_without_memory,
+)
 from lightning_hybrid.strategy.auto_layout.dry_run.real_draws import RealDraws
+from lightning_hybrid.strategy.auto_layout.dry_run.repeated_layers import RepeatedLayers, first_alike
 from lightning_hybrid.strategy.auto_layout.dry_run.saved_tensors import (
     AFTER,
     BEFORE,
@@ -99,8 +103,8 @@ def dry_run(
     """Estimate what the ranks of a run will hold.
 
     Lightning's own loop runs up to the first training step, which runs on one microbatch of fake tensors: they have
-    shapes and no memory. With real values it runs only if it reads some. `configure_model` is treated alike. Layers are
-    parallelized over ranks of a fake process group.
+    shapes and no memory. Nor have parameters, from the moment at which the module makes them. With real values the step
+    runs only if it reads some, and if they are few. Layers are parallelized over ranks of a fake process group.
 
     Args:
         make: Makes the user's module and its data (``None`` if the module has loaders itself). It is called a second
@@ -115,7 +119,7 @@ def dry_run(
 
     Raises:
         ValueError, TypeError: As at the start of training, or if a step needs values that a module on the meta device
-            has not.
+            has not, or that take too much memory.
     """
     strategy = run_first_step(make, partial(DryRunStrategy, config, sizes), precision=precision, **trainer)
     return DryRun(strategy.layout, tuple(strategy.memory))
@@ -132,7 +136,7 @@ def run_first_step(
 
     Args:
         make: As for :func:`dry_run`; loaders may take the place of a datamodule.
-        make_strategy: Makes a strategy; it gets whether `configure_model` is to make values (``with_values``).
+        make_strategy: Makes a strategy; it gets what ends when the module has been made (``making``).
         precision: The precision plugin.
         trainer: Other arguments of the Trainer.
 
@@ -145,26 +149,33 @@ def run_first_step(
     trainer |= dict.fromkeys(("enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     trainer |= {"logger": DummyLogger(), "num_sanity_val_steps": 0, "limit_val_batches": 0, "plugins": [precision]}
 
-    def attempt(module: LightningModule, data: Any, *, with_values: bool) -> _S:
-        strategy = make_strategy(with_values=with_values)
-        dry = Trainer(accelerator="cpu", devices=1, strategy=strategy, **trainer)
-        with _fake_process_group(strategy.num_ranks), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a run says them too
-            try:
-                dry.fit(module, data)
-            except StopAfterFirstStepError:
-                return strategy
+    def attempt(making: ExitStack) -> _S:
+        with making:
+            module, data = make()
+            strategy = make_strategy(making=making)
+            dry = Trainer(accelerator="cpu", devices=1, strategy=strategy, **trainer)
+            with _fake_process_group(strategy.num_ranks), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # a run says them too
+                try:
+                    dry.fit(module, data)
+                except StopAfterFirstStepError:
+                    return strategy
         raise ValueError(
             f"{type(module).__name__} was not trained with any batch: its loader is empty, or limited to 0."
         )
 
-    module, data = make()
-    if Fake is not None and is_overridden("configure_model", module):
-        try:
-            return attempt(module, data, with_values=False)
-        except Exception:  # whatever it is, with values it is what a run says
-            module, data = make()
-    return attempt(module, data, with_values=True)
+    if Fake is None:
+        return attempt(ExitStack())
+    making = ExitStack()
+    registered = making.enter_context(parameters_without_memory())
+    try:
+        return attempt(making)
+    except Exception as error:  # whatever it is, with values it is what a run says
+        if not registered.number:
+            raise
+        reason = error
+    making.enter_context(parameters_with_little_memory(reason))
+    return attempt(making)
 
 
 @contextmanager
@@ -186,19 +197,25 @@ class StopAfterFirstStepError(Exception):
 class DryRunStrategy(SingleDeviceStrategy):
     """A strategy that measures the first training step, and stops there.
 
+    Args:
+        config: The arguments of `HybridStrategy`.
+        sizes: (data, tensor, pipeline) parallel size.
+        making: What was entered for as long as the module is made.
+
     Attributes:
         sizes: (data, tensor, pipeline) parallel size.
         layout: The layout as text.
         memory: The estimates, by pipeline rank.
     """
 
-    def __init__(self, config: HybridConfig, sizes: tuple[int, int, int], *, with_values: bool) -> None:
+    def __init__(self, config: HybridConfig, sizes: tuple[int, int, int], *, making: ExitStack) -> None:
         super().__init__(device="cpu")
-        self._config, self.sizes, self._with_values = config, sizes, with_values
+        self._config, self.sizes, self._making = config, sizes, making
         self._mode = Fake(allow_non_fake_inputs=True) if Fake is not None else None
         self._plan_table = self.layout = ""
         self.memory: list[MemoryUsage] = []
         self._tried: dict[Hashable, Places] = {}
+        self._alike: dict[Hashable, dict[nn.Module, nn.Module]] = {}
         self._context_groups: dict[int, dist.ProcessGroup] = {}
 
     @property
@@ -210,12 +227,6 @@ class DryRunStrategy(SingleDeviceStrategy):
     def _module(self) -> LightningModule:
         assert self.lightning_module is not None
         return self.lightning_module
-
-    @contextmanager
-    def model_sharded_context(self) -> Iterator[None]:
-        """What `configure_model` makes needs no memory, if it can be without values."""
-        with nullcontext() if self._with_values else torch.device("meta"):
-            yield
 
     def model_to_device(self) -> None:
         """It stays where it is."""
@@ -232,6 +243,7 @@ class DryRunStrategy(SingleDeviceStrategy):
 
     def setup(self, trainer: Trainer) -> None:
         """Parallelize layers as a run does, and let the user configure optimizers."""
+        self._making.close()
         module = self._module
         self.model = self.precision_plugin.convert_module(module)  # now: fake tensors cannot be converted
         self._has_values = not any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
@@ -390,6 +402,8 @@ class DryRunStrategy(SingleDeviceStrategy):
         module = self._module
         run = partial(self._measure, microbatch, args, config, body, stage_map, around)
         if self._mode is not None:
+            with suppress(Exception):  # if layers cannot repeat what others did, all of them run
+                return run(self._mode, repeats=True)
             try:
                 return run(self._mode)
             except WrongUseError:  # numbers make no difference
@@ -411,19 +425,23 @@ class DryRunStrategy(SingleDeviceStrategy):
         stage_map: StageMap,
         around: Callable[[SavedTensorMeter], AbstractContextManager[Any]],
         mode: Any,
+        *,
+        repeats: bool = False,
     ) -> Saved:
         module = self._module
         layers = layout.find_recomputed(module, config, body, stage_map)
         recompute = ActivationCheckpointing(layers, torch.device("cpu"), selective=config.recompute == "selective")
-        around_layers = self._with_shares(config, body, recompute)
-        with mode, mixed_operations(), RealDraws(), LogRecorder(module)(), around_layers():
+        alike = self._first_alike(body) if repeats else {}
+        with mode, mixed_operations(), RealDraws(), LogRecorder(module)():
             leaves, spec = flatten(microbatch)
             leaves = [_in_mode(leaf, mode) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
             held = [to_local(tensor) for tensor in (*module.parameters(), *module.buffers())]
             inputs = (leaf for leaf in leaves if isinstance(leaf, Tensor))
             meter = SavedTensorMeter([*held, *(_in_mode(tensor, mode) for tensor in held), *inputs])
             step = self.precision_plugin.train_step_context()
-            with step, meter(), labelled_layers(body, meter), around(meter):
+            with step, meter(), labelled_layers(body, meter), around(meter) as counted, ExitStack() as replaced:
+                between = RepeatedLayers(alike, meter, counted, recompute) if alike else recompute
+                replaced.enter_context(self._with_shares(config, body, between))
                 output = to_plain_tensors(module.training_step(unflatten(leaves, spec), *args))
             labels = (BEFORE, *range(len(body.layers) if body else 0), AFTER)
             saved: Saved = {label: meter.storages(label) for label in labels}
@@ -436,19 +454,30 @@ class DryRunStrategy(SingleDeviceStrategy):
             self._context_groups[size] = dist.new_group(range(size))
         return self._context_groups[size]
 
+    def _first_alike(self, body: Body | None) -> dict[nn.Module, nn.Module]:
+        """Return for each layer of a body, or of the one that could be cut, the first one that is like it."""
+        if body is None:
+            try:
+                body = layout.find_layers(self._module, self._config, 1)
+            except (ValueError, TypeError):
+                return {}
+        if body.names not in self._alike:
+            self._alike[body.names] = first_alike(dict(zip(body.names, body.layers, strict=True)))
+        return self._alike[body.names]
+
     def _with_shares(
-        self, config: HybridConfig, body: Body | None, recompute: ActivationCheckpointing
-    ) -> Callable[[], AbstractContextManager[None]]:
+        self, config: HybridConfig, body: Body | None, between: Callable[[], AbstractContextManager[None]]
+    ) -> AbstractContextManager[None]:
         """What is entered around forwards: as in a run, layers get their share of a sequence around what runs again."""
         size = config.context_parallel_size
         if size == 1:
-            return recompute
+            return between()
         body = body or layout.find_layers(self._module, config, 1)
         layers = dict(zip(body.names, body.layers, strict=True))
         group = ContextGroup(self._context_group(size))
         given = self._module, layers, group, config.context_parallel, torch.device("cpu")
-        context = AloneContextParallel(*given, tried=self._tried)
-        return lambda: context.around(recompute)
+        context = AloneContextParallel(*given, tried=self._tried, alike=self._first_alike(body))
+        return context.around(between)
 
 
 @contextmanager

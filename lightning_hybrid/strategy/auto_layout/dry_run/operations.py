@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -93,6 +93,10 @@ class OperationCounter:
             raise ValueError(f"torch {torch.__version__} does not let operations be counted; measure them instead.")
         with _CountingMode(self._record, self._record_read):
             yield
+
+    def lists_of(self, place: Hashable) -> Sequence[list[Any]]:
+        """Return what grows while the step is in a place: operations and messages."""
+        return self.operations[place], self.messages[place], self.context_messages[place]
 
     def enter_layer(self, place: Hashable, tensors: list[Tensor]) -> None:
         """A layer is about to get its share of what it is given whole: for these tensors gradients have to be sent.

@@ -93,6 +93,7 @@ class Recorder(DryRunStrategy):
 
     def setup(self, trainer: Any) -> None:
         """Find all cuts before layers are shared: they are those of the whole module."""
+        self._making.close()
         module, config, (data, tensor, _) = self._module, self._config, self.sizes
         plan = layouts.find_plan(module, config, tensor, None) if tensor > 1 else None
         self.divided_share = 0.0 if plan is None else divided_share(plan, module)

@@ -16,7 +16,7 @@ from lightning_hybrid.pipeline_parallel.schedules import Kind, Schedule
 
 BEFORE, AFTER = "before the body", "after the body"
 
-Saved = dict[Hashable, dict[int, int]]
+Saved = dict[Hashable, dict[Hashable, int]]
 """What a step saves for its backward: the bytes of each storage, by position of the layer, `BEFORE` or `AFTER`."""
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -34,6 +34,7 @@ from lightning_hybrid.tensor_parallel.context_parallel.trial import (
 
 _POSITIONS = 4  # so many for each rank show what mixes neighbours, and statistics
 _MANY = 1024  # so many show what looks farther
+_MOST_PRODUCTS = 2**34  # of numbers, in a forward that is tried: more would take seconds, and large layers gigabytes
 _CPU = torch.device("cpu")
 
 
@@ -42,16 +43,18 @@ class AloneContextParallel(ContextParallel):
 
     So what layers compute cannot be compared as in a run. Whether they mix positions elsewhere than in attention can be
     found out alone: with an attention in which each position attends to itself, a share of the result has to be the
-    result of the share. That is tried with numbers, where layers are not divided among tensor-parallel ranks, too.
+    result of the share. That is tried with numbers, where layers are not divided among tensor-parallel ranks, too; of
+    layers that are alike with the first one, and with none that is too large for it.
 
     Args:
         tried: What has been tried before, and where hooks meet the sequence; it grows.
+        alike: The layers, each with the first one that is like it.
         given: As for :class:`ContextParallel`.
     """
 
-    def __init__(self, *given: Any, tried: dict[Hashable, Places]) -> None:
+    def __init__(self, *given: Any, tried: dict[Hashable, Places], alike: Mapping[nn.Module, nn.Module]) -> None:
         super().__init__(*given)
-        self._tried_alone = tried
+        self._tried_alone, self._alike = tried, alike
 
     @contextmanager
     def around(self, between: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
@@ -73,14 +76,18 @@ class AloneContextParallel(ContextParallel):
 
     def _try(self, layer: nn.Module, forward: Callable[..., Any], division: Division, taps: Taps) -> Places:
         group = self._group
-        key = id(layer), group.size
+        key = id(self._alike[layer]), group.size
         if key in self._tried_alone or any(map(is_tensor_parallel, layer.parameters())):
             return self._tried_alone.get(key, {})
         total = division.shares.total
+        most = _MOST_PRODUCTS // (division.batch_size * sum(each.numel() for each in layer.parameters()) or 1)
+        tried = {min(total, length) for length in (_POSITIONS * group.size, _MANY)}
+        lengths = sorted(length for length in tried if length <= most)
+        if not lengths:
+            return {}
         with torch.no_grad(), without_modes(), _with_numbers(layer):
-            lengths = sorted({min(total, _POSITIONS * group.size), min(total, _MANY)})
             ran = [self._runs(layer, forward, division, length, taps) for length in lengths]
-            if not any(each is not None for each in ran):
+            if not any(each is not None for each in ran) and total <= most:
                 ran = [self._runs(layer, forward, division, total, taps)]  # it is made for sequences of this length
         found = [each for each in ran if each is not None]
         self._tried_alone[key] = common_places(found) if found else {}

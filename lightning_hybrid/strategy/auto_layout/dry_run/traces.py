@@ -107,12 +107,12 @@ class Watch:
         self.length = 0
 
     @contextmanager
-    def __call__(self, meter: SavedTensorMeter) -> Iterator[None]:
-        """Enter it around the step."""
+    def __call__(self, meter: SavedTensorMeter) -> Iterator[OperationCounter]:
+        """Enter it around the step; it gives what counts."""
         grid = self._blocks[0].tensor_group if self._blocks else None
         self.counter = OperationCounter(lambda: meter.label, self._context_group, grid)
         with self.counter(), self._noted_layers():
-            yield
+            yield self.counter
 
     @contextmanager
     def _noted_layers(self) -> Iterator[None]:

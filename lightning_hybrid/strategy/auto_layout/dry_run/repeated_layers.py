@@ -1,0 +1,323 @@
+"""Layers that are alike run once in a step on shapes: the others repeat what the first one did."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from lightning_hybrid.distributed.dtensor import to_local
+from lightning_hybrid.distributed.pytree import TreeSpec, flatten, unflatten
+from lightning_hybrid.memory.account import Repetition, SavedTensorMeter
+from lightning_hybrid.pipeline_parallel.frame.fake_tensors import FakeTensor
+
+Mode: Any
+try:
+    from torch.utils._python_dispatch import TorchDispatchMode as Mode
+except ImportError:  # then there are no steps on shapes either
+    Mode = object
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+_DEPTH = 4  # of objects in objects whose attributes are compared
+
+
+class LeakError(Exception):
+    """Something outside of a layer uses a tensor that the layer made and did not return."""
+
+
+class Counted(Protocol):
+    """What counts operations, by label of the place: see `OperationCounter`."""
+
+    def lists_of(self, place: Hashable) -> Sequence[list[Any]]:
+        """Return the lists that grow while the step is in a place."""
+
+
+def first_alike(layers: Mapping[str, nn.Module]) -> dict[nn.Module, nn.Module]:
+    """Return for each layer the first one that differs from it in values alone.
+
+    Alike are layers of the same classes, whose tensors have the same shapes and whose attributes are equal. A number
+    that is the position of the layer in its list, as `layer_idx` of transformers, is as good as another one's.
+
+    Args:
+        layers: By dotted name, in order.
+    """
+    found: dict[nn.Module, nn.Module] = {}
+    firsts: list[tuple[int, nn.Module]] = []
+    for number, (name, layer) in enumerate(layers.items()):
+        last = name.rpartition(".")[2]
+        position = int(last) if last.isdecimal() else number
+        for first_position, first in firsts:
+            if _Comparison(first_position, position).is_alike(first, layer):
+                found[layer] = first
+                break
+        else:
+            firsts.append((position, layer))
+            found[layer] = layer
+    return found
+
+
+@dataclass
+class _Comparison:
+    """Of two layers, which are at these positions."""
+
+    first: int
+    second: int
+    _seen: set[tuple[int, int]] = field(default_factory=set)
+
+    def is_alike(self, one: Any, other: Any, depth: int = 0) -> bool:
+        if one is other or (id(one), id(other)) in self._seen:
+            return True
+        if type(one) is not type(other):
+            return False
+        if isinstance(one, _PLAIN):
+            return bool(one == other) or (type(one) is int and (one, other) == (self.first, self.second))
+        self._seen.add((id(one), id(other)))
+        if isinstance(one, Tensor):
+            return _kind_of(one) == _kind_of(other)
+        if isinstance(one, nn.Module):
+            return self._are_alike(vars(one), vars(other), depth)
+        if isinstance(one, Mapping):  # numbers of hooks differ
+            keys = [[key for key in each if not isinstance(key, int)] for each in (one, other)]
+            return keys[0] == keys[1] and self._all_alike(one.values(), other.values(), depth)
+        if isinstance(one, (list, tuple)):
+            return self._all_alike(one, other, depth)
+        if callable(one) and hasattr(one, "__qualname__"):
+            return bool(one.__qualname__ == other.__qualname__ and one.__module__ == other.__module__)
+        if depth < _DEPTH and hasattr(one, "__dict__"):
+            return self._are_alike(vars(one), vars(other), depth + 1)
+        return bool(one == other)
+
+    def _all_alike(self, one: Collection[Any], other: Collection[Any], depth: int) -> bool:
+        pairs = zip(one, other, strict=False)
+        return len(one) == len(other) and all(self.is_alike(*pair, depth) for pair in pairs)
+
+    def _are_alike(self, one: Mapping[Any, Any], other: Mapping[Any, Any], depth: int) -> bool:
+        return one.keys() == other.keys() and all(self.is_alike(one[name], other[name], depth) for name in one)
+
+
+def _kind_of(tensor: Tensor) -> tuple[Any, ...]:
+    local = to_local(tensor)
+    return type(tensor), tensor.shape, local.shape, tensor.dtype, tensor.requires_grad, tensor.is_meta
+
+
+@dataclass
+class _Call:
+    """What the first of some layers did in a call. Its tensors are without the graph, which others decide about.
+
+    Attributes:
+        given: What it was given.
+        returned: What it returned.
+        spec: The shape of the tree that it returned.
+        made: Of what it returned, the tensors that it made, each once, and whether they require gradients.
+        counted: What it added to the lists of the counter.
+        repetition: What it saved.
+    """
+
+    given: list[Any]
+    returned: list[Any]
+    spec: TreeSpec
+    made: list[tuple[Tensor, bool]]
+    counted: list[list[Any]]
+    repetition: Repetition
+
+
+class RepeatedLayers:
+    """While this is entered, of layers that are alike and are given alike inputs only the first one runs.
+
+    The others return tensors of the same shapes, and what the first one computed, sent and saved counts for each.
+
+    Args:
+        alike: The layers, each with the first one that is like it.
+        meter: Knows where the step is, and what it saves.
+        counted: Counts operations, if anything does.
+        inner: What else is entered around forwards, inside of this.
+    """
+
+    def __init__(
+        self,
+        alike: Mapping[nn.Module, nn.Module],
+        meter: SavedTensorMeter,
+        counted: Counted | None,
+        inner: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self._alike, self._meter, self._counted, self._inner = alike, meter, counted, inner
+        self._calls: dict[Hashable, _Call | None] = {}
+        self._watch = _Watch()
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        """Enter it around forwards.
+
+        Raises:
+            LeakError: If a layer cannot be repeated, as what it makes is used elsewhere.
+        """
+        with self._inner(), self._replaced(), self._watch:
+            yield
+
+    @contextmanager
+    def _replaced(self) -> Iterator[None]:
+        replaced: list[tuple[dict[str, Any], Any]] = []
+        try:
+            for layer, first in self._alike.items():
+                attributes = vars(layer)
+                replaced.append((attributes, attributes.get("forward")))
+                attributes["forward"] = self._repeated(first, attributes.get("forward") or layer.forward)
+            yield
+        finally:
+            for attributes, forward in replaced:
+                if forward is None:
+                    del attributes["forward"]
+                else:
+                    attributes["forward"] = forward
+
+    def _repeated(self, first: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+        kind = getattr(forward, "__qualname__", None)  # what runs again in backward is not like what does not
+
+        def repeated(*args: Any, **kwargs: Any) -> Any:
+            given, spec = flatten((args, kwargs))
+            signature = _signature(given)
+            if signature is None:
+                return forward(*args, **kwargs)
+            key = first, kind, spec, signature, torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")
+            if key not in self._calls:
+                self._calls[key] = None  # a layer that calls itself runs
+                returned, self._calls[key] = self._run(forward, args, kwargs, given)
+                return returned
+            call = self._calls[key]
+            return forward(*args, **kwargs) if call is None else self._repeat(call, given)
+
+        return repeated
+
+    def _lists(self) -> Sequence[list[Any]]:
+        return [] if self._counted is None else self._counted.lists_of(self._meter.label)
+
+    def _run(self, forward: Callable[..., Any], args: Any, kwargs: Any, given: list[Any]) -> tuple[Any, _Call | None]:
+        """What the first layer returns, and its record; none if it cannot be repeated."""
+        lengths = [len(each) for each in self._lists()]
+        with self._watch.making() as made, self._meter.recorded() as repetition:
+            returned = forward(*args, **kwargs)
+        counted = [each[length:] for each, length in zip(self._lists(), lengths, strict=True)]
+        leaves, spec = flatten(returned)
+        tensors = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
+        if not all(type(tensor) is FakeTensor for tensor in tensors.values()):
+            return returned, None
+        inputs = {key for leaf in given if isinstance(leaf, Tensor) for key in _keys(leaf)}
+        known = set(map(id, given))
+        new = {key: tensor for key, tensor in tensors.items() if key not in known}
+        if any(not inputs.isdisjoint(_keys(tensor)) for tensor in new.values()):
+            return returned, None  # a view of an input
+        outputs = {key for tensor in new.values() for key in _keys(tensor)}
+        self._watch.inside |= {key: storage for key, storage in made.items() if key not in outputs}
+        repetition.made = frozenset(made)
+        with self._watch.paused():
+            plain = {id(leaf): leaf.detach() for leaf in (*given, *leaves) if isinstance(leaf, Tensor)}
+        of_given, of_returned = ([plain.get(id(leaf), leaf) for leaf in each] for each in (given, leaves))
+        of_made = [(plain[key], tensor.requires_grad) for key, tensor in new.items()]
+        return returned, _Call(of_given, of_returned, spec, of_made, counted, repetition)
+
+    def _repeat(self, call: _Call, given: list[Any]) -> Any:
+        lists = self._lists()
+        lengths = [len(each) for each in lists]
+        requiring = [leaf for leaf in given if isinstance(leaf, Tensor) and leaf.requires_grad]
+        if not requiring and any(requires_grad for _, requires_grad in call.made):
+            requiring = [torch.empty((), requires_grad=True)]
+        with self._watch.paused():
+            made = _Made.apply(call.made, *requiring) if call.made else ()  # type: ignore[no-untyped-call]
+        for each, length, more in zip(lists, lengths, call.counted, strict=True):
+            each[length:] = more
+        pairs = [*zip(call.given, given, strict=True), *zip((tensor for tensor, _ in call.made), made, strict=True)]
+        pairs = [(before, now) for before, now in pairs if isinstance(now, Tensor)]
+        same: dict[Hashable, Hashable] = {}
+        for before, now in pairs:
+            same.update(zip(_keys(before), _keys(now), strict=True))
+        self._meter.repeat(call.repetition, same, [_storages(now) for _, now in pairs])
+        results = {id(before): now for before, now in pairs}
+        return unflatten([results.get(id(leaf), leaf) for leaf in call.returned], call.spec)
+
+
+class _Made(torch.autograd.Function):
+    """Tensors like others, in the graph of what they would be made of."""
+
+    @staticmethod
+    def forward(ctx: Any, like: list[tuple[Tensor, bool]], *given: Tensor) -> Any:
+        made = [torch.empty_strided(each.shape, each.stride(), dtype=each.dtype) for each, _ in like]
+        ctx.mark_non_differentiable(*(m for m, (_, requires_grad) in zip(made, like, strict=True) if not requires_grad))
+        return tuple(made)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise NotImplementedError("a step on shapes has no backward")
+
+
+class _Watch(Mode):  # type: ignore[misc]
+    """Notes what a layer makes, and sees whether others use it.
+
+    Attributes:
+        inside: The storages that layers made and did not return, alive, so that no other gets their address.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside: dict[int, Any] = {}
+        self._made: dict[int, Any] | None = None
+        self._is_paused = False
+
+    @contextmanager
+    def making(self) -> Iterator[dict[int, Any]]:
+        """While this is entered, the storages of what operations make are noted."""
+        before, self._made = self._made, {}
+        try:
+            yield self._made
+        finally:
+            self._made = before
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """While this is entered, nothing is seen."""
+        before, self._is_paused = self._is_paused, True
+        try:
+            yield
+        finally:
+            self._is_paused = before
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if self._is_paused:
+            return result
+        given = {key: storage for leaf in flatten((args, kwargs))[0] for key, storage in _storages(leaf).items()}
+        if not self.inside.keys().isdisjoint(given):
+            raise LeakError
+        if self._made is not None:
+            made = {key: storage for leaf in flatten(result)[0] for key, storage in _storages(leaf).items()}
+            self._made |= {key: storage for key, storage in made.items() if key not in given}
+        return result
+
+
+def _storages(leaf: Any) -> dict[int, Any]:
+    if type(leaf) not in (FakeTensor, Tensor) or leaf.layout is not torch.strided:
+        return {}
+    storage = leaf.untyped_storage()
+    return {storage._cdata: storage}
+
+
+def _keys(tensor: Tensor) -> list[int]:
+    return list(_storages(tensor))
+
+
+def _signature(given: Sequence[Any]) -> tuple[Hashable, ...] | None:
+    """What is equal for inputs that are alike; ``None`` if they cannot be compared."""
+    keys: dict[int, int] = {}
+    parts: list[Hashable] = []
+    for leaf in given:
+        if isinstance(leaf, Tensor):
+            if type(leaf) not in (FakeTensor, Tensor):
+                return None
+            same = tuple(keys.setdefault(key, len(keys)) for key in _keys(leaf))  # which of them share memory
+            parts.append((type(leaf), leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad, same))
+        else:
+            parts.append((type(leaf), leaf) if isinstance(leaf, _PLAIN) else (type(leaf), id(leaf)))
+    return tuple(parts)
