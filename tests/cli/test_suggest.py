@@ -14,10 +14,10 @@ from lightning_hybrid.cli.main import main
 from lightning_hybrid.cli.suggest.configured import Configured
 from lightning_hybrid.cli.suggest.report import as_text
 from lightning_hybrid.memory.account import MemoryUsage
-from lightning_hybrid.strategy.auto_layout.candidates import Layout, Step
+from lightning_hybrid.strategy.auto_layout.candidates import Layout, LoaderStep, Step
 from lightning_hybrid.strategy.auto_layout.cost_model import Cost
 from lightning_hybrid.strategy.auto_layout.machine import Machine
-from lightning_hybrid.strategy.auto_layout.search import Suggestions
+from lightning_hybrid.strategy.auto_layout.search import Losers, Suggestions
 
 CONFIG = str(Path(__file__).parent.parent.parent / "configs" / "gpt_hybrid.yaml")
 
@@ -98,6 +98,42 @@ def test_blocks_over_a_grid_are_shown_and_written(layout: Layout, shown: str) ->
     assert pasted["tensor_parallel_mode"] == layout.tensor_mode
     assert pasted.get("tensor_parallel_depth", 1) == layout.tensor_depth
     assert "tensor_parallel_mode" not in report_of(Layout(1, 4, 1), 0.9)
+
+
+@pytest.mark.parametrize("kind", [Step, LoaderStep], ids=lambda kind: kind.__name__)
+def test_no_line_is_longer_than_a_terminal_is_wide(kind: type[Step]) -> None:
+    """With the longest of everything."""
+    layout = Layout(
+        8,
+        8,
+        16,
+        1024,
+        "interleaved_1f1b",
+        4,
+        3,
+        (10, 12) * 32,
+        (2,) * 16,
+        context=8,
+        context_kind="all_gather",
+        tensor_mode="2.5d",
+        tensor_depth=2,
+    )
+    sent = dict.fromkeys(("tensor", "context", "pipeline", "data"), 1234.5 * 2**30)
+    cost = Cost(layout, (MemoryUsage(79 * 2**30, 0, 0, 0, 0),), 1.0, {}, sent, 1234.5, 0.425, samples=4096)
+    losers = Losers("more tensor-parallel messages", 12345, layout, "at least 12.34 x the time of the best")
+    text = as_text(Suggestions((cost,), (losers,), 12345, 678), Machine(), kind(4096), CONFIGURED, {8: 0.01})
+    lines = [line for line in text.splitlines() if not line.startswith("#")]
+    assert max(map(len, lines)) <= 100
+    assert "Fits: the fullest rank of the fastest layout holds 79.00 GiB of 80.00 GiB." in lines
+    assert all(word in text for word in ("4 all_gather"[2:], "2.5d depth 2", "interleaved_1f1b x 4 +", "layers 10-12"))
+
+
+def test_what_does_not_fit_is_said_with_what_it_would_take() -> None:
+    losers = Losers("does not fit", 9, Layout(2, 1, 1), "96.0 GiB, 1.20 x the memory")
+    text = as_text(Suggestions((), (losers,), 9, 0), Machine(), Step(16), CONFIGURED, {})
+    text = " ".join(text.split())
+    assert "Does not fit: no layout can be used with 80.00 GiB on each device." in text
+    assert "The smallest takes 96.0 GiB, 1.20 x the memory." in text
 
 
 def test_layouts_that_leave_most_layers_whole_are_told_apart() -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import yaml
@@ -20,9 +21,10 @@ from lightning_hybrid.strategy.auto_layout.arguments import (
 from lightning_hybrid.strategy.auto_layout.candidates import Layout, LoaderStep, Step
 from lightning_hybrid.strategy.auto_layout.cost_model import Cost
 from lightning_hybrid.strategy.auto_layout.machine import Machine
-from lightning_hybrid.strategy.auto_layout.search import Suggestions
+from lightning_hybrid.strategy.auto_layout.search import DOES_NOT_FIT, Suggestions
 from lightning_hybrid.strategy.summary import text_table
 
+_COLUMNS = 100  # of a terminal
 _TIGHT = 0.05  # a share of the memory: where less is free, the account is too rough to tell whether a layout fits
 _TIGHT_TEXT = f"GiB !: less than {_TIGHT:.0%} of the memory is free, and the account is an estimate: try it first"
 _MOSTLY_WHOLE = 0.5  # a share of the parameters: where tensor parallelism divides less, a plan may be missing
@@ -41,36 +43,52 @@ def as_text(
         divided: The share of the parameters that tensor parallelism divides over ranks in a line, by their number.
     """
     shown = [cost.layout for cost in found.best] + [group.best for group in found.losers]
-    has_extra = any(layout.extra_in_flight for layout in shown)
     sequential = f" x {step.accumulated} accumulated batches" if step.accumulated > 1 else ""
     problem = f"A step of {step.samples} samples"
     if isinstance(step, LoaderStep):
         problem = f"Batches of {step.samples} samples for each replica, of which the time of a sample counts"
+    fixed = ", ".join(f"{name}={value!r}" for name, value in configured.fixed.items())
     lines = [
-        f"{problem}{sequential}; {found.num_layouts} layouts, {found.num_simulated} simulated."
-        f" Devices of {machine.memory / 2**30:g} GiB, {machine.ranks_per_node} in a node.",
-        f"Not varied, as configured: {', '.join(f'{name}={value!r}' for name, value in configured.fixed.items())}.",
-        "",
+        *_wrapped(
+            f"{problem}{sequential}; {found.num_layouts:,} layouts, {found.num_simulated:,} simulated."
+            f" Devices of {machine.memory / 2**30:g} GiB, {machine.ranks_per_node} in a node."
+        ),
+        *_wrapped(f"Not varied, as configured: {fixed}."),
+        *_wrapped(_fits_text(found, machine)),
     ]
     if found.best:
         lines += [
-            _best_table(found.best, machine, step),
             "",
-            "batch: what the loader of each replica gives; GiB: of the fullest rank; sent: GiB that a rank sends in a",
-            "step to ranks that share its layers (tensor) or sequences (context), to other stages (pipeline), and of",
-            "gradients and parameters (data)",
-            *(["schedule + N,N: microbatches more on their way over each link (extra_in_flight)"] if has_extra else []),
-            *([_TIGHT_TEXT] if any(_is_tight(cost, machine) for cost in found.best) else []),
+            _layouts_table(found.best),
+            "",
+            _costs_table(found.best, machine, step),
+            "",
+            *(line for part in _legend(found.best, machine) for line in _wrapped(part, "  ")),
             "",
             "The first of them:",
             "",
             as_yaml(found.best[0], machine, step, configured),
         ]
-    else:
-        lines.append("No layout fits.")
     lines += _whole_lines({layout.tensor for layout in shown if layout.tensor_mode == "1d"}, divided)
-    lines += ["", "Why the others are not among them:", "", _losers_table(found)]
+    lines += ["", "Why the others are not among them:", ""]
+    for group in found.losers:
+        text = " ".join(group.text.split()).split(". ")[0]  # its remedies are other layouts, which are tried too
+        lines += _wrapped(f"- {group.reason} ({group.count:,}), such as {in_words(group.best)}: {text}", "  ")
     return "\n".join(lines)
+
+
+def _wrapped(text: str, indent: str = "") -> list[str]:
+    return textwrap.wrap(text, _COLUMNS, subsequent_indent=indent, break_on_hyphens=False)
+
+
+def _fits_text(found: Suggestions, machine: Machine) -> str:
+    """Whether anything fits, and what it takes."""
+    memory = f"{machine.memory / 2**30:,.2f} GiB"
+    if found.best:
+        return f"Fits: the fullest rank of the fastest layout holds {found.best[0].bytes / 2**30:,.2f} GiB of {memory}."
+    smallest = [group for group in found.losers if group.reason == DOES_NOT_FIT]
+    needed = f" The smallest takes {smallest[0].text}." if smallest else ""
+    return f"Does not fit: no layout can be used with {memory} on each device.{needed}"
 
 
 def _whole_lines(sizes: Collection[int], divided: Mapping[int, float]) -> list[str]:
@@ -79,54 +97,77 @@ def _whole_lines(sizes: Collection[int], divided: Mapping[int, float]) -> list[s
     if not shares:
         return []
     listed = ", ".join(f"tensor {size} divides {100 * share:.1f} %" for size, share in shares.items())
-    return [
-        "",
+    text = (
         f"Of the parameters {listed}, and each rank holds all others: see what `plan` says with tensor_parallel_size"
-        f" {min(shares)}, and give the layers a tensor_parallel_plan.",
-    ]
+        f" {min(shares)}, and give the layers a tensor_parallel_plan."
+    )
+    return ["", *_wrapped(text)]
 
 
 def _is_tight(cost: Cost, machine: Machine) -> bool:
     return cost.bytes > (1 - _TIGHT) * machine.memory
 
 
-def _best_table(best: Sequence[Cost], machine: Machine, step: Step) -> str:
-    sizes = ("data", "tensor", "pipeline", "tensor mode", "context")
-    titles = ("", *sizes, "microbatches", "schedule", "zero", "recompute", "batch")
-    rates = ("samples/s",) if isinstance(step, LoaderStep) else ()
-    sent_by = ("sent: tensor", "context", "pipeline", "data")
-    rows: list[tuple[str, ...]] = [(*titles, "ms a step", *rates, "bubble", "GiB", *sent_by)]
+def _layouts_table(best: Sequence[Cost]) -> str:
+    titles = ("", "data", "tensor", "pipeline", "tensor mode", "context", "schedule", "zero", "recompute")
+    rows: list[tuple[str, ...]] = [titles]
     for number, cost in enumerate(best, 1):
         layout = cost.layout
-        assert cost.seconds is not None
-        assert cost.bubble is not None
         rows.append(
             (
                 str(number),
                 *map(str, (layout.data, layout.tensor, layout.pipeline)),
                 mode_text(layout) if layout.tensor > 1 else "-",
                 f"{layout.context} {layout.context_kind}" if layout.context > 1 else "1",
-                str(layout.num_microbatches),
-                schedule_text(layout),
+                schedule_text(replace(layout, extra_in_flight=())) + (" +" if layout.extra_in_flight else ""),
                 str(layout.zero_stage),
-                recompute_text(layout),
-                str(step.batch(layout.data)),
-                f"{1e3 * cost.seconds:,.2f}",
+                _recomputed(layout),
+            )
+        )
+    return text_table(rows, left=(4, 5, 6, 8))
+
+
+def _recomputed(layout: Layout) -> str:
+    if not isinstance(layout.recompute, tuple):
+        return recompute_text(layout)
+    least, most = min(layout.recompute), max(layout.recompute)
+    return f"layers {most}" if least == most else f"layers {least}-{most}"
+
+
+def _costs_table(best: Sequence[Cost], machine: Machine, step: Step) -> str:
+    rates = ("samples/s",) if isinstance(step, LoaderStep) else ()
+    rows: list[tuple[str, ...]] = [("", "batch", "ms a step", *rates, "bubble", "GiB", *best[0].sent)]
+    for number, cost in enumerate(best, 1):
+        assert cost.seconds is not None
+        assert cost.bubble is not None
+        rows.append(
+            (
+                str(number),
+                f"{step.batch(cost.layout.data)} in {cost.layout.num_microbatches}",
+                f"{1e3 * cost.seconds:,.{2 if cost.seconds < 10 else 0}f}",
                 *(f"{1 / cost.seconds_of_sample:,.0f}" for _ in rates),
                 f"{cost.bubble:.1%}",
                 f"{cost.bytes / 2**30:,.2f}{' !' if _is_tight(cost, machine) else ''}",
                 *(f"{sent / 2**30:,.3f}" for sent in cost.sent.values()),
             )
         )
-    return text_table(rows, left=(4, 7, 9))
+    return text_table(rows, left=())
 
 
-def _losers_table(found: Suggestions) -> str:
-    rows = [("why", "layouts", "the one that comes closest", "")]
-    for group in found.losers:
-        text = " ".join(group.text.split()).split(". ")[0]  # its remedies are other layouts, which are tried too
-        rows.append((group.reason, str(group.count), in_words(group.best), text))
-    return text_table(rows, left=(0, 2, 3))
+def _legend(best: Sequence[Cost], machine: Machine) -> list[str]:
+    """What the columns of the tables mean."""
+    parts = [
+        "batch: samples that the loader of each replica gives, in so many microbatches; GiB: of the fullest rank;"
+        " tensor, context, pipeline, data: GiB that a rank sends in a step to ranks that share its layers or sequences,"
+        " to other stages, and of gradients and parameters"
+    ]
+    if any(isinstance(cost.layout.recompute, tuple) for cost in best):
+        parts.append("recompute: how many layers of a stage run again")
+    if any(cost.layout.extra_in_flight for cost in best):
+        parts.append("schedule +: more microbatches on their way over some links (extra_in_flight)")
+    if any(_is_tight(cost, machine) for cost in best):
+        parts.append(_TIGHT_TEXT)
+    return parts
 
 
 def strategy_arguments(layout: Layout, configured: Configured) -> dict[str, Any]:
