@@ -12,6 +12,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_hybrid.data_parallel.zero.param import RowShards
@@ -151,7 +152,7 @@ def storage_bytes(tensors: Iterable[Any]) -> int:
 
 def storages_of(tensor: Tensor) -> list[Any]:
     """The storages of a tensor's local part: sparse ones have several, and some layouts none."""
-    local = to_local(tensor)
+    local = to_local(tensor) if isinstance(tensor, DTensor) else tensor  # an operation, and it is asked often
     if local.layout is torch.sparse_coo:
         return [*storages_of(local._indices()), *storages_of(local._values())]
     return [local.untyped_storage()] if local.layout is torch.strided else []
@@ -173,6 +174,36 @@ def peak_activation_bytes(schedule: Schedule, rank: int, per_microbatch: Mapping
         elif action.kind is Kind.B:
             current -= per_microbatch[action.stage]
     return peak
+
+
+def most_in_flight(schedule: Schedule, rank: int) -> list[dict[int, int]]:
+    """Return how many microbatches of each stage a rank holds at a time, for each time at which another has no more.
+
+    The most bytes, whatever a microbatch takes in each stage, are those at one of these times.
+
+    Args:
+        schedule: Of a training step.
+        rank: Pipeline rank.
+    """
+    current: dict[int, int] = defaultdict(int)
+    peaks: dict[tuple[tuple[int, int], ...], dict[int, int]] = {}
+    grows = False
+    for action in schedule.actions[rank]:
+        if action.kind is Kind.F:
+            current[action.stage] += 1
+            grows = True
+        elif action.kind is Kind.B:
+            if grows:  # before it was the most since the last one
+                peaks[tuple(sorted(current.items()))] = dict(current)
+            current[action.stage] -= 1
+            grows = False
+    if grows:
+        peaks[tuple(sorted(current.items()))] = dict(current)
+    found: list[dict[int, int]] = []
+    for peak in sorted(peaks.values(), key=lambda each: -sum(each.values())):
+        if not any(all(other.get(stage, 0) >= count for stage, count in peak.items()) for other in found):
+            found.append(peak)
+    return found
 
 
 class SavedTensorMeter:

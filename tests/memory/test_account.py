@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import random
 import subprocess
 import sys
 import weakref
@@ -25,6 +26,7 @@ from lightning_hybrid.memory.account import (
     LocalParameter,
     MemoryUsage,
     SavedTensorMeter,
+    most_in_flight,
     optimizer_state_bytes,
     peak_activation_bytes,
     peak_parameter_bytes,
@@ -444,3 +446,18 @@ def test_wrong_numbers_of_ranks(ranks_: str, text: str, capsys: pytest.CaptureFi
     with pytest.raises(SystemExit):
         main(["memory", "--config", str(config), "--ranks", ranks_])
     assert text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved_1f1b"])
+def test_the_most_bytes_are_those_of_the_times_at_which_most_is_in_flight(name: str) -> None:
+    """Whatever a microbatch takes in each stage, going through the whole schedule finds nothing larger."""
+    ranks, chunks = 4, 3 if name == "interleaved_1f1b" else 1
+    schedule = build(name, ranks, 8, chunks)
+    draw = random.Random(0)
+    for _ in range(20):
+        saved = {stage: draw.choice((0, 1, draw.randrange(1000))) for stage in range(ranks * chunks)}
+        for rank in range(ranks):
+            times = most_in_flight(schedule, rank)
+            most = max(sum(count * saved[stage] for stage, count in counts.items()) for counts in times)
+            assert most == peak_activation_bytes(schedule, rank, saved)
+            assert len(times) < 8 * chunks, "times at which less is held are left out"

@@ -75,7 +75,7 @@ from math import inf, isfinite, prod
 from typing import Protocol
 
 from lightning_hybrid.config import with_context_axis
-from lightning_hybrid.memory.account import MemoryUsage, peak_activation_bytes
+from lightning_hybrid.memory.account import MemoryUsage, most_in_flight
 from lightning_hybrid.pipeline_parallel.links.in_flight import choose_extra
 from lightning_hybrid.pipeline_parallel.links.link import Link, StepTimes
 from lightning_hybrid.pipeline_parallel.schedules import Schedule, build, compute_order
@@ -180,6 +180,15 @@ def schedule_of(name: str, num_ranks: int, num_microbatches: int, num_chunks: in
 
 
 @cache
+def in_flight_of(
+    name: str, num_ranks: int, num_microbatches: int, num_chunks: int, extra: tuple[int, ...]
+) -> list[list[dict[int, int]]]:
+    """What each rank holds at a time, found once for all layouts that run a schedule."""
+    schedule = order_of(name, num_ranks, num_microbatches, num_chunks, extra)
+    return [most_in_flight(schedule, rank) for rank in range(num_ranks)]
+
+
+@cache
 def order_of(name: str, num_ranks: int, num_microbatches: int, num_chunks: int, extra: tuple[int, ...]) -> Schedule:
     """The forwards and backwards of a step alone, which say what is kept, and are made much sooner."""
     order = compute_order(name, num_ranks, num_microbatches, num_chunks, extra)
@@ -272,14 +281,14 @@ class CostModel:
         return self.profile.stages(layout, self.step.microbatch(layout))
 
     def _memory(self, layout: Layout) -> tuple[MemoryUsage, ...]:
-        saved = {number: int(stage.saved) for number, stage in enumerate(self.stages(layout))}
-        schedule = order_of(*layout.schedule_key)
+        saved = [int(stage.saved) for stage in self.stages(layout)]
+        in_flight = in_flight_of(*layout.schedule_key)
         return tuple(
             MemoryUsage(
                 usage.parameters,
                 usage.gradients,
                 usage.optimizer,
-                peak_activation_bytes(schedule, rank, saved),
+                max(sum(count * saved[stage] for stage, count in counts.items()) for counts in in_flight[rank]),
                 usage.buffers,
             )
             for rank, usage in enumerate(self.profile.held(layout))
