@@ -29,6 +29,7 @@ TORCH = {
     "_forward_hooks": "hooks of this package on a layer, which do not belong to the user's step",
     "_forward_pre_hooks": "whether a layer has hooks that a placeholder must not run",
     "_indices": "of a sparse tensor that is not coalesced",
+    "_is_param": "marks a tensor of another class as an `nn.Parameter`, as the constructor of that class does",
     "_is_view": "whether an in-place change reaches another tensor",
     "_iterator": "the persistent workers of a `DataLoader`",
     "_load_from_state_dict": "whether a layer loads in a way of its own",

@@ -27,6 +27,7 @@ LONGER: dict[str, str] = {
     "pipeline_parallel/frame/discovery.py::_absent": "the attempts to run a call without values, in their order",
     "pipeline_parallel/frame/plan.py::make_part": "a field a line: what a stage does of a step",
     "pipeline_parallel/p2p.py": "both sides of a message: what one of them knows of formats, the other must know too",
+    "strategy/auto_layout/dry_run/dry_run.py": "a Trainer's run up to its first step, and the estimates that it gives",
     "strategy/layout.py": "what a layout is made of, and the texts of all that it refuses",
     "strategy/run.py": "what lives as long as a run, in the order in which it is made",
     "strategy/strategy.py::__init__": "an argument a line",

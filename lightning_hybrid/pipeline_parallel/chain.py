@@ -16,7 +16,7 @@ from lightning_hybrid.distributed.messages.lazy_tensor import LazyTensor
 from lightning_hybrid.distributed.pytree import flatten, unflatten
 from lightning_hybrid.distributed.tensor_metadata import METADATA, getters
 from lightning_hybrid.pipeline_parallel.frame.decisions import apply
-from lightning_hybrid.pipeline_parallel.frame.fake_tensors import FakeMode, FakeTensor
+from lightning_hybrid.pipeline_parallel.frame.fake_tensors import FakeMode, FakeTensor, fake_like
 from lightning_hybrid.pipeline_parallel.frame.frame import FrameCut
 from lightning_hybrid.pipeline_parallel.frame.graph import function_name
 from lightning_hybrid.pipeline_parallel.frame.operators import Operators, memory_of
@@ -304,9 +304,7 @@ class CodeBefore(TorchFunctionMode):
     def _fake(self, tensor: Tensor) -> Tensor:
         if not is_placeholder(tensor) and not isinstance(tensor, LazyTensor):
             return self._fakes.from_tensor(tensor)  # type: ignore[no-any-return]
-        with self._fakes:
-            fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self._device)
-        return fake.requires_grad_(tensor.requires_grad)
+        return fake_like(self._fakes, tensor, self._device).requires_grad_(tensor.requires_grad)
 
 
 def _is_meta(leaf: Any) -> bool:

@@ -19,6 +19,7 @@ from lightning_hybrid.distributed.taps import HookWatch, Tap, Taps, find_taps
 from lightning_hybrid.distributed.tensor_bytes import as_bytes
 from lightning_hybrid.distributed.tensor_metadata import METADATA
 from lightning_hybrid.distributed.watch.watched_thread import READING
+from lightning_hybrid.pipeline_parallel.frame.alike import RepeatedUnits
 from lightning_hybrid.pipeline_parallel.frame.decisions import (
     Decisions,
     Input,
@@ -33,7 +34,9 @@ from lightning_hybrid.pipeline_parallel.frame.decisions import (
 from lightning_hybrid.pipeline_parallel.frame.fake_tensors import (
     FakeMode,
     FakeTensor,
+    as_parameter,
     collecting_at_the_end,
+    fake_like,
     is_whole,
     run_on_zeros,
     without_torchs_errors,
@@ -126,6 +129,7 @@ class Discovery(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self._units, self._num_layers = list(units), len(units) if num_layers is None else num_layers
+        self._repeats = RepeatedUnits(self._units[: self._num_layers], self.fake)
         self._trains = [any(each.requires_grad for each in unit.parameters()) for _, unit in units]
         self.graph = Graph()
         self.is_answering = False
@@ -155,12 +159,11 @@ class Discovery(TorchFunctionMode):
 
     def fake(self, tensor: Tensor) -> Tensor:
         """A fake tensor that looks like this one, which may have no values here."""
-        with self.fakes:
-            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self._device)
+        return fake_like(self.fakes, tensor, self._device)
 
     def parameter(self, parameter: Tensor) -> nn.Parameter:
         """What stands for a parameter."""
-        fake = nn.Parameter(self.fake(parameter), requires_grad=parameter.requires_grad)
+        fake = as_parameter(self.fake(parameter), requires_grad=parameter.requires_grad)
         self._parameters[id(parameter)] = self._parameters[id(fake)] = fake
         if id(parameter) in self._parameter_names:
             self._parameter_names[id(fake)] = name = self._parameter_names[id(parameter)]
@@ -321,18 +324,30 @@ class Discovery(TorchFunctionMode):
         if len(taps):
             call.taps = taps
 
+        ran = call
+
         def run(fakes: list[Any]) -> Any:
-            with taps.recording() as tapped, watch.watching():
-                result = call_unit(call, unit, *unflatten(fakes, spec))
-            return (result, tapped) if len(taps) else result
+            nonlocal ran
+
+            def call_it() -> Any:
+                with taps.recording() as tapped, watch.watching():
+                    result = call_unit(call, unit, *unflatten(fakes, spec))
+                return (result, tapped) if len(taps) else result
+
+            if hooks and self._taps:  # each hook has to show what it does
+                return call_it()
+            result, ran = self._repeats(call, fakes, spec, call_it, lambda: self._operators.seen)
+            return result
 
         with self.paused():
             before = generator_marks(self._device)
             result = self._absent(number, call, leaves, run, trains=self._trains[index])
             after = generator_marks(self._device)
-            call.draws_elsewhere = after.elsewhere != before.elsewhere
-            call.draws |= after.torch != before.torch or call.draws_elsewhere
+            call.draws_elsewhere = after.elsewhere != before.elsewhere or ran.draws_elsewhere
+            call.draws |= after.torch != before.torch or call.draws_elsewhere or ran.draws
         self._note_escaped(index, watch)
+        if any(at == index for at, _ in self.escaped):
+            self._repeats.forget(call)
         if len(taps):
             result, tapped = result
             taps.replay(tapped)

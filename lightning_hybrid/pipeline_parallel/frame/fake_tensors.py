@@ -47,6 +47,28 @@ except ImportError:  # then nothing but a plain chain can be divided
     FakeMode, FakeTensor = None, None
 
 
+def fake_like(mode: Any, tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a fake tensor that looks like a tensor, which may have no values here.
+
+    It is put together by hand: an operator in the mode takes twenty times as long, for each parameter of the module.
+
+    Args:
+        mode: The fake mode.
+        tensor: Gives shape, strides and dtype.
+        device: Where the fake tensor seems to be.
+    """
+    empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    return FakeTensor(mode, empty, device)  # type: ignore[no-any-return]
+
+
+def as_parameter(fake: Tensor, *, requires_grad: bool) -> nn.Parameter:
+    """Make a fake tensor an `nn.Parameter`, as the class does with tensors of other classes, without an operator."""
+    fake.requires_grad_(requires_grad)
+    fake._is_param = True
+    assert isinstance(fake, nn.Parameter)
+    return fake
+
+
 def is_whole(tensor: Tensor) -> bool:
     """Return whether a tensor has integers or truth values, as lengths and masks do."""
     return not tensor.is_floating_point() and not tensor.is_complex()

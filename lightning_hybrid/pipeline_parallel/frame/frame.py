@@ -130,6 +130,7 @@ class FrameCut:
         self._device = device
         self._remembers, self.num_followed = remembers, 0
         self._plans: dict[Hashable, list[FramePlan]] = {}
+        self._graphs: dict[Hashable, list[Graph]] = {}  # of plans that were made for other stages of parameters
         self.holders = holders
         self._all_holders: dict[str, Collection[int]] | None = None
         self._numbers = count()
@@ -232,7 +233,13 @@ class FrameCut:
         """
         self.holders = holders
         self._all_holders = None
+        self._graphs = {key: [plan.graph for plan in known] for key, known in self._plans.items()}
         self._plans.clear()
+
+    def _forget_plans(self) -> None:
+        """Follow every step again: a module has become a unit."""
+        self._plans.clear()
+        self._graphs.clear()
 
     @property
     def all_holders(self) -> Mapping[str, Collection[int]]:
@@ -311,22 +318,25 @@ class FrameCut:
             known.remove(plan)
             known.append(plan)
             return plan
+        graph = self._known_graph(key, arguments, seed) if choice is None else None
         begin = time.perf_counter()
-        self.num_followed += 1
-        before()
-        plan = None
+        if graph is None:
+            self.num_followed += 1
+            before()
         while plan is None:
-            graph = self._discover_all(step, arguments, seed)
-            self._compare(graph.texts())
+            if graph is None:
+                graph = self._discover_all(step, arguments, seed)
+                self._compare(graph.texts())
             graph.read(self.all_holders.keys())
             try:
                 plan = self._make_plan(graph)
             except StateError as error:
                 if not self._pin_writer(graph, error.state):
                     raise
+                graph = None
         known = self._plans.setdefault(key, []) if self._remembers else []  # of what has become a unit there are none
         _log.debug(
-            "`%s` was followed in %.0f ms: %d calls, tensors between stages %s",
+            "`%s` was planned in %.0f ms: %d calls, tensors between stages %s",
             getattr(step, "__name__", type(step).__name__),
             1e3 * (time.perf_counter() - begin),
             len(plan.graph.calls),
@@ -344,6 +354,16 @@ class FrameCut:
         if any(each.graph.decisions.read_states for each in known):  # a hook may have written them on one rank
             plan = plan if self._agrees(-1 if plan is None else plan.number) else None
         return plan
+
+    def _known_graph(self, key: Hashable, arguments: Sequence[Any], seed: Callable[[int], None]) -> Graph | None:
+        """Return what the step does, if it was followed before parameters were placed; each is returned once."""
+        known = self._graphs.get(key, [])
+        with torch.no_grad():
+            graph = next((each for each in reversed(known) if each.decisions.hold(arguments, seed)), None)
+        if graph is None or graph.decisions.read_states:  # a hook may have written them on one rank
+            return None
+        self._graphs[key] = [each for each in known if each is not graph]
+        return graph
 
     def other_plans(self, plan: FramePlan) -> list[FramePlan]:
         """The others for the signature of a plan, the one that was used last first."""
@@ -370,7 +390,7 @@ class FrameCut:
                     rank_zero_info(
                         f"{names[module]!r} needs numbers of what layers make: all of it is on stage {stage}."
                     )
-                    self._plans.clear()
+                    self._forget_plans()
                     graph = beyond
                     continue
             self._free.add(module)
@@ -413,7 +433,7 @@ class FrameCut:
         for module in graph.calls[first].inside if buffer is not None else ():
             if self._can_pin(module) and any(each is graph.states[state] for each in module.buffers()):
                 stage = self._pin(names[module], module, graph.calls[:first])
-                self._plans.clear()
+                self._forget_plans()
                 rank_zero_info(
                     f"{names[module]!r} needs what it writes into {buffer!r}: all of it is on stage {stage}."
                 )

@@ -212,6 +212,8 @@ class Graph:
     def read(self, names: Collection[str]) -> None:
         """Let parameters be values like any other: calls have them among their operands, and reads give them.
 
+        It takes the place of an earlier call of this method.
+
         Args:
             names: Of the parameters; those that no call needs are left out.
         """
@@ -219,7 +221,8 @@ class Graph:
         self.reads = [Call(None, None, repr(name), "", parameters=frozenset((name,)), is_absent=True) for name in used]
         values = {name: Value(len(self.calls) + position, 0) for position, name in enumerate(used)}
         for call in self.calls:
-            call.operands += tuple(values[name] for name in sorted(call.parameters & values.keys()))
+            made = [value for value in call.operands if value.call < len(self.calls)]
+            call.operands = (*made, *(values[name] for name in sorted(call.parameters & values.keys())))
 
     @property
     def all_calls(self) -> list[Call]:

@@ -56,6 +56,11 @@ class Operators(DispatchMode):  # type: ignore[misc]
         super().__init__()
         self._seen = Seen()
 
+    @property
+    def seen(self) -> Seen:
+        """Return what the operators have done since :meth:`watch` was entered last."""
+        return self._seen
+
     @contextmanager
     def watch(self, known: Iterable[Tensor] = ()) -> Iterator[Seen]:
         """Inside, operators are watched.

@@ -22,7 +22,7 @@ from lightning_hybrid.distributed.module_names import join_names
 from lightning_hybrid.distributed.pytree import flatten, unflatten
 
 _ATOMS = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size})
-_CONTAINERS = frozenset({list, dict, set, deque, Counter, OrderedDict, defaultdict})
+CONTAINERS = frozenset({list, dict, set, deque, Counter, OrderedDict, defaultdict})
 _INTERNAL = frozenset(vars(nn.Module())) - {"training"}
 # Objects of their classes are no state of a step: trainers, optimizers, generators, files, locks.
 _OF_OTHERS = sys.stdlib_module_names | {
@@ -68,7 +68,7 @@ def find_owners(
         elif isinstance(value, (tuple, list, set, deque)):
             if most is None or len(value) <= most:
                 entries = ((f"{path}[{position}]", entry) for position, entry in enumerate(value))
-        elif type(value) in _CONTAINERS and (most is None or len(value) <= most):
+        elif type(value) in CONTAINERS and (most is None or len(value) <= most):
             entries = ((f"{path}[{key!r}]", entry) for key, entry in value.items())
         waiting += reversed(list(entries))
     return owners
@@ -105,7 +105,7 @@ def _inside(value: Any, most: int | None = None) -> Iterator[Any]:
         value = waiting.pop()
         if type(value) in _ATOMS or id(value) in seen:
             continue
-        is_container = isinstance(value, (list, tuple)) or type(value) in _CONTAINERS
+        is_container = isinstance(value, (list, tuple)) or type(value) in CONTAINERS
         seen.add(id(value))
         yield value
         if is_container and (most is None or len(value) <= most):
@@ -116,7 +116,7 @@ def containers_in(owners: Sequence[Any]) -> list[Any]:
     """The containers in the attributes of modules and objects, those of the buffers among them."""
     buffers = [owner._buffers for owner in owners if isinstance(owner, nn.Module)]
     held = (inner for owner in owners for _, value in _attributes(owner) for inner in _inside(value))
-    return buffers + [inner for inner in held if type(inner) in _CONTAINERS]
+    return buffers + [inner for inner in held if type(inner) in CONTAINERS]
 
 
 def refill(container: Any, before: Any) -> None:
@@ -129,14 +129,15 @@ def refill(container: Any, before: Any) -> None:
     same = (
         container == before
         if isinstance(before, set)
-        else len(container) == len(before) and all(map(operator.is_, _entries(container), _entries(before)))
+        else len(container) == len(before) and all(map(operator.is_, entries_of(container), entries_of(before)))
     )
     if not same:
         container.clear()
         getattr(container, "extend" if isinstance(before, (list, deque)) else "update")(before)
 
 
-def _entries(container: Any) -> Iterator[Any]:
+def entries_of(container: Any) -> Iterator[Any]:
+    """Return what a container holds, keys of a dictionary too."""
     return (part for entry in container.items() for part in entry) if isinstance(container, dict) else iter(container)
 
 
@@ -167,7 +168,7 @@ class Copies:
             entries = [self(entry, tensor) for entry in value]
             if any(map(operator.is_not, entries, value)):
                 other = tuple(entries) if kind is tuple else kind(*entries)
-        elif kind in _CONTAINERS:
+        elif kind in CONTAINERS:
             other = value.copy()
             self._known[id(value)] = value, other
             if not isinstance(other, (set, deque)):
@@ -185,7 +186,7 @@ class Copies:
     def _is_changed(self, value: Any, other: Any) -> bool:
         if type(value) is np.ndarray:
             return bool(value.tobytes() != other.tobytes())
-        if type(value) not in _CONTAINERS:
+        if type(value) not in CONTAINERS:
             return False
         if isinstance(value, set):
             return bool(value != other)
@@ -235,7 +236,7 @@ class Contents:
         self._tables = [(table, dict(table)) for table in self._find_tables(of_modules)]
         of_objects = [value for _, table in self._tables for value in table.values()]
         held = [inner for value in (*of_modules, *of_objects) for inner in _inside(value, most)]
-        containers = [value for value in held if type(value) in _CONTAINERS]
+        containers = [value for value in held if type(value) in CONTAINERS]
         self._large = [(each, len(each)) for each in containers if most is not None and len(each) > most]
         self._containers = [(each, each.copy()) for each in containers if most is None or len(each) <= most]
         self._arrays = [(value, value.copy()) for value in held if type(value) is np.ndarray]
@@ -321,7 +322,7 @@ class _ModuleTable:
 def _may_hold(value: Any) -> bool:
     if isinstance(value, tuple):
         return any(type(entry) not in _ATOMS for entry in value)
-    return isinstance(value, (Tensor, np.ndarray, list)) or type(value) in _CONTAINERS or is_object(value)
+    return isinstance(value, (Tensor, np.ndarray, list)) or type(value) in CONTAINERS or is_object(value)
 
 
 class _NotTaken:
@@ -372,7 +373,7 @@ class StatesOfStages:
             for path, owner in owners.items()
             for name, value in _attributes(owner)
             for inner in _inside(value)
-            if type(inner) in _CONTAINERS
+            if type(inner) in CONTAINERS
         }
         self._own: dict[int, list[dict[str, Any]]] = {}
         self._copies: dict[int, Copies] = {}

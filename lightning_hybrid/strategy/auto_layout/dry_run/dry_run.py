@@ -31,6 +31,7 @@ from lightning_hybrid.memory.activation_checkpoint.checkpoint import ActivationC
 from lightning_hybrid.memory.estimate import estimate
 from lightning_hybrid.pipeline_parallel.batch_norm import batch_norms, limit_microbatches
 from lightning_hybrid.pipeline_parallel.body import Body
+from lightning_hybrid.pipeline_parallel.frame.alike import first_alike
 from lightning_hybrid.pipeline_parallel.frame.fake_tensors import FakeTensor
 from lightning_hybrid.pipeline_parallel.frame.plan import stages_by_parameter
 from lightning_hybrid.pipeline_parallel.links.step_schedules import find_schedule
@@ -42,7 +43,7 @@ from lightning_hybrid.strategy.auto_layout.dry_run.parameters import (
     parameters_without_memory,
 )
 from lightning_hybrid.strategy.auto_layout.dry_run.real_draws import RealDraws
-from lightning_hybrid.strategy.auto_layout.dry_run.repeated_layers import RepeatedLayers, first_alike
+from lightning_hybrid.strategy.auto_layout.dry_run.repeated_layers import RepeatedLayers
 from lightning_hybrid.strategy.auto_layout.dry_run.saved_tensors import (
     AFTER,
     BEFORE,

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from lightning_hybrid.distributed.dtensor import to_local
 from lightning_hybrid.distributed.pytree import TreeSpec, flatten, unflatten
 from lightning_hybrid.memory.account import Repetition, SavedTensorMeter
+from lightning_hybrid.pipeline_parallel.frame.alike import PLAIN
 from lightning_hybrid.pipeline_parallel.frame.fake_tensors import FakeTensor
 
 Mode: Any
@@ -20,9 +20,6 @@ try:
     from torch.utils._python_dispatch import TorchDispatchMode as Mode
 except ImportError:  # then there are no steps on shapes either
     Mode = object
-
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
-_DEPTH = 4  # of objects in objects whose attributes are compared
 
 
 class LeakError(Exception):
@@ -34,74 +31,6 @@ class Counted(Protocol):
 
     def lists_of(self, place: Hashable) -> Sequence[list[Any]]:
         """Return the lists that grow while the step is in a place."""
-
-
-def first_alike(layers: Mapping[str, nn.Module]) -> dict[nn.Module, nn.Module]:
-    """Return for each layer the first one that differs from it in values alone.
-
-    Alike are layers of the same classes, whose tensors have the same shapes and whose attributes are equal. A number
-    that is the position of the layer in its list, as `layer_idx` of transformers, is as good as another one's.
-
-    Args:
-        layers: By dotted name, in order.
-    """
-    found: dict[nn.Module, nn.Module] = {}
-    firsts: list[tuple[int, nn.Module]] = []
-    for number, (name, layer) in enumerate(layers.items()):
-        last = name.rpartition(".")[2]
-        position = int(last) if last.isdecimal() else number
-        for first_position, first in firsts:
-            if _Comparison(first_position, position).is_alike(first, layer):
-                found[layer] = first
-                break
-        else:
-            firsts.append((position, layer))
-            found[layer] = layer
-    return found
-
-
-@dataclass
-class _Comparison:
-    """Of two layers, which are at these positions."""
-
-    first: int
-    second: int
-    _seen: set[tuple[int, int]] = field(default_factory=set)
-
-    def is_alike(self, one: Any, other: Any, depth: int = 0) -> bool:
-        if one is other or (id(one), id(other)) in self._seen:
-            return True
-        if type(one) is not type(other):
-            return False
-        if isinstance(one, _PLAIN):
-            return bool(one == other) or (type(one) is int and (one, other) == (self.first, self.second))
-        self._seen.add((id(one), id(other)))
-        if isinstance(one, Tensor):
-            return _kind_of(one) == _kind_of(other)
-        if isinstance(one, nn.Module):
-            return self._are_alike(vars(one), vars(other), depth)
-        if isinstance(one, Mapping):  # numbers of hooks differ
-            keys = [[key for key in each if not isinstance(key, int)] for each in (one, other)]
-            return keys[0] == keys[1] and self._all_alike(one.values(), other.values(), depth)
-        if isinstance(one, (list, tuple)):
-            return self._all_alike(one, other, depth)
-        if callable(one) and hasattr(one, "__qualname__"):
-            return bool(one.__qualname__ == other.__qualname__ and one.__module__ == other.__module__)
-        if depth < _DEPTH and hasattr(one, "__dict__"):
-            return self._are_alike(vars(one), vars(other), depth + 1)
-        return bool(one == other)
-
-    def _all_alike(self, one: Collection[Any], other: Collection[Any], depth: int) -> bool:
-        pairs = zip(one, other, strict=False)
-        return len(one) == len(other) and all(self.is_alike(*pair, depth) for pair in pairs)
-
-    def _are_alike(self, one: Mapping[Any, Any], other: Mapping[Any, Any], depth: int) -> bool:
-        return one.keys() == other.keys() and all(self.is_alike(one[name], other[name], depth) for name in one)
-
-
-def _kind_of(tensor: Tensor) -> tuple[Any, ...]:
-    local = to_local(tensor)
-    return type(tensor), tensor.shape, local.shape, tensor.dtype, tensor.requires_grad, tensor.is_meta
 
 
 @dataclass
@@ -319,5 +248,5 @@ def _signature(given: Sequence[Any]) -> tuple[Hashable, ...] | None:
             same = tuple(keys.setdefault(key, len(keys)) for key in _keys(leaf))  # which of them share memory
             parts.append((type(leaf), leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad, same))
         else:
-            parts.append((type(leaf), leaf) if isinstance(leaf, _PLAIN) else (type(leaf), id(leaf)))
+            parts.append((type(leaf), leaf) if isinstance(leaf, PLAIN) else (type(leaf), id(leaf)))
     return tuple(parts)

@@ -1,0 +1,276 @@
+"""Layers that differ in values alone: while a step is followed, one of each kind runs for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_hybrid.distributed.dtensor import to_local
+from lightning_hybrid.distributed.pytree import TreeSpec, flatten, unflatten
+from lightning_hybrid.distributed.taps import is_own_hook
+from lightning_hybrid.pipeline_parallel.frame.fake_tensors import FakeTensor, is_whole
+from lightning_hybrid.pipeline_parallel.frame.graph import Call
+from lightning_hybrid.pipeline_parallel.frame.operators import Seen, memory_of
+from lightning_hybrid.pipeline_parallel.frame.stage_states import (
+    CONTAINERS,
+    containers_in,
+    entries_of,
+    find_owners,
+    is_object,
+    tables_of,
+)
+
+#: Types of values that are alike if they are equal.
+PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+_DEPTH = 4  # of objects in objects whose attributes are compared
+
+
+def first_alike(layers: Mapping[str, nn.Module]) -> dict[nn.Module, nn.Module]:
+    """Return for each layer the first one that differs from it in values alone.
+
+    Alike are layers of the same classes, whose tensors have the same shapes and whose attributes are equal. A number
+    that is the position of the layer in its list, as `layer_idx` of transformers, is as good as another one's.
+
+    Args:
+        layers: By dotted name, in order.
+    """
+    found: dict[nn.Module, nn.Module] = {}
+    firsts: list[tuple[int, nn.Module]] = []
+    for number, (name, layer) in enumerate(layers.items()):
+        position = _position(name, number)
+        for first_position, first in firsts:
+            if _Comparison(first_position, position).is_alike(first, layer):
+                found[layer] = first
+                break
+        else:
+            firsts.append((position, layer))
+            found[layer] = layer
+    return found
+
+
+def _position(name: str, number: int) -> int:
+    """Return the position of a layer in its list; if its name does not say it, that among all layers."""
+    last = name.rpartition(".")[2]
+    return int(last) if last.isdecimal() else number
+
+
+@dataclass
+class _Comparison:
+    """Of two layers, which are at these positions."""
+
+    first: int
+    second: int
+    _seen: set[tuple[int, int]] = field(default_factory=set)
+
+    def is_alike(self, one: Any, other: Any, depth: int = 0) -> bool:
+        if one is other or (id(one), id(other)) in self._seen:
+            return True
+        if type(one) is not type(other):
+            return False
+        if isinstance(one, PLAIN):
+            return bool(one == other) or (type(one) is int and (one, other) == (self.first, self.second))
+        self._seen.add((id(one), id(other)))
+        if isinstance(one, Tensor):
+            return _kind_of(one) == _kind_of(other)
+        if isinstance(one, nn.Module):
+            return self._are_alike(vars(one), vars(other), depth)
+        if isinstance(one, Mapping):  # numbers of hooks differ
+            keys = [[key for key in each if not isinstance(key, int)] for each in (one, other)]
+            return keys[0] == keys[1] and self._all_alike(one.values(), other.values(), depth)
+        if isinstance(one, (list, tuple)):
+            return self._all_alike(one, other, depth)
+        if isinstance(one, partial):
+            pairs = (one.func, one.args, one.keywords), (other.func, other.args, other.keywords)
+            return self._all_alike(*pairs, depth)
+        if callable(one) and hasattr(one, "__qualname__"):
+            same = one.__qualname__ == other.__qualname__ and one.__module__ == other.__module__
+            return same and (is_own_hook(one) or self._all_alike(_captured(one), _captured(other), depth))
+        if depth < _DEPTH and hasattr(one, "__dict__"):
+            return self._are_alike(vars(one), vars(other), depth + 1)
+        return bool(one == other)
+
+    def _all_alike(self, one: Collection[Any], other: Collection[Any], depth: int) -> bool:
+        pairs = zip(one, other, strict=False)
+        return len(one) == len(other) and all(self.is_alike(*pair, depth) for pair in pairs)
+
+    def _are_alike(self, one: Mapping[Any, Any], other: Mapping[Any, Any], depth: int) -> bool:
+        return one.keys() == other.keys() and all(self.is_alike(one[name], other[name], depth) for name in one)
+
+
+def _captured(function: Any) -> list[Any]:
+    """Return what a function has beside its code: the object of a method, variables of functions around it."""
+    cells = getattr(function, "__closure__", None) or ()
+    return [getattr(function, "__self__", None), *(cell.cell_contents for cell in cells)]
+
+
+def _kind_of(tensor: Tensor) -> tuple[Any, ...]:
+    local = to_local(tensor) if isinstance(tensor, DTensor) else tensor
+    return type(tensor), tensor.shape, local.shape, tensor.dtype, tensor.requires_grad, tensor.is_meta
+
+
+class _Outcome(NamedTuple):
+    """The outcome of a call of the first unit of a kind.
+
+    Attributes:
+        call: The call.
+        outputs: The leaves that it returned: a fake tensor, the position of an argument, or a plain value.
+        spec: The tree of these.
+    """
+
+    call: Call
+    outputs: list[Any]
+    spec: TreeSpec
+
+
+class _Argument(int):
+    """The position of an argument that a call returned itself."""
+
+
+class RepeatedUnits:
+    """Calls of units that need not run while a step is followed, since a unit of the same kind ran with like arguments.
+
+    ::
+
+        h.0(x)    runs on fake tensors           returns fake tensors, writes nothing, keeps nothing
+        h.1(x)    alike, x looks the same        new fake tensors like those
+        h.2(x)    alike, x has another shape     runs
+
+    A call is repeated only if all that is left of it is what it returned: it wrote no tensor, changed no attribute of
+    the unit, was given no object that it might change, and returned new tensors with memory of their own.
+
+    Args:
+        units: The units with their names; while a step is followed their tensors are fake ones.
+        fake: Makes a fake tensor that looks like another one.
+    """
+
+    def __init__(self, units: Sequence[tuple[str, nn.Module]], fake: Callable[[Tensor], Tensor]) -> None:
+        self._units, self._fake = units, fake
+        self._firsts: dict[nn.Module, nn.Module] = {}
+        self._by_class: dict[type, list[tuple[int, nn.Module]]] = {}
+        self._outcomes: dict[Hashable, _Outcome] = {}
+
+    def __call__(
+        self, call: Call, leaves: Sequence[Any], spec: TreeSpec, run: Callable[[], Any], seen: Callable[[], Seen]
+    ) -> tuple[Any, Call]:
+        """Return what a unit returns, and the call that ran: this one, or an earlier one like it.
+
+        Args:
+            call: The call of the unit.
+            leaves: The leaves of its arguments, tensors among them fake.
+            spec: The tree of these.
+            run: Makes the call.
+            seen: Tells what its operators have done.
+        """
+        assert call.unit is not None
+        key = self._key_of(call.unit, leaves, spec) if call.unit < len(self._units) else None
+        known = None if key is None else self._outcomes.get(key)
+        if known is not None:
+            outputs = [
+                leaves[leaf] if type(leaf) is _Argument else self._fake(leaf) if isinstance(leaf, Tensor) else leaf
+                for leaf in known.outputs
+            ]
+            return unflatten(outputs, known.spec), known.call
+        unit = self._units[call.unit][1] if key is not None else nn.Module()
+        before = _contents(unit)
+        result = run()
+        held = _memories((*leaves, *unit.parameters(), *unit.buffers()))
+        if key is not None and held.isdisjoint(seen().written) and _is_same(before, _contents(unit)):
+            outputs, returned = flatten(result)
+            known_outputs = _without_arguments(outputs, leaves, held)
+            if known_outputs is not None:
+                # Not the tensors themselves: what is still there when the step is over has to travel to the last stage.
+                like = [self._fake(leaf) if isinstance(leaf, Tensor) else leaf for leaf in known_outputs]
+                self._outcomes[key] = _Outcome(call, like, returned)
+        return result, call
+
+    def forget(self, call: Call) -> None:
+        """Let units like that of a call run, since more is left of it than what it returned."""
+        self._outcomes = {key: each for key, each in self._outcomes.items() if each.call is not call}
+
+    def _key_of(self, index: int, leaves: Sequence[Any], spec: TreeSpec) -> Hashable | None:
+        """Return what is equal for calls that are alike; ``None`` for a call that always runs.
+
+        Args:
+            index: The position of the unit.
+            leaves: The leaves of its arguments, tensors among them fake.
+            spec: The tree of these.
+        """
+        memories: dict[int, int] = {}
+        parts: list[Hashable] = []
+        for leaf in leaves:
+            if isinstance(leaf, Tensor):
+                if not isinstance(leaf, FakeTensor):
+                    return None
+                memory = memories.setdefault(memory_of(leaf), len(memories))
+                parts.append((leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad, memory))
+            elif isinstance(leaf, PLAIN):
+                parts.append((type(leaf), leaf))
+            else:
+                return None
+        return self._first(index), spec, tuple(parts)
+
+    def _first(self, index: int) -> nn.Module:
+        """Return the first unit that was called and is like this one; or the unit itself."""
+        name, unit = self._units[index]
+        if unit not in self._firsts:
+            firsts, position = self._by_class.setdefault(type(unit), []), _position(name, index)
+            alike = (first for number, first in firsts if _Comparison(number, position).is_alike(first, unit))
+            self._firsts[unit] = first = next(alike, unit)
+            if first is unit:
+                firsts.append((position, unit))
+        return self._firsts[unit]
+
+
+def _memories(values: Iterable[Any]) -> set[int]:
+    """Return the memory of the tensors among some values."""
+    return {memory_of(each) for each in values if isinstance(each, Tensor)}
+
+
+def _without_arguments(outputs: Sequence[Any], leaves: Sequence[Any], held: Collection[int]) -> list[Any] | None:
+    """Return what a unit returned, with positions in the place of arguments; ``None`` if it cannot be made again.
+
+    Args:
+        outputs: The leaves of what it returned.
+        leaves: Those of its arguments.
+        held: The memory of tensors that were there before.
+    """
+    places = {id(leaf): place for place, leaf in reversed(list(enumerate(leaves))) if isinstance(leaf, Tensor)}
+    memories = set(held)
+    found = list[Any]()
+    for leaf in outputs:
+        if id(leaf) in places:
+            found.append(_Argument(places[id(leaf)]))
+        elif isinstance(leaf, FakeTensor) and not is_whole(leaf) and memory_of(leaf) not in memories:
+            memories.add(memory_of(leaf))
+            found.append(leaf)
+        elif isinstance(leaf, PLAIN):
+            found.append(leaf)
+        else:
+            return None
+    return found
+
+
+def _contents(unit: nn.Module) -> list[tuple[Any, ...]]:
+    """Return what the modules of a unit, their objects and their hooks hold, and what containers among that hold."""
+    owners = list(find_owners([unit]).values())
+    hooks = [
+        hook for part in unit.modules() for hook in (*part._forward_pre_hooks.values(), *part._forward_hooks.values())
+    ]
+    captured = [value for hook in hooks if not is_own_hook(hook) for value in _captured(hook)]
+    of_hooks = [value for value in captured if is_object(value) or isinstance(value, nn.Module)]
+    tables = [tuple(table.values()) for owner in (*owners, *of_hooks) for table in tables_of(owner)]
+    containers = *containers_in(owners), *(value for value in captured if type(value) in CONTAINERS)
+    return tables + [tuple(entries_of(each)) for each in containers]
+
+
+def _is_same(before: Sequence[tuple[Any, ...]], now: Sequence[tuple[Any, ...]]) -> bool:
+    return len(before) == len(now) and all(
+        len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
+        for one, other in zip(before, now, strict=True)
+    )
