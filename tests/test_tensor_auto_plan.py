@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from lightning_hybrid.distributed.dtensor import full_tensor, is_sharded
 from lightning_hybrid.tensor_parallel.plan import make_plan
+from tests import own_blocks
 from tests import tensor_modules as zoo
 from tests.pool import Pools
 from tests.training_jobs import make_trainer
@@ -99,11 +100,23 @@ class GatedMLPs(zoo.Sequences):
         return GatedOfTimm()
 
 
+class GatedByMode(Gated):
+    """A branch that a user can see to be harmless, and a program cannot."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mode = "add"
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y if self.mode == "add" else y - x
+
+
 class OwnGatedMLPs(zoo.Sequences):
     """The plan is what the table at the start proposes."""
 
     def layer(self, index: int) -> nn.Module:
-        return Gated()
+        return GatedByMode()
 
     def tensor_parallel_plan(self) -> dict[str, str]:
         reasons = make_plan(self, "auto", 2, sequence_parallel=False).reasons
@@ -112,9 +125,33 @@ class OwnGatedMLPs(zoo.Sequences):
         return plan
 
 
-@pytest.mark.parametrize("cls", [GatedMLPs, OwnGatedMLPs])
+class ProvenGatedMLPs(zoo.Sequences):
+    """The same code of the user's own."""
+
+    def layer(self, index: int) -> nn.Module:
+        return Gated()
+
+
+@pytest.mark.parametrize("cls", [GatedMLPs, OwnGatedMLPs, ProvenGatedMLPs])
 def test_a_gated_multilayer_perceptron(ranks: Pools, cls: type[zoo.Example]) -> None:
     assert_equal_to_one_process(ranks, cls, 6 * 5)
+
+
+@pytest.mark.parametrize("cls", [own_blocks.TutorialViT, own_blocks.DemoViT])
+def test_blocks_of_the_users_own_that_are_proven_are_divided(ranks: Pools, cls: type[zoo.Example]) -> None:
+    assert_equal_to_one_process(ranks, cls, 4 * 6)
+
+
+class Refused(zoo.Sequences):
+    """Blocks that are not proven, one of each."""
+
+    def layer(self, index: int) -> nn.Module:
+        names = ("a branch by values", "a norm of the whole width", "talking heads", "a counter")
+        return own_blocks.REFUSED[names[index % 4]][0]()
+
+
+def test_blocks_of_the_users_own_that_are_not_proven_stay_whole(ranks: Pools) -> None:
+    assert_equal_to_one_process(ranks, Refused, 0)
 
 
 class Unlike(zoo.TimmViT):

@@ -31,8 +31,8 @@ def auto_plan(
     - `nn.MultiheadAttention` anywhere;
     - in an `nn.Sequential`, two `nn.Linear` with nothing but elementwise activations and dropout between them;
     - the layers that the plan of a Hugging Face model names (`hf_plan`);
-    - multilayer perceptrons and attentions of packages whose code is known, that have the usual names, and that give
-      the same when they are tried in shards (`blocks`);
+    - multilayer perceptrons and attentions that have the usual names, that give the same when they are tried in shards,
+      and whose code is known or does nothing else (`blocks`);
     - `nn.Embedding` by rows, and the `nn.Linear` that leads back to them (tied, or the last one, of equal size).
 
     Args:

@@ -1,7 +1,7 @@
 """Multilayer perceptrons and attentions as libraries write them: found by names, shapes and heads, and tried.
 
-A block is divided only if its code is known (`known_code`) and a copy of it gives the same in shards (`trial`): names
-alone prove nothing.
+A block is divided only if a copy of it gives the same in shards (`trial`), and its code is known (`known_code`) or does
+nothing but what the trial shows (`straight_code`, `operations`): names alone prove nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lightning_hybrid.tensor_parallel.auto_plan.forward_code import (
     input_use,
 )
 from lightning_hybrid.tensor_parallel.auto_plan.heads import HEADS, count_heads, indivisible_reason
-from lightning_hybrid.tensor_parallel.auto_plan.known_code import unknown_reason
+from lightning_hybrid.tensor_parallel.auto_plan.known_code import changed_reason, unknown_reason
 from lightning_hybrid.tensor_parallel.auto_plan.trial import Block, Finding, try_blocks
 from lightning_hybrid.tensor_parallel.styles import is_conv1d
 
@@ -41,6 +41,14 @@ _MLPS = (
     (("gate", "up"), "down"),
     (("up",), "down"),
     (("w1", "w3"), "w2"),
+    (("w1",), "w2"),
+    (("w_1",), "w_2"),
+    (("dense_1",), "dense_2"),
+    (("dense1",), "dense2"),
+    (("linear_1",), "linear_2"),
+    (("lin_1",), "lin_2"),
+    (("fc_1",), "fc_2"),
+    (("fc_in",), "fc_out"),
     (("fc1_g", "fc1_x"), "fc2"),
     (("intermediate.dense",), "output.dense"),
 )
@@ -54,9 +62,18 @@ _ATTENTIONS = (
     (("q_lin", "k_lin", "v_lin"), "out_lin"),
     (("self.query", "self.key", "self.value"), "output.dense"),
     (("attention.query", "attention.key", "attention.value"), "output.dense"),
+    (("query", "key", "value"), "out"),
+    (("query", "key", "value"), "dense"),
+    (("wq", "wk", "wv"), "wo"),
+    (("w_q", "w_k", "w_v"), "w_o"),
+    (("to_q", "to_k", "to_v"), "to_out"),
     (("qkv",), "proj"),
+    (("qkv",), "out"),
+    (("qkv",), "out_proj"),
+    (("to_qkv",), "to_out"),
     (("c_attn",), "c_proj"),
     (("qkv_proj",), "out_proj"),
+    (("qkv_proj",), "o_proj"),
     (("query_key_value",), "dense"),
 )
 #: Last names of layers that lead out of a block.
@@ -74,28 +91,71 @@ def add_blocks(builder: PlanBuilder, known: Collection[str]) -> None:
         known: Layers that others know how to divide.
     """
     tried: dict[Hashable, Finding] = {}
-    written: dict[str, dict[str, str]] = {}
-    advised: set[str] = set()
+    notes: dict[str, _Note] = {}
     for part in builder.layers:
         for patterns, ways in ((_MLPS, _mlp), (_ATTENTIONS, _attention)):
             for name, columns, row in _named(builder, part, patterns, known):
-                if name in builder.reasons and name not in written:
+                if name in builder.reasons and name not in notes:
                     continue
                 host = builder.layers[name]
                 found = ways(host, columns, row, builder.size)
-                reason = unknown_reason(host)
                 if isinstance(found, str):
                     builder.reasons.setdefault(name, found)
-                elif reason is not None:
-                    written.setdefault(name, {}).update(_entries(builder, name, _likely(host, found)))
-                    advised |= {name} if _reads_whole_width(host, found[0]) else set()
-                    builder.reasons.setdefault(name, f"{reason}. If it works on shards, a plan for it is")
+                    continue
+                finding, reason = _tried(host, found, builder.size, tried), unknown_reason(host)
+                if reason is not None:
+                    reason = changed_reason(host) or _doubt(reason, finding)
+                if reason is None:
+                    _add(builder, name, finding)
                 else:
-                    _add(builder, name, _tried(host, found, builder.size, tried))
-    for name, entries in written.items():
-        builder.reasons[name] += f" {entries}, and `lightning-hybrid check` compares with one process"
-        if name in advised:
-            builder.reasons[name] += f"; but it reads the width of its input, which is whole: {READ_WIDTHS_BEHIND}"
+                    notes.setdefault(name, _Note(reason)).add(builder, name, found, finding)
+                    builder.reasons.setdefault(name, reason)
+    builder.reasons.update({name: note.text() for name, note in notes.items()})
+
+
+def _doubt(reason: str, finding: Finding) -> str | None:
+    """Why a block whose code is not known stays whole; ``None`` if there is no doubt."""
+    if finding.block is None:
+        return reason
+    return None if finding.doubt is None else f"{reason}; it {finding.doubt}"
+
+
+class _Note:
+    """What is said of a block whose code is not known.
+
+    Args:
+        reason: Why it stays whole, as the rest of a sentence.
+    """
+
+    def __init__(self, reason: str) -> None:
+        self._reason = reason
+        self._right: dict[str, str] = {}
+        self._untested: dict[str, str] = {}
+        self._findings: dict[str, None] = {}
+
+    def add(self, builder: PlanBuilder, name: str, ways: list[Block], finding: Finding) -> None:
+        """Add what was found of one part of the block, such as its attention."""
+        host = builder.layers[name]
+        if finding.block is not None:
+            self._right |= _entries(builder, name, finding)
+        elif finding.is_tested:
+            advice = f" (it reads the width of its input, which is whole: {READ_WIDTHS_BEHIND})"
+            self._findings[finding.reason + (advice if _reads_whole_width(host, ways[0]) else "")] = None
+        else:
+            self._untested |= _entries(builder, name, Finding(_likely(host, ways)))
+            self._findings[finding.reason] = None
+
+    def text(self) -> str:
+        """All of it, as the rest of a sentence."""
+        check, reasons = "`lightning-hybrid check` compares with one process", " and ".join(self._findings)
+        text = self._reason
+        if self._right:
+            text += f". With random values, this plan gave the same in shards: {self._right}, and {check}"
+        if self._untested:
+            text += f". A plan may be {self._untested}: it is untested, as the block {reasons}, but {check}"
+        elif reasons:
+            text += f". No plan is known for it, as it {reasons}"
+        return text
 
 
 def _named(
@@ -150,7 +210,7 @@ def _attention(host: nn.Module, columns: tuple[str, ...], row: str, size: int) -
         head_width = next((number for name in _HEAD_WIDTHS if type(number := vars(core).get(name)) is int), 0)
         if not head_width:
             return "has no attribute that says how many heads there are"
-        counts = {"heads": _features(host.get_submodule(columns[0]))[1] // head_width}
+        counts = {"heads": width // head_width}
     reason = indivisible_reason(counts, size)
     if reason is not None:
         return reason
@@ -178,7 +238,7 @@ def _tried(host: nn.Module, candidates: list[Block], size: int, tried: dict[Hash
     ignored = {_NUMBER_OF_LAYER} if candidates[0].heads else set()
     key = tuple(candidates), tuple(_signature(host, ignored))
     if key not in tried:
-        tried[key] = try_blocks(host, candidates, size)
+        tried[key] = try_blocks(host, candidates, size, is_known=unknown_reason(host) is None)
     return tried[key]
 
 
@@ -206,11 +266,23 @@ def _add(builder: PlanBuilder, name: str, finding: Finding) -> None:
     if finding.block is None:
         builder.reasons.setdefault(name, finding.reason)
         return
-    styles = [*finding.block.styles(), *((path, "on_shards") for path in finding.on_shards)]
+    styles = [*_styles(finding), *_wrappers(finding)]
+    builder.add(*((join_names(name, path) if path else name, style) for path, style in styles), block=name)
+
+
+def _styles(finding: Finding) -> list[tuple[str, str]]:
+    """The styles of a block's layers."""
+    assert finding.block is not None
+    return [*finding.block.styles(), *((path, "on_shards") for path in finding.on_shards)]
+
+
+def _wrappers(finding: Finding) -> list[tuple[str, str]]:
+    """The styles of what is around them."""
+    assert finding.block is not None
     around = finding.block.wrappers()
     if finding.draws_after is not None:
         around.append(("", f"local_rng:{finding.draws_after},{finding.block.row}"))
-    builder.add(*((join_names(name, path) if path else name, style) for path, style in (*styles, *around)), block=name)
+    return around
 
 
 def _likely(host: nn.Module, ways: list[Block]) -> Block:
@@ -238,12 +310,12 @@ def _reads_whole_width(host: nn.Module, block: Block) -> bool:
     return block.heads > 0 and _use(host, block)[0].reads_width and not _can_be_narrow(host, block)
 
 
-def _entries(builder: PlanBuilder, name: str, block: Block) -> dict[str, str]:
+def _entries(builder: PlanBuilder, name: str, finding: Finding) -> dict[str, str]:
     """What a user may write for a block, and for all that are alike."""
     pattern = pattern_of(name)
     around: dict[str, str] = {}
-    for path, style in block.wrappers():
+    for path, style in _wrappers(finding):
         if not style.startswith("mask_per_head:"):
             around[path] = f"{around[path]} + {style}" if path in around else style
-    entries = {**around, **dict(block.styles())}
+    entries = {**around, **dict(_styles(finding))}
     return {join_names(pattern, path) if path else pattern: style for path, style in entries.items()}

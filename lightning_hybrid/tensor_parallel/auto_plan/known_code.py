@@ -1,7 +1,8 @@
-"""Whose code is divided without a plan.
+"""Whose code is divided without a proof.
 
-What a block computes between its layers decides whether they can be divided, and no trial shows all of it. So a block
-is recognised only where all of its code is of packages whose blocks were looked at; a user's own wants a plan.
+What a block computes between its layers decides whether they can be divided, and no trial shows all of it. Code of
+packages whose blocks were looked at is known; of other code it must be seen that it does nothing else
+(`straight_code`, `operations`).
 """
 
 from __future__ import annotations
@@ -11,14 +12,37 @@ from torch import nn
 KNOWN_PACKAGES = frozenset({"torch", "transformers", "timm"})
 
 
+def is_known_class(kind: type) -> bool:
+    """Whether a class is of a package whose code is known."""
+    return kind.__module__.partition(".")[0] in KNOWN_PACKAGES
+
+
 def unknown_reason(block: nn.Module) -> str | None:
     """Why the code of a block is not known, as the rest of a sentence; ``None`` if it is."""
     for name, part in block.named_modules():
-        kind, which = type(part), f"has {name!r}, " if name else "is "
-        if kind.__module__.partition(".")[0] not in KNOWN_PACKAGES:
-            return f"{which}a {kind.__name__} of {kind.__module__!r}, whose code is not known"
-        if "forward" in vars(part):
-            return f"{which}a {kind.__name__} with a `forward` that was put in the place of its class's"
-        if name and (part._forward_hooks or part._forward_pre_hooks):
-            return f"{which}a {kind.__name__} with hooks, which would see shards"
+        kind = type(part)
+        if not is_known_class(kind):
+            return f"{_which(name)}a {kind.__name__} of {kind.__module__!r}, whose code is not known"
+        reason = _changed_reason(name, part)
+        if reason is not None:
+            return reason
     return None
+
+
+def changed_reason(block: nn.Module) -> str | None:
+    """Why a block does more than its classes say, as the rest of a sentence; ``None`` if it does not."""
+    reasons = (_changed_reason(name, part) for name, part in block.named_modules())
+    return next((reason for reason in reasons if reason is not None), None)
+
+
+def _changed_reason(name: str, part: nn.Module) -> str | None:
+    kind = type(part).__name__
+    if "forward" in vars(part):
+        return f"{_which(name)}a {kind} with a `forward` that was put in the place of its class's"
+    if name and (part._forward_hooks or part._forward_pre_hooks or part._backward_hooks):
+        return f"{_which(name)}a {kind} with hooks, which would see shards"
+    return None
+
+
+def _which(name: str) -> str:
+    return f"has {name!r}, " if name else "is "

@@ -14,7 +14,7 @@ import inspect
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -24,12 +24,15 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_hybrid.distributed.pytree import flatten
 from lightning_hybrid.distributed.random import generator_states, seed_generators, set_generator_states
+from lightning_hybrid.tensor_parallel.auto_plan.operations import OperationWatch
+from lightning_hybrid.tensor_parallel.auto_plan.straight_code import not_straight_reason
 from lightning_hybrid.tensor_parallel.layers import NarrowInput, is_per_head, parallelize_layer, restore_layer
 from lightning_hybrid.tensor_parallel.shard import shards_of
 from lightning_hybrid.tensor_parallel.styles import find_style, is_conv1d
 
 _TOLERANCE = 1e-3  # of float32; a wrong division is wrong by as much as the values
-_BATCH, _LENGTH = 2, 4
+_SHAPE = (2, 4)  # samples, and positions of each
+_OTHER_SHAPE = (3, 5)
 #: Whether the block is in training, and the size of what it gets: its code may ask for them.
 _STATES = ((False, 1.0), (True, 1.0), (True, 10.0))
 
@@ -86,12 +89,17 @@ class Finding:
         reason: Why there is none, as the rest of a sentence.
         on_shards: Layers with parameters of their own between columns and row: each rank has a part of their gradient.
         draws_after: If dropout draws random numbers before the row, the column after which it does.
+        is_tested: Whether the block could be run at all.
+        doubt: Why the block may do another thing for other values, as the rest of a sentence; ``None`` if it cannot, or
+            if nobody has asked.
     """
 
     block: Block | None = None
     reason: str = ""
     on_shards: tuple[str, ...] = ()
     draws_after: str | None = None
+    is_tested: bool = True
+    doubt: str | None = None
 
 
 @dataclass(frozen=True)
@@ -105,6 +113,7 @@ class _Run:
         gradients: Of the row's output, for parameters of neither columns nor row.
         calls: The columns, in the order in which they are called.
         random: The state of the random numbers after each column, and before the row.
+        operations: What the block has called of torch.
         problem: Why the block cannot be divided, as the rest of a sentence.
     """
 
@@ -114,16 +123,18 @@ class _Run:
     gradients: dict[str, Tensor]
     calls: list[str]
     random: list[Tensor]
+    operations: OperationWatch
     problem: str | None
 
 
-def try_blocks(host: nn.Module, candidates: Sequence[Block], size: int) -> Finding:
+def try_blocks(host: nn.Module, candidates: Sequence[Block], size: int, *, is_known: bool = True) -> Finding:
     """Find the first of several ways to divide a block that gives what the whole block gives.
 
     Args:
         host: The block. It stays as it is: a copy runs, on the CPU, with random values in float32.
         candidates: The ways, with the same columns and the same row.
         size: The number of ranks.
+        is_known: Whether its code is known; else the finding says whether there is a doubt.
     """
     with _isolated(), torch.enable_grad(), torch.device("cpu"):
         try:
@@ -133,7 +144,7 @@ def try_blocks(host: nn.Module, candidates: Sequence[Block], size: int) -> Findi
         except MemoryError:
             raise
         except Exception as error:  # it is code of any kind
-            return Finding(reason=f"cannot be tried on its own ({_first_line(error)})")
+            return Finding(reason=f"cannot be tried on its own ({_first_line(error)})", is_tested=False)
         problem = next((run.problem for run in (*wholes, dropping) if run.problem), None)
         if problem is not None:
             return Finding(reason=problem)
@@ -144,14 +155,32 @@ def try_blocks(host: nn.Module, candidates: Sequence[Block], size: int) -> Findi
         for block in candidates:
             try:
                 is_right = all(trial.is_right(block, size, *each) for each in zip(_STATES, wholes, strict=True))
+                doubt = None if is_known or not is_right else _doubt(host, block, size)
             except MemoryError:
                 raise
             except Exception:  # such as a shape that does not fit
                 continue
             if is_right:
                 kept = tuple(path for path in owners if path not in block.embeddings)
-                return Finding(block, on_shards=kept, draws_after=draws_after)
+                return Finding(block, on_shards=kept, draws_after=draws_after, doubt=doubt)
     return Finding(reason="does not give the same when it is tried in shards")
+
+
+def _doubt(host: nn.Module, block: Block, size: int) -> str | None:
+    """Why a block that gives the same in one trial may do another thing for other values, as the rest of a sentence."""
+    reason = not_straight_reason(host)
+    if reason is not None:
+        return reason
+    trial = _Trial(host, block, _OTHER_SHAPE)
+    for training in (False, True):
+        whole = trial.run(training, 1.0)
+        if whole.operations.unknown is not None:
+            return f"calls {whole.operations.unknown!r}, which may do another thing for other values"
+        if not trial.is_separate(block, size, training):
+            return "computes what one rank gives to the last layer from what another one has"
+        if not trial.is_right(block, size, (training, 1.0), whole, by_the_same=True):
+            return "does something else on shards than on the whole"
+    return None
 
 
 @contextmanager
@@ -184,7 +213,7 @@ class _WithoutDropout(TorchFunctionMode):
 class _Trial:
     """A copy of a block, with random values."""
 
-    def __init__(self, host: nn.Module, block: Block) -> None:
+    def __init__(self, host: nn.Module, block: Block, shape: tuple[int, int] = _SHAPE) -> None:
         memo: dict[int, Any] = {}
         for parameter in host.parameters():
             memo[id(parameter)] = nn.Parameter(_random(parameter.shape))
@@ -201,7 +230,7 @@ class _Trial:
             nn.init.zeros_(self._row.bias)
         column: Any = self.host.get_submodule(block.columns[0])
         width = column.nx if is_conv1d(column) else column.in_features
-        self._input = _random((_BATCH, _LENGTH, width))
+        self._input = _random((*shape, width))
         self._cotangent: Tensor | None = None
         self._without = _required_arguments(self.host)
 
@@ -241,6 +270,7 @@ class _Trial:
             if not drops:
                 hooks.enter_context(_WithoutDropout())
             x = (scale * self._input).requires_grad_()
+            operations = hooks.enter_context(OperationWatch())
             outputs, _ = flatten(self.host.train(training)(x, **self._without))
             kept = _kept(self.host)
         if sorted(calls) != sorted(self._block.columns) or len(rows) != 1 or len(random) != len(calls) + 1:
@@ -265,15 +295,27 @@ class _Trial:
         elif _depend(around, [inner[name] for name in gradients]):
             problem = "uses parameters both between the layers that would be divided and elsewhere"
         outputs = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in outputs]
-        return _Run(rows[0].detach(), outputs, kept, gradients, calls, random, problem)
+        return _Run(rows[0].detach(), outputs, kept, gradients, calls, random, operations, problem)
 
-    def is_right(self, block: Block, size: int, state: tuple[bool, float], whole: _Run) -> bool:
-        """Whether the shards of the ranks give together what the whole block gives."""
+    def is_right(
+        self, block: Block, size: int, state: tuple[bool, float], whole: _Run, *, by_the_same: bool = False
+    ) -> bool:
+        """Whether the shards of the ranks give together what the whole block gives.
+
+        Args:
+            block: How it is divided.
+            size: The number of ranks.
+            state: Whether it is in training, and the size of the values that it gets.
+            whole: What the whole block gives.
+            by_the_same: Whether the ranks must do so by the same operations, with the same numbers.
+        """
         runs = []
         for rank in range(size):
             with self._sharded(block, rank, size):
                 runs.append(self.run(*state, whole.row))
         inner = [name for name in whole.gradients if name.rpartition(".")[0] not in block.embeddings]
+        if by_the_same and any(run.operations.calls != whole.operations.calls for run in runs):
+            return False
         return (
             _is_same(sum(run.row for run in runs), whole.row)
             and all(run.kept.keys() == whole.kept.keys() for run in runs)
@@ -281,6 +323,25 @@ class _Trial:
             and _gives_same([run.outputs for run in runs], whole.outputs, block.heads)
             and (not inner or _is_same(sum(_joined(run, inner) for run in runs), _joined(whole, inner)))
         )
+
+    def is_separate(self, block: Block, size: int, training: bool) -> bool:
+        """Whether what each rank gives to the row is made of its own parts of the columns alone.
+
+        The other ranks' parts are NaN here: that is handed on to whatever is computed from them, also where values hide
+        it, as behind a limit that only large ones pass.
+        """
+        taken: list[Tensor] = []
+        note = self._row.register_forward_pre_hook(lambda layer, args: taken.append(args[0]))
+        for rank in range(size):
+            with ExitStack() as hooks, _restored(self.host):
+                for path in block.columns:
+                    column = self.host.get_submodule(path)
+                    keep = partial(_keep_only, _features_of(column, block.column_style, rank, size))
+                    hooks.callback(column.register_forward_hook(keep).remove)
+                hooks.enter_context(_WithoutDropout())
+                self.host.train(training)(self._input, **self._without)
+        note.remove()
+        return not any(each.chunk(size, -1)[rank].isnan().any() for rank, each in enumerate(taken))
 
     @contextmanager
     def _sharded(self, block: Block, rank: int, size: int) -> Iterator[None]:
@@ -305,6 +366,20 @@ class _Trial:
                 group, takers = _Ranks(size), block.columns_below_core()
                 parallelize_layer(core, NarrowInput, tensor_group=group, takers=takers)
             yield
+
+
+def _features_of(column: Any, style: str, rank: int, size: int) -> Tensor:
+    """Which of a column's output features a rank makes."""
+    count = column.nf if is_conv1d(column) else column.out_features
+    split = next(each for each in find_style(style, column).param_splits(column) if each.path == "weight")
+    return shards_of(torch.arange(count), replace(split, dim=0), size)[rank]
+
+
+def _keep_only(features: Tensor, layer: nn.Module, args: Any, output: Tensor) -> Tensor:
+    """In the place of a layer's other features, NaN."""
+    kept = torch.full_like(output, math.nan)
+    kept[..., features] = output[..., features]
+    return kept
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,88 @@
+"""The operations of torch of which it is known that a feature is computed from the same ones, whatever the values.
+
+None of them reads a value to decide what to do, and each hands a NaN on to all that it computes from it. So a trial
+with random values and NaN shows all that a block depends on that is made of these alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from lightning_hybrid.distributed.pytree import flatten
+
+_OPERATORS = ("add", "sub", "mul", "truediv", "neg", "matmul", "pow")
+#: What computes with values; names as those of functions and of methods.
+_VALUES = frozenset(
+    {
+        *(f"__{name}__" for name in _OPERATORS),
+        *(f"__r{name}__" for name in _OPERATORS),
+        *("add", "sub", "mul", "div", "true_divide", "neg", "pow", "rsub", "reciprocal", "square", "sqrt", "rsqrt"),
+        *("exp", "sin", "cos", "tanh", "sigmoid", "relu", "gelu", "silu", "leaky_relu", "elu", "celu", "selu", "mish"),
+        *(
+            "softplus",
+            "softsign",
+            "logsigmoid",
+            "normalize",
+            "dropout",
+            "softmax",
+            "log_softmax",
+            "layer_norm",
+            "rms_norm",
+        ),
+        *("linear", "matmul", "bmm", "mm", "einsum", "scaled_dot_product_attention", "mean", "sum"),
+    }
+)
+#: What gives the values another shape or place; its numbers may differ from rank to rank.
+_SHAPES = frozenset(
+    {
+        *("view", "reshape", "flatten", "unflatten", "transpose", "permute", "movedim", "swapaxes", "mT", "contiguous"),
+        *("split", "chunk", "unbind", "unsqueeze", "cat", "stack", "clone", "detach", "float", "type_as"),
+        *("__getitem__", "__iter__", "__len__", "shape", "size", "dim", "ndim"),
+    }
+)
+OPERATIONS = _VALUES | _SHAPES
+
+
+class OperationWatch(TorchFunctionMode):
+    """Notes the operations of torch that are called while it is entered.
+
+    Attributes:
+        calls: The names of those that compute with values, each with its numbers.
+        unknown: The first one that is not among `OPERATIONS`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[str, tuple[Hashable, ...]]] = []
+        self.unknown: str | None = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = _name(func)
+        if self.unknown is None and not _is_known(name, args, kwargs):
+            self.unknown = name
+        if name in _VALUES:
+            self.calls.append((name, tuple(leaf for leaf in flatten((args, kwargs))[0] if _is_number(leaf))))
+        return func(*args, **kwargs)
+
+
+def _name(func: Any) -> str:
+    """``shape`` for what reads that attribute of a tensor."""
+    name: str = getattr(func, "__name__", repr(func))
+    return getattr(func.__self__, "__name__", name) if name == "__get__" else name
+
+
+def _is_known(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    if name not in OPERATIONS or kwargs.get("out") is not None:
+        return False
+    # Values that say which ones are taken may be anything.
+    return name != "__getitem__" or not any(isinstance(leaf, Tensor) for leaf in flatten(args[1])[0])
+
+
+def _is_number(leaf: object) -> bool:
+    return leaf is None or isinstance(leaf, (bool, int, float, str, torch.dtype))
