@@ -8,7 +8,7 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
-from inspect import signature
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -16,7 +16,8 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 
-from lightning_hybrid.cli.parser import PROGRAM, Parser, did_you_mean, with_advice
+from lightning_hybrid.cli.complaints import in_words
+from lightning_hybrid.cli.parser import PROGRAM, Parser, with_advice
 from lightning_hybrid.strategy.auto_layout.dry_run.parameters import made_without_memory
 from lightning_hybrid.strategy.strategy import HybridStrategy
 
@@ -31,20 +32,33 @@ class SaveConfigBesideLogs(SaveConfigCallback):
 
 
 class HybridCLIParser(LightningArgumentParser):
-    """Adds to complaints which option was probably meant."""
+    """Says in words what is wrong, and what was probably meant, without a page of usage before it.
+
+    Args:
+        args: Arguments of `LightningArgumentParser`.
+        kwargs: Likewise.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        if Path(sys.argv[0]).name == "__main__.py":  # `python -m lightning_hybrid`
+            kwargs.setdefault("prog", PROGRAM)
+        super().__init__(*args, **kwargs)
+
+    def print_usage(self, file: Any = None) -> None:
+        """Print nothing: it comes before every complaint, and a hundred options hide what is wrong."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """End the program."""
-        unknown = re.search(r"Option '(\w+)' is not accepted", message)
-        if unknown and HybridStrategy.__name__ in message:
-            message += f"\n{PROGRAM}: {unknown[1]!r}{did_you_mean(unknown[1], signature(HybridStrategy).parameters)}"
+        parser = getattr(ex, "subcommand_parser", None) or self
+        if self.exit_on_error:
+            text = parser.format_help()
+            message = in_words(with_advice(message, text), text)
         if name := re.search(r"Expected a dot import path string: (hybrid\w*)", message):
             message += (
                 f"\n{PROGRAM}: the name {name[1]!r} has no arguments that could be changed. Write the strategy as"
                 " {class_path: lightning_hybrid.HybridStrategy, init_args: {...}}"
             )
-        parser = getattr(ex, "subcommand_parser", None) or self
-        super().error(with_advice(message, parser.format_help()), ex)
+        super().error(message, ex)
 
 
 class HybridCLI(LightningCLI):
@@ -98,8 +112,9 @@ def load_config(
         overrides: Options that change them.
         with_values: Whether the parameters of the module have values. By default they have no memory.
     """
+    load = partial(_load, configs, overrides, parser.prog)
     with parser.refusing(ValueError, MisconfigurationException):
-        cli = _load(configs, overrides) if with_values else made_without_memory(partial(_load, configs, overrides))
+        cli = load() if with_values else made_without_memory(load)
     strategy = cli.trainer.strategy
     if not isinstance(strategy, HybridStrategy):
         parser.error(f"the strategy of {', '.join(configs)} is a {type(strategy).__name__}, not a HybridStrategy")
@@ -111,9 +126,9 @@ def load_config(
     return cli, strategy
 
 
-def _load(configs: Sequence[str], overrides: Sequence[str]) -> HybridCLI:
+def _load(configs: Sequence[str], overrides: Sequence[str], program: str = PROGRAM) -> HybridCLI:
     words = [word for config in configs for word in ("--config", config)]
-    saved, sys.argv = sys.argv, [PROGRAM, *words, *overrides]  # where a LightningCLI looks
+    saved, sys.argv = sys.argv, [program, *words, *overrides]  # where a LightningCLI looks
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "GPU available but not used")

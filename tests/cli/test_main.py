@@ -133,6 +133,62 @@ def test_wrong_usage_is_explained(words: list[str], complaint: str, capsys: pyte
     assert complaint in capsys.readouterr().err
 
 
+VIT = str(ROOT / "configs" / "vit_pipeline.yaml")
+CLASS = "lightning_hybrid.cli.demo.vit.ViT"
+
+
+@pytest.mark.parametrize(
+    ("change", "words", "complaint"),
+    [
+        ("", ["--model.dept", "3"], f"model: {CLASS} has no option 'dept'; did you mean 'depth'?"),
+        ("", ["--model.colour", "red"], f"model: {CLASS} has no option 'colour'. It has image_size, patch_size, "),
+        (f"model: {{class_path: {CLASS}, init_args: {{dept: 3}}}}", [], "has no option 'dept'; did you mean 'depth'?"),
+        ("model: {class_path: examples.vit.VIT}", [], "model: there is no examples.vit.VIT: module 'examples.vit' has"),
+        ("", ["--model", "examples.vit.VIT"], "has no attribute 'VIT'; did you mean 'ViT'?"),
+        ("", ["--model", "examples.vitt.ViT"], "has no attribute 'vitt'; did you mean 'vit'?"),
+        ("", ["--model", "exampels.vit.ViT"], "No module named 'exampels'; did you mean 'examples'?"),
+        ("data: {class_path: examples.data.Digit}", [], "data: there is no examples.data.Digit: "),
+        (
+            "trainer: {strategy: {class_path: lightning_hybrid.HybridStrateg}}",
+            [],
+            "trainer.strategy: there is no lightning_hybrid.HybridStrateg: module 'lightning_hybrid' has no attribute"
+            " 'HybridStrateg'; did you mean 'HybridStrategy'?",
+        ),
+        (
+            "",
+            ["--trainer.strategy.init_args.pipeline_paralel_size", "2"],
+            "lightning_hybrid.HybridStrategy has no option 'pipeline_paralel_size'; did you mean"
+            " 'pipeline_parallel_size'?",
+        ),
+        ("trainer: {devicess: 2}", [], "; did you mean 'trainer.devices'?"),
+        ("modell: {class_path: examples.vit.ViT}", [], "; did you mean 'model'?"),
+        ("", ["--model.depth", "x"], f"model: {CLASS}: depth: Expected a <class 'int'>. Got value: x"),
+    ],
+)
+@pytest.mark.parametrize("command", ["fit", "plan", "check"])
+def test_a_misspelt_name_is_a_line(
+    command: str,
+    change: str,
+    words: list[str],
+    complaint: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As the program says it that is started by ``python -m lightning_hybrid``."""
+    file = tmp_path / "change.yaml"
+    file.write_text(change or "{}")
+    arguments = [command, "--config", VIT, "--config", str(file), *words]
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "argv", ["lightning_hybrid/__main__.py", *arguments])
+    with pytest.raises(SystemExit) as exit_:
+        main()
+    assert exit_.value.code == 2
+    tip, error = capsys.readouterr().err.splitlines()
+    assert tip == f"tip: For details of accepted options run: lightning-hybrid {command} --help"
+    assert complaint in error
+
+
 def _commands(tmp_path: Path) -> dict[str, list[str]]:
     """What each command refuses when it is at work."""
     config, nothing = str(ROOT / "configs" / "gpt_hybrid.yaml"), str(tmp_path / "nothing")
