@@ -58,6 +58,9 @@ class Experiment:
         return f"{self.change}: {'equal' if self.equal else 'different'} ({self.difference:.0e})"
 
 
+_ALONE = "in one process"
+
+
 @dataclass(frozen=True)
 class CheckResult:
     """What :func:`lightning_hybrid.check` found.
@@ -256,13 +259,14 @@ class _Check:
         try:
             return run_ranks(function, world_size, time_limit=self.time_limit)
         except RankError as error:
-            raise RankError(f"Training {text}: {error}") from None
+            advice = f"\n\n{_advice(text)}" if error.is_raised else ""
+            raise RankError(f"Training {text}: {error}{advice}", is_raised=error.is_raised) from None
 
     def reference(self, replicas: int, *, seed: int = 0, fixed_statistics: bool = False) -> TrainingRecord:
         key = (replicas, seed, fixed_statistics)
         if key not in self._references:
             function = partial(self.training.in_one_process, replicas, seed=seed, fixed_statistics=fixed_statistics)
-            (self._references[key],) = self.run("in one process", function, 1)
+            (self._references[key],) = self.run(_ALONE, function, 1)
         return self._references[key]
 
     def compare(self, changes: Mapping[str, Any], *, fixed_statistics: bool = False) -> tuple[Comparison, ...]:
@@ -304,7 +308,10 @@ class _Check:
             " draws its own, and so may each layer and each rank that shares one: the comparison cannot be equal, and"
             " shows neither that the layout is right nor that it is wrong.",
             "Switch off for the check what draws. Set a dropout of your own to 0 (such as `--model.dropout 0`), or keep"
-            " its probability in an attribute with `drop` in its name (`self.dropout_p`), which is set to 0 here.",
+            " its probability in an attribute with `drop` in its name (`self.dropout_p`), which is set to 0 here. Draws"
+            " that are the method itself, such as the noise of a diffusion model or negative samples, may come with the"
+            " batch: make them in the Dataset or in `collate_fn` (`return x, noise`), and every layout trains on the"
+            " same ones. A generator that the step seeds is no help: each microbatch draws the first numbers of it.",
         )
 
     def explain(self, result: CheckResult) -> _Explanation:
@@ -489,6 +496,17 @@ def _named(comparison: Comparison) -> str:
 def _bound(difference: float) -> str:
     """The power of ten that it is below, of those that mean something."""
     return f"1e{max(-12, math.ceil(math.log10(difference)))}" if difference else "the last bit"
+
+
+def _advice(text: str) -> str:
+    """What to do where a step raises an error, with a layout or without."""
+    if text == _ALONE:
+        return "The step fails without any layout: run it with `Trainer(devices=1)`, and mend it there."
+    return (
+        "In one process the step runs, so it is about the layout. Check parts of it, such as"
+        " `--trainer.strategy.init_args.num_microbatches 1`, or one of the sizes alone, to see which one the step does"
+        " not go with; docs: any model, limits."
+    )
 
 
 def _weights_text(weights: Sequence[float]) -> str:

@@ -7,6 +7,7 @@ import gc
 import multiprocessing
 import os
 import sys
+import sysconfig
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -26,10 +27,27 @@ _GRACE = 5.0
 _LOG_LINES = 30
 _TIMEOUT = "Timeout ("  # as `faulthandler` begins
 _PACKAGE = Path(__file__).parent.parent
+#: Whose lines are left out where the user's own say where an error was raised.
+_NOT_THE_USERS = (
+    _PACKAGE,
+    *(Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+)
 
 
 class RankError(RuntimeError):
-    """A rank refused, failed, died or took too long."""
+    """A rank refused, failed, died or took too long.
+
+    Args:
+        text: What happened.
+        is_raised: Whether code on a rank raised an error, of which nobody has said what to do.
+
+    Attributes:
+        is_raised: The same.
+    """
+
+    def __init__(self, text: str, *, is_raised: bool = False) -> None:
+        super().__init__(text)
+        self.is_raised = is_raised
 
 
 class _Kind(IntEnum):
@@ -86,7 +104,8 @@ def run_ranks(function: Callable[[], Any], world_size: int, *, time_limit: float
     failures = [(each.kind, rank, each.text) for rank, each in enumerate(outcomes) if isinstance(each, _Failure)]
     if failures:
         kind, rank, text = min(failures)
-        raise RankError(text if kind == _Kind.REFUSED else f"Rank {rank} of {world_size} {text}")
+        text = text if kind == _Kind.REFUSED else f"Rank {rank} of {world_size} {text}"
+        raise RankError(text, is_raised=kind == _Kind.RAISED)
     return outcomes
 
 
@@ -121,11 +140,13 @@ def _run_rank(function: Callable[[], Any], rank: int, world_size: int, directory
 
 def _failure(error: BaseException) -> _Failure:
     """What was raised: a text is enough where this package says what is wrong, other code needs its place."""
-    *_, place = traceback.extract_tb(error.__traceback__)
-    if isinstance(error, (ValueError, TypeError, RuntimeError)) and Path(place.filename).is_relative_to(_PACKAGE):
+    frames = traceback.extract_tb(error.__traceback__)
+    if isinstance(error, (ValueError, TypeError, RuntimeError)) and Path(frames[-1].filename).is_relative_to(_PACKAGE):
         return _Failure(_Kind.REFUSED, str(error))
-    text = "".join(traceback.format_exception(error))
-    return _Failure(_Kind.RAISED, f"raised {type(error).__name__}: {error}\n\n{text}")
+    notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
+    users = [frame for frame in frames if not any(map(Path(frame.filename).is_relative_to, _NOT_THE_USERS))]
+    places = "".join(traceback.format_list(users or frames)).rstrip()
+    return _Failure(_Kind.RAISED, f"raised {type(error).__name__}: {error}{notes}\n\n{places}")
 
 
 def _wait(ranks: Sequence[BaseProcess], directory: Path, time_limit: float) -> None:

@@ -109,6 +109,13 @@ class Crashes(modules.Around):
         return super().loss(batch) + torch.zeros(2)[2 if self.trainer.world_size > 1 else 1]
 
 
+class Fails(modules.Around):
+    """In one process, too."""
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) + {}["weight"]
+
+
 class Hangs(modules.Around):
     """Never comes to an end on one rank."""
 
@@ -226,6 +233,7 @@ def test_random_numbers_are_those_of_the_same_microbatches() -> None:
         (DependsOnStages, PP2, "with pipeline_parallel_size=1 the numbers are those", "lightning-hybrid plan"),
         (frame_modules.FrameDrops, PP2, "the step draws random numbers", "Switch off"),
         (modules.Noisy, {"data_parallel_size": 2}, "the step draws random numbers", "Switch off"),
+        (modules.Noisy, {"data_parallel_size": 2}, "the step draws random numbers", "may come with the batch: make"),
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else "",
 )
@@ -237,6 +245,29 @@ def test_why(module: type[LightningModule], layout: dict[str, Any], reason: str,
     first = result.differences[0]
     assert first.step == 1
     assert f"Different, first in {first.name} of step 1" in str(result)
+
+
+def with_noise(samples: list[Tensor]) -> tuple[Tensor, Tensor]:
+    x = torch.stack(samples)
+    return x, torch.randn_like(x)
+
+
+class Denoises(modules.Example):
+    """Noise that comes with the batch."""
+
+    def loss(self, batch: Any) -> Tensor:
+        x, noise = batch
+        return nn.functional.mse_loss(self(x + noise), noise)
+
+    def train_dataloader(self) -> Any:
+        x = torch.randn(32, modules.WIDTH, dtype=torch.float64)
+        return DataLoader(list(x), batch_size=8, collate_fn=with_noise)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("layout", [{"data_parallel_size": 2}, PP2, {**PP2, "num_microbatches": 1}])
+def test_noise_that_comes_with_the_batch_is_the_same(layout: dict[str, Any]) -> None:
+    assert check(Denoises, **layout).equal
 
 
 @pytest.mark.distributed
@@ -258,13 +289,19 @@ def test_weights_of_microbatches_are_found() -> None:
     [
         (Manual, r"Training under data 1 x tensor 1 x pipeline 2 = 2 processes, 4 microbatches: .*manual"),
         (Crashes, r"(?s)Rank 1 of 2 raised IndexError: index 2 is out of bounds.*in loss"),
+        (
+            Crashes,
+            r"(?s)test_check.py\", line \d+, in loss.*In one process the step runs, so it is about the layout\. Check",
+        ),
+        (Fails, r"(?s)in one process: Rank 0 of 1 raised KeyError.*in loss.*without any layout: run it with `Trainer"),
         (Hangs, r"(?s)took longer than its limit.*in training_step"),
         (Dies, r"Rank 1 of 2 died \(exit code -9\)"),
     ],
 )
 def test_failures_are_told(module: type[LightningModule], text: str) -> None:
-    with pytest.raises(RankError, match=text):
+    with pytest.raises(RankError, match=text) as failed:
         check(module, time_limit=8.0 if module is Hangs else 60.0, **PP2)
+    assert "site-packages" not in str(failed.value) or not failed.value.is_raised
 
 
 @pytest.mark.parametrize(
