@@ -118,12 +118,13 @@ OFFERED = {
         PATCH_SIZE HIDDEN_SIZE DEPTH NUM_HEADS MLP_RATIO NUM_CLASSES CHECKPOINT build_pipeline_vit partition_uniform
         is_using_pp get_local_rank log_to_file label_smoothing AdamW CosineAnnealingWarmupLR execute_schedule
         engine.step lr_scheduler.step tqdm torchrun TENSOR_PARALLEL_SIZE TENSOR_PARALLEL_MODE #GPUs zero
+        init_method='jax'
     """,
     'Colossal-AI: "Optimize': """
         partition_uniform partition_balanced count_layer_params build_pipeline_model_from_cfg partition_method='layer'
         partition_method='parameter' build_pipeline_model ParallelMode.MODEL Initializer_Model PIPELINE_PREV
         PIPELINE_NEXT found_inf clip_grad_norm PipelineSharedModuleWrapper PipelineSharedModuleGradientHandler
-        load_batch accumulation backward
+        load_batch accumulation backward backward_by_grad tensor_shape 'sequence'
     """,
     "MindSpore": """
         data pipeline_stage MicroBatch AllGather redistribution recompute() groups slices operator-level
@@ -132,7 +133,7 @@ OFFERED = {
     "LiBai": """
         data_parallel_size tensor_parallel_size pipeline_parallel_size pipeline_num_layers custom_pipeline_stage_id
         get_layer_placement layer_idx to_global 1F1B sbp get_nd_sbp Noise oneflow.distributed.launch get_config amp
-        activation_checkpoint zero_optimization num_nodes device_type
+        activation_checkpoint zero_optimization num_nodes device_type BERT GPT ViT Swin-Transformer T5 MoCoV3 MAE
     """,
 }
 
@@ -469,6 +470,31 @@ def test_a_command_line_is_understood(
     assert stopped.value.code == 0
     config = yaml.safe_load(capsys.readouterr().out)
     assert config["trainer"]["strategy"]["init_args"]["pipeline_parallel_size"] == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "cut"),
+    [
+        ([], [("0-2", "6.1 %"), ("3-5", "93.9 %")]),
+        (["partition", "parameters"], [("0-3", "36.3 %"), ("4-5", "63.7 %")]),
+        (["num_chunks", "2", "schedule", "interleaved_1f1b"], [("0", ""), ("1", ""), ("2-3", ""), ("4-5", "")]),
+    ],
+)
+def test_the_network_of_the_tutorial_is_cut_as_the_page_says(
+    words: list[str], cut: list[tuple[str, str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (block,) = (each for each in blocks("yaml") if "resnet50, channels: 3, num_classes: 10," in each)
+    path = tmp_path / "resnet.yaml"
+    path.write_text(block)
+    options = [f"--trainer.strategy.init_args.{word}" if not index % 2 else word for index, word in enumerate(words)]
+    with inside(str(ROOT)):
+        main(["plan", "--config", str(path), *options])
+    out = capsys.readouterr().out
+    if not words:
+        assert f"```\n$ lightning-hybrid plan --config resnet.yaml\n{out}```" in TEXT
+    stages = re.findall(r"^ +\d+ +\d+  ([\d-]+) .* ([\d.]+ %)$", out, re.MULTILINE)
+    assert [layers for layers, _ in stages] == [layers for layers, _ in cut]
+    assert all(share == expected for (_, share), (_, expected) in zip(stages, cut, strict=True) if expected)
 
 
 @pytest.mark.parametrize("block", blocks("yaml"))
