@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from lightning_hybrid.cli.check_training import MakeData, MakeModule, MicrobatchWeights, Training, TrainingRecord
-from lightning_hybrid.cli.comparison import Comparison, compare, interleaved
+from lightning_hybrid.cli.comparison import Comparison, compare, comparison_table, interleaved
 from lightning_hybrid.cli.local_ranks import RankError, run_ranks
 from lightning_hybrid.config import preferred
 from lightning_hybrid.strategy.strategy import HybridStrategy
@@ -108,7 +108,8 @@ class CheckResult:
         return found
 
     def __str__(self) -> str:
-        parts = [f"One process against {self.layout}", _table(self.comparisons, self.tolerance), *self.notes]
+        table = comparison_table(self.comparisons, self.tolerance, _MOST_SHOWN)
+        parts = [f"One process against {self.layout}", table, *self.notes]
         if self.equal:
             number = len(self.comparisons)
             parts.append(
@@ -454,38 +455,6 @@ def _layout_text(layout: Mapping[str, Any]) -> str:
     if (number := layout["num_microbatches"]) > 1:
         text += f", {number} microbatches"
     return text + (f", ZeRO stage {layout['zero_stage']}" if layout.get("zero_stage") else "")
-
-
-def _table(comparisons: tuple[Comparison, ...], tolerance: float) -> str:
-    tensors = [each for each in comparisons if each.name.startswith(("weight ", "buffer "))]
-    rows = [("step", "value", "one process", "this layout", "difference")]
-    rows += [_row(each, each.name, tolerance) for each in comparisons if each not in tensors]
-    shown = sorted(
-        (each for each in tensors if each.difference > tolerance),
-        key=lambda each: (each.name.startswith("buffer "), -each.difference),
-    )
-    if tensors and not shown:
-        largest = max(tensors, key=lambda each: each.difference)
-        rows.append(("end", f"{len(tensors)} weights and buffers", "", "", f"{largest.difference:.0e}"))
-    rows += [_row(each, each.name, tolerance) for each in shown[:_MOST_SHOWN]]
-    widths = [max(len(row[column]) for row in rows) for column in range(5)]
-    lines = []
-    for step, name, *numbers in rows:
-        cells = [step.rjust(widths[0]), name.ljust(widths[1])]
-        cells += [text.rjust(width) for text, width in zip(numbers, widths[2:], strict=True)]
-        lines.append("  ".join(cells).rstrip())
-    if len(shown) > _MOST_SHOWN:
-        lines.append(f"and {len(shown) - _MOST_SHOWN} more of {len(tensors)} weights and buffers")
-    if any(each.difference > tolerance for each in comparisons):
-        lines.append(f"<: differs by more than {tolerance:.0e}")
-    return "\n".join(lines)
-
-
-def _row(comparison: Comparison, name: str, tolerance: float) -> tuple[str, str, str, str, str]:
-    step = "end" if comparison.step is None else str(comparison.step)
-    mark = " <" if comparison.difference > tolerance else ""
-    expected, actual = f"{comparison.expected:.12g}", f"{comparison.actual:.12g}"
-    return step, name, expected, actual, f"{comparison.difference:.0e}{mark}"
 
 
 def _named(comparison: Comparison) -> str:

@@ -164,3 +164,42 @@ def _tensor_difference(expected: Tensor, actual: Tensor) -> float:
         _norm(expected), _SMALLEST * math.sqrt(max(1, expected.numel()))
     )
     return difference if math.isfinite(difference) else 0.0 if torch.equal(expected, actual) else math.inf
+
+
+def comparison_table(comparisons: tuple[Comparison, ...], tolerance: float, most: int) -> str:
+    """Return the table of values: all losses, logged values and norms, and of weights those that differ most.
+
+    Args:
+        comparisons: What was compared.
+        tolerance: The largest relative difference of values that are equal.
+        most: How many weights and buffers are shown.
+    """
+    tensors = [each for each in comparisons if each.name.startswith(("weight ", "buffer "))]
+    rows = [("step", "value", "one process", "this layout", "difference")]
+    rows += [_row(each, each.name, tolerance) for each in comparisons if each not in tensors]
+    shown = sorted(
+        (each for each in tensors if each.difference > tolerance),
+        key=lambda each: (each.name.startswith("buffer "), -each.difference),
+    )
+    if tensors and not shown:
+        largest = max(tensors, key=lambda each: each.difference)
+        rows.append(("end", f"{len(tensors)} weights and buffers", "", "", f"{largest.difference:.0e}"))
+    rows += [_row(each, each.name, tolerance) for each in shown[:most]]
+    widths = [max(len(row[column]) for row in rows) for column in range(5)]
+    lines = []
+    for step, name, *numbers in rows:
+        cells = [step.rjust(widths[0]), name.ljust(widths[1])]
+        cells += [text.rjust(width) for text, width in zip(numbers, widths[2:], strict=True)]
+        lines.append("  ".join(cells).rstrip())
+    if len(shown) > most:
+        lines.append(f"and {len(shown) - most} more of {len(tensors)} weights and buffers")
+    if any(each.difference > tolerance for each in comparisons):
+        lines.append(f"<: differs by more than {tolerance:.0e}")
+    return "\n".join(lines)
+
+
+def _row(comparison: Comparison, name: str, tolerance: float) -> tuple[str, str, str, str, str]:
+    step = "end" if comparison.step is None else str(comparison.step)
+    mark = " <" if comparison.difference > tolerance else ""
+    expected, actual = f"{comparison.expected:.12g}", f"{comparison.actual:.12g}"
+    return step, name, expected, actual, f"{comparison.difference:.0e}{mark}"
