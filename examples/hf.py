@@ -13,7 +13,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
-__all__ = ["GPT2"]
+__all__ = ["GPT2", "WritingGPT2"]
 
 
 class GPT2(LightningModule):
@@ -58,6 +58,24 @@ class GPT2(LightningModule):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """AdamW."""
         return torch.optim.AdamW(self.parameters(), lr=self.lr, weight_decay=0.1)
+
+
+class WritingGPT2(GPT2):
+    """A GPT-2 that also generates in validation, and logs the fraction of tokens that are those of the text.
+
+    `generate` runs under a pipeline as in one process. Arguments are those of `GPT2`.
+    """
+
+    written = 16  # tokens
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        """Log the cross-entropy of the next token, and the fraction of the last tokens that the model generates."""
+        super().validation_step(batch, batch_idx)
+        begin, end = batch[:, : -self.written], batch[:, -self.written :]
+        options = {"max_new_tokens": self.written, "do_sample": False, "pad_token_id": 0}
+        texts = self.model.generate(begin, attention_mask=torch.ones_like(begin), **options)
+        is_written = texts[:, -self.written :] == end
+        self.log("val_written", is_written.float().mean(), prog_bar=True, sync_dist=True)
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ LONGER: dict[str, str] = {
     "strategy/strategy.py::__init__": "an argument a line",
     "strategy/strategy.py": "all that Lightning asks of a strategy, a method each, and the texts of arguments",
     "trainer/step_context.py::__init__": "an attribute a line",
+    "trainer/step_frame.py": "the ways in which a step is cut, and how the one that fits is found",
     "trainer/training_step.py": "a step, and the forwards of its comparison, share their pieces",
     "trainer/training_step.py::__call__": "a step, one thing after the other",
     "trainer/microbatch_comparison.py": "when batches are compared, and all that follows from what is found",

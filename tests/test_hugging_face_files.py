@@ -168,34 +168,9 @@ def test_a_folder_of_another_head_gives_what_from_pretrained_takes(folders: Path
         assert torch.equal(found, expected), key
 
 
-# -- generation --------------------------------------------------------------------------------------------------------
+# -- what comes out ----------------------------------------------------------------------------------------------------
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
-
-
-def generated(name: str, options: Mapping[str, Any]) -> str:
-    """The error of a step that generates."""
-
-    class Generating(MODULES[name]):  # type: ignore[misc]
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            self.model.generate(batch["input_ids"], attention_mask=batch["attention_mask"], **{**GREEDY, **options})
-
-    with pytest.raises(ValueError) as error:  # noqa: PT011
-        make_trainer(PP2, max_steps=1).fit(Generating())
-    return str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("name", "options"), [("llama", {}), ("t5", {"use_cache": False}), ("gpt2", {"num_beams": 2})], ids=str
-)
-def test_generation_in_a_step_is_refused(ranks: Pools, name: str, options: dict[str, Any]) -> None:
-    texts = ranks(2, lightning=True).run(generated, name, options, timeout=30)
-    assert texts[0] == texts[1]
-    assert "In generation each token goes back into the first stage: do it after the run, when" in texts[0]
-    assert "gather_module()" in texts[0]
-
-
-# -- what comes out ----------------------------------------------------------------------------------------------------
 
 
 def saved_whole(name: str, folder: str, tokens: Tensor) -> tuple[dict[str, Any], Tensor, Tensor | None]:

@@ -32,7 +32,7 @@ USUAL_AXES = ("dp", "tp", "pp")
 STAGE_TAGS: dict[Literal["activation", "gradient"], int] = {"activation": 1, "gradient": 2}
 
 #: What is broadcast in the same group by messages; each of its ranks may be a source, with tags of its own.
-_BROADCASTS = "batches", "results", "signals"
+_BROADCASTS = "batches", "results", "signals", "layers"
 
 
 class _WorldCache:

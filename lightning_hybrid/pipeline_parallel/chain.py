@@ -136,10 +136,11 @@ class ChainCalls(FrameCut):
 
     def look(
         self, step: Callable[..., Any], arguments: Sequence[Any], seed: Callable[[int], None]
-    ) -> tuple[bool, bool]:
+    ) -> tuple[bool, bool, bool]:
         """Return whether a step calls the chain more than once, or its layers one by one; and if it writes parameters.
 
         What a step has called before it fails counts: a step that cannot be followed may call the chain as a whole.
+        Last of what is returned is whether it could not be followed to its end.
 
         Args:
             step: The user's step.
@@ -147,19 +148,20 @@ class ChainCalls(FrameCut):
             seed: Seeds the generators for the call of a number.
         """
         table = vars(self._chain)
-        redirected, writes = table.pop("forward", None), False
+        redirected, writes, stops = table.pop("forward", None), False, True
         table["forward"] = self._call_whole
         try:
             with self():
                 graph = self._discover(step, arguments, seed)
                 writes = any(call.rewritten for call in graph.calls)
+                stops = graph.needed is not None
         except Exception:  # of the user's code too, which shows itself again when the step runs
             pass
         finally:
             del table["forward"]
             if redirected is not None:
                 table["forward"] = redirected
-        return self._whole > 1 or self._single > 0, writes
+        return self._whole > 1 or self._single > 0, writes, stops
 
     def _call_whole(self, x: Any) -> Any:
         self._whole += 1

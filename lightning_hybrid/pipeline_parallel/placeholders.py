@@ -161,14 +161,31 @@ class AbsentGradient(PlaceholderBuffer):
 
 def _writes_values(function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> bool:
     """Whether a function writes a tensor that has values, by its name."""
-    name = getattr(function, "__name__", "")
-    is_in_place = name.startswith("__i") if name.endswith("__") else name.endswith("_")
-    written = args[0] if args and (is_in_place or name == "__setitem__") else kwargs.get("out")
+    written = _written_operand(function, args, kwargs)
     if not isinstance(written, (list, tuple)):
         return _has_values(written)
     # Several at once, each with what stands at its place in other lists.
     others = [each for each in args[1:] if isinstance(each, (list, tuple))]
     return any(_has_values(row[0]) and any(map(is_placeholder, row[1:])) for row in zip(written, *others, strict=False))
+
+
+def _written_operand(function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    """Return what a function writes, by its name: a tensor, or several; ``None`` for nothing."""
+    name = getattr(function, "__name__", "")
+    is_in_place = name.startswith("__i") if name.endswith("__") else name.endswith("_")
+    return args[0] if args and (is_in_place or name == "__setitem__") else kwargs.get("out")
+
+
+def written_operands(function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
+    """Return the tensors that a function writes, by its name.
+
+    Args:
+        function: A function of torch.
+        args: Its arguments.
+        kwargs: Likewise.
+    """
+    written = _written_operand(function, args, kwargs)
+    return [each for each in flatten(written)[0] if isinstance(each, Tensor)]
 
 
 def _has_values(value: Any) -> bool:

@@ -10,12 +10,15 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_hybrid.data_parallel.grad_sync import GradientSync
-from lightning_hybrid.distributed.failure import WrongUseError
+from lightning_hybrid.distributed.failure import WrongUseError, is_transport
 from lightning_hybrid.distributed.messages.tree_broadcast import broadcast_object
 from lightning_hybrid.pipeline_parallel.body import BodyCut
+from lightning_hybrid.pipeline_parallel.frame.discovery import GENERATION
+from lightning_hybrid.pipeline_parallel.frame.path_change import LOCKSTEP, Choice, PathChangedError
 from lightning_hybrid.pipeline_parallel.frame.plan import shard_text
 from lightning_hybrid.pipeline_parallel.schedules import build_forward
 from lightning_hybrid.pipeline_parallel.splitting.microbatch import JoinError, find_batch_size, join, signature, slicing
+from lightning_hybrid.trainer.redo.step_state import StepState
 from lightning_hybrid.trainer.results.logging import merge_logs
 from lightning_hybrid.trainer.step_context import StepContext
 
@@ -53,6 +56,12 @@ class EvaluationStep:
     microbatch; that is agreed at the first batch of each signature, and remembered. A body that is no chain always runs
     so.
 
+    A step that calls layers again, depending on results, runs in lockstep: on all stages at once. Some steps show that
+    only while they run, after they have read a result on the last stage. Such a step is undone, and runs again::
+
+        last stage    x = ...; while not is_over(x):  x = self(x)  fails    --> undone, and in lockstep
+        the others    their part                                            --> undone, and in lockstep
+
     Args:
         context: What steps need.
         grad_sync: Unshards parameters.
@@ -67,6 +76,10 @@ class EvaluationStep:
         self._num_microbatches = num_microbatches
         self._remembers = not dynamic_shapes
         self._counts: dict[Hashable, tuple[int, ...]] = {}
+        self._lockstep = set[Hashable]()  # steps that run so
+        self._tried = set[Hashable]()  # steps that have run
+        self._state: StepState | None = None  # before the step that runs, if it may be undone
+        self._error: Exception | None = None  # on the last stage, why it is
 
     def __call__(self, name: str, *arguments: Any, precision: Callable[[], AbstractContextManager[None]]) -> Any:
         """Run one batch.
@@ -86,18 +99,89 @@ class EvaluationStep:
             if context.frame.body_cut is None and context.frame.cut is None and context.mesh.model_group.size() == 1:
                 with precision():
                     return user_step(*arguments)
+            may_call_again = False
             if context.frame.is_open(name):
                 with context.step(num_microbatches=1), precision():
-                    context.frame.settle(user_step, arguments, *coordinates)
+                    may_call_again = context.frame.settle(user_step, arguments, *coordinates)
+            key = self._begin(coordinates[0], arguments, may_call_again=may_call_again)
             with context.step(num_microbatches=1) as records, precision():
                 if context.frame.body_cut is not None:
                     value = self._through_stages(context.frame.body_cut, user_step, arguments, coordinates)
                 elif context.frame.cut is not None:
-                    value = self._through_frame(user_step, arguments, coordinates)
+                    value = self._through_frame(user_step, arguments, coordinates, key)
                 else:
                     context.enter_user_code(*coordinates, keep=True)
                     value = context.plain(user_step(*arguments))
-            return context.share(lambda: (value, merge_logs(records, [1])))
+            again = Choice(0, LOCKSTEP, follows_rest=False) if self._error is not None and context.is_source else None
+            shared = context.share(lambda: (value, merge_logs(records, [1])), again)
+            if isinstance(shared, Choice):
+                shared = self._again(user_step, coordinates, key, precision)
+            elif self._error is not None:  # of this tensor-parallel rank alone
+                with context.guard():
+                    raise self._error
+            self._state = self._error = None
+            return shared
+
+    def _begin(self, step: int, arguments: Sequence[Any], *, may_call_again: bool) -> tuple[Hashable, Hashable]:
+        """Keep what a step may change, if it may have to be undone.
+
+        Args:
+            step: The number of the user's step.
+            arguments: Its arguments.
+            may_call_again: Whether it may call the layers of a chain again.
+
+        Returns:
+            What decides how the step runs: its version, and the signature of its arguments; as user code may take
+            something out of the batch, before it runs.
+        """
+        context, frame = self._context, self._context.frame
+        self._state = self._error = None
+        if frame.cut is None and not may_call_again:
+            return None, None
+        key = (step, context.version(gradients=False)), signature(arguments)
+        if key not in self._tried and frame.can_lockstep:
+            own = [layer for of_stage in context.layers.values() for layer in of_stage]
+            self._state = StepState(context.module, (), frame.layers, own)
+            self._state.keep(list(arguments), copies_gradients=False)
+        if self._remembers:
+            self._tried.add(key)
+        return key
+
+    def _try(self, run: Callable[[], Any]) -> Any:
+        """Return what a part of a step on the last stage returns; nothing if the step has to be undone."""
+        if self._state is None:
+            return run()
+        try:
+            return run()
+        except Exception as error:  # of the user's code too: it fails in lockstep again
+            if is_transport(error):
+                raise
+            self._error = error
+            return None
+
+    def _again(
+        self,
+        user_step: Callable[..., Any],
+        coordinates: tuple[int, ...],
+        key: Hashable,
+        precision: Callable[[], AbstractContextManager[None]],
+    ) -> Any:
+        """Undo a step, run it again in lockstep, and return what it returns."""
+        context = self._context
+        assert self._state is not None
+        with context.guard():
+            try:
+                arguments = self._state.put_back()
+            except WrongUseError as error:
+                raise error from self._error
+            context.forget_step()
+            if context.frame.body_cut is not None:
+                context.frame.open_chain(user_step.__name__)
+        if self._remembers:
+            self._lockstep.add(key)
+        with context.step(num_microbatches=1) as records, precision():
+            value = self._in_lockstep(user_step, arguments, coordinates)
+        return context.share(lambda: (value, merge_logs(records, [1])))
 
     def _through_stages(
         self, body_cut: BodyCut, user_step: Callable[..., Any], arguments: Sequence[Any], coordinates: tuple[int, ...]
@@ -122,18 +206,30 @@ class EvaluationStep:
         if not context.is_last:
             return None
         context.enter_user_code(*coordinates, keep=True)
-        return context.plain(body_cut.run(*around, y, unwinds=False))
+        return self._try(lambda: context.plain(body_cut.run(*around, y, unwinds=False)))
 
     def _through_frame(
-        self, user_step: Callable[..., Any], arguments: Sequence[Any], coordinates: tuple[int, ...]
+        self,
+        user_step: Callable[..., Any],
+        arguments: Sequence[Any],
+        coordinates: tuple[int, ...],
+        key: tuple[Hashable, Hashable],
     ) -> Any:
-        """What the step returns, on the last stage; the whole batch is one microbatch."""
+        """Return the result of the step, on the last stage; the whole batch is one microbatch."""
         context = self._context
-        version = coordinates[0], context.version(gradients=False)
-        part = signature(arguments)
+        version, part = key
         context.desync.note_batch(_NAMES[coordinates[0]], version, [part])
-        plan = context.frame.find_plan(user_step, arguments, *coordinates, key=(version, part))
-        assert plan is not None
+        if key in self._lockstep:
+            return self._in_lockstep(user_step, arguments, coordinates)
+        plan = context.frame.find_plan_if_any(user_step, arguments, *coordinates, key=key)
+        if plan is None:
+            if self._remembers:
+                self._lockstep.add(key)
+            return self._in_lockstep(user_step, arguments, coordinates)
+        if plan.graph.needed is None:
+            self._state = None  # all of it is known
+        elif self._state is not None:
+            self._state.keep_new()
         if plan.of_layers:
             if not self._grad_sync.zero.keeps_layers:
                 raise WrongUseError(shard_text(plan.of_layers))
@@ -141,16 +237,35 @@ class EvaluationStep:
         fetched = context.frame.fetch_parameters(user_step.__name__, [plan])
 
         def compute(stage: int, microbatch: int, inputs: Any) -> Any:
-            context.enter_user_code(*coordinates, keep=stage == context.num_stages - 1)
+            is_last = stage == context.num_stages - 1
+            context.enter_user_code(*coordinates, keep=is_last)
             part = stage, user_step, arguments, context.received(inputs)
-            value = context.frame.run_frame(plan, *part, *coordinates, fetched=fetched)
-            return context.plain(value, to_stage=stage < context.num_stages - 1)
+
+            def run() -> Any:
+                value = context.frame.run_frame(plan, *part, *coordinates, fetched=fetched)
+                return context.plain(value, to_stage=not is_last)
+
+            return self._try(run) if is_last else run()
 
         keys = context.keys(version, [(plan.number, signature(arguments[0]))])
         early = context.may_post_early(keys)
         schedule = build_forward(context.num_ranks, 1, context.num_chunks, posts_early=early)
-        values = context.engine.run(schedule, compute, keys, profile=context.profile)
+        try:
+            values = context.engine.run(schedule, compute, keys, profile=context.profile)
+        except PathChangedError as error:
+            if plan.graph.needed is None or context.frame.can_lockstep:
+                raise
+            raise WrongUseError(f"{error} {GENERATION}") from None
         return values[0] if values else None
+
+    def _in_lockstep(
+        self, user_step: Callable[..., Any], arguments: Sequence[Any], coordinates: tuple[int, ...]
+    ) -> Any:
+        """Return the result of a step that runs on all stages at once, on each rank."""
+        context = self._context
+        self._grad_sync.zero.unshard_layers()  # before layers wait for each other: replicas may call other ones
+        context.enter_user_code(*coordinates, keep=context.is_last)
+        return context.plain(context.frame.run_in_lockstep(user_step, arguments, *coordinates, plain=context.plain))
 
     def _body(self, key: Hashable, x: Any, total: int | None, coordinates: tuple[int, ...]) -> Any:
         """The output of the body for the whole batch, on the last stage."""

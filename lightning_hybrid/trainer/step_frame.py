@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_hybrid.data_parallel.broadcast import broadcast_tensors
-from lightning_hybrid.distributed.failure import WrongUseError
+from lightning_hybrid.distributed.failure import is_transport
 from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.distributed.random import RandomStreams
 from lightning_hybrid.pipeline_parallel.body import Body, BodyCut
@@ -32,6 +32,7 @@ from lightning_hybrid.pipeline_parallel.frame.plan import FramePlan, stages_by_p
 from lightning_hybrid.pipeline_parallel.frame.routes import Travel, travel_text
 from lightning_hybrid.pipeline_parallel.stage_map import StageMap
 from lightning_hybrid.tensor_parallel.layers import ParallelLayer
+from lightning_hybrid.trainer.layer_exchange import DifferentStepsError, LayerExchange
 
 # So many steps are followed around a chain, of a sanity check and the first batch.
 _MOST_USES = 16
@@ -154,6 +155,7 @@ class StepFrame:
             assert body is not None
             self._use = make_chain_use(module, body, stage_map, device, around_discovery=around_discovery)
         self._warned: set[Hashable] = set()
+        self._exchange, self._in_lockstep = LayerExchange(mesh, device, type(module).__name__), set[str]()
 
     def _make_cut(self) -> FrameCut:
         assert self._body is not None
@@ -179,7 +181,7 @@ class StepFrame:
         is_asked = self._opens or (self._fits_units and step == "training_step")
         return is_asked and self.body_cut is not None and step not in self._settled
 
-    def settle(self, step: Callable[..., Any], arguments: Sequence[Any], *coordinates: int) -> None:
+    def settle(self, step: Callable[..., Any], arguments: Sequence[Any], *coordinates: int) -> bool:
         """Follow a step once; cut it at the layers of the chain, on every rank, if it does not call that as a whole.
 
         ::
@@ -196,25 +198,48 @@ class StepFrame:
             step: The user's step.
             arguments: Its arguments; the first one is the batch.
             coordinates: Of the random numbers that it draws.
+
+        Returns:
+            Whether the step may call the layers otherwise after all, as it could not be followed to its end.
         """
         self._settled.add(step.__name__)
         body = self._body
         assert body is not None
         assert body.chain is not None
-        found = torch.zeros(2, dtype=torch.int)  # calls it otherwise, writes parameters
+        found = torch.zeros(3, dtype=torch.int)  # calls it otherwise, writes parameters, is not followed to its end
         if self._mesh.pipeline_rank == 0:  # ranks between the ends lack what is around the chain
             self._streams.seed_user(*coordinates)
             calls = ChainCalls(self._module, body.names, body.chain, self._device, self._around_discovery)
             found += torch.tensor(calls.look(step, arguments, self._streams.of_calls(*coordinates)))
         dist.all_reduce(found, dist.ReduceOp.MAX, group=self._mesh.control_group)
-        is_other, writes = found.tolist()
-        if not (writes or (is_other and self._opens)):
-            return
+        is_other, writes, stops = found.tolist()
+        if writes or (is_other and self._opens):
+            self.open_chain(step.__name__, _OTHERWISE if is_other else _WRITES)
+        return bool(stops) and self._opens
+
+    @property
+    def can_lockstep(self) -> bool:
+        """Return whether a step may run in lockstep."""
+        return not torch.is_grad_enabled() and self._mesh.context_parallel_size == 1
+
+    @property
+    def layers(self) -> tuple[nn.Module, ...]:
+        """Return the layers of all stages."""
+        return () if self._body is None else self._body.layers
+
+    def open_chain(self, step: str, why: str = _OTHERWISE) -> None:
+        """Let any code call the layers of the chain from now on; every rank of the model group does so.
+
+        Args:
+            step: The name of the step that does.
+            why: What it does, with a place for the name of the chain.
+        """
+        assert self._body is not None
         self._share_buffers()
         self.body_cut, self._use, self.cut = None, None, self._make_cut()
         rank_zero_info(
-            f"`{step.__name__}` {(_OTHERWISE if is_other else _WRITES).format(repr(body.name))}: any code may call its"
-            f" layers now, as with HybridStrategy(body=[{body.name!r}])."
+            f"`{step}` {why.format(repr(self._body.name))}: any code may call its layers now, as with"
+            f" HybridStrategy(body=[{self._body.name!r}])."
         )
 
     def _share_buffers(self) -> None:
@@ -326,7 +351,7 @@ class StepFrame:
         number = next(number for number, row in enumerate(rows) if len(set(row)) > 1)
         ranks = dist.get_process_group_ranks(group)
         names = ", ".join(f"{name} on rank {rank}" for rank, name in zip(ranks, rows[number], strict=True))
-        raise WrongUseError(
+        raise DifferentStepsError(
             f"The step of {type(self._module).__name__} is not the same on every rank: call {number} is {names}. Every"
             " stage runs this code; it must not depend on the rank."
         )
@@ -367,6 +392,64 @@ class StepFrame:
         plan = self.cut.find_plan((step.__name__, key), step, arguments, *seeds, choice=choice)
         self.microbatch = None
         return plan
+
+    def find_plan_if_any(
+        self, step: Callable[..., Any], arguments: Sequence[Any], *coordinates: int, key: Hashable
+    ) -> FramePlan | None:
+        """Return what the stages do in a step; ``None`` if it has to run in lockstep, on every rank of the model group.
+
+        Args:
+            step: The user's step.
+            arguments: Its arguments; the first one is the batch.
+            coordinates: Of the random numbers that it draws.
+            key: As of :meth:`find_plan`.
+
+        Raises:
+            WrongUseError: If the step cannot be divided, and may not run in lockstep; if ranks do different things.
+        """
+        try:
+            return self.find_plan(step, arguments, *coordinates, key=key)
+        except Exception as error:  # of the user's code too, which without values may do anything
+            if isinstance(error, DifferentStepsError) or is_transport(error) or not self.can_lockstep:
+                raise
+            self.microbatch = None
+            self._compare_calls([f"the end of what can be followed of `{step.__name__}`"])
+            return None
+
+    def run_in_lockstep(
+        self,
+        step: Callable[..., Any],
+        arguments: Sequence[Any],
+        *coordinates: int,
+        plain: Callable[[Any], Any],
+    ) -> Any:
+        """Run a step without gradients in lockstep, and return what it returns.
+
+        Args:
+            step: The user's step.
+            arguments: Its arguments.
+            coordinates: Of the random numbers that it draws.
+            plain: Makes ordinary tensors of what tensor-parallel layers return.
+
+        Raises:
+            DifferentStepsError: If the ranks of the model group do different things.
+        """
+        assert self.cut is not None
+        if step.__name__ not in self._in_lockstep:
+            self._in_lockstep.add(step.__name__)
+            rank_zero_info(
+                f"`{step.__name__}` calls layers depending on their results, so it runs in lockstep: one stage computes"
+                " at a time."
+            )
+        return self.cut.run_in_lockstep(
+            step,
+            arguments,
+            self._mesh.pipeline_rank,
+            self._exchange,
+            random=lambda number: self._streams.layers(0, *coordinates, number),
+            plain=plain,
+            is_tensor_parallel=self._mesh.tensor_parallel_size > 1,
+        )
 
     def fetch_parameters(self, step: str, plans: Sequence[FramePlan], *, warns: bool = True) -> dict[str, Tensor]:
         """Values of parameters for stages that come before those that have them; only a step without gradients may.

@@ -71,8 +71,9 @@ _WRITTEN, _ALIASES, _CHANGED, _MANY = 1_000_000, 2_000_000, 3_000_000, 500_000
 
 #: The usual reason why layers are called again with what they made, or their caches are used; and what to do.
 GENERATION = (
-    "In generation each token goes back into the first stage: do it after the run, when"
-    " `trainer.strategy.gather_module()` has made the model whole, or in one process from a checkpoint."
+    "In generation each token goes back into the first stage: do it in `validation_step`, `test_step` or"
+    " `predict_step`, where nothing has a gradient, without `context_parallel_size`; or after the run, when"
+    " `trainer.strategy.gather_module()` has made the model whole."
 )
 
 

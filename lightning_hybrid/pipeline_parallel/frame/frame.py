@@ -26,6 +26,7 @@ from lightning_hybrid.pipeline_parallel.frame.fake_module import fake_module
 from lightning_hybrid.pipeline_parallel.frame.fake_tensors import AbsentValueError, FakeTensor, absent_text
 from lightning_hybrid.pipeline_parallel.frame.functional_call import call_with_states
 from lightning_hybrid.pipeline_parallel.frame.graph import Call, Graph
+from lightning_hybrid.pipeline_parallel.frame.lockstep import Exchange, Lockstep
 from lightning_hybrid.pipeline_parallel.frame.path_change import PathChangedError
 from lightning_hybrid.pipeline_parallel.frame.plan import FramePlan, find_kept, make_part
 from lightning_hybrid.pipeline_parallel.frame.reentrant import without_reentrant
@@ -57,6 +58,10 @@ _log = logging.getLogger(__name__)
 _MOST_OF_KEY, _MOST_PLANS = 32, 512
 # Where `module.compile()` keeps what a call of the module runs instead.
 _COMPILED = "_compiled_call_impl"
+_FIRST_OF_SHAPES = (
+    "In evaluation the first batch of these shapes decides how steps run, and it called no layer there: with"
+    " HybridStrategy(dynamic_shapes=True) each batch decides."
+)
 # With so many paths for one signature a step seems to read another number each time.
 _MANY = 8
 
@@ -135,7 +140,7 @@ class FrameCut:
         self._all_holders: dict[str, Collection[int]] | None = None
         self._numbers = count()
         self._warned = False
-        self._mode: Discovery | Running | None = None
+        self._mode: Discovery | Running | Lockstep | None = None
         self._states: StatesOfStages | None = None  # of the step that runs, if a rank has several stages
         self._invariant: defaultdict[int, InvariantCalls] | None = None  # by plan, if the step that runs repeats
         self._replaced: list[tuple[dict[str, Any], str, Any]] = []
@@ -717,6 +722,46 @@ class FrameCut:
                     raise WrongUseError(self._written_text(plan, position))
         return value
 
+    def run_in_lockstep(
+        self,
+        step: Callable[..., Any],
+        arguments: Sequence[Any],
+        rank: int,
+        exchange: Exchange,
+        *,
+        random: Callable[[int], AbstractContextManager[None]],
+        plain: Callable[[Any], Any],
+        is_tensor_parallel: bool,
+    ) -> Any:
+        """Run a step on all stages at once, and return what it returns.
+
+        Args:
+            step: The user's step.
+            arguments: Its arguments.
+            rank: This pipeline rank.
+            exchange: As of :class:`Lockstep`.
+            random: As of :class:`Lockstep`.
+            plain: As of :class:`Lockstep`.
+            is_tensor_parallel: As of :class:`Lockstep`.
+        """
+        ranks = range(self._num_ranks)
+        held = {name: frozenset(stage % len(ranks) for stage in stages) for name, stages in self.all_holders.items()}
+        holders = {
+            id(parameter): (parameter, held[name])
+            for name, parameter in self._module.named_parameters()
+            if len(held.get(name, ranks)) < len(ranks)
+        }
+        layer_ranks = [self._stage_of[index] % len(ranks) for index in range(self._num_layers)]
+        given = exchange, rank, self.layers, layer_ranks, holders, self._device
+        self._mode = lockstep = Lockstep(*given, random=random, plain=plain, is_tensor_parallel=is_tensor_parallel)
+        try:
+            with lockstep:
+                value = step(*arguments)
+        finally:
+            self._mode = None
+        exchange.end(lockstep.checksum)
+        return value
+
     def _path_text(self, plan: FramePlan, number: int, found: str | int) -> str:
         """The text for a step that does something else than what was discovered."""
         calls = plan.graph.calls
@@ -753,12 +798,13 @@ class FrameCut:
     def _late_text(self, plan: FramePlan, index: int) -> str:
         """The text for a unit of another stage that is called after the number of an absent value was needed."""
         again = any(call.unit == index for call in plan.graph.calls)
+        dynamic = "" if torch.is_grad_enabled() else f" {_FIRST_OF_SHAPES}"
         return (
             f"The layer {self._units[index][0]!r} is called{' again' * again} after {plan.graph.needed} has asked for"
             " the number of a value that another stage makes. What is called later must not depend on such a number:"
             " decide by the batch, or keep the decision and the layers behind it in one layer of the body, which sees a"
             " microbatch."
-            f"{f' {GENERATION}' * again}"
+            f"{f' {GENERATION}' * again}{dynamic}"
         )
 
 

@@ -12,8 +12,8 @@ from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.pipeline_parallel.frame.graph import Call
 from lightning_hybrid.pipeline_parallel.frame.plan import FramePlan
 
-#: A plan number that stands for tracing the step anew.
-FOLLOW = -1
+#: Plan numbers that stand for tracing the step anew, and for running it in lockstep.
+FOLLOW, LOCKSTEP = -1, -2
 
 
 class Choice(NamedTuple):
@@ -21,7 +21,7 @@ class Choice(NamedTuple):
 
     Attributes:
         microbatch: The first microbatch whose plan did not fit; earlier ones keep theirs.
-        plan: The number of its next plan, or ``FOLLOW``.
+        plan: The number of its next plan, ``FOLLOW`` or ``LOCKSTEP``.
         follows_rest: Whether later microbatches are traced too, even if plans are remembered for them.
     """
 

@@ -21,7 +21,7 @@ from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.distributed.module_names import join_names
 from lightning_hybrid.distributed.pytree import flatten, unflatten
 
-_ATOMS = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size})
+ATOMS = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size})
 CONTAINERS = frozenset({list, dict, set, deque, Counter, OrderedDict, defaultdict})
 _INTERNAL = frozenset(vars(nn.Module())) - {"training"}
 # Objects of their classes are no state of a step: trainers, optimizers, generators, files, locks.
@@ -58,7 +58,7 @@ def find_owners(
     waiting: list[tuple[str, Any]] = [("", value) for value in values]
     while waiting:
         path, value = waiting.pop()
-        if type(value) in _ATOMS or id(value) in seen:
+        if type(value) in ATOMS or id(value) in seen:
             continue
         seen.add(id(value))
         entries: Iterable[tuple[str, Any]] = ()
@@ -103,7 +103,7 @@ def _inside(value: Any, most: int | None = None) -> Iterator[Any]:
     waiting, seen = [value], set()
     while waiting:
         value = waiting.pop()
-        if type(value) in _ATOMS or id(value) in seen:
+        if type(value) in ATOMS or id(value) in seen:
             continue
         is_container = isinstance(value, (list, tuple)) or type(value) in CONTAINERS
         seen.add(id(value))
@@ -155,7 +155,7 @@ class Copies:
             tensor: Copies a tensor.
         """
         kind = type(value)
-        if kind in _ATOMS:
+        if kind in ATOMS:
             return value
         if id(value) in self._known:
             return self._known[id(value)][1]
@@ -315,13 +315,13 @@ class _ModuleTable:
         self.values = [
             value
             for name, value in table.items()
-            if type(value) not in _ATOMS and name not in _INTERNAL and _may_hold(value)
+            if type(value) not in ATOMS and name not in _INTERNAL and _may_hold(value)
         ]
 
 
 def _may_hold(value: Any) -> bool:
     if isinstance(value, tuple):
-        return any(type(entry) not in _ATOMS for entry in value)
+        return any(type(entry) not in ATOMS for entry in value)
     return isinstance(value, (Tensor, np.ndarray, list)) or type(value) in CONTAINERS or is_object(value)
 
 

@@ -1,0 +1,275 @@
+"""The result of a call and its changes to its arguments, sent to ranks that have not made the call."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_hybrid.distributed.failure import WrongUseError
+from lightning_hybrid.pipeline_parallel.frame.stage_states import ATOMS, CONTAINERS, is_object, refill
+from lightning_hybrid.pipeline_parallel.placeholders import PlaceholderBuffer, is_placeholder
+
+# Marks in a pickle: something that the receiver has itself, a tensor that is sent or is not, and a device.
+_KNOWN, _SENT, _KEPT, _DEVICE = "known", "sent", "kept", "device"
+
+_KEPT_TEXT = (
+    "A layer reads a tensor that a layer of another stage has put into an object, such as a cache of keys. The tensor"
+    " stays on the stage that has made it. Let the one layer return it, and pass it to the other layer as an argument."
+)
+
+
+class Packed(NamedTuple):
+    """The result of a call, and its changes to its arguments.
+
+    Attributes:
+        payload: The pickle of both, without tensors.
+        tensors: The tensors that are sent.
+        kept: The tensors that stay with the sender, as the call has put them into an object, such as a cache of keys.
+    """
+
+    payload: bytes
+    tensors: list[Tensor]
+    kept: list[Tensor]
+
+
+class KeptTensor(PlaceholderBuffer):
+    """The shape of a tensor that a layer of another stage has put into an object."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Return results without values.
+
+        Raises:
+            WrongUseError: If values are needed.
+        """
+        try:
+            return super().__torch_function__(func, types, args, kwargs)
+        except WrongUseError:
+            raise WrongUseError(_KEPT_TEXT) from None
+
+
+def kept_like(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> KeptTensor:
+    """Return a tensor without values in the place of one that another stage keeps."""
+    return torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype, device="meta").as_subclass(KeptTensor)
+
+
+class Arguments:
+    """The objects, containers and tensors among the arguments of a call, as they were before it.
+
+    Each rank of a model group makes one before a call, and finds the same things in the same order. So a number names
+    each thing that the call changes::
+
+        rank that calls     cache.layers[0].keys = tensor (2, 4, 7, 8)     -->  (3, {"keys": kept (2, 4, 7, 8)})
+        the others          set `keys` of their object 3 to a tensor without values
+
+    Args:
+        values: The arguments.
+    """
+
+    def __init__(self, values: Any) -> None:
+        self._nodes, self._numbers = list[Any](), dict[int, int]()
+        self._find(values)
+        self._before: list[Any] = []
+
+    def watch(self, is_absent: Callable[[Tensor], bool]) -> None:
+        """Notice changes from here on, on the rank that makes the call.
+
+        Args:
+            is_absent: Whether some ranks do not have the values of a tensor. Such a tensor is not sent.
+        """
+        nodes = self._nodes
+        self._before = [None if isinstance(node, Tensor) and is_absent(node) else _copied(node) for node in nodes]
+
+    def _find(self, values: Any) -> None:
+        waiting = [values]
+        while waiting:
+            value = waiting.pop()
+            if type(value) in ATOMS or id(value) in self._numbers:
+                continue
+            inside = _inside(value)
+            if inside is not None:
+                self._numbers[id(value)] = len(self._nodes)
+                self._nodes.append(value)
+                waiting += reversed(inside)
+
+    def pack(self, result: Any) -> Packed:
+        """Return a result, with the changes since :meth:`watch`.
+
+        Args:
+            result: The result of the call.
+
+        Raises:
+            WrongUseError: If something cannot be sent.
+        """
+        changes = [
+            (number, _changed(node, before))
+            for number, (node, before) in enumerate(zip(self._nodes, self._before, strict=True))
+            if before is not None and _is_changed(node, before)
+        ]
+        sent = self._tensors_of(result) + [value for _, value in changes if isinstance(value, Tensor)]
+        if any(map(is_placeholder, sent)):
+            raise WrongUseError(_KEPT_TEXT)
+        buffer = io.BytesIO()
+        pickler = _Pickler(buffer, self._numbers, sent)
+        try:
+            pickler.dump((len(self._nodes), result, changes))
+        except Exception as error:  # the pickle protocol lets classes raise anything
+            raise WrongUseError(
+                f"A layer returns something, or puts it into an object, that cannot be sent to other stages: {error}"
+            ) from error
+        return Packed(buffer.getvalue(), pickler.sent, pickler.kept)
+
+    def _tensors_of(self, result: Any) -> list[Tensor]:
+        """Return the tensors in a result that the receiver does not have."""
+        tensors, seen, waiting = list[Tensor](), dict[int, Any](), [result]
+        while waiting:
+            value = waiting.pop()
+            inside = None if id(value) in self._numbers or id(value) in seen else _inside(value)
+            if inside is not None:
+                seen[id(value)] = value
+                tensors += [value] if isinstance(value, Tensor) else []
+                waiting += reversed(inside)
+        return tensors
+
+    def unpack(self, payload: bytes, tensors: Sequence[Tensor], device: torch.device) -> tuple[Any, list[Tensor]]:
+        """Make the changes of another rank here.
+
+        Args:
+            payload: Of :class:`Packed`.
+            tensors: Of :class:`Packed`, as they have arrived.
+            device: Where this rank computes.
+
+        Returns:
+            The result of the call; and the tensors in the place of those that stay with the sender.
+
+        Raises:
+            WrongUseError: If the arguments here are others.
+        """
+        unpickler = _Unpickler(io.BytesIO(payload), self._nodes, tensors, device)
+        number, result, changes = unpickler.load()
+        if number != len(self._nodes):
+            raise WrongUseError(
+                f"A layer is called with other arguments on each rank: {number} objects, containers and tensors on the"
+                f" rank that has it, {len(self._nodes)} here. Every rank runs the code around the layers; it must not"
+                " depend on the rank."
+            )
+        for position, value in changes:
+            _apply(self._nodes[position], value)
+        return result, unpickler.kept
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles values without tensors, devices, and things that the receiver has."""
+
+    def __init__(self, file: io.BytesIO, numbers: dict[int, int], sent: Sequence[Tensor]) -> None:
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        self._numbers, self.sent, self.kept = numbers, list(sent), list[Tensor]()
+        self._positions = {id(tensor): position for position, tensor in reversed(list(enumerate(sent)))}
+
+    def persistent_id(self, value: Any) -> Any:
+        """Return the mark for a value; ``None`` if it is pickled."""
+        if isinstance(value, torch.device):
+            return _DEVICE, value.type
+        if not isinstance(value, Tensor):
+            return (_KNOWN, self._numbers[id(value)]) if id(value) in self._numbers else None
+        if id(value) in self._positions:
+            return _SENT, self._positions[id(value)]
+        if id(value) in self._numbers:
+            return _KNOWN, self._numbers[id(value)]
+        if value.numel() > 1:
+            place = next((place for place, each in enumerate(self.kept) if each is value), len(self.kept))
+            self.kept += [value] * (place == len(self.kept))
+            return _KEPT, place, tuple(value.shape), value.stride(), value.dtype
+        self._positions[id(value)] = len(self.sent)  # a length: code around the layers may read it
+        self.sent.append(value)
+        return _SENT, self._positions[id(value)]
+
+
+class _Unpickler(pickle.Unpickler):
+    """The other side of :class:`_Pickler`."""
+
+    def __init__(self, file: io.BytesIO, nodes: Sequence[Any], tensors: Sequence[Tensor], device: torch.device) -> None:
+        super().__init__(file)
+        self._nodes, self._tensors, self._device, self.kept = nodes, tensors, device, list[Tensor]()
+
+    def persistent_load(self, token: Any) -> Any:
+        """Return the value for a mark of the sender."""
+        kind, value = token[:2]
+        if kind == _KNOWN:
+            return self._nodes[value]
+        if kind == _SENT:
+            return self._tensors[value]
+        if kind == _DEVICE:
+            return self._device if value == self._device.type else torch.device(value)
+        if value == len(self.kept):
+            self.kept.append(kept_like(*token[2:]))
+        return self.kept[value]
+
+
+def _inside(value: Any) -> Sequence[Any] | None:
+    """Return the values in an object or a container, none for an array or a tensor; ``None`` for anything else."""
+    if isinstance(value, (Tensor, np.ndarray)):
+        return ()
+    if isinstance(value, (list, tuple)):
+        return list(value)
+    if isinstance(value, dict):
+        return list(value.values())
+    if type(value) in CONTAINERS:  # in a set nothing has a place
+        return ()
+    return list(vars(value).values()) if is_object(value) else None
+
+
+def _copied(node: Any) -> Any:
+    """Return a copy or a version, which shows later whether something has changed; ``None`` if it cannot change."""
+    if isinstance(node, Tensor):
+        return node.clone() if node.is_inference() else node._version
+    if is_object(node):
+        return dict(vars(node))
+    return node.copy() if type(node) in CONTAINERS or isinstance(node, np.ndarray) else None
+
+
+def _is_changed(node: Any, before: Any) -> bool:
+    if isinstance(node, Tensor):
+        return not torch.equal(node, before) if isinstance(before, Tensor) else bool(node._version != before)
+    if isinstance(node, np.ndarray):
+        return bool(node.tobytes() != before.tobytes())
+    now = vars(node) if is_object(node) else node
+    if isinstance(now, dict):
+        return list(now) != list(before) or any(now[name] is not value for name, value in before.items())
+    if isinstance(now, set):
+        return bool(now != before)
+    return len(now) != len(before) or any(one is not other for one, other in zip(now, before, strict=True))
+
+
+def _changed(node: Any, before: Any) -> Any:
+    """Return the new contents of a container, an array or a tensor; of an object the attributes that differ."""
+    if isinstance(node, Tensor):
+        return node.detach()
+    if not is_object(node):
+        return node.copy()
+    now = vars(node)
+    new = {name: value for name, value in now.items() if name not in before or before[name] is not value}
+    return new, [name for name in before if name not in now]
+
+
+def _apply(node: Any, value: Any) -> None:
+    """Make the change of another rank here."""
+    if isinstance(node, Tensor):
+        node.copy_(value)
+    elif isinstance(node, np.ndarray):
+        node[...] = value
+    elif is_object(node):
+        new, removed = value
+        vars(node).update(new)
+        for name in removed:
+            vars(node).pop(name, None)
+    else:
+        refill(node, value)

@@ -1,0 +1,315 @@
+"""A step whose control flow depends on results: all stages run its code, and each gets what the others compute."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from lightning_hybrid.distributed.failure import WrongUseError
+from lightning_hybrid.distributed.pytree import flatten, unflatten
+from lightning_hybrid.distributed.taps import Hook, Tap, TappedCall, Taps, find_taps
+from lightning_hybrid.distributed.tensor_metadata import METADATA, getters
+from lightning_hybrid.pipeline_parallel.frame.changes import Arguments, kept_like
+from lightning_hybrid.pipeline_parallel.frame.graph import DERIVATIVES, function_name
+from lightning_hybrid.pipeline_parallel.placeholders import is_placeholder, written_operands
+
+_DEVICE = getters("device")
+_INTEGERS = torch.int64, torch.int32
+_FEW = 1024
+
+
+class Exchange(Protocol):
+    """Sends a tree from one pipeline rank to all ranks of the model group."""
+
+    def __call__(self, owner: int, tree: Any = None) -> Any:
+        """Return the tree of the owner.
+
+        Args:
+            owner: The pipeline rank that sends.
+            tree: The tree; only the owner's counts.
+        """
+
+    def end(self, checksum: Tensor) -> None:
+        """End a step on all ranks, which have to agree on a checksum."""
+
+
+class Lockstep(TorchFunctionMode):
+    """Runs the user's step on all stages at once: the stage that holds a layer computes it, the others receive.
+
+    ::
+
+        stage 0    embed --.    layer 0 --.    (receives)    (receives)    argmax, and the next token
+        stage 1    (receives)  (receives)  `-> layer 1 --.   head -------> argmax, and the next token
+
+    The code around the layers has the values that it has in one process, so it may stop at a token, draw one, or call
+    the layers again. A function of torch that receives a parameter of another stage is called where the parameter
+    lives, and its result is sent.
+
+    A tensor that a layer puts into an object among its arguments, such as a cache of keys, stays where the layer is;
+    the other ranks have a tensor without values in its place. Tensors that code around the layers makes of it (the
+    rows of a beam) stay there too. Values that are read are sent.
+
+    Gradients are off: nothing has a backward.
+
+    Args:
+        exchange: Sends what is computed.
+        rank: This pipeline rank.
+        layers: The units that are layers of the body; other units are code around them.
+        ranks: The pipeline rank that computes each of these layers.
+        holders: The pipeline ranks that have a tensor which not all have, by the identity of the tensor on this rank.
+        device: Where this rank computes.
+        random: Around the calls that one stage makes, by their numbers: each draws from a random stream of its own.
+        plain: Makes ordinary tensors of what tensor-parallel layers return.
+        is_tensor_parallel: Whether layers are tensor-parallel.
+
+    Attributes:
+        checksum: Of the integers (tokens, positions) that layers and functions of parameters were given; a scalar.
+        is_answering: Whether a call of a function is answered, in which torch follows nothing.
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        rank: int,
+        layers: Sequence[nn.Module],
+        ranks: Sequence[int],
+        holders: Mapping[int, tuple[Tensor, frozenset[int]]],
+        device: torch.device,
+        *,
+        random: Callable[[int], AbstractContextManager[None]],
+        plain: Callable[[Any], Any],
+        is_tensor_parallel: bool,
+    ) -> None:
+        super().__init__()
+        self._exchange, self._rank, self._layers, self._ranks = exchange, rank, layers, ranks
+        self._device, self._random, self._plain, self._is_tensor_parallel = device, random, plain, is_tensor_parallel
+        self._holders = {key: (weakref.ref(tensor), held) for key, (tensor, held) in holders.items()}
+        self._most = 2 * len(self._holders) + _FEW  # beyond which tensors that are gone are forgotten
+        self._num_layer_calls = self._num_other_calls = 0
+        self.checksum = torch.zeros((), dtype=torch.int64, device=device)
+        self.is_answering = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Make a call of code around the layers."""
+        kwargs = kwargs or {}
+        if func in METADATA:
+            if func in _DEVICE and is_placeholder(args[0]):
+                return self._device  # where it would be
+            return func(*args, **kwargs)
+        if func in DERIVATIVES:
+            raise WrongUseError(
+                f"`{function_name(func)}` differentiates in a step that calls layers depending on their results. The"
+                " layers live on several stages: no rank has the whole graph. Compute derivatives inside of one layer,"
+                " or use a layout without a pipeline."
+            )
+        self.is_answering = True
+        try:
+            leaves = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
+            if any(isinstance(leaf, nn.Parameter) for leaf in leaves):  # such as an embedding of tokens
+                self._note(leaves)
+            held = [leaf for leaf in leaves if self._held_by(leaf)]
+            return self._call(func, args, kwargs, held) if held else func(*args, **kwargs)
+        finally:
+            self.is_answering = False
+
+    def call_unit(self, index: int, unit: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call a unit where it lives, and hooks of the user's inside it on every rank.
+
+        Args:
+            index: Its position.
+            unit: Its `forward`.
+            args: Arguments of the call.
+            kwargs: Likewise.
+        """
+        if index >= len(self._layers):  # its parameters are known by themselves
+            return unit(*args, **kwargs)
+        self._num_layer_calls += 1
+        number = self._num_layer_calls  # the same under every layout
+        taps = Taps(self._layers[index], find_taps(self._layers[index], of_torch=False))
+        calls: list[TappedCall] = []
+
+        def note(tap: Tap, hook: Hook, module: nn.Module, *given: Any) -> Any:
+            result = hook(module, *given)
+            if result is None:  # one that changes what its module returns has nothing to do elsewhere
+                calls.append(TappedCall(tap, given))
+            return result
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with taps.calling(note):
+                return unit(*args, **kwargs), calls
+
+        with self._paused():
+            self._note(flatten((args, kwargs))[0])
+            args, kwargs = self._arrived(self._ranks[index], args, kwargs)
+            result, tapped = self._share(self._ranks[index], number, run, args, kwargs)
+        if tapped is not calls:
+            taps.replay(tapped)
+        return result
+
+    def call_module(self, name: str, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call a tensor-parallel module around the layers where its parameters live.
+
+        Args:
+            name: Its dotted name.
+            module: The module.
+            forward: Its `forward`.
+            args: Arguments of the call.
+            kwargs: Likewise.
+
+        Raises:
+            WrongUseError: If no stage has all of its parameters.
+        """
+        with self._paused():
+            self._note(flatten((args, kwargs))[0])
+            places = [held for each in module.parameters() if (held := self._held_by(each))]
+            if not places:
+                return forward(*args, **kwargs)
+            common = frozenset.intersection(*places)
+            if not common:
+                raise WrongUseError(f"The parameters of {name!r} live on different stages: no stage can compute it.")
+            return self._share_other(min(common), forward, *self._arrived(min(common), args, kwargs))
+
+    @contextmanager
+    def _paused(self) -> Any:
+        """Inside, calls are made as they are."""
+        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        try:
+            yield
+        finally:
+            self.__enter__()  # type: ignore[no-untyped-call]
+
+    def _held_by(self, tensor: Tensor) -> frozenset[int] | None:
+        """Return the pipeline ranks that have the values of a tensor; ``None`` for all."""
+        entry = self._holders.get(id(tensor))
+        return entry[1] if entry is not None and entry[0]() is tensor else None
+
+    def _keep(self, tensors: Sequence[Tensor], held: frozenset[int]) -> None:
+        if len(self._holders) > self._most:
+            self._holders = {key: entry for key, entry in self._holders.items() if entry[0]() is not None}
+            self._most = 2 * len(self._holders) + _FEW
+        self._holders |= {id(tensor): (weakref.ref(tensor), held) for tensor in tensors}
+
+    # Nothing is followed from here on.
+
+    def _call(self, func: Any, args: Any, kwargs: Any, held: Sequence[Tensor]) -> Any:
+        """Call a function of tensors that not all ranks have."""
+        common = frozenset.intersection(*[places for each in held if (places := self._held_by(each))])
+        if not common:
+            args, kwargs = self._fetched(args, kwargs)
+            return func(*args, **kwargs)
+        if any(isinstance(each, nn.Parameter) for each in held):
+            if any(map(self._held_by, written_operands(func, args, kwargs))):
+                raise WrongUseError(
+                    f"`{function_name(func)}` writes a parameter in a step that calls layers depending on their"
+                    " results. The parameter lives on some stages only. Write it in a hook, such as"
+                    " `on_validation_batch_end`."
+                )
+            return self._share_other(min(common), func, args, kwargs)
+        shapes = self._shapes_of(func, args, kwargs)
+        if shapes is None:  # numbers are read, or shapes depend on them
+            args, kwargs = self._fetched(args, kwargs)
+            return func(*args, **kwargs)
+        result = func(*args, **kwargs) if self._rank in common else shapes
+        leaves = flatten(result)[0]
+        self._keep([leaf for leaf in leaves if self._held_by(leaf) is None], common)
+        return result
+
+    def _shapes_of(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Return tensors without values for what a function returns; ``None`` if it cannot be known without values.
+
+        Every rank asks, so that all decide alike.
+        """
+        if not all(map(self._held_by, written_operands(func, args, kwargs))):
+            return None
+        leaves, spec = flatten((args, kwargs))
+        shaped = [_without_values(leaf) for leaf in leaves]
+        given = {id(other): leaf for leaf, other in zip(leaves, shaped, strict=True)}
+        try:
+            made, made_spec = flatten(func(*unflatten(shaped, spec)[0], **unflatten(shaped, spec)[1]))
+        except Exception:
+            return None
+        if not all(isinstance(leaf, Tensor) and leaf.is_meta for leaf in made):
+            return None
+        stands = [given.get(id(leaf), leaf) for leaf in made]
+        return unflatten(
+            [
+                leaf if leaf is not other else kept_like(leaf.shape, leaf.stride(), leaf.dtype)
+                for leaf, other in zip(stands, made, strict=True)
+            ],
+            made_spec,
+        )
+
+    def _arrived(self, owner: int, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Return the arguments of a call; tensors that its rank does not have are sent, but for those in containers."""
+
+        def arrived(value: Any) -> Any:
+            held = self._held_by(value) if isinstance(value, Tensor) else None
+            return self._fetch(value) if held is not None and owner not in held else value
+
+        return tuple(map(arrived, args)), {name: arrived(value) for name, value in kwargs.items()}
+
+    def _fetched(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        leaves, spec = flatten((args, kwargs))
+        given = [self._fetch(leaf) if isinstance(leaf, Tensor) and self._held_by(leaf) else leaf for leaf in leaves]
+        args, kwargs = unflatten(given, spec)
+        return args, kwargs
+
+    def _fetch(self, tensor: Tensor) -> Tensor:
+        """Return a tensor with its values, on every rank.
+
+        Raises:
+            WrongUseError: If tensor-parallel ranks have parts of it.
+        """
+        held = self._held_by(tensor)
+        assert held is not None
+        if self._is_tensor_parallel and not isinstance(tensor, nn.Parameter):
+            raise WrongUseError(
+                "Code around the layers reads a tensor that a layer has put into an object, such as a cache of keys."
+                " Tensor-parallel ranks have parts of it. Let the layer return what is read."
+            )
+        owner, is_here = min(held), self._rank == min(held)
+        received: Tensor = self._exchange(owner, tensor.detach() if is_here else None)
+        return tensor if is_here else received
+
+    def _share_other(self, owner: int, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Make a call that is not one of a layer on one stage, and return its result on all."""
+        self._num_other_calls += 1
+        return self._share(owner, -self._num_other_calls, run, args, kwargs)
+
+    def _share(self, owner: int, number: int, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Make a call on one stage, and return its result on all."""
+        arguments = Arguments((args, kwargs))
+        if self._rank == owner:
+            arguments.watch(lambda tensor: self._held_by(tensor) is not None)
+            with self._random(number):
+                result = self._plain(run(*args, **kwargs))
+            packed = arguments.pack(result)
+            self._keep(packed.kept, frozenset({owner}))
+            self._exchange(owner, (packed.payload, packed.tensors))
+            return result
+        payload, tensors = self._exchange(owner)
+        result, kept = arguments.unpack(payload, tensors, self._device)
+        self._keep(kept, frozenset({owner}))
+        return result
+
+    def _note(self, leaves: Sequence[Any]) -> None:
+        """Add tensors of integers that all ranks have to the checksum."""
+        for leaf in leaves:
+            if isinstance(leaf, Tensor) and leaf.dtype in _INTEGERS and self._held_by(leaf) is None:
+                places = torch.arange(1, leaf.numel() + 1, device=leaf.device)
+                self.checksum = 31 * self.checksum + (leaf.flatten() * places).sum().to(self._device)
+
+
+def _without_values(leaf: Any) -> Any:
+    """Return a leaf of a call on the meta device."""
+    if isinstance(leaf, torch.device):
+        return torch.device("meta")
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")

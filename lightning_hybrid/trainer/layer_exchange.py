@@ -1,0 +1,92 @@
+"""Results of layers in a step that runs in lockstep: the stage that has a layer sends them to the other ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_hybrid.distributed.failure import WrongUseError
+from lightning_hybrid.distributed.mesh import Mesh
+from lightning_hybrid.distributed.messages.tree_broadcast import TreeBroadcast
+
+
+class DifferentStepsError(WrongUseError):
+    """The ranks of a model group do different things in a step."""
+
+
+class LayerExchange:
+    """Sends trees from any pipeline rank to all ranks of the model group; the first tensor-parallel rank sends.
+
+    Messages are numbered, so that a rank notices if another one makes other calls. Ranks that wait for each other in a
+    circle are found by the watch over all ranks.
+
+    Args:
+        mesh: The ranks.
+        device: Where this rank computes.
+        name: The class of the user's module, for messages.
+    """
+
+    def __init__(self, mesh: Mesh, device: torch.device, name: str) -> None:
+        self._mesh, self._device, self._name = mesh, device, name
+        self._number = 0
+
+    def __call__(self, owner: int, tree: Any = None) -> Any:
+        """Return the tree of a pipeline rank.
+
+        Args:
+            owner: The pipeline rank.
+            tree: The tree; only the owner's counts.
+
+        Raises:
+            DifferentStepsError: If the ranks do not make the same calls.
+        """
+        trees = self._trees_of(owner)
+        self._number += 1
+        trees.about = self._number
+        try:
+            return trees(tree)
+        except (WrongUseError, StopIteration):
+            raise self._other_calls() from None
+
+    def end(self, checksum: Tensor) -> None:
+        """End a step on all ranks; a rank that still waits for a layer would wait for ever.
+
+        Args:
+            checksum: A number that is the same on all ranks if they have called layers with the same tokens.
+
+        Raises:
+            DifferentStepsError: If the step of another rank goes on, or has called layers with other tokens.
+        """
+        every = list(map(self._trees_of, range(self._mesh.pipeline_parallel_size)))
+        for trees in every:
+            trees.about = self._number
+            if trees.is_source:
+                trees.end()
+        if not all(trees.is_source or self._is_over(trees) for trees in every):
+            raise self._other_calls()
+        if not torch.equal(self(0, checksum), checksum):
+            raise DifferentStepsError(
+                f"The step of {self._name} calls layers with other tokens on each rank. It runs on all stages, as the"
+                " layers that it calls depend on results; it must draw the same random numbers and decide in the same"
+                " way on every rank."
+            )
+
+    def _is_over(self, trees: TreeBroadcast) -> bool:
+        try:
+            trees.receive()
+        except StopIteration:
+            return True
+        except WrongUseError:
+            return False
+        return False
+
+    def _trees_of(self, owner: int) -> TreeBroadcast:
+        return self._mesh.tree_broadcast("layers", self._mesh.model_group_rank(owner, 0), self._device)
+
+    def _other_calls(self) -> DifferentStepsError:
+        return DifferentStepsError(
+            f"The step of {self._name} does not call the same layers on every rank. It runs on all stages, as the"
+            " layers that it calls depend on results; it must not depend on the rank."
+        )
