@@ -316,7 +316,8 @@ def fitted_and_pickled(layout: Layout) -> Any:
 
 
 def test_a_step_that_is_none_and_a_module_pickled_after_a_run(ranks: Pools) -> None:
-    for copied, mine in ranks(2, lightning=True).run(fitted_and_pickled, PP2):
+    layout = {**PP2, "gather_module_on_teardown": True}
+    for copied, mine in ranks(2, lightning=True).run(fitted_and_pickled, layout):
         assert_same(copied, mine)
 
 

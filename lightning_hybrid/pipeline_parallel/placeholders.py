@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
+from multiprocessing.context import get_spawning_popen
 from typing import Any, TypeVar
 
 import torch
@@ -21,6 +23,16 @@ _T = TypeVar("_T", bound=Tensor)
 #: What asks for values.
 _READS = {Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__array__}
 _READS |= {getattr(Tensor, f"__{kind}__") for kind in ("bool", "int", "float", "complex", "index")}
+
+#: What asks where the values are, to save them.
+_ADDRESSES = {Tensor.data_ptr}
+
+_SAVED_TEXT = (
+    "A tensor that lives on another stage of the pipeline is saved, and there are no values of it here. On every rank,"
+    " `trainer.save_checkpoint(path, weights_only=True)` writes all of the model. In a hook, save inside of"
+    " `with self.trainer.strategy.full_parameters():`, where parameters are whole; after a run call"
+    " `trainer.strategy.gather_module()` first, which makes the module whole."
+)
 
 _WRITTEN_TEXT = (
     "A tensor is written with the values of a parameter that lives on other stages, which are not here. An average of"
@@ -54,6 +66,8 @@ class PlaceholderTensor(Tensor):
             return args[0] is args[1]
         if func in _READS:
             raise WrongUseError(without_value_text(f"what `{func.__name__.strip('_')}` was called on"))
+        if func in _ADDRESSES:
+            raise WrongUseError(_SAVED_TEXT)
         with torch._C.DisableTorchFunctionSubclass():
             if _writes_values(func, args, kwargs or {}):
                 raise WrongUseError(_WRITTEN_TEXT)
@@ -98,6 +112,24 @@ class PlaceholderTensor(Tensor):
     def _like(self, tensor: Tensor) -> Tensor:
         return tensor.detach().as_subclass(PlaceholderBuffer)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse to be saved: nobody would notice before the file is read that there are no values in it.
+
+        A process that is started (a worker of a loader, which gets the module with a function of it) may have it.
+
+        Raises:
+            WrongUseError: If it is pickled for anything but :func:`sending_placeholders` or a new process.
+        """
+        if not _IS_SENT.get() and get_spawning_popen() is None:
+            raise WrongUseError(_SAVED_TEXT)
+        return super().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    def __copy__(self) -> Tensor:
+        """Share attributes, as `copy.copy` of a tensor does, which pickles it."""
+        copied = self._like(self)
+        vars(copied).update(vars(self))
+        return copied
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         """Ties stay ties: a tensor that was copied already is taken from ``memo``."""
         if id(self) not in memo:
@@ -105,6 +137,19 @@ class PlaceholderTensor(Tensor):
             vars(memo[id(self)]).update(copy.deepcopy(vars(self), memo))
         copied: Tensor = memo[id(self)]
         return copied
+
+
+_IS_SENT: ContextVar[bool] = ContextVar("_IS_SENT", default=False)
+
+
+@contextmanager
+def sending_placeholders() -> Iterator[None]:
+    """Let placeholders inside be pickled, for another rank of this job, where they are what they are here."""
+    token = _IS_SENT.set(True)
+    try:
+        yield
+    finally:
+        _IS_SENT.reset(token)
 
 
 _shows_absent = False

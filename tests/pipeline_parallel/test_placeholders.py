@@ -1,14 +1,19 @@
 from __future__ import annotations
 
 import copy
+import io
+import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file, save_model
 from torch import Tensor, nn
 
 from lightning_hybrid.distributed.failure import WrongUseError
+from lightning_hybrid.pipeline_parallel import placeholders
 from lightning_hybrid.pipeline_parallel.placeholders import (
     PlaceholderBuffer,
     PlaceholderParameter,
@@ -143,6 +148,54 @@ def test_modules_are_moved_and_converted_as_if_they_were_whole(name: str) -> Non
     assert ties(model) == ties(whole)
     flat, named = _flat_weights(model)
     assert all(a is b for a, b in zip(flat, named, strict=True))
+
+
+def saves(model: Model, path: Path) -> dict[str, Callable[[], Any]]:
+    """Every way of saving what is on another stage."""
+    layer = model.body[1]
+    return {
+        "parameter": lambda: pickle.dumps(layer[2].weight),  # type: ignore[index]
+        "buffer": lambda: pickle.dumps(layer[1].running_mean),  # type: ignore[index]
+        "computed": lambda: pickle.dumps([layer[2].weight * 2]),  # type: ignore[index]
+        "by copyreg": lambda: pickle.dumps(layer[2].weight, protocol=0),  # type: ignore[index]
+        "state dict": lambda: torch.save(model.state_dict(), io.BytesIO()),
+        "submodule": lambda: torch.save(layer.state_dict(), io.BytesIO()),  # type: ignore[union-attr]
+        "module": lambda: torch.save(model, io.BytesIO()),
+        "old format": lambda: torch.save(model, io.BytesIO(), _use_new_zipfile_serialization=False),
+        "safetensors": lambda: save_file(dict(model.state_dict()), path),
+        "safetensors of a module": lambda: save_model(model, str(path)),
+    }
+
+
+@pytest.mark.parametrize("how", saves(Model(), Path()))
+def test_what_lives_elsewhere_is_not_saved_without_its_values(tmp_path: Path, how: str) -> None:
+    with pytest.raises(ValueError, match=r"there are no values of it here.* `trainer\.save_checkpoint") as error:
+        saves(make(), tmp_path / "file")[how]()
+    assert "gather_module()" in str(error.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_lives_elsewhere_is_copied() -> None:
+    model = make()
+    model.body[1][2].weight.mark = 7  # type: ignore[index,union-attr]
+    for copied in (copy.copy(model), copy.deepcopy(model)):
+        assert {name for name, x in tensors(copied).items() if is_placeholder(x)} == {
+            name for name, x in tensors(model).items() if is_placeholder(x)
+        }
+    for duplicate in (copy.copy, copy.deepcopy):
+        parameter = duplicate(model.body[1][2].weight)  # type: ignore[index]
+        assert type(parameter) is PlaceholderParameter
+        assert (parameter.mark, parameter.requires_grad) == (7, False)  # type: ignore[attr-defined]
+        assert type(duplicate(model.body[1][1].running_mean)) is PlaceholderBuffer  # type: ignore[index]
+
+
+def test_a_new_process_gets_what_lives_elsewhere_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A worker of a loader that is spawned has the module, if a function of it makes the batches.
+    monkeypatch.setattr(placeholders, "get_spawning_popen", lambda: object())
+    model = pickle.loads(pickle.dumps(make()))
+    assert {name for name, tensor in tensors(model).items() if tensor.is_meta} == {
+        name for name, tensor in tensors(make()).items() if is_placeholder(tensor)
+    }
 
 
 def test_placeholders_do_not_go_to_a_gpu() -> None:

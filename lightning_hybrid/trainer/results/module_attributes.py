@@ -20,6 +20,7 @@ from torchmetrics import Metric, MetricCollection, MetricTracker
 from lightning_hybrid.distributed.dtensor import distribute_like, full_tensor, to_local
 from lightning_hybrid.distributed.pytree import flatten, map_leaves
 from lightning_hybrid.distributed.tensor_bytes import to_host
+from lightning_hybrid.pipeline_parallel.placeholders import sending_placeholders
 from lightning_hybrid.trainer.lightning_internals import lightning_attributes
 
 _IMMUTABLE = (bool, int, float, complex, str, bytes, type(None))
@@ -142,7 +143,8 @@ def pack(value: Any) -> bytes | None:
     """A value as bytes, without graphs; ``None`` if it cannot be pickled."""
     buffer = io.BytesIO()
     try:
-        torch.save(_map(_copied, value), buffer)
+        with sending_placeholders():
+            torch.save(_map(_copied, value), buffer)
     except (pickle.PicklingError, TypeError, AttributeError, NotImplementedError, RuntimeError):
         return None
     return buffer.getvalue()
