@@ -16,10 +16,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_hybrid.checkpoint.file_io import FILE_PLUGINS
-from lightning_hybrid.checkpoint.full import FullCheckpoint, check_values, part_expected
+from lightning_hybrid.checkpoint.full import FullCheckpoint, check_values
 from lightning_hybrid.checkpoint.metadata import METADATA, check_kind, make_metadata
 from lightning_hybrid.checkpoint.optimizer_state import OptimizerStates
 from lightning_hybrid.checkpoint.ownership import Ownership
+from lightning_hybrid.checkpoint.parts import part_expected
 from lightning_hybrid.checkpoint.snapshot import snapshot
 from lightning_hybrid.checkpoint.state_dict_match import load_module_state
 from lightning_hybrid.checkpoint.storage.background import BackgroundWriter

@@ -115,12 +115,12 @@ class PlaceholderTensor(Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse to be saved: nobody would notice before the file is read that there are no values in it.
 
-        A process that is started (a worker of a loader, which gets the module with a function of it) may have it.
+        Processes of this job may have it: a worker of a loader, which gets the module with a function of it.
 
         Raises:
-            WrongUseError: If it is pickled for anything but :func:`sending_placeholders` or a new process.
+            WrongUseError: If it is pickled for anything else.
         """
-        if not _IS_SENT.get() and get_spawning_popen() is None:
+        if not is_sent():
             raise WrongUseError(_SAVED_TEXT)
         return super().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
@@ -150,6 +150,11 @@ def sending_placeholders() -> Iterator[None]:
         yield
     finally:
         _IS_SENT.reset(token)
+
+
+def is_sent() -> bool:
+    """Whether what is pickled now is for a process of this job: inside :func:`sending_placeholders`, or a new one."""
+    return _IS_SENT.get() or get_spawning_popen() is not None
 
 
 _shows_absent = False

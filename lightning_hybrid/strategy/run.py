@@ -24,7 +24,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 
 from lightning_hybrid.checkpoint.checkpointer import Checkpointer
-from lightning_hybrid.checkpoint.full import warn_of_parts
+from lightning_hybrid.checkpoint.parts import checked_saves, mark_parts
 from lightning_hybrid.config import HybridConfig, grid_shape
 from lightning_hybrid.data_parallel.grad_sync import GradientSync
 from lightning_hybrid.data_parallel.master_weights import MasterWeights, NoMasterWeights
@@ -242,7 +242,7 @@ class AttachedModule:
         if before is not None and self._world.mesh.tensor_parallel_size > 1:
             check_own_parts(self.module, before, self._world.mesh)
         self.parallelizer()
-        warn_of_parts(self.module)
+        mark_parts(self.module)
         self._started.add(self.module)
         self.is_gathered = False
         self.checkpointer = self._new_checkpointer()
@@ -262,7 +262,7 @@ class AttachedModule:
             run.stop_steps()
         self.master_weights.remove()
         self.parallelizer.undo()
-        warn_of_parts(self.module)
+        mark_parts(self.module)
         self.parallelizer, self.is_gathered = self._new_parallelizer(world), True
         self.checkpointer = self._new_checkpointer()
 
@@ -457,6 +457,7 @@ class Run:
         world, module, undo = self._world, self._attached.module, self._installed
         self.is_installed = True
         undo.enter_context(lines_beside_bars(world.mesh))
+        undo.enter_context(checked_saves())
         self.grad_sync.zero.follow(trainer.strategy.optimizers)
         estimate = partial(self._attached.parallelizer.estimate_memory, trainer.strategy.optimizers)
         add_callbacks(trainer, world.resume, MemoryReport(estimate, memory_table, world.mesh))
