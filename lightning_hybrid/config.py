@@ -63,7 +63,7 @@ class HybridConfig:
     dynamic_shapes: bool = field(metadata=_BOOL)
     save_distributed_checkpoint: bool = field(metadata=_BOOL)
     async_save: bool = field(metadata=_BOOL)
-    gather_module_on_teardown: bool = field(metadata=_BOOL)
+    gather_module_on_teardown: bool | str = field(metadata={"kinds": (bool, str)})
     initial_weights: str | Path | None = field(metadata={"kinds": (str, Path, type(None))})
     rank_order: str = field(metadata=_STR)
     process_group_backend: str | None = field(metadata=_OPTIONAL_STR)

@@ -233,7 +233,7 @@ def test_running_the_model_outside_of_steps_is_refused_with_what_to_do(ranks: Po
 
 def validated_without_pipeline(layout: Layout) -> str:
     module = Regression()
-    make_trainer(layout, max_steps=1).fit(module, loader())
+    make_trainer({**(layout or {}), "gather_module_on_teardown": False}, max_steps=1).fit(module, loader())
     with pytest.raises(ValueError, match="layer") as caught:
         make_trainer(None).validate(module, loader(), verbose=False)
     return str(caught.value)
@@ -316,8 +316,7 @@ def fitted_and_pickled(layout: Layout) -> Any:
 
 
 def test_a_step_that_is_none_and_a_module_pickled_after_a_run(ranks: Pools) -> None:
-    layout = {**PP2, "gather_module_on_teardown": True}
-    for copied, mine in ranks(2, lightning=True).run(fitted_and_pickled, layout):
+    for copied, mine in ranks(2, lightning=True).run(fitted_and_pickled, PP2):
         assert_same(copied, mine)
 
 

@@ -114,7 +114,8 @@ def loaded(name: str, layout: Mapping[str, Any], folder: str, from_meta: bool) -
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     module = made_on_meta(name) if from_meta else made(name)
     reads, held = Reads(), []
-    trainer = make_trainer({**layout, "initial_weights": folder}, limit_train_batches=0)
+    layout = {**layout, "initial_weights": folder, "gather_module_on_teardown": False}
+    trainer = make_trainer(layout, limit_train_batches=0)
     with mock.patch.object(tensor_files, "safe_open", reads):
         trainer.fit(module)
     held = [key for key, value in module.named_parameters(remove_duplicate=False) if not value.is_meta]

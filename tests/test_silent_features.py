@@ -300,7 +300,7 @@ class TakesState(Callback):
 
 def state_warnings(layout: Any, path: str) -> list[list[str]]:
     module, found = Regression(), []
-    trainer = make_trainer(layout, callbacks=[TakesState()])
+    trainer = make_trainer({**layout, "gather_module_on_teardown": False}, callbacks=[TakesState()])
     for action in (
         lambda: trainer.fit(module, loader()),
         lambda: trainer.save_checkpoint(path),

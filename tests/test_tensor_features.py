@@ -506,7 +506,7 @@ def trained_twice(layout: Layout) -> tuple[Outcome, int]:
 
 def trained_otherwise(second: dict[str, Any]) -> str:
     module = made(zoo.GPT)
-    fitted(module, TP2, limit_train_batches=0)
+    fitted(module, {**TP2, "gather_module_on_teardown": False}, limit_train_batches=0)
     with pytest.raises(ValueError, match="was divided for") as caught:
         fitted(module, second, limit_train_batches=0)
     return str(caught.value)

@@ -59,8 +59,6 @@ class Checkpointer:
         mesh: The ranks.
         settings: The settings.
         training_state: Knows where training is.
-
-    Attributes:
         optimizers: The undivided optimizers.
     """
 
@@ -71,12 +69,13 @@ class Checkpointer:
         mesh: Mesh,
         settings: HybridConfig,
         training_state: TrainingState,
+        optimizers: OptimizerStates,
     ) -> None:
         self._module = module
         self._mesh = mesh
         self._settings = settings
         self._training_state = training_state
-        self.optimizers = OptimizerStates(module)
+        self.optimizers = optimizers
         self._ownership = Ownership(module, stage_map, mesh)
         self._full = FullCheckpoint(module, self._ownership, self.optimizers, mesh)
         self._metadata = make_metadata(mesh, settings, stage_map)

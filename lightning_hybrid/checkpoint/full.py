@@ -70,7 +70,9 @@ class FullCheckpoint:
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The state of the undivided optimizer on global rank 0, an empty one elsewhere."""
-        if self.is_undivided:
+        groups = getattr(optimizer, "param_groups", ())  # whose parameters may be those of a module that is whole again
+        is_sharded = any(is_zero_sharded(parameter) for group in groups for parameter in group["params"])
+        if self.is_undivided and not is_sharded:
             return optimizer.state_dict()
         named = self._optimizers.state(optimizer)
         if "param_groups" not in named:  # Lightning's placeholder for no optimizer has no state

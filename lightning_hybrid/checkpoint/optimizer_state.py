@@ -40,6 +40,7 @@ class OptimizerStates:
         self._module = module
         self._full_groups: dict[int, list[_Group]] = {}
         self._local_params: dict[int, list[list[nn.Parameter]]] = {}
+        self._earlier: dict[int, str] = {}  # names of parameters that are not in the module any more, by identity
 
     def drop_placeholders(self, optimizer: Optimizer) -> None:
         """Take the placeholders out of an optimizer; groups stay, even if nothing is left in them.
@@ -70,6 +71,20 @@ class OptimizerStates:
         for group, full in zip(optimizer.param_groups, self._groups_of(optimizer), strict=True):
             group.update({**full, "params": [placeholders.get(id(each), each) for each in full["params"]]})
         self.drop_placeholders(optimizer)
+
+    def remember_names(self, optimizers: Sequence[Optimizer]) -> None:
+        """Know the parameters of optimizers, whose places in the module others are about to take, by their names.
+
+        Args:
+            optimizers: Their placeholders were dropped.
+        """
+        self._earlier = {
+            id(parameter): name
+            for optimizer in map(_unwrap, optimizers)
+            if isinstance(optimizer, Optimizer)
+            for group, names in zip(self._groups_of(optimizer), self._names_of(optimizer), strict=True)
+            for parameter, name in zip(group["params"], names, strict=True)
+        }
 
     def group_names(self, optimizer: Optimizer) -> list[dict[str, list[str]]]:
         """What names the parameters of each group of the undivided optimizer.
@@ -198,7 +213,7 @@ class OptimizerStates:
 
     def _names_of(self, optimizer: Optimizer) -> list[list[str]]:
         """The names of the parameters of each group; those that the module does not know are numbered."""
-        names = {id(parameter): name for name, parameter in self._module.named_parameters()}
+        names = self._earlier | {id(parameter): name for name, parameter in self._module.named_parameters()}
         numbers = itertools.count()
         return [
             [names.get(id(each)) or f"unnamed.{next(numbers)}" for each in group["params"]]

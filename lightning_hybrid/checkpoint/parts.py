@@ -25,6 +25,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.states import TrainerStatus
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from lightning_hybrid.distributed.dtensor import is_sharded
 from lightning_hybrid.distributed.failure import WrongUseError
@@ -33,6 +34,8 @@ from lightning_hybrid.pipeline_parallel.placeholders import is_placeholder, is_s
 
 #: Methods of Lightning, transformers and PEFT that write files. Some write others before the weights.
 _WRITERS = ("save_pretrained", "push_to_hub", "to_onnx", "to_torchscript", "to_tensorrt")
+#: The hooks of each module that is divided, and what removes them.
+_HANDLES: weakref.WeakKeyDictionary[nn.Module, dict[_StateDictHook, RemovableHandle]] = weakref.WeakKeyDictionary()
 _EXPECTED: ContextVar[bool] = ContextVar("_EXPECTED", default=False)
 
 _REMEDY = (
@@ -49,20 +52,24 @@ def mark_parts(module: LightningModule) -> None:
     Args:
         module: The user's module.
     """
-    for part in module.modules():
-        for hooks in (part._state_dict_hooks, part._forward_pre_hooks):
-            for key in [key for key, hook in hooks.items() if isinstance(hook, (_StateDictHook, _CallHook))]:
-                del hooks[key]
+    for handle in _HANDLES.pop(module, {}).values():
+        handle.remove()
+    for part in module.modules():  # of a copy, too, which has copies of them
+        for key in [key for key, hook in part._forward_pre_hooks.items() if isinstance(hook, _CallHook)]:
+            del part._forward_pre_hooks[key]
         for name in [name for name, value in vars(part).items() if isinstance(value, _Writer)]:
             del vars(part)[name]
-    hook = _StateDictHook(module)
+    handles = {}
     for part in module.modules():
         if not any(map(_is_part, (*part.parameters(), *part.buffers()))):
             continue
-        part.register_state_dict_post_hook(hook)  # type: ignore[no-untyped-call]
+        hook = _StateDictHook(module)
+        handles[hook] = part.register_state_dict_post_hook(hook)  # type: ignore[no-untyped-call]
         for name in _WRITERS:
             if callable(getattr(type(part), name, None)) and name not in vars(part):
                 vars(part)[name] = _Writer(part, name)
+    if handles:
+        _HANDLES[module] = handles
 
 
 def refuse_parts(module: LightningModule, why: str) -> None:
@@ -72,10 +79,9 @@ def refuse_parts(module: LightningModule, why: str) -> None:
         module: The user's module, which :func:`mark_parts` has seen; with the next call of that they work again.
         why: Why it is divided, and what to do; sentences.
     """
+    for hook in _HANDLES.get(module, {}):
+        hook.why = why
     for part in module.modules():
-        for hook in part._state_dict_hooks.values():
-            if isinstance(hook, _StateDictHook):
-                hook.why = why
         if any(map(_is_part, (*part.parameters(), *part.buffers()))):
             part.register_forward_pre_hook(_CallHook(type(module).__name__, why), prepend=True)
 

@@ -28,6 +28,8 @@ from lightning_hybrid.distributed.messages.tree_broadcast import broadcast_objec
 from lightning_hybrid.distributed.pytree import TreePath, flatten_with_path
 from lightning_hybrid.pipeline_parallel.placeholders import PlaceholderBuffer, is_placeholder
 
+_EXTRA_STATE = "_extra_state"  # how names end of what a layer saves beside tensors
+
 
 class SavedOptimizer:
     """The state of one optimizer in a directory, not read yet.
@@ -136,7 +138,8 @@ class ShardedCheckpoint:
             for name, value in table.items():
                 if _is_meta(value) or (first.get(name, name) != name and first[name] in table):
                     continue
-                counts = is_first and (owners[name] == self._mesh.pipeline_rank or name not in first)
+                is_unknown = name not in first and not name.endswith(_EXTRA_STATE)
+                counts = is_first and (owners[name] == self._mesh.pipeline_rank or is_unknown)
                 has_part = isinstance(value, DTensor) or self._mesh.tensor_rank == 0
                 if name in parameters or _lies_over_others(value) or (counts and has_part):
                     yield (*path, name), value

@@ -88,13 +88,13 @@ def check_arguments(**arguments: Any) -> None:
     _check_choice("zero_stage", arguments["zero_stage"], (0, 1, 2, 3, "auto"))
     _check_choice("zero_frees", arguments["zero_frees"], ("auto", "step", "microbatch"))
     _check_choice("on_nonfinite", arguments["on_nonfinite"], ("raise", "skip", "ignore"))
+    _check_choice("gather_module_on_teardown", arguments["gather_module_on_teardown"], ("auto", True, False))
     _check_choice("loss_reduction", arguments["loss_reduction"], ("mean", "sum"))
     _check_choice("context_parallel", arguments["context_parallel"], KINDS)
     of_context = arguments["context_parallel_size"], arguments["context_parallel"]
     others = {name: arguments[name] for name in _BESIDE_CONTEXT}
     check_context_parallel(*of_context, **others)
-    axes = sorted(arguments["rank_order"].split("-"))
-    if axes not in (sorted(USUAL_AXES), sorted(AXES)):
+    if sorted(arguments["rank_order"].split("-")) not in (sorted(USUAL_AXES), sorted(AXES)):
         raise ValueError(
             f"rank_order must name the axes {', '.join(USUAL_AXES)} once each, from the outermost to the innermost,"
             " joined by '-', such as 'pp-dp-tp'; and cp, where context_parallel_size > 1. Got"
@@ -133,7 +133,7 @@ def _check_number(name: str, value: Any, others: str) -> None:
 
 
 def _check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
-    if value not in choices or type(value) is not type(choices[0]):  # 1 == 1.0 == True
+    if value not in choices or type(value) not in map(type, choices):  # 1 == 1.0 == True
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}.")
 
 

@@ -25,8 +25,8 @@ IN_STEP = (
     " such as `on_train_batch_end`, or with automatic optimization `on_before_optimizer_step`."
 )
 NOT_DIVIDED = (
-    "`full_parameters` was entered before the module was divided, or after `gather_module`: its parameters are whole."
-    " Enter it in a hook from `configure_optimizers` on."
+    "`full_parameters` was entered before the module was divided: its parameters are whole. Enter it in a hook from"
+    " `configure_optimizers` on."
 )
 _CALL_TEXT = (
     "A layer is called inside `with strategy.full_parameters(...)`, where its parameters are whole and its forward"

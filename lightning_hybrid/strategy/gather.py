@@ -11,11 +11,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_hybrid.checkpoint.ownership import Ownership
-from lightning_hybrid.distributed.agreement import agree
-from lightning_hybrid.distributed.dtensor import copy_attributes, to_local
+from lightning_hybrid.data_parallel.zero.param import is_shard
+from lightning_hybrid.distributed.agreement import agree, all_gather_values
+from lightning_hybrid.distributed.dtensor import copy_attributes, is_tensor_parallel, to_local
 from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.distributed.messages.tree_broadcast import broadcast_object
+from lightning_hybrid.distributed.module_names import named_tensors
 from lightning_hybrid.distributed.tensor_bytes import as_bytes
+from lightning_hybrid.memory.host import available_memory
 from lightning_hybrid.pipeline_parallel.placeholders import is_placeholder, remove_placeholder_hooks
 from lightning_hybrid.pipeline_parallel.stage_map import StageMap
 from lightning_hybrid.tensor_parallel.plan import Plan
@@ -34,7 +37,7 @@ def check_gathering(module: LightningModule, plan: Plan | None) -> None:
     others += [
         name
         for name, parameter in module.named_parameters(remove_duplicate=False)
-        if isinstance(parameter, DTensor) and name not in known
+        if name not in known and (is_tensor_parallel if is_shard(parameter) else _is_dtensor)(parameter)
     ]
     if others:
         raise ValueError(
@@ -42,6 +45,54 @@ def check_gathering(module: LightningModule, plan: Plan | None) -> None:
             " `configure_model`, and nobody knows how its layer was before. Save a checkpoint and load it into a new"
             " module, or divide it by names of styles in `tensor_parallel_plan`."
         )
+
+
+#: How many times over a machine must have the memory for what its processes will hold: users copy and save it.
+_TIMES = 3
+
+AFTER_ERROR = (
+    "The run ended with an error, after which the ranks could not make it whole. Load the last checkpoint into a new"
+    " module, `Model.load_from_checkpoint(path)`; that needs no other rank."
+)
+
+
+def why_not_gathered(module: LightningModule, plan: Plan | None, mesh: Mesh) -> tuple[str | None, bool]:
+    """Find out whether a module is better left divided; a collective of all ranks.
+
+    Args:
+        module: The user's module, divided.
+        plan: How layers are shared; ``None`` if they are not.
+        mesh: The ranks.
+
+    Returns:
+        Why it stays divided, as sentences, ``None`` if nothing speaks against it; and whether it could be made whole.
+    """
+    try:
+        check_gathering(module, plan)
+        own: tuple[str | None, bool] = _lack_of_memory(module, mesh), True
+    except ValueError as error:
+        own = str(error), False
+    told: list[tuple[str | None, bool]] = all_gather_values(own, mesh.decision_group)
+    return min(told, key=lambda each: (each[1], each[0] is None))
+
+
+def _lack_of_memory(module: LightningModule, mesh: Mesh) -> str | None:
+    tensors = {id(tensor): tensor for _, tensor in named_tensors(module)}.values()
+    size = sum(tensor.numel() * tensor.dtype.itemsize for tensor in tensors)
+    processes, available = mesh.hosts.count(mesh.hosts[dist.get_rank()]), available_memory()
+    if available >= _TIMES * size * processes:
+        return None
+    return (
+        f"{type(module).__name__} stays divided after this run (gather_module_on_teardown='auto'): whole it takes"
+        f" {size / 2**20:,.0f} MiB, and its machine, with {processes} processes, has {available / 2**20:,.0f} MiB"
+        f" left, which is less than {_TIMES} times as much for each of them. On every rank,"
+        " `trainer.save_checkpoint(path, weights_only=True)` writes all of it, and `trainer.strategy.gather_module()`"
+        " makes it whole all the same."
+    )
+
+
+def _is_dtensor(tensor: object) -> bool:
+    return isinstance(tensor, DTensor)
 
 
 class RefusedStep:

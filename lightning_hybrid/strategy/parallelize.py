@@ -12,12 +12,13 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_hybrid.checkpoint.weights.weights import Source, Weights
 from lightning_hybrid.config import HybridConfig
 from lightning_hybrid.data_parallel.zero.param import is_shard
-from lightning_hybrid.data_parallel.zero.shard_module import shard_module, unshard_module
+from lightning_hybrid.data_parallel.zero.shard_module import shard_module, take_places, unshard_module
 from lightning_hybrid.data_parallel.zero.zero import NoZero, ZeroParameters
 from lightning_hybrid.distributed.agreement import agree, all_gather_values, check_equal
 from lightning_hybrid.distributed.mesh import Mesh
@@ -53,6 +54,8 @@ class ModuleParallelizer:
         mesh: The ranks.
         device: Where this rank computes.
         seed: The global seed, equal on all ranks.
+        before: What has divided the module for these ranks, and made it whole again: where parameters outside of the
+            layers live, and which objects they are, is as it was then. Optimizers and callbacks know these.
 
     Attributes:
         num_stages: Stages over all ranks; chunks on a single rank would be neighbours and are one stage.
@@ -61,13 +64,21 @@ class ModuleParallelizer:
         plan: How layers are shared by the tensor-parallel ranks; ``None`` if they are not, or before the division.
         is_done: Whether the module has been divided.
         source: Where the weights come from; ``None`` if the module has them, or makes them.
+        is_whole: Whether the module was divided, and is whole again.
         context_parallel: Gives layers their share of a sequence, in a run; ``None`` if sequences are not shared.
     """
 
     def __init__(
-        self, module: LightningModule, settings: HybridConfig, mesh: Mesh, device: torch.device, seed: int
+        self,
+        module: LightningModule,
+        settings: HybridConfig,
+        mesh: Mesh,
+        device: torch.device,
+        seed: int,
+        before: ModuleParallelizer | None = None,
     ) -> None:
         self._module = module
+        self._before = before
         self._seed = seed
         self._device = device
         self._settings = settings
@@ -78,7 +89,9 @@ class ModuleParallelizer:
         self.stage_map = StageMap(None, (), (range(0),), 1)
         self.plan: Plan | None = None
         self.is_done = self._was_parallelized = False
+        self.is_whole = before is not None
         self.source: Source | None = None
+        self.shards: dict[str, nn.Parameter] = {}  # those of a module that is whole again
         self.context_parallel: ContextParallel | None = None
 
     def __call__(self) -> None:
@@ -117,11 +130,14 @@ class ModuleParallelizer:
             if weights is not None:
                 agree(lambda: self._load(weights))
                 self.source = None
-            if self._settings.gather_module_on_teardown:
+            if self._settings.gather_module_on_teardown is True:
                 agree(lambda: check_gathering(self._module, self.plan))
             if self._settings.zero_stage:
                 shard_module(self._module, self._mesh, self._device)
-        self.is_done = True
+            if self._before is not None:
+                take_places(self._module, self._before.shards)
+                self._before = None
+        self.is_done, self.is_whole = True, False
 
     @property
     def adds_up(self) -> Collection[str]:
@@ -150,7 +166,7 @@ class ModuleParallelizer:
         Raises:
             FileNotFoundError, ValueError, RuntimeError: If they cannot be read, or do not fit; on every rank.
         """
-        if not self.is_done:
+        if not self.is_done and not self.is_whole:
             self.source = source
             return
         weights = agree(lambda: Weights(source))
@@ -289,6 +305,8 @@ class ModuleParallelizer:
         Raises:
             ValueError: If others have divided layers of it; on every rank.
         """
+        named = self._module.named_parameters(remove_duplicate=False)
+        self.shards = {name: parameter for name, parameter in named if isinstance(parameter, DTensor)}
         unshard_module(self._module)
         gather_module(self._module, self.stage_map, self.plan, self._mesh)
         for name in (_PLAN, _OUTSIDE):
@@ -364,9 +382,12 @@ class ModuleParallelizer:
     def _plan(self) -> None:
         """Find the body and say which stage gets which layers."""
         body, stage_map = layout.find_stages(self._module, self._settings, self._mesh.pipeline_parallel_size)
-        stages, outside = vars(self._module).get(_OUTSIDE, (None, {}))
+        before = None if self._before is None else self._before.stage_map
+        known = (None, {}) if before is None else (before.stages, before.outside)
+        stages, outside = vars(self._module).get(_OUTSIDE, known)
         if stages == stage_map.stages:
             stage_map = replace(stage_map, outside=outside)
+            vars(self._module)[_OUTSIDE] = stages, outside
         own = [
             tensor_name
             for tensor_name, tensor in self._module.named_parameters()

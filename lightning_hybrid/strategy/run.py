@@ -24,7 +24,8 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 
 from lightning_hybrid.checkpoint.checkpointer import Checkpointer
-from lightning_hybrid.checkpoint.parts import checked_saves, mark_parts
+from lightning_hybrid.checkpoint.optimizer_state import OptimizerStates
+from lightning_hybrid.checkpoint.parts import checked_saves, mark_parts, refuse_parts
 from lightning_hybrid.config import HybridConfig, grid_shape
 from lightning_hybrid.data_parallel.grad_sync import GradientSync
 from lightning_hybrid.data_parallel.master_weights import MasterWeights, NoMasterWeights
@@ -44,7 +45,7 @@ from lightning_hybrid.pipeline_parallel.p2p import make_channels
 from lightning_hybrid.pipeline_parallel.recorder import Recorder
 from lightning_hybrid.strategy.checks import check_modules, check_own_parts
 from lightning_hybrid.strategy.collectives import StepCollectives
-from lightning_hybrid.strategy.gather import RefusedStep
+from lightning_hybrid.strategy.gather import AFTER_ERROR, RefusedStep, why_not_gathered
 from lightning_hybrid.strategy.layout import is_cut, misplaced_text
 from lightning_hybrid.strategy.parallelize import ModuleParallelizer
 from lightning_hybrid.strategy.patches import AfterHook, Patches, add_callbacks, remove_callbacks
@@ -185,7 +186,6 @@ class AttachedModule:
         module: The module.
         parallelizer: Divides it.
         is_cut: Whether steps are cut into stages or microbatches.
-        is_gathered: Whether it was divided and is whole again.
         checkpointer: Saves and loads it, as it is divided now.
         master_weights: Its parameters in float32, during a run in half precision that keeps them.
     """
@@ -193,7 +193,6 @@ class AttachedModule:
     def __init__(self, world: World, module: LightningModule, started: WeakSet[LightningModule]) -> None:
         self.module, self._started = module, started
         self.is_cut = is_cut(world.config, world.sizes, module)
-        self.is_gathered = False
         self.parallelizer = self._new_parallelizer(world)
         if module.trainer.ckpt_path is None and module not in started:  # what is resumed or trained wins
             self.parallelizer.source = world.config.initial_weights
@@ -201,15 +200,16 @@ class AttachedModule:
         self.master_weights: MasterWeights | NoMasterWeights = NoMasterWeights()
         self._before_configure_model: list[nn.Parameter] | None = None
         self._hook: AfterHook | None = None
+        self._optimizers = OptimizerStates(module)
         self.checkpointer = self._new_checkpointer()
         world.in_flight.add(self)
 
-    def _new_parallelizer(self, world: World) -> ModuleParallelizer:
-        return ModuleParallelizer(self.module, world.config, world.mesh, world.device, world.seed)
+    def _new_parallelizer(self, world: World, before: ModuleParallelizer | None = None) -> ModuleParallelizer:
+        return ModuleParallelizer(self.module, world.config, world.mesh, world.device, world.seed, before)
 
     def _new_checkpointer(self) -> Checkpointer:
-        world = self._world
-        return Checkpointer(self.module, self.parallelizer.stage_map, world.mesh, world.config, world.resume)
+        world, stage_map = self._world, self.parallelizer.stage_map
+        return Checkpointer(self.module, stage_map, world.mesh, world.config, world.resume, self._optimizers)
 
     def divide_early(self) -> None:
         """Put placeholders as soon as there is a body: now, or on leaving the hook that makes it, whoever calls that.
@@ -220,6 +220,7 @@ class AttachedModule:
             self._before_configure_model = list(self.module.parameters())
             self._hook = AfterHook(self.module, "configure_model", self.divide)
             return
+        mark_parts(self.module)  # as after an earlier run nobody could use it
         try:
             self.divide()
         except ValueError:  # on every rank
@@ -244,7 +245,6 @@ class AttachedModule:
         self.parallelizer()
         mark_parts(self.module)
         self._started.add(self.module)
-        self.is_gathered = False
         self.checkpointer = self._new_checkpointer()
 
     def gather(self, run: Run | None) -> None:
@@ -253,18 +253,47 @@ class AttachedModule:
         Args:
             run: The run with the module, if there has been one; it cannot go on.
         """
-        world = self._world
-        is_whole = world.mesh.model_group.size() == 1 and not world.config.zero_stage
-        if is_whole or not self.parallelizer.is_done:
+        if not self._is_divided:
             return
         self.checkpointer.finish()
         if run is not None:
             run.stop_steps()
         self.master_weights.remove()
+        self._optimizers.remember_names(self.module.trainer.strategy.optimizers)
         self.parallelizer.undo()
         mark_parts(self.module)
-        self.parallelizer, self.is_gathered = self._new_parallelizer(world), True
-        self.checkpointer = self._new_checkpointer()
+        # What saves a checkpoint stays: it knows where the states of optimizers are.
+        self.parallelizer = self._new_parallelizer(self._world, self.parallelizer)
+
+    @property
+    def _is_divided(self) -> bool:
+        mesh = self._world.mesh
+        sizes = mesh.tensor_parallel_size, mesh.pipeline_parallel_size, mesh.context_parallel_size
+        return self.parallelizer.is_done and (max(sizes) > 1 or bool(self._world.config.zero_stage))
+
+    def end_run(self, run: Run | None) -> None:
+        """A run is over, and the module on the host: make it whole, as far as that was asked for and can be.
+
+        After a failure nothing is asked of the other ranks.
+
+        Args:
+            run: The run, if it had begun.
+        """
+        asked, failures = self._world.config.gather_module_on_teardown, self._world.failures
+        if not self._is_divided:
+            return
+        if self.module.trainer.interrupted or failures.failed or failures.is_leaving:
+            refuse_parts(self.module, AFTER_ERROR)
+            return
+        if asked == "auto":
+            why, is_possible = why_not_gathered(self.module, self.parallelizer.plan, self._world.mesh)
+            if why is not None:
+                rank_zero_info(why)
+                if is_possible:  # layers that others have divided may be called on all ranks together
+                    refuse_parts(self.module, why)
+                return
+        if asked:
+            self.gather(run)
 
     def detach(self) -> None:
         """A run is over: no hook is waited for any more."""

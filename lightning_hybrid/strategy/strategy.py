@@ -72,6 +72,11 @@ from lightning_hybrid.trainer.gradient_functions import GradientFunctions
 from lightning_hybrid.trainer.optimization import GlobalBatch, ReplicaClosure, check_accumulation
 from lightning_hybrid.trainer.precision import adapt, autocasts, check_master_weights, check_optimizer, scale_half
 
+_NORM_AFTER_RUN = (
+    "`grad_norm` was called after the run, when the module had been made whole: it has no gradients. Call it in a hook,"
+    " such as `on_before_optimizer_step`, or keep the module divided by `gather_module_on_teardown=False`."
+)
+
 
 class HybridStrategy(ReplicaCollectives):
     """Trains an unmodified LightningModule over data x tensor x pipeline parallel ranks, with one process's numbers.
@@ -154,7 +159,10 @@ class HybridStrategy(ReplicaCollectives):
         save_distributed_checkpoint: Whether a checkpoint is a directory to which every rank adds its part, instead of
             one file that rank 0 writes. Either can be loaded under any layout.
         async_save: Whether checkpoints are written beside training, from a copy on the host.
-        gather_module_on_teardown: Whether every rank has the whole module after a run, as by :meth:`gather_module`.
+        gather_module_on_teardown: Whether every rank has the whole module after a run, as by :meth:`gather_module`, to
+            save it, to call it or to export it as with DDP. ``"auto"`` does it where each machine has the memory for
+            what its processes will hold three times over; where not, the log says so, and what to call. The next run
+            divides the module again.
         initial_weights: Where to take the weights from, unless a checkpoint is resumed: as for :meth:`load_weights`.
         rank_order: How ranks are numbered: the axes from the outermost to the innermost, whose ranks are consecutive;
             ``"pp-dp-tp"`` or another order. Where sequences are shared ``cp`` is one of them: outside of ``tp``, if
@@ -228,7 +236,7 @@ class HybridStrategy(ReplicaCollectives):
         dynamic_shapes: bool = False,
         save_distributed_checkpoint: bool = False,
         async_save: bool = False,
-        gather_module_on_teardown: bool = False,
+        gather_module_on_teardown: bool | Literal["auto"] = "auto",
         initial_weights: str | Path | None = None,
         rank_order: str = "pp-dp-tp",
         process_group_backend: str | None = None,
@@ -613,8 +621,8 @@ class HybridStrategy(ReplicaCollectives):
         with moving(module):
             super().teardown()
         self._lightning_module = module
-        if self.settings.gather_module_on_teardown and module is not None and not module.trainer.interrupted:
-            self.attached.gather(self._run)  # on the host, where there is more room
+        if self._attached is not None and module is self._attached.module:
+            self._attached.end_run(self._run)  # on the host, where there is more room
 
     # -- data --------------------------------------------------------------------------------------------------------
 
@@ -822,6 +830,8 @@ class HybridStrategy(ReplicaCollectives):
         Returns:
             A float64 scalar on the root device.
         """
+        if self.attached.parallelizer.is_whole:
+            raise WrongUseError(_NORM_AFTER_RUN)
         parameters = [parameter for parameter in self._module.parameters() if not parameter.is_meta]
         return total_norm(parameters, norm_type, **self._norm_arguments())
 
@@ -942,7 +952,7 @@ class HybridStrategy(ReplicaCollectives):
         attached, root = self.attached, self._module
         if self._run is not None and self._run.grad_sync.zero.is_open:
             raise WrongUseError(full_parameters.IN_STEP)
-        if not attached.parallelizer.is_done:
+        if not attached.parallelizer.is_done and not attached.parallelizer.is_whole:
             raise WrongUseError(full_parameters.NOT_DIVIDED)
         ownership = Ownership(root, attached.parallelizer.stage_map, self.mesh)
         given = root, root if module is None else module, ownership, self.mesh, self.root_device
@@ -959,8 +969,9 @@ class HybridStrategy(ReplicaCollectives):
 
         To be called on every rank after a run, or in a hook at its very end (`teardown`). The module is then as if it
         had never been divided: it runs in one process, and another Trainer may divide it in another way. Parameters
-        that lived elsewhere or were divided are new objects: optimizers of the run know the old ones, so their states
-        must be saved before. What torchmetrics in steps have counted stays on the last stage.
+        that lived elsewhere or were divided are new objects, without gradients: optimizers of the run know the old
+        ones, with the values that they had. `trainer.save_checkpoint` saves their states all the same. What
+        torchmetrics in steps have counted stays on the last stage.
 
         Raises:
             ValueError: If layers were divided by styles of torch or by the user; on every rank.
@@ -982,11 +993,6 @@ class HybridStrategy(ReplicaCollectives):
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The undivided optimizer's state on rank 0, empty on other ranks; for a directory, this rank's."""
-        if self.attached.is_gathered:
-            raise RuntimeError(
-                "The module was made whole by `gather_module`, and the optimizer has parameters that are no longer in"
-                " it. Save before that, or with `trainer.save_checkpoint(path, weights_only=True)`."
-            )
         return self.attached.checkpointer.optimizer_state(optimizer)
 
     @override

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import pickle
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -71,7 +73,7 @@ class Saves(Callback):
 def tried(module: Model, root: Path) -> dict[str, str]:
     """The text of the error of each way."""
     found = {}
-    folder = root / str(torch.distributed.get_rank())
+    folder = root / os.environ["RANK"]
     folder.mkdir(exist_ok=True)
     for name, save in ways(module, folder / "saved").items():
         try:
@@ -82,7 +84,8 @@ def tried(module: Model, root: Path) -> dict[str, str]:
             found[name] = "no error"
         if list(folder.iterdir()):
             found[name] += ", and a file"
-            break
+            shutil.rmtree(folder)
+            folder.mkdir()
     return found
 
 

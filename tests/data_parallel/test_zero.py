@@ -349,7 +349,7 @@ def trained_with(cls: type[Regression], layout: Mapping[str, Any], arguments: di
 
 def gathered(layout: Mapping[str, Any]) -> Any:
     module = Regression()
-    trainer = make_trainer(layout)
+    trainer = make_trainer({**layout, "gather_module_on_teardown": False})
     trainer.fit(module, loader())
     divided = [name for name, parameter in module.named_parameters() if isinstance(parameter, DTensor)]
     metrics = trainer.validate(module, loader(seed=2), verbose=False)

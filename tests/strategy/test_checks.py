@@ -87,6 +87,7 @@ IMPOSSIBLE: list[tuple[dict[str, Any], type[Exception], list[str]]] = [
     ({"broadcast_batches": "yes"}, TypeError, ["broadcast_batches", "'yes'"]),
     ({"dynamic_shapes": 1}, TypeError, ["dynamic_shapes", "1"]),
     ({"gather_module_on_teardown": 1}, TypeError, ["gather_module_on_teardown", "1"]),
+    ({"gather_module_on_teardown": "yes"}, ValueError, ["gather_module_on_teardown", "'yes'", "'auto'"]),
     ({"initial_weights": 3}, TypeError, ["initial_weights", "3"]),
     ({"timeout": 30}, TypeError, ["timeout", "30", "timedelta"]),
     ({"stall_timeout": 300}, TypeError, ["stall_timeout", "300", "timedelta"]),

@@ -5,14 +5,17 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Callback
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel
 
+from lightning_hybrid.cli.consolidate import consolidate
 from tests import tensor_modules as zoo
 from tests.pool import Pools
 from tests.training_jobs import PP2, Regression, assert_same, loader, make_trainer
@@ -205,24 +208,58 @@ def test_it_trains_on_under_any_other_layout(ranks: Pools, layouts: list[Layout]
         assert_same(state, expected, 1e-9)
 
 
-def saved_afterwards(path: str) -> str:
+def saved_afterwards(layout: dict[str, Any], path: str, gathers: Any) -> bool:
     module = made()
-    trainer = make_trainer({**TP2, **PP2}, max_steps=1)
+    layout = {**layout, "gather_module_on_teardown": "auto" if gathers == "auto" else False}
+    trainer = make_trainer(layout, max_steps=2)
     trainer.strategy.gather_module()  # nothing is divided yet
     trainer.fit(module)
-    trainer.strategy.gather_module()
-    trainer.strategy.gather_module()
-    trainer.save_checkpoint(path, weights_only=True)
-    with pytest.raises(RuntimeError, match="made whole by `gather_module`") as error:
-        trainer.save_checkpoint(path)
-    assert all(torch.equal(x, y) for x, y in zip(module.parameters(), copy.deepcopy(module).parameters(), strict=True))
-    return str(error.value)
+    if gathers == "by hand":
+        trainer.strategy.gather_module()
+        trainer.strategy.gather_module()
+    trainer.save_checkpoint(f"{path} weights", weights_only=True)
+    trainer.save_checkpoint(path)
+    trainer.validate(module, verbose=False)
+    trainer.save_checkpoint(f"{path} after validation")
+    if gathers == "by hand":
+        trainer.strategy.gather_module()
+    return any(parameter.is_meta or isinstance(parameter, DTensor) for parameter in module.parameters())
 
 
-def test_weights_can_be_saved_afterwards_but_no_optimizer(ranks: Pools, tmp_path: Any) -> None:
-    ranks(4, lightning=True).run(saved_afterwards, str(tmp_path / "after.ckpt"))
-    state = torch.load(tmp_path / "after.ckpt", weights_only=True)["state_dict"]
-    assert list(state) == list(made().state_dict())
+SAVED = {**LAYOUTS, "zero3": (2, {"zero_stage": 3}), "tp2 zero1": (4, {**TP2, "zero_stage": 1})}
+
+
+@pytest.mark.parametrize(
+    ("name", "form", "how"),
+    [(name, ("file", "directory")[number % 2], "auto") for number, name in enumerate(SAVED)]
+    + [("zero3", "directory", "auto"), ("tp2 pp2", "directory", "by hand")],
+)
+def test_checkpoints_saved_afterwards_are_those_of_a_divided_module(
+    ranks: Pools, tmp_path: Any, name: str, form: str, how: str
+) -> None:
+    size, layout = SAVED[name]
+    saved = {}
+    for gathers in (False, how):
+        path = tmp_path / str(gathers)
+        given = {**layout, "save_distributed_checkpoint": form == "directory"}
+        divided = ranks(size, lightning=True).run(saved_afterwards, given, str(path), gathers)
+        assert divided == [not gathers] * size
+        for kind in ("", " weights", " after validation"):
+            saved[gathers, kind] = read(Path(f"{path}{kind}"), tmp_path / "read")
+    for kind in ("", " weights", " after validation"):
+        assert_same(saved[how, kind], saved[False, kind], 0.0)
+    assert "optimizer_states" not in saved[how, " weights"]
+    assert len(saved[how, ""]["optimizer_states"][0]["state"]) > 20
+    assert_same(saved[how, " after validation"]["optimizer_states"], saved[how, ""]["optimizer_states"], 0.0)
+
+
+def read(path: Path, file: Path) -> dict[str, Any]:
+    """What training is continued with of a checkpoint."""
+    if path.is_dir():
+        consolidate(path, file, overwrite=True)
+        path = file
+    checkpoint = torch.load(path, weights_only=False)
+    return {key: checkpoint[key] for key in ("state_dict", "optimizer_states", "callbacks") if key in checkpoint}
 
 
 class Early(Callback):

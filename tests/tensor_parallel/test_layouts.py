@@ -378,7 +378,8 @@ PARTS |= {"body.0.table": (8, 4), "body.1.table": (8, 4), "embed.1.table": (4, 8
 
 def recalled(layout: Mapping[str, Any] | None, path: str, resumed: Sequence[str]) -> Any:
     """Two epochs, which are saved; and a third one, for each checkpoint that is resumed."""
-    trainer = make_trainer(layout, max_epochs=2)
+    stays = None if layout is None else {**layout, "gather_module_on_teardown": False}
+    trainer = make_trainer(stays, max_epochs=2)
     module: LightningModule = Recalled()
     trainer.fit(module, loader())
     trainer.save_checkpoint(path)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from lightning_hybrid.data_parallel.broadcast import broadcast_tensors
 from lightning_hybrid.data_parallel.zero.param import Owner, find_owners, is_shard, set_parameter, shard, unshard
-from lightning_hybrid.distributed.dtensor import is_zero_sharded, to_local
+from lightning_hybrid.distributed.dtensor import is_zero_sharded, put_data, to_local
 from lightning_hybrid.distributed.mesh import Mesh
 
 
@@ -43,6 +45,37 @@ def unshard_module(module: nn.Module) -> None:
     owners = find_owners(module)
     for parameter in [each for each in module.parameters() if is_shard(each)]:
         set_parameter(unshard(parameter), owners[id(parameter)])
+
+
+@torch.no_grad()
+def take_places(module: nn.Module, earlier: Mapping[str, nn.Parameter]) -> None:
+    """Let shards of an earlier run be the parameters again, with the values of those that are there.
+
+    Optimizers and callbacks know the earlier ones.
+
+    Args:
+        module: The module, divided as it was then.
+        earlier: By all their names.
+    """
+    owners = find_owners(module)
+    for name, parameter in list(module.named_parameters()):
+        known = earlier.get(name)
+        if known is None or not _lie_alike(known, parameter):
+            continue
+        local, values = to_local(known), to_local(parameter)
+        if (local.device, local.dtype) == (values.device, values.dtype):
+            local.copy_(values)
+        else:
+            put_data(known, values)
+        known.requires_grad_(parameter.requires_grad)
+        set_parameter(known, owners[id(parameter)])
+
+
+def _lie_alike(one: Any, other: Any) -> bool:
+    if not isinstance(one, DTensor) or not isinstance(other, DTensor):
+        return False
+    is_alike = one.shape == other.shape and one.placements == other.placements and one.device_mesh == other.device_mesh
+    return is_alike and to_local(one).shape == to_local(other).shape
 
 
 def listed_layers(module: nn.Module) -> Iterator[nn.Module]:

@@ -1,0 +1,34 @@
+"""The memory of this machine, of which all its processes have a part."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+_SYSTEM = Path("/proc/meminfo")
+_GROUPS = Path("/sys/fs/cgroup")
+
+
+def available_memory() -> int:
+    """Return the bytes that processes of this machine, or of this container, can still take."""
+    try:
+        lines = _SYSTEM.read_text().splitlines()
+        available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):  # another system than Linux, which tells no more than this
+        available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limits = (_left_of("memory.max", "memory.current", "memory.stat"), _left_of_version_1())
+    return min([available, *(limit for limit in limits if limit is not None)])
+
+
+def _left_of_version_1() -> int | None:
+    return _left_of("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat")
+
+
+def _left_of(limit: str, used: str, statistics: str) -> int | None:
+    """What a container may still take; ``None`` if it has no limit. Pages of files are given back when asked for."""
+    try:
+        most, now = ((_GROUPS / name).read_text() for name in (limit, used))
+        stat = dict(line.split(maxsplit=1) for line in (_GROUPS / statistics).read_text().splitlines())
+        return int(most) - int(now) + int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
+    except (OSError, ValueError):
+        return None
