@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
 
 from lightning_hybrid.checkpoint.weights import tensor_files
@@ -174,14 +174,33 @@ def test_a_folder_of_another_head_gives_what_from_pretrained_takes(folders: Path
 GREEDY: dict[str, Any] = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
 
 
-def saved_whole(name: str, folder: str, tokens: Tensor) -> tuple[dict[str, Any], Tensor, Tensor | None]:
-    """Train on two stages, save the whole model; its weights, logits, and what it generates."""
+# -- what comes out ----------------------------------------------------------------------------------------------------
+
+
+class SavesInHook(Callback):
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        with pytest.raises(ValueError, match="needs the whole module"):
+            pl_module.model.save_pretrained(self._folder)
+        trainer.strategy.barrier()
+        assert not self._folder.exists()
+        with trainer.strategy.full_parameters():
+            if trainer.is_global_zero:
+                pl_module.model.save_pretrained(self._folder)
+
+
+def saved_whole(
+    name: str, layout: dict[str, Any], folder: str, tokens: Tensor
+) -> tuple[dict[str, Any], Tensor, Tensor | None]:
+    """Train, save the whole model on the last rank; its weights, logits, and what it generates."""
     module = made(name)
-    trainer = make_trainer(PP2, max_steps=2, limit_val_batches=0)
+    callback = SavesInHook(Path(f"{folder} hook"))
+    trainer = make_trainer(layout, max_steps=2, limit_val_batches=0, callbacks=[callback])
     trainer.fit(module)
-    trainer.strategy.gather_module()
     model = module.model.eval()
-    if trainer.is_global_zero:
+    if trainer.global_rank == 1:
         model.save_pretrained(folder)
     generates = name in ("gpt2", "llama")
     return dict(model.state_dict()), logits(model, tokens), model.generate(tokens, **GREEDY) if generates else None
@@ -197,12 +216,19 @@ def some_tokens() -> Tensor:
     return torch.randint(3, 32, (2, 6), generator=torch.Generator().manual_seed(9))
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_the_whole_model_is_saved_and_generates_after_a_run(ranks: Pools, tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "layout"), [(name, "pp2") for name in NAMES] + [("gpt2", "tp2"), ("llama", "dp2 zero 3")]
+)
+def test_the_whole_model_is_saved_and_generates_after_a_run(
+    ranks: Pools, tmp_path: Path, name: str, layout: str
+) -> None:
     tokens = some_tokens()
     before = made(name).model.state_dict()
-    results = ranks(2, lightning=True).run(saved_whole, name, str(tmp_path / "model"), tokens)
+    size, strategy = LAYOUTS[layout]
+    results = ranks(size, lightning=True).run(saved_whole, name, strategy, str(tmp_path / "model"), tokens)
     model = type(made(name).model).from_pretrained(tmp_path / "model", dtype=torch.float64).eval()
+    in_hook = type(made(name).model).from_pretrained(tmp_path / "model hook", dtype=torch.float64)
+    assert_same(dict(in_hook.state_dict()), dict(model.state_dict()), 0.0)
     for state, found, text in results:
         assert_same(dict(model.state_dict()), state, 0.0)
         assert torch.equal(logits(model, tokens), found)

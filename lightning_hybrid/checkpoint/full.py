@@ -70,7 +70,7 @@ class FullCheckpoint:
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The state of the undivided optimizer on global rank 0, an empty one elsewhere."""
-        groups = getattr(optimizer, "param_groups", ())  # whose parameters may be those of a module that is whole again
+        groups = getattr(optimizer, "param_groups", ())  # may have shards although the module is whole again
         is_sharded = any(is_zero_sharded(parameter) for group in groups for parameter in group["params"])
         if self.is_undivided and not is_sharded:
             return optimizer.state_dict()

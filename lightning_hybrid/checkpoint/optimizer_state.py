@@ -40,7 +40,7 @@ class OptimizerStates:
         self._module = module
         self._full_groups: dict[int, list[_Group]] = {}
         self._local_params: dict[int, list[list[nn.Parameter]]] = {}
-        self._earlier: dict[int, str] = {}  # names of parameters that are not in the module any more, by identity
+        self._earlier: dict[int, str] = {}  # names of parameters that are no longer in the module, by identity
 
     def drop_placeholders(self, optimizer: Optimizer) -> None:
         """Take the placeholders out of an optimizer; groups stay, even if nothing is left in them.
@@ -73,7 +73,7 @@ class OptimizerStates:
         self.drop_placeholders(optimizer)
 
     def remember_names(self, optimizers: Sequence[Optimizer]) -> None:
-        """Know the parameters of optimizers, whose places in the module others are about to take, by their names.
+        """Keep the names of the parameters of optimizers, before other parameters replace them in the module.
 
         Args:
             optimizers: Their placeholders were dropped.

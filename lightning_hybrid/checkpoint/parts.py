@@ -1,30 +1,32 @@
-"""A module of which this rank has a part: who needs all of it is told what to call, before anything is written.
+"""Uses of a divided module that need all of it: an error says what to call, before a file is begun.
 
-===========================================  =====================  ==================================================
-while the module is divided                  in a run               after one
-===========================================  =====================  ==================================================
-`state_dict()`, also of a submodule          this rank's part       a warning; an error, if it was to be whole by then
-`torch.save`                                 an error, and no file  an error
-`pickle`                                     an error               an error
-`save_pretrained`, `to_onnx` and the like    an error, and no file  an error, and no file
-calls                                        as the run does them   an error, if the module was to be whole by then
-===========================================  =====================  ==================================================
+============================================  =====================  ==================================================
+while the module is divided                   in a run               after a run
+============================================  =====================  ==================================================
+`state_dict()`, also of a submodule           this rank's part       a warning; an error after :func:`refuse_parts`
+`torch.save`, safetensors, `pickle`           an error               an error
+`save_pretrained`, `to_onnx` and the like     an error               an error
+calls                                         as in the run          an error after :func:`refuse_calls`
+============================================  =====================  ==================================================
 """
 
 from __future__ import annotations
 
 import functools
+import os
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.states import TrainerStatus
 from lightning_utilities.core.rank_zero import rank_zero_warn
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from lightning_hybrid.distributed.dtensor import is_sharded
@@ -32,66 +34,81 @@ from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.distributed.pytree import flatten_with_path
 from lightning_hybrid.pipeline_parallel.placeholders import is_placeholder, is_sent
 
-#: Methods of Lightning, transformers and PEFT that write files. Some write others before the weights.
+#: Methods of Lightning, transformers and PEFT that write files. Some write other files before the weights.
 _WRITERS = ("save_pretrained", "push_to_hub", "to_onnx", "to_torchscript", "to_tensorrt")
-#: The hooks of each module that is divided, and what removes them.
-_HANDLES: weakref.WeakKeyDictionary[nn.Module, dict[_StateDictHook, RemovableHandle]] = weakref.WeakKeyDictionary()
+#: The hooks of each divided module, and of its parts.
+_HOOKS: weakref.WeakKeyDictionary[nn.Module, list[tuple[_StateDictHook, RemovableHandle]]] = weakref.WeakKeyDictionary()
 _EXPECTED: ContextVar[bool] = ContextVar("_EXPECTED", default=False)
 
 _REMEDY = (
-    " On every rank, `trainer.save_checkpoint(path, weights_only=True)` writes all,"
+    " On every rank, `trainer.save_checkpoint(path, weights_only=True)` writes the whole model,"
     " `trainer.strategy.gather_module()` makes the module whole after a run, and"
-    " `trainer.strategy.lightning_module_state_dict()` gives all on rank 0. In a hook parameters are whole inside of"
-    " `with self.trainer.strategy.full_parameters():`."
+    " `trainer.strategy.lightning_module_state_dict()` returns the whole state dict on rank 0. In a hook parameters are"
+    " whole inside `with self.trainer.strategy.full_parameters():`."
 )
 
 
 def mark_parts(module: LightningModule) -> None:
-    """Have everybody told who needs all of a module, while it is divided; nobody any more where it is whole.
+    """Check uses of a module that need all of it, while this rank has a part; remove the checks once it is whole.
 
     Args:
         module: The user's module.
     """
-    for handle in _HANDLES.pop(module, {}).values():
+    for _, handle in _HOOKS.pop(module, ()):
         handle.remove()
-    for part in module.modules():  # of a copy, too, which has copies of them
+    for part in module.modules():  # by their kinds: a copy of a divided module has copies of them
         for key in [key for key, hook in part._forward_pre_hooks.items() if isinstance(hook, _CallHook)]:
             del part._forward_pre_hooks[key]
         for name in [name for name, value in vars(part).items() if isinstance(value, _Writer)]:
             del vars(part)[name]
-    handles = {}
-    for part in module.modules():
-        if not any(map(_is_part, (*part.parameters(), *part.buffers()))):
-            continue
+    divided = _divided_modules(module, is_part)
+    hooks = _HOOKS[module] = []
+    for part in divided:
         hook = _StateDictHook(module)
-        handles[hook] = part.register_state_dict_post_hook(hook)  # type: ignore[no-untyped-call]
+        hooks.append((hook, part.register_state_dict_post_hook(hook)))  # type: ignore[no-untyped-call]
         for name in _WRITERS:
             if callable(getattr(type(part), name, None)) and name not in vars(part):
                 vars(part)[name] = _Writer(part, name)
-    if handles:
-        _HANDLES[module] = handles
+    _stop_checking(id(module))
+    if divided:
+        _check_saves(module)
 
 
 def refuse_parts(module: LightningModule, why: str) -> None:
-    """Make it an error to take the state dict of a module, or to call it: it was to be whole by now, and is divided.
+    """Make the state dict, and calls, of a divided module an error, until :func:`mark_parts` is called again.
 
     Args:
-        module: The user's module, which :func:`mark_parts` has seen; with the next call of that they work again.
+        module: The user's module, which should be whole by now.
         why: Why it is divided, and what to do; sentences.
     """
-    for hook in _HANDLES.get(module, {}):
+    for hook, _ in _HOOKS.get(module, ()):
         hook.why = why
-    for part in module.modules():
-        if any(map(_is_part, (*part.parameters(), *part.buffers()))):
-            part.register_forward_pre_hook(_CallHook(type(module).__name__, why), prepend=True)
+    refuse_calls(module, why)
 
 
-def _is_part(tensor: Any) -> bool:
-    return is_placeholder(tensor) or is_sharded(tensor)
+def is_part(tensor: object) -> bool:
+    """Return whether other ranks have values of this tensor that this rank does not have."""
+    return isinstance(tensor, Tensor) and (is_placeholder(tensor) or is_sharded(tensor))
+
+
+def refuse_calls(module: LightningModule, why: str, needs_others: Callable[[Tensor], bool] = is_part) -> None:
+    """Make calls of a module, and of its parts, an error, until :func:`mark_parts` is called again.
+
+    Args:
+        module: The user's module.
+        why: Why it is divided, and what to do; sentences.
+        needs_others: Returns whether a layer cannot be called with a tensor like this.
+    """
+    for part in _divided_modules(module, needs_others):
+        part.register_forward_pre_hook(_CallHook(type(module).__name__, why), prepend=True)
+
+
+def _divided_modules(module: nn.Module, is_divided: Callable[[Tensor], bool]) -> list[nn.Module]:
+    return [part for part in module.modules() if any(map(is_divided, (*part.parameters(), *part.buffers())))]
 
 
 def _text(values: Iterable[Any], what: str) -> str | None:
-    """What is wrong with some tensors, of which all were needed; ``None`` if nothing is."""
+    """Return what is wrong if some tensors are not whole here; ``None`` if all are."""
     values = list(values)
     absent, shards = sum(map(is_placeholder, values)), sum(map(is_sharded, values))
     if not absent and not shards:
@@ -104,7 +121,7 @@ def _text(values: Iterable[Any], what: str) -> str | None:
 
 @contextmanager
 def part_expected() -> Iterator[None]:
-    """Inside, it is known that a state dict has a part."""
+    """Inside, no state dict is checked: the caller knows that it has this rank's part."""
     token = _EXPECTED.set(True)
     try:
         yield
@@ -113,9 +130,9 @@ def part_expected() -> Iterator[None]:
 
 
 class _StateDictHook:
-    """Looks at state dicts that are taken of a module, or of a part of it, between runs.
+    """Checks the state dicts of a module, or of a part of it, between runs.
 
-    It is copied with its module. Copies, which callbacks keep, are looked at when they are saved.
+    It is copied with its module. Copies, which callbacks keep, are checked when they are saved.
 
     Args:
         root: The user's module; ``None`` in a copy.
@@ -123,7 +140,7 @@ class _StateDictHook:
 
     def __init__(self, root: LightningModule | None) -> None:
         self._root = None if root is None else weakref.ref(root)
-        self.why: str | None = None  # it was to be whole by now
+        self.why: str | None = None  # set if the module should be whole by now
 
     def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         root = None if self._root is None else self._root()
@@ -156,10 +173,10 @@ class _StateDictHook:
 
 
 class _CallHook:
-    """Refuses a call: other ranks, which would have to take part, may not be there.
+    """Refuses a call: it would need other ranks, which may not call, or layers that are not here.
 
     Args:
-        name: Of the user's module.
+        name: The class of the user's module.
         why: Why it is divided, and what to do.
     """
 
@@ -171,11 +188,11 @@ class _CallHook:
 
 
 class _Writer:
-    """In the place of a method that writes files: it is refused while this rank has a part of what it needs.
+    """Replaces a method that writes files: it raises an error while this rank has a part of what is written.
 
     Args:
-        module: Whose method.
-        name: Of the method.
+        module: The module with the method.
+        name: The name of the method.
     """
 
     def __init__(self, module: nn.Module, name: str) -> None:
@@ -183,46 +200,79 @@ class _Writer:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module, name = self._module, self._name
-        given = [each for each in (*args, *kwargs.values()) if isinstance(each, Mapping)]
-        states = [state for state in given if any(isinstance(value, torch.Tensor) for value in state.values())]
-        needed = states[0].values() if states else (*module.parameters(), *module.buffers())
-        text = _text(needed, f"`{type(module).__name__}.{name}` needs all of it")
+        state = kwargs.get("state_dict")
+        if not isinstance(state, Mapping):
+            with part_expected():
+                state = module.state_dict()
+        text = _text(state.values(), f"`{type(module).__name__}.{name}` needs the whole module")
         if text is not None:
             raise WrongUseError(text + _REMEDY)
         return getattr(type(module), name)(module, *args, **kwargs)
 
 
-def _leaves(tree: Any) -> list[Any]:
-    try:
-        return [leaf for _, leaf in flatten_with_path(tree)]
-    except RecursionError:  # it refers to itself, as what is pickled may
-        return []
+# -- functions of other packages ---------------------------------------------------------------------------------------
+
+#: Modules that are divided, by identity, with what notices the end of each.
+_DIVIDED: dict[int, weakref.finalize[Any, Any]] = {}
+_REPLACED = ExitStack()
+
+
+def _check_saves(module: nn.Module) -> None:
+    """Check what is saved while a module is divided: after a run too, where a file would be begun before the error."""
+    if not _DIVIDED:
+        _REPLACED.enter_context(_checked_saves())
+    _DIVIDED[id(module)] = noticed = weakref.finalize(module, _stop_checking, id(module))
+    noticed.atexit = False
+
+
+def _stop_checking(key: int) -> None:
+    noticed = _DIVIDED.pop(key, None)
+    if noticed is None:
+        return
+    noticed.detach()
+    if not _DIVIDED:
+        _REPLACED.close()
 
 
 @contextmanager
-def checked_saves() -> Iterator[None]:
-    """Inside, `torch.save` refuses what this rank has a part of before it opens the file.
-
-    Raises:
-        WrongUseError: If such a thing is saved.
-    """
-    save = torch.save
+def _checked_saves() -> Iterator[None]:
+    """Inside, `torch.save` and safetensors raise an error for tensors and modules that are not whole here."""
+    save, storage = torch.save, DTensor.storage
 
     @functools.wraps(save)
-    def checked(obj: object, *args: Any, **kwargs: Any) -> None:
+    def checked(obj: object, f: Any, *args: Any, **kwargs: Any) -> None:
         if not is_sent():
-            leaves = _leaves(obj)
-            values = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-            for leaf in leaves:
-                if isinstance(leaf, nn.Module):
-                    values += [*leaf.parameters(), *leaf.buffers()]
-            text = _text(values, "What is given to `torch.save` is not all of it")
+            text = _text(_saved_tensors(obj), "`torch.save` was given a part of the module")
             if text is not None:
                 raise WrongUseError(text + _REMEDY)
-        save(obj, *args, **kwargs)
+        try:
+            save(obj, f, *args, **kwargs)
+        except WrongUseError:  # of an object that has such a tensor: the file has been begun
+            if isinstance(f, (str, os.PathLike)):
+                Path(f).unlink(missing_ok=True)
+            raise
 
-    torch.save = checked
+    def checked_storage(tensor: Any) -> Any:  # the last that safetensors asks a tensor for
+        text = _text([tensor], "A part of the module is saved")
+        if text is not None:
+            raise WrongUseError(text + _REMEDY)
+        return storage(tensor)  # type: ignore[no-untyped-call]
+
+    kind: Any = DTensor
+    torch.save, kind.storage = checked, checked_storage
     try:
         yield
     finally:
-        torch.save = save
+        if torch.save is checked:  # others may have replaced it since
+            torch.save = save
+        del kind.storage
+
+
+def _saved_tensors(tree: Any) -> list[Tensor]:
+    try:
+        leaves = [leaf for _, leaf in flatten_with_path(tree)]
+    except RecursionError:  # it refers to itself, as what is pickled may
+        return []
+    modules = [leaf for leaf in leaves if isinstance(leaf, nn.Module)]
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    return tensors + [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]

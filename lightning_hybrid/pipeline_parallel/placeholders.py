@@ -24,12 +24,12 @@ _T = TypeVar("_T", bound=Tensor)
 _READS = {Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__array__}
 _READS |= {getattr(Tensor, f"__{kind}__") for kind in ("bool", "int", "float", "complex", "index")}
 
-#: What asks where the values are, to save them.
+#: By these safetensors asks where the values are.
 _ADDRESSES = {Tensor.data_ptr}
 
 _SAVED_TEXT = (
     "A tensor that lives on another stage of the pipeline is saved, and there are no values of it here. On every rank,"
-    " `trainer.save_checkpoint(path, weights_only=True)` writes all of the model. In a hook, save inside of"
+    " `trainer.save_checkpoint(path, weights_only=True)` writes the whole model. In a hook, save inside"
     " `with self.trainer.strategy.full_parameters():`, where parameters are whole; after a run call"
     " `trainer.strategy.gather_module()` first, which makes the module whole."
 )
@@ -113,9 +113,9 @@ class PlaceholderTensor(Tensor):
         return tensor.detach().as_subclass(PlaceholderBuffer)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuse to be saved: nobody would notice before the file is read that there are no values in it.
+        """Refuse to be pickled: the file would have no values, which is noticed only when it is read.
 
-        Processes of this job may have it: a worker of a loader, which gets the module with a function of it.
+        It may be sent to processes of this job, such as a spawned worker of a loader that uses the module.
 
         Raises:
             WrongUseError: If it is pickled for anything else.
@@ -125,7 +125,7 @@ class PlaceholderTensor(Tensor):
         return super().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def __copy__(self) -> Tensor:
-        """Share attributes, as `copy.copy` of a tensor does, which pickles it."""
+        """Return a copy that shares the attributes; `copy.copy` would pickle the tensor."""
         copied = self._like(self)
         vars(copied).update(vars(self))
         return copied
@@ -144,7 +144,7 @@ _IS_SENT: ContextVar[bool] = ContextVar("_IS_SENT", default=False)
 
 @contextmanager
 def sending_placeholders() -> Iterator[None]:
-    """Let placeholders inside be pickled, for another rank of this job, where they are what they are here."""
+    """Inside, placeholders can be pickled, to send them to another rank of this job."""
     token = _IS_SENT.set(True)
     try:
         yield
@@ -153,7 +153,7 @@ def sending_placeholders() -> Iterator[None]:
 
 
 def is_sent() -> bool:
-    """Whether what is pickled now is for a process of this job: inside :func:`sending_placeholders`, or a new one."""
+    """Return whether an object is pickled for a process of this job: in :func:`sending_placeholders`, or a new one."""
     return _IS_SENT.get() or get_spawning_popen() is not None
 
 

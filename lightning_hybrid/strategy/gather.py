@@ -47,17 +47,21 @@ def check_gathering(module: LightningModule, plan: Plan | None) -> None:
         )
 
 
-#: How many times over a machine must have the memory for what its processes will hold: users copy and save it.
+#: A machine must have the memory for this many copies of the module in each of its processes: users copy and save it.
 _TIMES = 3
 
 AFTER_ERROR = (
     "The run ended with an error, after which the ranks could not make it whole. Load the last checkpoint into a new"
     " module, `Model.load_from_checkpoint(path)`; that needs no other rank."
 )
+NOT_ASKED = (
+    "It stays divided (gather_module_on_teardown=False). To make it whole, call `trainer.strategy.gather_module()` on"
+    " every rank."
+)
 
 
 def why_not_gathered(module: LightningModule, plan: Plan | None, mesh: Mesh) -> tuple[str | None, bool]:
-    """Find out whether a module is better left divided; a collective of all ranks.
+    """Return why a module stays divided after a run; a collective of all ranks.
 
     Args:
         module: The user's module, divided.
@@ -65,7 +69,7 @@ def why_not_gathered(module: LightningModule, plan: Plan | None, mesh: Mesh) -> 
         mesh: The ranks.
 
     Returns:
-        Why it stays divided, as sentences, ``None`` if nothing speaks against it; and whether it could be made whole.
+        The reason as sentences, ``None`` if it is to be made whole; and whether it can be made whole.
     """
     try:
         check_gathering(module, plan)
@@ -83,11 +87,11 @@ def _lack_of_memory(module: LightningModule, mesh: Mesh) -> str | None:
     if available >= _TIMES * size * processes:
         return None
     return (
-        f"{type(module).__name__} stays divided after this run (gather_module_on_teardown='auto'): whole it takes"
-        f" {size / 2**20:,.0f} MiB, and its machine, with {processes} processes, has {available / 2**20:,.0f} MiB"
-        f" left, which is less than {_TIMES} times as much for each of them. On every rank,"
-        " `trainer.save_checkpoint(path, weights_only=True)` writes all of it, and `trainer.strategy.gather_module()`"
-        " makes it whole all the same."
+        f"{type(module).__name__} stays divided after this run (gather_module_on_teardown='auto'): the whole module"
+        f" takes {size / 2**20:,.0f} MiB. The machine, with {processes} processes, has {available / 2**20:,.0f} MiB of"
+        f" memory left, less than {_TIMES} times the module for each of them. On every rank,"
+        " `trainer.save_checkpoint(path, weights_only=True)` writes the whole model, and"
+        " `trainer.strategy.gather_module()` makes the module whole all the same."
     )
 
 

@@ -54,8 +54,9 @@ class ModuleParallelizer:
         mesh: The ranks.
         device: Where this rank computes.
         seed: The global seed, equal on all ranks.
-        before: What has divided the module for these ranks, and made it whole again: where parameters outside of the
-            layers live, and which objects they are, is as it was then. Optimizers and callbacks know these.
+        before: The earlier parallelizer, which has divided the module for these ranks and made it whole again.
+            Parameters outside of the layers live on the same stages again, and shards are the same objects, which
+            optimizers and callbacks know.
 
     Attributes:
         num_stages: Stages over all ranks; chunks on a single rank would be neighbours and are one stage.
@@ -65,6 +66,7 @@ class ModuleParallelizer:
         is_done: Whether the module has been divided.
         source: Where the weights come from; ``None`` if the module has them, or makes them.
         is_whole: Whether the module was divided, and is whole again.
+        shards: The sharded parameters by all their names, before the module was made whole.
         context_parallel: Gives layers their share of a sequence, in a run; ``None`` if sequences are not shared.
     """
 
@@ -91,7 +93,7 @@ class ModuleParallelizer:
         self.is_done = self._was_parallelized = False
         self.is_whole = before is not None
         self.source: Source | None = None
-        self.shards: dict[str, nn.Parameter] = {}  # those of a module that is whole again
+        self.shards: dict[str, nn.Parameter] = {}
         self.context_parallel: ContextParallel | None = None
 
     def __call__(self) -> None:
@@ -155,6 +157,13 @@ class ModuleParallelizer:
             zero_stage=self._settings.zero_stage,
             reshard_after_forward=self._settings.frees_early,
         )
+
+    def own_parameters(self) -> list[nn.Parameter]:
+        """Return the parameters of which this rank has values, as the optimizers of the last run know them."""
+        earlier = {} if self._before is None else self._before.shards
+        named = self._module.named_parameters(remove_duplicate=False)
+        parameters = {earlier.get(name, parameter): None for name, parameter in named}
+        return [parameter for parameter in parameters if not parameter.is_meta]
 
     def own_layers(self) -> dict[int, list[nn.Module]]:
         """The layers of each stage of this rank."""

@@ -21,7 +21,8 @@ Lightning's console handlers, `showwarning`      lines beside progress bars     
 `torch.distributed.all_reduce`, ...              not in a step over stages              `strategy.collectives`
 `clip_grad_norm_`, `get_total_norm`, `grad_norm` the gradients of the whole model       `trainer.gradient_functions`
 numbers and arrays read from a `DTensor`         of the whole tensor, or refused        `distributed.dtensor`
-`torch.save`                                     no file without all values             `checkpoint.parts`
+`torch.save`, `DTensor.storage`, as long as the  no file without all values             `checkpoint.parts`
+module is divided, also after the run
 `body.forward`                                   the step is cut there                  `pipeline_parallel.body`
 ===============================================  =====================================  ===============================
 """

@@ -25,13 +25,14 @@ from torch import nn
 
 from lightning_hybrid.checkpoint.checkpointer import Checkpointer
 from lightning_hybrid.checkpoint.optimizer_state import OptimizerStates
-from lightning_hybrid.checkpoint.parts import checked_saves, mark_parts, refuse_parts
+from lightning_hybrid.checkpoint.parts import mark_parts, refuse_calls, refuse_parts
 from lightning_hybrid.config import HybridConfig, grid_shape
 from lightning_hybrid.data_parallel.grad_sync import GradientSync
 from lightning_hybrid.data_parallel.master_weights import MasterWeights, NoMasterWeights
 from lightning_hybrid.distributed.agreement import RankInfo, agree
 from lightning_hybrid.distributed.debug.desync import Desync
 from lightning_hybrid.distributed.debug.stall import Position
+from lightning_hybrid.distributed.dtensor import is_zero_sharded
 from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.distributed.messages.leaf_readers import LeafFetch
 from lightning_hybrid.distributed.mixed_operations import mixed_operations
@@ -45,7 +46,7 @@ from lightning_hybrid.pipeline_parallel.p2p import make_channels
 from lightning_hybrid.pipeline_parallel.recorder import Recorder
 from lightning_hybrid.strategy.checks import check_modules, check_own_parts
 from lightning_hybrid.strategy.collectives import StepCollectives
-from lightning_hybrid.strategy.gather import AFTER_ERROR, RefusedStep, why_not_gathered
+from lightning_hybrid.strategy.gather import AFTER_ERROR, NOT_ASKED, RefusedStep, why_not_gathered
 from lightning_hybrid.strategy.layout import is_cut, misplaced_text
 from lightning_hybrid.strategy.parallelize import ModuleParallelizer
 from lightning_hybrid.strategy.patches import AfterHook, Patches, add_callbacks, remove_callbacks
@@ -216,11 +217,11 @@ class AttachedModule:
 
         Callbacks that average weights do, and copy the module right after it.
         """
+        mark_parts(self.module)  # after an earlier run it may have refused calls
         if is_overridden("configure_model", self.module) and not self.parallelizer.is_done:
             self._before_configure_model = list(self.module.parameters())
             self._hook = AfterHook(self.module, "configure_model", self.divide)
             return
-        mark_parts(self.module)  # as after an earlier run nobody could use it
         try:
             self.divide()
         except ValueError:  # on every rank
@@ -262,7 +263,7 @@ class AttachedModule:
         self._optimizers.remember_names(self.module.trainer.strategy.optimizers)
         self.parallelizer.undo()
         mark_parts(self.module)
-        # What saves a checkpoint stays: it knows where the states of optimizers are.
+        # The checkpointer stays: it knows which rank has which optimizer states.
         self.parallelizer = self._new_parallelizer(self._world, self.parallelizer)
 
     @property
@@ -272,9 +273,9 @@ class AttachedModule:
         return self.parallelizer.is_done and (max(sizes) > 1 or bool(self._world.config.zero_stage))
 
     def end_run(self, run: Run | None) -> None:
-        """A run is over, and the module on the host: make it whole, as far as that was asked for and can be.
+        """Make the module whole after a run, as `gather_module_on_teardown` says; or refuse uses that need all of it.
 
-        After a failure nothing is asked of the other ranks.
+        After a failure the other ranks may be gone, and no collective is begun.
 
         Args:
             run: The run, if it had begun.
@@ -285,15 +286,18 @@ class AttachedModule:
         if self.module.trainer.interrupted or failures.failed or failures.is_leaving:
             refuse_parts(self.module, AFTER_ERROR)
             return
+        why, is_possible = None if asked else NOT_ASKED, False
         if asked == "auto":
             why, is_possible = why_not_gathered(self.module, self.parallelizer.plan, self._world.mesh)
-            if why is not None:
-                rank_zero_info(why)
-                if is_possible:  # layers that others have divided may be called on all ranks together
-                    refuse_parts(self.module, why)
-                return
-        if asked:
+        if why is None:
             self.gather(run)
+            return
+        if asked:
+            rank_zero_info(why)
+        if is_possible:
+            refuse_parts(self.module, why)
+        else:  # tensor-parallel layers can be called by all their ranks together, layers with shards of ZeRO cannot
+            refuse_calls(self.module, why, is_zero_sharded)
 
     def detach(self) -> None:
         """A run is over: no hook is waited for any more."""
@@ -414,6 +418,7 @@ class Run:
         optimizers = self._attached.module.trainer.strategy.optimizers
         self.grad_sync.detach()
         placeholders = parallelizer.place_outside(outside)
+        mark_parts(self._attached.module)
         self._attached.checkpointer.place_parameters(parallelizer.stage_map, placeholders)
         self._attached.master_weights.drop(placeholders)
         with self._world.connections.opened():
@@ -486,7 +491,6 @@ class Run:
         world, module, undo = self._world, self._attached.module, self._installed
         self.is_installed = True
         undo.enter_context(lines_beside_bars(world.mesh))
-        undo.enter_context(checked_saves())
         self.grad_sync.zero.follow(trainer.strategy.optimizers)
         estimate = partial(self._attached.parallelizer.estimate_memory, trainer.strategy.optimizers)
         add_callbacks(trainer, world.resume, MemoryReport(estimate, memory_table, world.mesh))

@@ -72,11 +72,6 @@ from lightning_hybrid.trainer.gradient_functions import GradientFunctions
 from lightning_hybrid.trainer.optimization import GlobalBatch, ReplicaClosure, check_accumulation
 from lightning_hybrid.trainer.precision import adapt, autocasts, check_master_weights, check_optimizer, scale_half
 
-_NORM_AFTER_RUN = (
-    "`grad_norm` was called after the run, when the module had been made whole: it has no gradients. Call it in a hook,"
-    " such as `on_before_optimizer_step`, or keep the module divided by `gather_module_on_teardown=False`."
-)
-
 
 class HybridStrategy(ReplicaCollectives):
     """Trains an unmodified LightningModule over data x tensor x pipeline parallel ranks, with one process's numbers.
@@ -159,10 +154,10 @@ class HybridStrategy(ReplicaCollectives):
         save_distributed_checkpoint: Whether a checkpoint is a directory to which every rank adds its part, instead of
             one file that rank 0 writes. Either can be loaded under any layout.
         async_save: Whether checkpoints are written beside training, from a copy on the host.
-        gather_module_on_teardown: Whether every rank has the whole module after a run, as by :meth:`gather_module`, to
-            save it, to call it or to export it as with DDP. ``"auto"`` does it where each machine has the memory for
-            what its processes will hold three times over; where not, the log says so, and what to call. The next run
-            divides the module again.
+        gather_module_on_teardown: If True, every rank has the whole module after a run, as by :meth:`gather_module`, to
+            save, call or export it as with DDP. If False, the module stays divided. ``"auto"`` makes it whole if each
+            machine has the memory for three copies in each of its processes; otherwise the log says so, and what to
+            call. The next run divides the module again.
         initial_weights: Where to take the weights from, unless a checkpoint is resumed: as for :meth:`load_weights`.
         rank_order: How ranks are numbered: the axes from the outermost to the innermost, whose ranks are consecutive;
             ``"pp-dp-tp"`` or another order. Where sequences are shared ``cp`` is one of them: outside of ``tp``, if
@@ -830,10 +825,7 @@ class HybridStrategy(ReplicaCollectives):
         Returns:
             A float64 scalar on the root device.
         """
-        if self.attached.parallelizer.is_whole:
-            raise WrongUseError(_NORM_AFTER_RUN)
-        parameters = [parameter for parameter in self._module.parameters() if not parameter.is_meta]
-        return total_norm(parameters, norm_type, **self._norm_arguments())
+        return total_norm(self.attached.parallelizer.own_parameters(), norm_type, **self._norm_arguments())
 
     def _norm_arguments(self) -> dict[str, Any]:
         return {"group": self._owners(), "counts": self.run.grad_sync.counts_in_norm, "device": self.root_device}
@@ -970,8 +962,8 @@ class HybridStrategy(ReplicaCollectives):
         To be called on every rank after a run, or in a hook at its very end (`teardown`). The module is then as if it
         had never been divided: it runs in one process, and another Trainer may divide it in another way. Parameters
         that lived elsewhere or were divided are new objects, without gradients: optimizers of the run know the old
-        ones, with the values that they had. `trainer.save_checkpoint` saves their states all the same. What
-        torchmetrics in steps have counted stays on the last stage.
+        ones, with the values that they had. `trainer.save_checkpoint` still saves their states. What torchmetrics in
+        steps have counted stays on the last stage.
 
         Raises:
             ValueError: If layers were divided by styles of torch or by the user; on every rank.

@@ -1,7 +1,8 @@
-"""Nothing is saved of which a rank has a part, in hooks and after runs: it is an error, and no file."""
+"""Saving a part of a module, in hooks and after runs, is an error, and no file is begun."""
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 import os
@@ -14,9 +15,13 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
-from safetensors.torch import save_file
+from safetensors.torch import save_file, save_model
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from lightning_hybrid.checkpoint.parts import mark_parts
+from lightning_hybrid.pipeline_parallel.placeholders import replace_with_placeholders
+from lightning_hybrid.pipeline_parallel.stage_map import StageMap
 from tests.pool import Pools
 from tests.training_jobs import Regression, loader, make_trainer
 
@@ -37,6 +42,13 @@ class Folder(nn.Sequential):
         save_file(dict(self.state_dict()) if state_dict is None else state_dict, folder / "model.safetensors")
 
 
+class Holder:
+    """An object in which nobody looks for a module before it is pickled."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+
 class Model(Regression):
     def __init__(self) -> None:
         super().__init__(4)
@@ -52,11 +64,14 @@ def ways(module: Model, path: Path) -> dict[str, Callable[[], Any]]:
         "torch.save(list)": lambda: torch.save([{"x": list(body.parameters())}], path),
         "torch.save(self)": lambda: torch.save(module, path),
         "torch.save(self.body)": lambda: torch.save({"body": body}, str(path)),
+        "torch.save(object)": lambda: torch.save(Holder(body), path),
+        "to memory": lambda: torch.save(module, io.BytesIO()),
         "pickle": lambda: pickle.dumps(body),
-        "pickle to a file": lambda: torch.save(module, io.BytesIO()),
+        "safetensors": lambda: save_file({name: each.data for name, each in body.named_parameters()}, path),
+        "safetensors of a module": lambda: save_model(body, str(path)),
         "save_pretrained": lambda: body.save_pretrained(path),
         "save_pretrained(state_dict)": lambda: body.save_pretrained(path, state_dict=dict(body.state_dict())),
-        "to_onnx": lambda: module.to_onnx(path, torch.zeros(1, 6, dtype=torch.float64)),
+        "to_onnx": lambda: module.to_onnx(path, {"x": torch.zeros(1, 6, dtype=torch.float64)}),
     }
 
 
@@ -121,3 +136,24 @@ def test_no_way_of_saving_in_a_hook_writes_a_part(ranks: Pools, tmp_path: Path, 
         assert is_undone
         assert is_whole
     assert (tmp_path / "folder" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("ends", ["whole", "gone"])
+def test_functions_are_checked_as_long_as_a_divided_module_is_there(ends: str) -> None:
+    gc.collect()
+    save, modules = torch.save, [Model(), Model()]
+    stage_map = StageMap("body", tuple(f"body.{number}" for number in range(4)), (range(2), range(2, 4)), 2)
+    for module in modules:
+        replace_with_placeholders(module, stage_map, 0)
+        mark_parts(module)
+        assert torch.save is not save
+    while modules:
+        assert torch.save is not save
+        module = modules.pop()
+        if ends == "whole":
+            module.body = Model().body
+            mark_parts(module)
+        del module
+        gc.collect()
+    assert torch.save is save
+    assert "storage" not in vars(DTensor)

@@ -49,13 +49,13 @@ def unshard_module(module: nn.Module) -> None:
 
 @torch.no_grad()
 def take_places(module: nn.Module, earlier: Mapping[str, nn.Parameter]) -> None:
-    """Let shards of an earlier run be the parameters again, with the values of those that are there.
+    """Make the shards of an earlier run the parameters again, with the values that the module has now.
 
-    Optimizers and callbacks know the earlier ones.
+    Optimizers and callbacks know the earlier shards.
 
     Args:
         module: The module, divided as it was then.
-        earlier: By all their names.
+        earlier: The shards of the earlier run, by all their names.
     """
     owners = find_owners(module)
     for name, parameter in list(module.named_parameters()):
