@@ -194,13 +194,13 @@ class SavesInHook(Callback):
 def saved_whole(
     name: str, layout: dict[str, Any], folder: str, tokens: Tensor
 ) -> tuple[dict[str, Any], Tensor, Tensor | None]:
-    """Train, save the whole model on the last rank; its weights, logits, and what it generates."""
+    """Train, save the whole model on rank 0 alone; its weights, logits, and what it generates."""
     module = made(name)
     callback = SavesInHook(Path(f"{folder} hook"))
     trainer = make_trainer(layout, max_steps=2, limit_val_batches=0, callbacks=[callback])
     trainer.fit(module)
     model = module.model.eval()
-    if trainer.global_rank == 1:
+    if trainer.is_global_zero:
         model.save_pretrained(folder)
     generates = name in ("gpt2", "llama")
     return dict(model.state_dict()), logits(model, tokens), model.generate(tokens, **GREEDY) if generates else None
