@@ -145,7 +145,8 @@ def _fit(
     """Train, validate on the way, save; then train once more with another Trainer."""
     torch.manual_seed(5)
     module = Language(tied=tied, chain=chain).double()
-    strategy = "auto" if layout is None else HybridStrategy(num_microbatches=2, **layout)
+    stays = {"gather_module_on_teardown": False}  # what ranks hold is looked at after the run
+    strategy = "auto" if layout is None else HybridStrategy(num_microbatches=2, **stays, **layout)
     batch = 8 // (layout or {}).get("data_parallel_size", 1)
     data = _data(batch=batch), _data(batch=batch)
     norm = Norm()
@@ -244,7 +245,7 @@ def _fit_augmenting(ranks: int, late: bool) -> Any:
     torch.manual_seed(5)
     module, norm = Augmenting().double(), Norm()
     module.late = late
-    strategy = HybridStrategy(pipeline_parallel_size=ranks, num_microbatches=2)
+    strategy = HybridStrategy(pipeline_parallel_size=ranks, num_microbatches=2, gather_module_on_teardown=False)
     try:
         _trainer(strategy, ranks, 6, [norm], num_sanity_val_steps=0, limit_val_batches=0).fit(module, _data())
     except ValueError as error:
@@ -436,7 +437,9 @@ def _fit_once(layout: dict[str, Any], places: Sequence[str], sanity: int) -> Any
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            _trainer(*_strategy(layout), 2, [], num_sanity_val_steps=sanity).fit(module, *data)
+            _trainer(
+                *_strategy({**layout, "gather_module_on_teardown": False}), 2, [], num_sanity_val_steps=sanity
+            ).fit(module, *data)
         except ValueError as error:
             return str(error)
     return [name for name, each in module.named_parameters() if not is_placeholder(each)], _travels(caught)
@@ -493,7 +496,7 @@ def _fit_again(kind: type[Language]) -> tuple[list[float], list[str]]:
     torch.manual_seed(5)
     module, norm = kind().double(), Norm()
     for sanity in (0, 1):
-        strategy = HybridStrategy(pipeline_parallel_size=3, num_microbatches=2)
+        strategy = HybridStrategy(pipeline_parallel_size=3, num_microbatches=2, gather_module_on_teardown=False)
         trainer = _trainer(strategy, 3, 6, [norm], num_sanity_val_steps=sanity, val_check_interval=3)
         trainer.fit(module, _data(), _data())
     return norm.norms, [name for name, each in module.named_parameters() if not is_placeholder(each)]
@@ -575,9 +578,10 @@ def _count(kind: str, vocabulary: int, width: int) -> int:
     module = {"loop": Language, "sequential": Wide}[kind](vocabulary, width, 8)
     if kind == "loop":
         del module.probe
-    strategy = HybridStrategy(pipeline_parallel_size=4, num_microbatches=4, partition=[2, 2, 2, 2])
-    if kind == "sequential":
-        strategy = HybridStrategy(pipeline_parallel_size=4, num_microbatches=4, partition=[3, 2, 2, 3])
+    partition = [3, 2, 2, 3] if kind == "sequential" else [2, 2, 2, 2]
+    strategy = HybridStrategy(
+        pipeline_parallel_size=4, num_microbatches=4, partition=partition, gather_module_on_teardown=False
+    )
     trainer = _trainer(strategy, 4, 1, [], limit_val_batches=0)
     before = {name: weakref.ref(parameter) for name, parameter in module.named_parameters()}
     trainer.fit(module, _data(vocabulary))
@@ -610,7 +614,7 @@ class Loaded(Language):
 
 def _held_bytes() -> int:
     module = Loaded()
-    strategy = HybridStrategy(pipeline_parallel_size=3, num_microbatches=2)
+    strategy = HybridStrategy(pipeline_parallel_size=3, num_microbatches=2, gather_module_on_teardown=False)
     _trainer(strategy, 3, 1, [], limit_val_batches=0).fit(module)
     return sum(parameter.nbytes for parameter in module.parameters() if not is_placeholder(parameter))
 
