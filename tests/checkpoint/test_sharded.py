@@ -568,6 +568,7 @@ def test_a_damaged_checkpoint_is_an_error_on_every_rank(
     ranks: Pools, tmp_path: Path, layout: Any, fault: str, words: str
 ) -> None:
     path = tmp_path / "c.ckpt"
+    layout = {**layout, "gather_module_on_teardown": False}  # each rank writes the values that no other rank has
     everything(ranks(2, lightning=True).run(trained, layout, 8, 1, str(path), None))
     if fault in ("short", "empty"):
         os.truncate(path, path.stat().st_size // 2 if fault == "short" else 0)
