@@ -174,9 +174,6 @@ def test_a_folder_of_another_head_gives_what_from_pretrained_takes(folders: Path
 GREEDY: dict[str, Any] = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
 
 
-# -- what comes out ----------------------------------------------------------------------------------------------------
-
-
 class SavesInHook(Callback):
     def __init__(self, folder: Path) -> None:
         self._folder = folder
