@@ -125,7 +125,7 @@ def test_layers_run_once_for_each_kind_and_arguments(kind: str, monkeypatch: pyt
     assert graph.texts() == whole.texts()
 
 
-@pytest.mark.parametrize("kind", KINDS.keys() - {"caching"})
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "caching"])
 def test_repeated_layers_compute_what_the_whole_model_computes(kind: str) -> None:
     model = Model(*map(KINDS[kind][0], range(8)))
     played = check(model, model, (torch.randn(4, WIDTH),), 4)
