@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -93,7 +95,11 @@ class _Comparison:
             return same and (is_own_hook(one) or self._all_alike(_captured(one), _captured(other), depth))
         if depth < _DEPTH and hasattr(one, "__dict__"):
             return self._are_alike(vars(one), vars(other), depth + 1)
-        return bool(one == other)
+        if isinstance(one, np.ndarray):
+            return np.array_equal(one, other)
+        if isinstance(one, weakref.ref):  # of recurrent layers, to their weights
+            return self.is_alike(one(), other(), depth)
+        return (one == other) is True
 
     def _all_alike(self, one: Collection[Any], other: Collection[Any], depth: int) -> bool:
         pairs = zip(one, other, strict=False)

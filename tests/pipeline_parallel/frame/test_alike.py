@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_hybrid.pipeline_parallel.frame.alike import RepeatedUnits
+from lightning_hybrid.pipeline_parallel.frame.alike import RepeatedUnits, first_alike
 from tests.modules import WIDTH
 from tests.pipeline_parallel.frame.stages import check, cut_of, seed
 
@@ -130,6 +131,18 @@ def test_repeated_layers_compute_what_the_whole_model_computes(kind: str) -> Non
     model = Model(*map(KINDS[kind][0], range(8)))
     played = check(model, model, (torch.randn(4, WIDTH),), 4)
     assert played.sends == [1, 1, 1]
+
+
+def test_attributes_of_any_kind_are_compared() -> None:
+    def made(table: Any) -> nn.Module:
+        layer = nn.LSTM(2, 2)  # has weak references to its weights
+        layer.table = table
+        return layer
+
+    layers = {f"layers.{number}": made(np.arange(number // 2 + 2.0)) for number in range(4)}
+    layers |= {f"layers.{number}": made(None) for number in range(4, 6)}
+    firsts = [list(layers.values()).index(first) for first in first_alike(layers).values()]
+    assert firsts == [0, 0, 2, 2, 4, 4]
 
 
 def test_a_hook_that_notes_something_sees_every_layer() -> None:
