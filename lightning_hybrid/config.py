@@ -66,6 +66,7 @@ class HybridConfig:
     gather_module_on_teardown: bool | str = field(metadata={"kinds": (bool, str)})
     initial_weights: str | Path | None = field(metadata={"kinds": (str, Path, type(None))})
     rank_order: str = field(metadata=_STR)
+    start_method: str
     process_group_backend: str | None = field(metadata=_OPTIONAL_STR)
     timeout: timedelta | None = field(metadata=_OPTIONAL_TIME)
     stall_timeout: timedelta | None = field(metadata=_OPTIONAL_TIME)

@@ -32,7 +32,7 @@ from lightning.pytorch.strategies import Strategy as TrainersStrategy
 from lightning.pytorch.strategies.launchers import subprocess_script
 from lightning.pytorch.trainer.connectors import signal_connector
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
-from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 from torch import Tensor, nn
@@ -859,6 +859,35 @@ def test_subprocess_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     assert launcher.launch(lambda: "done") == "done"
     assert [each["OF_CHILDREN"] for each in seen] == ["1"]
     assert "OF_CHILDREN" not in os.environ
+
+
+class Ranks:
+    num_processes, root_device, local_rank = 2, torch.device("cpu"), 0
+    cluster_environment = LightningEnvironment()
+
+
+def refuse_workers(start_method: str, device: torch.device) -> None:
+    raise RuntimeError(f"{start_method} on {device}")
+
+
+def test_multiprocessing_launcher(capfd: pytest.CaptureFixture[str]) -> None:
+    launcher = internals.multiprocessing_launcher(Ranks(), "fork", refuse_workers, lambda module: "why")  # type: ignore[arg-type]
+    assert launcher.is_interactive_compatible
+    with pytest.raises(RuntimeError, match="fork on cpu"):
+        launcher.launch(lambda: "done")
+    trainer = quiet_trainer(max_steps=1)
+    trainer.fit(Small(), DataLoader(torch.ones(4, 1), 1))
+    trainer.state.fn = TrainerFn.FITTING
+    with pytest.warns(UserWarning, match="why"):
+        output = launcher._collect_rank_zero_results(trainer, "results")
+    assert output is not None
+    assert (output.weights_path, output.trainer_results) == (None, "results")
+
+
+def test_is_interactive(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not internals.is_interactive()
+    monkeypatch.setattr("lightning.fabric.utilities.imports._IS_INTERACTIVE", True)
+    assert internals.is_interactive()
 
 
 def test_ended_loaders_know_their_length() -> None:

@@ -36,13 +36,6 @@ def test_the_other_package_of_lightning_says_that_it_is_another() -> None:
         other.Trainer(accelerator="cpu", strategy="hybrid")
 
 
-@pytest.mark.rows(70)
-def test_notebooks_are_refused_by_lightning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning.pytorch.trainer.connectors.accelerator_connector._IS_INTERACTIVE", True)
-    with pytest.raises(MisconfigurationException, match="not compatible with an interactive environment"):
-        Trainer(accelerator="cpu", devices=2, strategy=HybridStrategy(pipeline_parallel_size=2))
-
-
 # -- time and steps ----------------------------------------------------------------------------------------------------
 
 

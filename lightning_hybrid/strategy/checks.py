@@ -87,6 +87,7 @@ def check_arguments(**arguments: Any) -> None:
     _check_choice("schedule", arguments["schedule"], (*SCHEDULES, "auto"))  # which has been replaced
     _check_choice("zero_stage", arguments["zero_stage"], (0, 1, 2, 3, "auto"))
     _check_choice("zero_frees", arguments["zero_frees"], ("auto", "step", "microbatch"))
+    _check_choice("start_method", arguments["start_method"], ("auto", "popen", "spawn", "fork", "forkserver"))
     _check_choice("on_nonfinite", arguments["on_nonfinite"], ("raise", "skip", "ignore"))
     _check_choice("gather_module_on_teardown", arguments["gather_module_on_teardown"], ("auto", True, False))
     _check_choice("loss_reduction", arguments["loss_reduction"], ("mean", "sum"))

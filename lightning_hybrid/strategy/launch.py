@@ -17,30 +17,75 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.fabric.utilities import rank_zero as fabric_rank_zero
+from lightning.pytorch import LightningModule
+from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities import rank_zero as pytorch_rank_zero
 from torch.distributed.constants import default_pg_timeout
 
+from lightning_hybrid.checkpoint.parts import is_part
 from lightning_hybrid.strategy.rendezvous import Stores, choose_interface, make_stores
-from lightning_hybrid.trainer.lightning_internals import connect_processes, subprocess_launcher
+from lightning_hybrid.trainer.lightning_internals import (
+    connect_processes,
+    is_interactive,
+    multiprocessing_launcher,
+    subprocess_launcher,
+)
 
 _STARTED_BY = "LIGHTNING_HYBRID_STARTED_BY"  # the process that starts the others of its node
 _PR_SET_PDEATHSIG = 1  # of Linux
 
 
-def make_launcher(environment: ClusterEnvironment, num_processes: int, num_nodes: int) -> Any:
-    """What starts the other processes; ``None`` if there are none, or if they have been started.
+def make_launcher(
+    strategy: ParallelStrategy, environment: ClusterEnvironment, num_processes: int, num_nodes: int, start_method: str
+) -> Any:
+    """Return what starts the other processes; ``None`` if there are none, or if they have been started.
 
     Args:
+        strategy: Whose processes they are.
         environment: The cluster.
         num_processes: On this node.
         num_nodes: The number of nodes.
+        start_method: As of `HybridStrategy`.
     """
     if environment.creates_processes_externally:
         end_with_parent()
         return None
     if num_processes * num_nodes == 1:
         return None
-    return subprocess_launcher(environment, num_processes, num_nodes, {_STARTED_BY: str(os.getpid())})
+    if start_method == "auto":
+        start_method = "fork" if is_interactive() else "popen"
+    if start_method == "popen":
+        return subprocess_launcher(environment, num_processes, num_nodes, {_STARTED_BY: str(os.getpid())})
+    return multiprocessing_launcher(strategy, start_method, check_copying, why_parts_stay)
+
+
+def check_copying(start_method: str, device: torch.device) -> None:
+    """Check that worker processes can be copies of this one.
+
+    Args:
+        start_method: As of `HybridStrategy`.
+        device: A device of the worker processes.
+
+    Raises:
+        RuntimeError: If this process uses a GPU already.
+    """
+    if start_method == "fork" and device.type == "cuda" and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        raise RuntimeError(
+            "This process uses CUDA already, so the processes that train cannot be copies of it (start_method='fork')."
+            " Restart the kernel, and use no GPU before the Trainer does: no `model.cuda()`, no"
+            " `torch.cuda.memory_allocated()`. `torch.cuda.device_count()` is allowed. A script has no such limit."
+        )
+
+
+def why_parts_stay(module: LightningModule) -> str | None:
+    """Return why the weights of a module do not come back from a worker process; ``None`` if they do."""
+    if not any(map(is_part, (*module.parameters(), *module.buffers()))):
+        return None
+    return (
+        f"The trained weights of {type(module).__name__} do not come back from the processes that trained it: the"
+        " module stayed divided there. In this process it has the weights it had before. Load them from a checkpoint:"
+        " `Model.load_from_checkpoint(trainer.checkpoint_callback.best_model_path)`."
+    )
 
 
 def end_with_parent() -> None:

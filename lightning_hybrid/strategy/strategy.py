@@ -162,6 +162,10 @@ class HybridStrategy(ReplicaCollectives):
         rank_order: How ranks are numbered: the axes from the outermost to the innermost, whose ranks are consecutive;
             ``"pp-dp-tp"`` or another order. Where sequences are shared ``cp`` is one of them: outside of ``tp``, if
             it is not named.
+        start_method: How the processes of a machine are started, if no launcher such as `torchrun` does it: ``"popen"``
+            runs the script once in each; ``"fork"``, ``"spawn"`` and ``"forkserver"`` call the Trainer's function in
+            worker processes, and bring weights, metrics and the path of the best checkpoint back. ``"auto"`` is
+            ``"fork"`` in a notebook, and ``"popen"`` elsewhere.
         process_group_backend: The backend of the process groups; by default nccl on CUDA and gloo elsewhere.
         timeout: Of the process groups: after that a collective gives up.
         stall_timeout: How long nothing may finish while ranks wait for each other. Then where each rank stands is
@@ -234,6 +238,7 @@ class HybridStrategy(ReplicaCollectives):
         gather_module_on_teardown: bool | Literal["auto"] = "auto",
         initial_weights: str | Path | None = None,
         rank_order: str = "pp-dp-tp",
+        start_method: Literal["auto", "popen", "spawn", "fork", "forkserver"] = "auto",
         process_group_backend: str | None = None,
         timeout: timedelta | None = timedelta(minutes=10),
         stall_timeout: timedelta | None = timedelta(minutes=8),
@@ -399,7 +404,8 @@ class HybridStrategy(ReplicaCollectives):
         environment = self.cluster_environment
         environment.set_world_size(self.num_nodes * self.num_processes)  # Lightning's own knows no other number
         self._resolve(environment.world_size())
-        self._launcher = launch.make_launcher(environment, self.num_processes, self.num_nodes)
+        numbers = self.num_processes, self.num_nodes
+        self._launcher = launch.make_launcher(self, environment, *numbers, self.settings.start_method)
 
     def _resolve(self, world_size: int) -> None:
         """Find the sizes of the axes; where they are open, nothing is divided until :meth:`_find_layout`."""

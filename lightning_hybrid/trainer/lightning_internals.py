@@ -24,6 +24,7 @@ import torch
 from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 from fsspec.utils import get_protocol  # type: ignore[import-untyped]
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from lightning.fabric.utilities import imports
 from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.fabric.utilities.distributed import _init_dist_connection
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
@@ -36,7 +37,9 @@ from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
+from lightning.pytorch.strategies.launchers.multiprocessing import _WorkerOutput
 from lightning.pytorch.trainer.call import _call_strategy_hook
 from lightning.pytorch.trainer.connectors.logger_connector.result import (
     _Metadata,
@@ -44,7 +47,8 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import (
     _ResultMetric,
     _Sync,
 )
-from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import CombinedLoader, rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import Store
@@ -1041,6 +1045,67 @@ def subprocess_launcher(
     Without: several processes have to be started from outside, as by `torchrun`.
     """
     return _Launcher(environment, num_processes, num_nodes, variables=variables)
+
+
+class _WorkerLauncher(_MultiProcessingLauncher):
+    def __init__(
+        self,
+        strategy: ParallelStrategy,
+        start_method: str,
+        check: Callable[[str, torch.device], None],
+        why: Callable[[LightningModule], str | None],
+    ) -> None:
+        super().__init__(strategy, start_method)  # type: ignore[arg-type]
+        self._check, self._why = check, why
+
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
+        """Call a function in worker processes."""
+        self._check(self._start_method, self._strategy.root_device)
+        return super().launch(function, *args, trainer=trainer, **kwargs)
+
+    def _collect_rank_zero_results(self, trainer: Trainer, results: Any) -> _WorkerOutput | None:
+        """Return what comes back; weights only if all of them are here."""
+        why = self._why(trainer.lightning_module)
+        if why is None:
+            return super()._collect_rank_zero_results(trainer, results)
+        if self._strategy.local_rank != 0:
+            return None
+        if trainer.state.fn == TrainerFn.FITTING:
+            rank_zero_warn(why)
+        best = getattr(trainer.checkpoint_callback, "best_model_path", None)
+        return _WorkerOutput(best, None, trainer.state, results, self.get_extra_results(trainer))
+
+
+def multiprocessing_launcher(
+    strategy: ParallelStrategy,
+    start_method: str,
+    check: Callable[[str, torch.device], None],
+    why: Callable[[LightningModule], str | None],
+) -> _MultiProcessingLauncher:
+    """Return the launcher that calls functions of the Trainer in worker processes, and brings back what they change.
+
+    Args:
+        strategy: Whose processes are started.
+        start_method: ``"fork"``, ``"spawn"`` or ``"forkserver"``.
+        check: Called with it and a device of the strategy before processes start.
+        why: Says why the weights of a module cannot come back; ``None`` if they can.
+
+    Touches: ``lightning.pytorch.strategies.launchers._MultiProcessingLauncher`` and its
+        ``_collect_rank_zero_results``, ``_start_method`` and ``_strategy``; ``_WorkerOutput`` beside it.
+
+    Without: a notebook trains on one device only, or in processes that `torchrun` has started.
+    """
+    return _WorkerLauncher(strategy, start_method, check, why)
+
+
+def is_interactive() -> bool:
+    """Return whether this process is a notebook or an interactive shell, whose script cannot be run again.
+
+    Touches: ``lightning.fabric.utilities.imports._IS_INTERACTIVE``, which the Trainer asks when it refuses launchers.
+
+    Without: `start_method` has to be given in a notebook.
+    """
+    return bool(imports._IS_INTERACTIVE)
 
 
 def connect_processes(

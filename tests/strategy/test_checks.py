@@ -93,6 +93,7 @@ IMPOSSIBLE: list[tuple[dict[str, Any], type[Exception], list[str]]] = [
     ({"stall_timeout": 300}, TypeError, ["stall_timeout", "300", "timedelta"]),
     ({"stall_timeout": timedelta(seconds=-1)}, ValueError, ["stall_timeout", "longer"]),
     ({"detect_desync": 1}, TypeError, ["detect_desync", "1"]),
+    ({"start_method": "thread"}, ValueError, ["start_method", "'thread'", "'popen'", "'spawn'", "'fork'"]),
     ({"on_nonfinite": "stop"}, ValueError, ["on_nonfinite", "'stop'", "'raise'", "'skip'", "'ignore'"]),
     ({"process_group_backend": 1}, TypeError, ["process_group_backend", "1"]),
     ({"process_group_backend": "nope"}, ValueError, ["process_group_backend", "'nope'", "'gloo'", "cpu:gloo,cuda"]),

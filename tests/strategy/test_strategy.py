@@ -172,6 +172,7 @@ def test_every_argument_can_be_written_in_yaml(tmp_path: Path) -> None:
         "gather_module_on_teardown": True,
         "initial_weights": "weights.pt",
         "rank_order": "dp-pp-tp",
+        "start_method": "spawn",
         "process_group_backend": "gloo",
         "timeout": "0:10:00",
         "stall_timeout": "0:03:00",
