@@ -755,7 +755,8 @@ def arguments_of(layout: Layout) -> dict[str, Any]:
 
 def strategy_of(case: Case) -> HybridStrategy:
     """The strategy of a case."""
-    arguments = arguments_of(layout_of(case.layout)) | {"schedule": case.schedule}
+    # The module stays divided after the run: a record says what each rank holds.
+    arguments = arguments_of(layout_of(case.layout)) | {"schedule": case.schedule, "gather_module_on_teardown": False}
     return HybridStrategy(**arguments | subject_of(case.subject).strategy)
 
 
