@@ -349,8 +349,7 @@ def run_lines(
         saves = any("save" in name for name in writes.strategy)
         arguments.setdefault("enable_progress_bar", any(isinstance(callback, ProgressBar) for callback in callbacks))
         arguments.setdefault("enable_checkpointing", saves or any(isinstance(each, Checkpoint) for each in callbacks))
-        strategy = {"gather_module_on_teardown": False, **writes.strategy}  # tests look at what each rank holds
-        trainer = make_trainer(strategy if processes > 1 else None, **arguments)
+        trainer = make_trainer(writes.strategy if processes > 1 else None, **arguments)
         writes.names.update(trainer=trainer, model=module)
         outputs = None
         for call in calls or ["trainer.fit(model, train_loader, val_loader)"]:

@@ -20,7 +20,7 @@ from lightning_hybrid.checkpoint.weights.weights import Weights
 from lightning_hybrid.cli.export import export
 from tests.hf_modules import MODULES
 from tests.pool import Pools
-from tests.training_jobs import PP2, assert_same, make_trainer
+from tests.training_jobs import PP2, assert_same, users_trainer
 
 transformers = pytest.importorskip("transformers")
 
@@ -115,7 +115,7 @@ def loaded(name: str, layout: Mapping[str, Any], folder: str, from_meta: bool) -
     module = made_on_meta(name) if from_meta else made(name)
     reads, held = Reads(), []
     layout = {**layout, "initial_weights": folder, "gather_module_on_teardown": False}
-    trainer = make_trainer(layout, limit_train_batches=0)
+    trainer = users_trainer(layout, limit_train_batches=0)
     with mock.patch.object(tensor_files, "safe_open", reads):
         trainer.fit(module)
     held = [key for key, value in module.named_parameters(remove_duplicate=False) if not value.is_meta]
@@ -194,7 +194,7 @@ def saved_whole(
     """Train, save the whole model on rank 0 alone; its weights, logits, and what it generates."""
     module = made(name)
     callback = SavesInHook(Path(f"{folder} hook"))
-    trainer = make_trainer(layout, max_steps=2, limit_val_batches=0, callbacks=[callback])
+    trainer = users_trainer(layout, max_steps=2, limit_val_batches=0, callbacks=[callback])
     trainer.fit(module)
     model = module.model.eval()
     if trainer.is_global_zero:
@@ -242,7 +242,7 @@ def trained(
     """Train from a folder and save a checkpoint; the weights and logits of the whole model."""
     module = made(name)
     module.save_hyperparameters({"config": module.model.config})
-    trainer = make_trainer({**layout, "initial_weights": folder}, max_steps=2, limit_val_batches=0)
+    trainer = users_trainer({**layout, "initial_weights": folder}, max_steps=2, limit_val_batches=0)
     trainer.fit(module)
     trainer.save_checkpoint(path)
     trainer.strategy.gather_module()

@@ -33,8 +33,6 @@ from tests.training_jobs import make_trainer
 
 Layout = Mapping[str, Any] | None
 TP2: dict[str, Any] = {"tensor_parallel_size": 2}
-#: Likewise, and a rank keeps its shards after a run, to be looked at.
-DIVIDED: dict[str, Any] = {**TP2, "gather_module_on_teardown": False}
 TP2_PP2: dict[str, Any] = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "num_microbatches": 4}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {"tp2": (2, TP2), "tp2 x pp2": (4, TP2_PP2)}
 CALLBACKS: dict[str, Callable[[], Callback]] = {
@@ -346,7 +344,7 @@ def foreign(layout: Layout, name: str) -> tuple[Outcome, list[str]]:
 @pytest.mark.parametrize("name", FOREIGN)
 def test_modules_that_bring_their_own_ways(ranks: Pools, name: str) -> None:
     expected, _ = foreign(None, name)
-    for layout in (DIVIDED, {**DIVIDED, "num_microbatches": 3}):
+    for layout in (TP2, {**TP2, "num_microbatches": 3}):
         results = ranks(2, lightning=True).run(foreign, layout, name)
         assert_same([outcome for outcome, _ in results], expected)
         assert all(len(sharded) > 0 for _, sharded in results)
@@ -413,7 +411,7 @@ def indivisible() -> str:
 
 def shares(layout: dict[str, Any]) -> dict[str, tuple[int, int]]:
     module = made(zoo.GPT)
-    make_trainer({**layout, "gather_module_on_teardown": False}, max_steps=1).fit(module)
+    make_trainer(layout, max_steps=1).fit(module)
     return {
         name: (parameter.numel(), to_local(parameter).numel())
         for name, parameter in module.named_parameters()
@@ -465,7 +463,7 @@ def test_packed_rows_are_an_ordinary_shard(ranks: Pools) -> None:
 def packed() -> None:
     module = made(zoo.GPT)
     before = module.body[0].attention.in_proj_weight.detach().clone()
-    make_trainer(DIVIDED, max_steps=1, limit_train_batches=0).fit(module)
+    make_trainer(TP2, max_steps=1, limit_train_batches=0).fit(module)
     weight = module.body[0].attention.in_proj_weight
     assert weight.shape == before.shape
     assert torch.equal(weight.full_tensor(), before)
@@ -508,7 +506,7 @@ def trained_twice(layout: Layout) -> tuple[Outcome, int]:
 
 def trained_otherwise(second: dict[str, Any]) -> str:
     module = made(zoo.GPT)
-    fitted(module, {**TP2, "gather_module_on_teardown": False}, limit_train_batches=0)
+    fitted(module, TP2, limit_train_batches=0)
     with pytest.raises(ValueError, match="was divided for") as caught:
         fitted(module, second, limit_train_batches=0)
     return str(caught.value)

@@ -80,11 +80,14 @@ def loader(batch_size: int = 8, num_samples: int = 36, seed: int = 1, **argument
 
 
 def make_trainer(layout: Mapping[str, Any] | None, **arguments: Any) -> Trainer:
-    """A quiet Trainer on the CPU; ``layout=None`` is one process and Lightning's own strategy."""
+    """A quiet Trainer on the CPU; ``layout=None`` is one process and Lightning's own strategy.
+
+    The module stays divided after the run, so that tests see what each rank holds.
+    """
     defaults: dict[str, Any] = {
         "accelerator": "cpu",
         "devices": 1 if layout is None else int(os.environ["WORLD_SIZE"]),
-        "strategy": "auto" if layout is None else HybridStrategy(**layout),
+        "strategy": "auto" if layout is None else HybridStrategy(**{"gather_module_on_teardown": False, **layout}),
         "max_epochs": 1,
         "logger": False,
         "enable_checkpointing": False,
@@ -92,6 +95,11 @@ def make_trainer(layout: Mapping[str, Any] | None, **arguments: Any) -> Trainer:
         "enable_model_summary": False,
     }
     return Trainer(**{**defaults, **arguments})
+
+
+def users_trainer(layout: Mapping[str, Any], **arguments: Any) -> Trainer:
+    """Likewise, and the module is whole after the run, as by default."""
+    return make_trainer({"gather_module_on_teardown": "auto", **layout}, **arguments)
 
 
 def weights(module: nn.Module) -> dict[str, Tensor]:

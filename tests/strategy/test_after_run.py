@@ -20,7 +20,7 @@ from torch import Tensor
 from lightning_hybrid.strategy import gather
 from tests.checkpoint.test_parts import LAYOUTS, Model, tried, ways
 from tests.pool import Pools
-from tests.training_jobs import assert_same, loader, make_trainer
+from tests.training_jobs import assert_same, loader, users_trainer
 
 X = torch.linspace(-1, 1, 18, dtype=torch.float64).view(3, 6)
 RUNS: dict[str, Callable[[Any, Any], Any]] = {
@@ -38,7 +38,7 @@ class Tested(Model):
 def used(layout: dict[str, Any], run: str, root: str) -> dict[str, Any]:
     """One rank after the other saves and calls the module and its parts, alone."""
     module = Tested()
-    trainer = make_trainer(layout, limit_train_batches=2)
+    trainer = users_trainer(layout, limit_train_batches=2)
     RUNS[run](trainer, module)
     found: dict[str, Any] = {}
     path = Path(root) / f"{run} {dist.get_rank()}"
@@ -89,7 +89,7 @@ def test_a_module_is_used_and_saved_as_after_a_run_of_one_process(ranks: Pools, 
 
 def exported(layout: dict[str, Any], path: str) -> str:
     module = Tested()
-    make_trainer(layout, limit_train_batches=2).fit(module, loader())
+    users_trainer(layout, limit_train_batches=2).fit(module, loader())
     return to_onnx(module, path) if dist.get_rank() == 1 else ""
 
 
@@ -121,7 +121,7 @@ class Fails(Callback):
 def failed(layout: dict[str, Any], root: str) -> dict[str, str]:
     module = Tested()
     with pytest.raises(Exception, match="mine"):
-        make_trainer(layout, callbacks=[Fails()]).fit(module, loader())
+        users_trainer(layout, callbacks=[Fails()]).fit(module, loader())
     return refused(module, root)
 
 
@@ -156,7 +156,7 @@ def test_after_an_exception_every_use_is_one_error_and_no_file(ranks: Pools, tmp
 
 def too_large(layout: dict[str, Any], root: str) -> tuple[dict[str, str], Any, Any]:
     module = Tested()
-    trainer = make_trainer(layout, limit_train_batches=2)
+    trainer = users_trainer(layout, limit_train_batches=2)
     with mock.patch.object(gather, "available_memory", return_value=1000 + int(os.environ["RANK"])):
         with mock.patch("lightning_hybrid.strategy.run.rank_zero_info") as told:
             trainer.fit(module, loader())
@@ -187,7 +187,7 @@ def test_a_module_that_is_too_large_stays_divided_and_says_so(ranks: Pools, tmp_
 
 def kept(layout: dict[str, Any], root: str) -> tuple[dict[str, str], dict[str, str]]:
     module = Tested()
-    trainer = make_trainer({**layout, "gather_module_on_teardown": False}, limit_train_batches=2)
+    trainer = users_trainer({**layout, "gather_module_on_teardown": False}, limit_train_batches=2)
     trainer.fit(module, loader())
     saves, calls = tried(module, Path(root)), {}
     if trainer.strategy.settings.zero_stage:
@@ -221,7 +221,7 @@ def norms(layout: dict[str, Any] | None) -> list[float]:
         def on_train_end(self, trainer: Any, pl_module: Any) -> None:
             found.append(float(norm()))
 
-    trainer = make_trainer(layout, limit_train_batches=2, callbacks=[Norm()])
+    trainer = users_trainer(layout, limit_train_batches=2, callbacks=[Norm()])
 
     def norm() -> Tensor:
         if layout is None:
@@ -252,7 +252,7 @@ def followed(layout: dict[str, Any], gathers: Any) -> dict[str, Any]:
     """Fit, change a weight, test, and fit on with the same Trainer; then with another one."""
     layout = {**layout, "gather_module_on_teardown": gathers}
     module, found = Tested(), {}
-    trainer = make_trainer(layout, limit_train_batches=2)
+    trainer = users_trainer(layout, limit_train_batches=2)
     trainer.fit(module, loader())
     parameters = [each for group in trainer.optimizers[0].param_groups for each in group["params"]]
     with trainer.strategy.full_parameters(module.head, writes=True), torch.no_grad():
@@ -271,7 +271,7 @@ def followed(layout: dict[str, Any], gathers: Any) -> dict[str, Any]:
     trainer.fit_loop.max_epochs = 2
     trainer.fit(module, loader())
     found["again"] = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    other = make_trainer(layout, limit_train_batches=2)
+    other = users_trainer(layout, limit_train_batches=2)
     other.fit(module, loader())
     other.strategy.gather_module()
     return {**found, "state": dict(module.state_dict())}

@@ -248,7 +248,6 @@ def trained(
     **arguments: Any,
 ) -> dict[str, Any]:
     """Everything that a run leaves on a rank."""
-    layout = None if layout is None else {"gather_module_on_teardown": False, **layout}
     plugin = MixedPrecision("16-mixed", "cpu", GradScaler("cpu", init_scale=2.0**12, growth_interval=3))
     how = {"plugins": plugin} if half else {}
     trainer = make_trainer(
