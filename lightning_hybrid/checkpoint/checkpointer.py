@@ -16,11 +16,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_hybrid.checkpoint.file_io import FILE_PLUGINS
-from lightning_hybrid.checkpoint.full import FullCheckpoint, check_values
+from lightning_hybrid.checkpoint.full import FullCheckpoint, check_values, part_expected
 from lightning_hybrid.checkpoint.metadata import METADATA, check_kind, make_metadata
 from lightning_hybrid.checkpoint.optimizer_state import OptimizerStates
 from lightning_hybrid.checkpoint.ownership import Ownership
-from lightning_hybrid.checkpoint.parts import part_expected
 from lightning_hybrid.checkpoint.snapshot import snapshot
 from lightning_hybrid.checkpoint.state_dict_match import load_module_state
 from lightning_hybrid.checkpoint.storage.background import BackgroundWriter
@@ -164,10 +163,12 @@ class Checkpointer:
         write = self._prepare(checkpoint, path, plugin, options)
         if is_async:
             self._background.submit(partial(_write_after, wait, write))
-        elif sharded:
-            write()  # its ranks agree by themselves
-        else:
-            self._agree(write)
+            return
+        with part_expected():  # values were checked above
+            if sharded:
+                write()  # its ranks agree by themselves
+            else:
+                self._agree(write)
 
     def _agree(self, check: Callable[[], _T]) -> _T:
         """As :func:`agree`; what is saved and loaded is on the host, and so is what ranks say of it."""

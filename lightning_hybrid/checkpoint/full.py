@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -216,3 +218,21 @@ def check_values(checkpoint: dict[str, Any]) -> None:
             " the same place would be taken. Let `state_dict` and `on_save_checkpoint` of callbacks and of the module"
             " save the same keys on every rank."
         )
+
+
+_PART_EXPECTED: ContextVar[bool] = ContextVar("_PART_EXPECTED", default=False)
+
+
+def is_part_expected() -> bool:
+    """Return whether the caller of a state dict, or of `torch.save`, knows what is part of the module in it."""
+    return _PART_EXPECTED.get()
+
+
+@contextmanager
+def part_expected() -> Iterator[None]:
+    """Inside, neither state dicts nor what is saved is checked: the caller knows that this rank has a part."""
+    token = _PART_EXPECTED.set(True)
+    try:
+        yield
+    finally:
+        _PART_EXPECTED.reset(token)

@@ -17,7 +17,6 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
+from lightning_hybrid.checkpoint.full import is_part_expected, part_expected
 from lightning_hybrid.distributed.dtensor import is_sharded
 from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.distributed.pytree import flatten_with_path
@@ -38,7 +38,6 @@ from lightning_hybrid.pipeline_parallel.placeholders import is_placeholder, is_s
 _WRITERS = ("save_pretrained", "push_to_hub", "to_onnx", "to_torchscript", "to_tensorrt")
 #: The hooks of each divided module, and of its parts.
 _HOOKS: weakref.WeakKeyDictionary[nn.Module, list[tuple[_StateDictHook, RemovableHandle]]] = weakref.WeakKeyDictionary()
-_EXPECTED: ContextVar[bool] = ContextVar("_EXPECTED", default=False)
 
 _REMEDY = (
     " On every rank, `trainer.save_checkpoint(path, weights_only=True)` writes the whole model,"
@@ -119,16 +118,6 @@ def _text(values: Iterable[Any], what: str) -> str | None:
     )
 
 
-@contextmanager
-def part_expected() -> Iterator[None]:
-    """Inside, no state dict is checked: the caller knows that it has this rank's part."""
-    token = _EXPECTED.set(True)
-    try:
-        yield
-    finally:
-        _EXPECTED.reset(token)
-
-
 class _StateDictHook:
     """Checks the state dicts of a module, or of a part of it, between runs.
 
@@ -144,7 +133,7 @@ class _StateDictHook:
 
     def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         root = None if self._root is None else self._root()
-        if root is None or (module is not root and prefix) or _EXPECTED.get():
+        if root is None or (module is not root and prefix) or is_part_expected():
             return
         try:
             is_running = root.trainer.state.status == TrainerStatus.RUNNING
@@ -241,7 +230,7 @@ def _checked_saves() -> Iterator[None]:
 
     @functools.wraps(save)
     def checked(obj: object, f: Any, *args: Any, **kwargs: Any) -> None:
-        if not is_sent():
+        if not is_sent() and not is_part_expected():
             text = _text(_saved_tensors(obj), "`torch.save` was given a part of the module")
             if text is not None:
                 raise WrongUseError(text + _REMEDY)

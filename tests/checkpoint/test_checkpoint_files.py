@@ -7,13 +7,13 @@ from pathlib import Path
 
 from tests.entries import Chain, counting_entries
 from tests.pool import Pools
-from tests.training_jobs import loader, make_trainer
+from tests.training_jobs import loader, users_trainer
 
 
 def entries_of_a_checkpoint(folder: Path) -> Counter[str]:
     """How often each file of the package is entered from another one of it, in a checkpoint like one before it."""
     entries: Counter[str] = Counter()
-    trainer = make_trainer({"pipeline_parallel_size": 2, "num_microbatches": 4})
+    trainer = users_trainer({"pipeline_parallel_size": 2, "num_microbatches": 4})
     trainer.fit(Chain(), loader(num_samples=64))
     trainer.save_checkpoint(folder / "first.ckpt")
     with counting_entries(entries):

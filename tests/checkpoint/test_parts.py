@@ -23,7 +23,7 @@ from lightning_hybrid.checkpoint.parts import mark_parts
 from lightning_hybrid.pipeline_parallel.placeholders import replace_with_placeholders
 from lightning_hybrid.pipeline_parallel.stage_map import StageMap
 from tests.pool import Pools
-from tests.training_jobs import Regression, loader, make_trainer
+from tests.training_jobs import Regression, loader, users_trainer
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2": (2, {"pipeline_parallel_size": 2}),
@@ -106,7 +106,7 @@ def tried(module: Model, root: Path) -> dict[str, str]:
 
 def saved_in_a_hook(layout: dict[str, Any], root: str) -> tuple[dict[str, str], bool, bool]:
     module, before, callback = Model(), torch.save, Saves(Path(root))
-    trainer = make_trainer(layout, callbacks=[callback], limit_train_batches=2)
+    trainer = users_trainer(layout, callbacks=[callback], limit_train_batches=2)
     trainer.fit(module, loader())
     whole = {}
 
@@ -118,7 +118,7 @@ def saved_in_a_hook(layout: dict[str, Any], root: str) -> tuple[dict[str, str], 
                     torch.save(pl_module.state_dict(), Path(root) / "state")
                 whole.update(pl_module.state_dict())
 
-    make_trainer(layout, callbacks=[Whole()], limit_train_batches=2).fit(module, loader())
+    users_trainer(layout, callbacks=[Whole()], limit_train_batches=2).fit(module, loader())
     trainer.strategy.barrier()
     state = torch.load(Path(root) / "state")
     return callback.found, torch.save is before, all(torch.equal(state[name], whole[name]) for name in whole)

@@ -214,7 +214,7 @@ KEPT: list[Any] = []
 
 
 class KeepsForGood(Chain):
-    """Keeps batches where nobody looks for them, nine more while the step is followed and compared."""
+    """Keeps batches where nobody looks for them, eight more while the step is followed and compared."""
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         KEPT.append(batch)
@@ -241,7 +241,7 @@ def test_what_has_been_changed_may_be_kept(ranks: Pools) -> None:
     assert ranks(2, lightning=True).run(refused, ChangesAndKeeps) == ["", ""]
 
 
-@pytest.mark.parametrize(("kind", "number"), [(KeepsForGood, 4 * BATCHES + 9), (Example, 1)])
+@pytest.mark.parametrize(("kind", "number"), [(KeepsForGood, 4 * BATCHES + 8), (Example, 1)])
 def test_what_is_kept_is_there_when_the_run_is_over(ranks: Pools, kind: type[Chain], number: int) -> None:
     first, last = ranks(2, lightning=True).run(means_afterwards, kind)
     assert first == last

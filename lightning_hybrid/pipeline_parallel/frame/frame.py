@@ -324,7 +324,7 @@ class FrameCut:
             known.append(plan)
             return plan
         graph = self._known_graph(key, arguments, seed) if choice is None else None
-        begin = time.perf_counter()
+        begin, how = time.perf_counter(), "followed" if graph is None else "planned again"
         if graph is None:
             self.num_followed += 1
             before()
@@ -341,8 +341,9 @@ class FrameCut:
                 graph = None
         known = self._plans.setdefault(key, []) if self._remembers else []  # of what has become a unit there are none
         _log.debug(
-            "`%s` was planned in %.0f ms: %d calls, tensors between stages %s",
+            "`%s` was %s in %.0f ms: %d calls, tensors between stages %s",
             getattr(step, "__name__", type(step).__name__),
+            how,
             1e3 * (time.perf_counter() - begin),
             len(plan.graph.calls),
             [len(part.sent) for part in plan.parts[:-1]],
