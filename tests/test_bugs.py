@@ -29,6 +29,7 @@ from tests.training_jobs import (
     make_trainer,
     plain,
     together,
+    users_trainer,
     weights,
 )
 
@@ -310,7 +311,7 @@ class SwitchedOff(Regression):
 
 def fitted_and_pickled(layout: Layout) -> Any:
     module = SwitchedOff()
-    trainer = make_trainer(layout, max_steps=1)
+    trainer = users_trainer(layout, max_steps=1)
     trainer.fit(module, loader())
     return weights(pickle.loads(pickle.dumps(module))), weights(module)
 

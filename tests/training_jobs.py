@@ -97,9 +97,9 @@ def make_trainer(layout: Mapping[str, Any] | None, **arguments: Any) -> Trainer:
     return Trainer(**{**defaults, **arguments})
 
 
-def users_trainer(layout: Mapping[str, Any], **arguments: Any) -> Trainer:
+def users_trainer(layout: Mapping[str, Any] | None, **arguments: Any) -> Trainer:
     """Likewise, and the module is whole after the run, as by default."""
-    return make_trainer({"gather_module_on_teardown": "auto", **layout}, **arguments)
+    return make_trainer(None if layout is None else {"gather_module_on_teardown": "auto", **layout}, **arguments)
 
 
 def weights(module: nn.Module) -> dict[str, Tensor]:
