@@ -224,13 +224,13 @@ _PART_EXPECTED: ContextVar[bool] = ContextVar("_PART_EXPECTED", default=False)
 
 
 def is_part_expected() -> bool:
-    """Return whether the caller of a state dict, or of `torch.save`, knows what is part of the module in it."""
+    """Return whether the caller of `state_dict` or `torch.save` knows that this rank has a part of the module."""
     return _PART_EXPECTED.get()
 
 
 @contextmanager
 def part_expected() -> Iterator[None]:
-    """Inside, neither state dicts nor what is saved is checked: the caller knows that this rank has a part."""
+    """Skip the checks of state dicts and of `torch.save` while entered."""
     token = _PART_EXPECTED.set(True)
     try:
         yield

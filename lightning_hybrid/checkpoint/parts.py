@@ -107,7 +107,7 @@ def _divided_modules(module: nn.Module, is_divided: Callable[[Tensor], bool]) ->
 
 
 def _text(values: Iterable[Any], what: str) -> str | None:
-    """Return what is wrong if some tensors are not whole here; ``None`` if all are."""
+    """Return the error text for tensors that are not whole on this rank; ``None`` if all are."""
     values = list(values)
     absent, shards = sum(map(is_placeholder, values)), sum(map(is_sharded, values))
     if not absent and not shards:
@@ -177,7 +177,7 @@ class _CallHook:
 
 
 class _Writer:
-    """Replaces a method that writes files: it raises an error while this rank has a part of what is written.
+    """A method that writes files, replaced by one that raises an error while this rank has a part of the module.
 
     Args:
         module: The module with the method.
@@ -207,7 +207,7 @@ _REPLACED = ExitStack()
 
 
 def _check_saves(module: nn.Module) -> None:
-    """Check what is saved while a module is divided: after a run too, where a file would be begun before the error."""
+    """Check `torch.save` and safetensors while a module is divided, also after a run."""
     if not _DIVIDED:
         _REPLACED.enter_context(_checked_saves())
     _DIVIDED[id(module)] = noticed = weakref.finalize(module, _stop_checking, id(module))
@@ -225,7 +225,7 @@ def _stop_checking(key: int) -> None:
 
 @contextmanager
 def _checked_saves() -> Iterator[None]:
-    """Inside, `torch.save` and safetensors raise an error for tensors and modules that are not whole here."""
+    """Let `torch.save` and safetensors raise an error for tensors and modules that are not whole, while entered."""
     save, storage = torch.save, DTensor.storage
 
     @functools.wraps(save)

@@ -312,7 +312,7 @@ class _Check:
             " its probability in an attribute with `drop` in its name (`self.dropout_p`), which is set to 0 here. Draws"
             " that are the method itself, such as the noise of a diffusion model or negative samples, may come with the"
             " batch: make them in the Dataset or in `collate_fn` (`return x, noise`), and every layout trains on the"
-            " same ones. A generator that the step seeds is no help: each microbatch draws the first numbers of it.",
+            " same ones. A generator that the step seeds does not help: each microbatch draws its first numbers again.",
         )
 
     def explain(self, result: CheckResult) -> _Explanation:
@@ -468,7 +468,7 @@ def _bound(difference: float) -> str:
 
 
 def _advice(text: str) -> str:
-    """What to do where a step raises an error, with a layout or without."""
+    """Return the advice for a step that raises an error, with or without a layout."""
     if text == _ALONE:
         return "The step fails without any layout: run it with `Trainer(devices=1)`, and mend it there."
     return (

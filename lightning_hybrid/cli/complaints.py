@@ -1,4 +1,4 @@
-"""What a parser of configurations complains about, in words: which name is wrong, and which one was probably meant."""
+"""Errors of the configuration parser in one line: the wrong name, and the name that was probably meant."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _joined(text: str) -> str:
 
 
 def _of_class(path: str, problem: str) -> str:
-    """What is wrong with a class that the configuration names, or with its options."""
+    """Return the error of a class in the configuration, or of its options."""
     if option := re.fullmatch(r"Option '([\w.]+)' is not accepted", problem):
         names = list(_options(path))
         meant = did_you_mean(option[1], names) or f". It has {', '.join(names)}"
@@ -59,7 +59,7 @@ def _meant(option: str, known: list[str]) -> str:
 
 
 def _options(path: str) -> Iterator[str]:
-    """The names of the arguments of a class, and of those that it inherits from."""
+    """Return the names of the arguments of a class and of its base classes."""
     owner, _, name = path.rpartition(".")
     kind: Any = getattr(import_module(owner), name)
     found: dict[str, None] = {}
@@ -73,7 +73,7 @@ def _options(path: str) -> Iterator[str]:
 
 
 def _names(owner: str) -> Iterator[str]:
-    """What a module has: classes and modules; without a name, the modules of the folder where the program started."""
+    """Return the classes and submodules of a module; without a name, the modules in the working directory."""
     module: Any = import_module(owner) if owner else None
     yield from (name for name, value in vars(module).items() if isinstance(value, type)) if module else ()
     folders = getattr(module, "__path__", ()) if module else [str(Path.cwd())]

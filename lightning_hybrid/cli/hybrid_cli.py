@@ -32,7 +32,7 @@ class SaveConfigBesideLogs(SaveConfigCallback):
 
 
 class HybridCLIParser(LightningArgumentParser):
-    """Says in words what is wrong, and what was probably meant, without a page of usage before it.
+    """A parser that prints an error in one line, with the name that was probably meant and without the usage.
 
     Args:
         args: Arguments of `LightningArgumentParser`.
@@ -45,7 +45,7 @@ class HybridCLIParser(LightningArgumentParser):
         super().__init__(*args, **kwargs)
 
     def print_usage(self, file: Any = None) -> None:
-        """Print nothing: it comes before every complaint, and a hundred options hide what is wrong."""
+        """Print nothing: a hundred options of usage would hide the error."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """End the program."""

@@ -39,7 +39,7 @@ class RankError(RuntimeError):
 
     Args:
         text: What happened.
-        is_raised: Whether code on a rank raised an error, of which nobody has said what to do.
+        is_raised: Whether code on a rank raised an error that no advice was printed for.
 
     Attributes:
         is_raised: The same.

@@ -239,7 +239,7 @@ class SavedTensorMeter:
 
     @contextmanager
     def recorded(self) -> Iterator[Repetition]:
-        """While this is entered, what is saved under the present label is recorded, to be repeated."""
+        """Record the tensors that are saved under the current label, to count them again later."""
         saved, casts = set(self._saved[self.label]), set(self._casts[self.label])
         repetition = Repetition()
         yield repetition
@@ -248,11 +248,11 @@ class SavedTensorMeter:
         repetition.casts = {key: storage.nbytes() for key, storage in of_label.items() if key not in casts}
 
     def repeat(self, repetition: Repetition, same: Mapping[Hashable, Hashable], alive: Any) -> None:
-        """Count once more under the present label what was recorded.
+        """Count a record once more, under the current label.
 
         Args:
-            repetition: What was recorded.
-            same: What stands now for storages of that time.
+            repetition: The record.
+            same: The current storage of each recorded storage that was given or returned.
             alive: Holds the former, so that no other gets their address.
         """
         number = len(self._repeated[self.label])
@@ -281,11 +281,11 @@ class SavedTensorMeter:
 
 @dataclass
 class Repetition:
-    """What was saved while something ran, which may count again.
+    """Tensors that were saved while a layer ran, to be counted again for layers like it.
 
     Attributes:
-        saved: Of it, what is needed still.
-        casts: What was made of parameters in another dtype, with the bytes.
+        saved: The saved tensors that are still needed.
+        casts: The bytes of casts of parameters, by storage.
         made: The storages that were made meanwhile.
     """
 
@@ -296,7 +296,7 @@ class Repetition:
 
 @dataclass
 class _Repeated:
-    """What counts once more: a storage that was made has another one here, and others are the same, or as is said."""
+    """A repetition under another label: new storages get new keys, given storages are mapped by `same`."""
 
     repetition: Repetition
     same: Mapping[Hashable, Hashable]

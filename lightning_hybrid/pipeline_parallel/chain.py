@@ -140,7 +140,7 @@ class ChainCalls(FrameCut):
         """Return whether a step calls the chain more than once, or its layers one by one; and if it writes parameters.
 
         What a step has called before it fails counts: a step that cannot be followed may call the chain as a whole.
-        Last of what is returned is whether it could not be followed to its end.
+        The last value says whether the step could not be followed to its end.
 
         Args:
             step: The user's step.

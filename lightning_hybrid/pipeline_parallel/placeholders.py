@@ -144,7 +144,7 @@ _IS_SENT: ContextVar[bool] = ContextVar("_IS_SENT", default=False)
 
 @contextmanager
 def sending_placeholders() -> Iterator[None]:
-    """Inside, placeholders can be pickled, to send them to another rank of this job."""
+    """Allow placeholders to be pickled while entered, to send them to another rank of this job."""
     token = _IS_SENT.set(True)
     try:
         yield

@@ -57,7 +57,7 @@ class LayerExchange:
             checksum: A number that is the same on all ranks if they have called layers with the same tokens.
 
         Raises:
-            DifferentStepsError: If the step of another rank goes on, or has called layers with other tokens.
+            DifferentStepsError: If the step of another rank continues, or called layers with other tokens.
         """
         every = list(map(self._trees_of, range(self._mesh.pipeline_parallel_size)))
         for trees in every:

@@ -82,7 +82,7 @@ def _wrapped(text: str, indent: str = "") -> list[str]:
 
 
 def _fits_text(found: Suggestions, machine: Machine) -> str:
-    """Whether anything fits, and what it takes."""
+    """Return the line that says whether a layout fits, with its memory."""
     memory = f"{machine.memory / 2**30:,.2f} GiB"
     if found.best:
         return f"Fits: the fullest rank of the fastest layout holds {found.best[0].bytes / 2**30:,.2f} GiB of {memory}."
@@ -155,7 +155,7 @@ def _costs_table(best: Sequence[Cost], machine: Machine, step: Step) -> str:
 
 
 def _legend(best: Sequence[Cost], machine: Machine) -> list[str]:
-    """What the columns of the tables mean."""
+    """Return the explanations of the columns."""
     parts = [
         "batch: samples that the loader of each replica gives, in so many microbatches; GiB: of the fullest rank;"
         " tensor, context, pipeline, data: GiB that a rank sends in a step to ranks that share its layers or sequences,"

@@ -64,7 +64,7 @@ def _position(name: str, number: int) -> int:
 
 @dataclass
 class _Comparison:
-    """Of two layers, which are at these positions."""
+    """A comparison of two layers at these positions of their list."""
 
     first: int
     second: int
@@ -110,7 +110,7 @@ class _Comparison:
 
 
 def _captured(function: Any) -> list[Any]:
-    """Return what a function has beside its code: the object of a method, variables of functions around it."""
+    """Return the object of a bound method and the variables of a closure."""
     cells = getattr(function, "__closure__", None) or ()
     return [getattr(function, "__self__", None), *(cell.cell_contents for cell in cells)]
 
@@ -147,8 +147,8 @@ class RepeatedUnits:
         h.1(x)    alike, x looks the same        new fake tensors like those
         h.2(x)    alike, x has another shape     runs
 
-    A call is repeated only if all that is left of it is what it returned: it wrote no tensor, changed no attribute of
-    the unit, was given no object that it might change, and returned new tensors with memory of their own.
+    A call is repeated only if its result is its only effect: it wrote no tensor, changed no attribute of the unit,
+    received no object that it might change, and returned new tensors with memory of their own.
 
     Args:
         units: The units with their names; while a step is followed their tensors are fake ones.
@@ -164,7 +164,7 @@ class RepeatedUnits:
     def __call__(
         self, call: Call, leaves: Sequence[Any], spec: TreeSpec, run: Callable[[], Any], seen: Callable[[], Seen]
     ) -> tuple[Any, Call]:
-        """Return what a unit returns, and the call that ran: this one, or an earlier one like it.
+        """Return the result of a unit, and the call that ran: this one, or an earlier one like it.
 
         Args:
             call: The call of the unit.
@@ -190,17 +190,17 @@ class RepeatedUnits:
             outputs, returned = flatten(result)
             known_outputs = _without_arguments(outputs, leaves, held)
             if known_outputs is not None:
-                # Not the tensors themselves: what is still there when the step is over has to travel to the last stage.
+                # Lookalikes: a tensor that is alive at the end of the step would have to travel to the last stage.
                 like = [self._fake(leaf) if isinstance(leaf, Tensor) else leaf for leaf in known_outputs]
                 self._outcomes[key] = _Outcome(call, like, returned)
         return result, call
 
     def forget(self, call: Call) -> None:
-        """Let units like that of a call run, since more is left of it than what it returned."""
+        """Run units like the one of a call, because the call has other effects than its result."""
         self._outcomes = {key: each for key, each in self._outcomes.items() if each.call is not call}
 
     def _key_of(self, index: int, leaves: Sequence[Any], spec: TreeSpec) -> Hashable | None:
-        """Return what is equal for calls that are alike; ``None`` for a call that always runs.
+        """Return a key that is equal for alike calls; ``None`` for a call that always runs.
 
         Args:
             index: The position of the unit.
@@ -239,7 +239,7 @@ def _memories(values: Iterable[Any]) -> set[int]:
 
 
 def _without_arguments(outputs: Sequence[Any], leaves: Sequence[Any], held: Collection[int]) -> list[Any] | None:
-    """Return what a unit returned, with positions in the place of arguments; ``None`` if it cannot be made again.
+    """Replace arguments among the outputs by their positions; return ``None`` if the call cannot be repeated.
 
     Args:
         outputs: The leaves of what it returned.
@@ -263,7 +263,7 @@ def _without_arguments(outputs: Sequence[Any], leaves: Sequence[Any], held: Coll
 
 
 def _contents(unit: nn.Module) -> list[tuple[Any, ...]]:
-    """Return what the modules of a unit, their objects and their hooks hold, and what containers among that hold."""
+    """Return the attributes of the modules, objects and hooks of a unit, and the entries of their containers."""
     owners = list(find_owners([unit]).values())
     hooks = [
         hook for part in unit.modules() for hook in (*part._forward_pre_hooks.values(), *part._forward_hooks.values())

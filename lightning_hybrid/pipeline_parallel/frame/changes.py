@@ -57,7 +57,7 @@ class KeptTensor(PlaceholderBuffer):
 
 
 def kept_like(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> KeptTensor:
-    """Return a tensor without values in the place of one that another stage keeps."""
+    """Return a placeholder for a tensor that another stage keeps."""
     return torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype, device="meta").as_subclass(KeptTensor)
 
 
@@ -148,7 +148,7 @@ class Arguments:
             device: Where this rank computes.
 
         Returns:
-            The result of the call; and the tensors in the place of those that stay with the sender.
+            The result of the call, and a placeholder for each tensor that stays with the sender.
 
         Raises:
             WrongUseError: If the arguments here are others.

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NoReturn
 
 import torch
@@ -58,6 +58,7 @@ from lightning_hybrid.pipeline_parallel.frame.graph import (
     find_checkpoint,
     function_name,
     gives_back,
+    paused,
     running_modules,
     users_line,
 )
@@ -266,7 +267,7 @@ class Discovery(TorchFunctionMode):
             kwargs: Likewise.
         """
         call = Call(module, None, repr(name), users_line())
-        with self.paused():
+        with paused(self):
             return self._call(call, forward, args, kwargs, list(module.parameters()))
 
     def _call(
@@ -340,7 +341,7 @@ class Discovery(TorchFunctionMode):
             result, ran = self._repeats(call, fakes, spec, call_it, lambda: self._operators.seen)
             return result
 
-        with self.paused():
+        with paused(self):
             before = generator_marks(self._device)
             result = self._absent(number, call, leaves, run, trains=self._trains[index])
             after = generator_marks(self._device)
@@ -361,15 +362,6 @@ class Discovery(TorchFunctionMode):
         with READING:  # a watcher keeps what the stack that it reads holds
             escaped = watch.escaped(lambda tensor: self._name_of(tensor) is not None or id(tensor) in known)
         self.escaped |= {(index, tap) for tap in escaped}
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Inside, nothing is followed."""
-        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        try:
-            yield
-        finally:
-            self.__enter__()  # type: ignore[no-untyped-call]
 
     def _absent(
         self, number: int, call: Call, leaves: list[Any], run: Callable[[list[Any]], Any], *, trains: bool = False

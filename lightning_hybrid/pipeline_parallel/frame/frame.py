@@ -25,7 +25,7 @@ from lightning_hybrid.pipeline_parallel.frame.discovery import GENERATION, Disco
 from lightning_hybrid.pipeline_parallel.frame.fake_module import fake_module
 from lightning_hybrid.pipeline_parallel.frame.fake_tensors import AbsentValueError, FakeTensor, absent_text
 from lightning_hybrid.pipeline_parallel.frame.functional_call import call_with_states
-from lightning_hybrid.pipeline_parallel.frame.graph import Call, Graph
+from lightning_hybrid.pipeline_parallel.frame.graph import Call, Graph, paused
 from lightning_hybrid.pipeline_parallel.frame.lockstep import Exchange, Lockstep
 from lightning_hybrid.pipeline_parallel.frame.path_change import PathChangedError
 from lightning_hybrid.pipeline_parallel.frame.plan import FramePlan, find_kept, make_part
@@ -224,11 +224,8 @@ class FrameCut:
         if mode is None or mode.is_answering:  # torch follows nothing while a mode answers a call
             yield
             return
-        mode.__exit__(None, None, None)
-        try:
+        with paused(mode):
             yield
-        finally:
-            mode.__enter__()
 
     def place_parameters(self, holders: Mapping[str, Collection[int]]) -> None:
         """Parameters outside of units are no longer on every stage.

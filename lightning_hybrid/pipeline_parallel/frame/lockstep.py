@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -16,7 +16,7 @@ from lightning_hybrid.distributed.pytree import flatten, unflatten
 from lightning_hybrid.distributed.taps import Hook, Tap, TappedCall, Taps, find_taps
 from lightning_hybrid.distributed.tensor_metadata import METADATA, getters
 from lightning_hybrid.pipeline_parallel.frame.changes import Arguments, kept_like
-from lightning_hybrid.pipeline_parallel.frame.graph import DERIVATIVES, function_name
+from lightning_hybrid.pipeline_parallel.frame.graph import DERIVATIVES, function_name, paused
 from lightning_hybrid.pipeline_parallel.placeholders import is_placeholder, written_operands
 
 _DEVICE = getters("device")
@@ -58,7 +58,7 @@ class Lockstep(TorchFunctionMode):
     Gradients are off: nothing has a backward.
 
     Args:
-        exchange: Sends what is computed.
+        exchange: Sends results between stages.
         rank: This pipeline rank.
         layers: The units that are layers of the body; other units are code around them.
         ranks: The pipeline rank that computes each of these layers.
@@ -144,7 +144,7 @@ class Lockstep(TorchFunctionMode):
             with taps.calling(note):
                 return unit(*args, **kwargs), calls
 
-        with self._paused():
+        with paused(self):
             self._note(flatten((args, kwargs))[0])
             args, kwargs = self._arrived(self._ranks[index], args, kwargs)
             result, tapped = self._share(self._ranks[index], number, run, args, kwargs)
@@ -165,7 +165,7 @@ class Lockstep(TorchFunctionMode):
         Raises:
             WrongUseError: If no stage has all of its parameters.
         """
-        with self._paused():
+        with paused(self):
             self._note(flatten((args, kwargs))[0])
             places = [held for each in module.parameters() if (held := self._held_by(each))]
             if not places:
@@ -174,15 +174,6 @@ class Lockstep(TorchFunctionMode):
             if not common:
                 raise WrongUseError(f"The parameters of {name!r} live on different stages: no stage can compute it.")
             return self._share_other(min(common), forward, *self._arrived(min(common), args, kwargs))
-
-    @contextmanager
-    def _paused(self) -> Any:
-        """Inside, calls are made as they are."""
-        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        try:
-            yield
-        finally:
-            self.__enter__()  # type: ignore[no-untyped-call]
 
     def _held_by(self, tensor: Tensor) -> frozenset[int] | None:
         """Return the pipeline ranks that have the values of a tensor; ``None`` for all."""

@@ -183,7 +183,7 @@ def schedule_of(name: str, num_ranks: int, num_microbatches: int, num_chunks: in
 def in_flight_of(
     name: str, num_ranks: int, num_microbatches: int, num_chunks: int, extra: tuple[int, ...]
 ) -> list[list[dict[int, int]]]:
-    """What each rank holds at a time, found once for all layouts that run a schedule."""
+    """Return the microbatches that each rank holds at its peaks; cached for all layouts with this schedule."""
     schedule = order_of(name, num_ranks, num_microbatches, num_chunks, extra)
     return [most_in_flight(schedule, rank) for rank in range(num_ranks)]
 

@@ -121,7 +121,7 @@ def _doubt(reason: str, finding: Finding) -> str | None:
 
 
 class _Note:
-    """What is said of a block whose code is not known.
+    """Return the reason for leaving a block of unknown code whole.
 
     Args:
         reason: Why it stays whole, as the rest of a sentence.
@@ -277,7 +277,7 @@ def _styles(finding: Finding) -> list[tuple[str, str]]:
 
 
 def _wrappers(finding: Finding) -> list[tuple[str, str]]:
-    """The styles of what is around them."""
+    """Return the styles of the modules around them."""
     assert finding.block is not None
     around = finding.block.wrappers()
     if finding.draws_after is not None:

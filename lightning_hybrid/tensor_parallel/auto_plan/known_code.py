@@ -13,7 +13,7 @@ KNOWN_PACKAGES = frozenset({"torch", "transformers", "timm"})
 
 
 def is_known_class(kind: type) -> bool:
-    """Whether a class is of a package whose code is known."""
+    """Return whether a class comes from a package whose code is known."""
     return kind.__module__.partition(".")[0] in KNOWN_PACKAGES
 
 

@@ -52,7 +52,7 @@ class OperationWatch(TorchFunctionMode):
     """Notes the operations of torch that are called while it is entered.
 
     Attributes:
-        calls: The names of those that compute with values, each with its numbers.
+        calls: The names of calls that compute with values, each with its numbers.
         unknown: The first one that is not among `OPERATIONS`.
     """
 

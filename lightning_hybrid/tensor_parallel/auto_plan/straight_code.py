@@ -1,4 +1,4 @@
-"""Whether the code of a block does the same in every call: seen in its source, without running it.
+"""Proof from its source that the code of a block does the same in every call.
 
 A trial shows what the code does in some calls. Code without branches, loops over what it gets, or a memory of earlier
 calls does that in all of them.
@@ -161,7 +161,7 @@ class _FunctionReader:
             self._fail(node)
 
     def _value(self, node: ast.Name | ast.Attribute) -> None:
-        """What is read, and not called."""
+        """Return the values that are read and not called."""
         if isinstance(node, ast.Name) and (node.id in self._locals or _is_stored(node)):
             return
         if isinstance(node, ast.Attribute) and self._is_of_value(node):
@@ -175,7 +175,7 @@ class _FunctionReader:
             self._fail(node)
 
     def _is_of_value(self, node: ast.Attribute) -> bool:
-        """Whether this is an attribute, or a method, of a value that the code computes with."""
+        """Return whether an expression is an attribute or a method of a computed value."""
         root: ast.expr = node
         while isinstance(root, ast.Attribute):
             root = root.value
@@ -184,7 +184,7 @@ class _FunctionReader:
         return isinstance(self._find(node.value), Tensor)
 
     def _find(self, node: ast.expr) -> Any:
-        """What stands behind a name that is the module's, or a global one; found without running anything."""
+        """Resolve a name of the module or a global name, without running code."""
         if isinstance(node, ast.Name):
             if node.id == "self" and self._is_method:
                 return self._module
@@ -215,7 +215,7 @@ def _is_stored(node: ast.Name) -> bool:
 
 
 def _is_training(node: ast.expr) -> bool:
-    """Whether this is ``self.training``, or the opposite: a trial does both."""
+    """Return whether an expression is ``self.training`` or its negation: a trial runs both."""
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
         return _is_training(node.operand)
     return ast.unparse(node) == "self.training"
@@ -226,7 +226,7 @@ def _is_torchs(function: Any) -> bool:
 
 
 def _is_callable(found: Any) -> bool:
-    """Whether this may be called: a module, which is read for itself; or an operation that is known."""
+    """Return whether an object may be called: a module, which is read itself, or a known operation."""
     if isinstance(found, nn.Module):
         return True
     name = getattr(found, "__name__", "")

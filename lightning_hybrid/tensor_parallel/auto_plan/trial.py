@@ -300,7 +300,7 @@ class _Trial:
     def is_right(
         self, block: Block, size: int, state: tuple[bool, float], whole: _Run, *, by_the_same: bool = False
     ) -> bool:
-        """Whether the shards of the ranks give together what the whole block gives.
+        """Return whether the shards of the ranks give together the result of the whole block.
 
         Args:
             block: How it is divided.
@@ -325,7 +325,7 @@ class _Trial:
         )
 
     def is_separate(self, block: Block, size: int, training: bool) -> bool:
-        """Whether what each rank gives to the row is made of its own parts of the columns alone.
+        """Return whether each rank computes the input of the row from its own shards of the columns alone.
 
         The other ranks' parts are NaN here: that is handed on to whatever is computed from them, also where values hide
         it, as behind a limit that only large ones pass.
@@ -369,14 +369,14 @@ class _Trial:
 
 
 def _features_of(column: Any, style: str, rank: int, size: int) -> Tensor:
-    """Which of a column's output features a rank makes."""
+    """Return the output features of a column that a rank computes."""
     count = column.nf if is_conv1d(column) else column.out_features
     split = next(each for each in find_style(style, column).param_splits(column) if each.path == "weight")
     return shards_of(torch.arange(count), replace(split, dim=0), size)[rank]
 
 
 def _keep_only(features: Tensor, layer: nn.Module, args: Any, output: Tensor) -> Tensor:
-    """In the place of a layer's other features, NaN."""
+    """Replace the features of the other ranks by NaN."""
     kept = torch.full_like(output, math.nan)
     kept[..., features] = output[..., features]
     return kept

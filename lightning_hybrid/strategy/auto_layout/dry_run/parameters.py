@@ -20,7 +20,7 @@ _T = TypeVar("_T")
 
 
 class Registered:
-    """What modules have registered.
+    """A count of registered parameters.
 
     Attributes:
         number: The parameters.
@@ -31,14 +31,14 @@ class Registered:
 
 @contextmanager
 def parameters_without_memory() -> Iterator[Registered]:
-    """While this is entered, what modules register as parameters goes to the meta device.
+    """Move each parameter to the meta device when its module registers it, while entered.
 
     ``torch.empty`` of a layer takes no memory until somebody writes to it, and `reset_parameters` comes after the
     layer has registered its parameters. Unlike inside ``with torch.device("meta")``, all other tensors have values:
     buffers, states of metrics, and rates that `__init__` reads from a `torch.linspace`.
     """
     registered = Registered()
-    # By identity, so that what is tied stays tied; whose owner is gone has left its identity to others.
+    # By identity, so that tied parameters stay tied; Python reuses the identity of an object that is gone.
     replaced: dict[int, tuple[weakref.ref[nn.Parameter], nn.Parameter]] = {}
 
     def hook(module: nn.Module, name: str, parameter: Any) -> Any:
@@ -60,7 +60,7 @@ def parameters_without_memory() -> Iterator[Registered]:
 
 @contextmanager
 def parameters_with_little_memory(reason: BaseException) -> Iterator[None]:
-    """While this is entered, what modules register as parameters may take :data:`MOST_BYTES` together.
+    """Limit the memory of registered parameters to :data:`MOST_BYTES` while entered.
 
     Args:
         reason: Why the module cannot do without values.

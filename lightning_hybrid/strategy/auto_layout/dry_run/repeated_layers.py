@@ -27,7 +27,7 @@ class LeakError(Exception):
 
 
 class Counted(Protocol):
-    """What counts operations, by label of the place: see `OperationCounter`."""
+    """A counter of operations by label, see `OperationCounter`."""
 
     def lists_of(self, place: Hashable) -> Sequence[list[Any]]:
         """Return the lists that grow while the step is in a place."""
@@ -35,7 +35,7 @@ class Counted(Protocol):
 
 @dataclass
 class _Call:
-    """What the first of some layers did in a call. Its tensors are without the graph, which others decide about.
+    """The record of a call of the first of some alike layers. Its tensors are detached.
 
     Attributes:
         given: What it was given.
@@ -55,7 +55,7 @@ class _Call:
 
 
 class RepeatedLayers:
-    """While this is entered, of layers that are alike and are given alike inputs only the first one runs.
+    """Runs only the first of alike layers with alike inputs while entered.
 
     The others return tensors of the same shapes, and what the first one computed, sent and saved counts for each.
 
@@ -125,7 +125,7 @@ class RepeatedLayers:
         return [] if self._counted is None else self._counted.lists_of(self._meter.label)
 
     def _run(self, forward: Callable[..., Any], args: Any, kwargs: Any, given: list[Any]) -> tuple[Any, _Call | None]:
-        """What the first layer returns, and its record; none if it cannot be repeated."""
+        """Return the result of the first layer and its record; ``None`` for the record if it cannot be repeated."""
         lengths = [len(each) for each in self._lists()]
         with self._watch.making() as made, self._meter.recorded() as repetition:
             returned = forward(*args, **kwargs)
@@ -197,7 +197,7 @@ class _Watch(Mode):  # type: ignore[misc]
 
     @contextmanager
     def making(self) -> Iterator[dict[int, Any]]:
-        """While this is entered, the storages of what operations make are noted."""
+        """Note the storages of new tensors while entered."""
         before, self._made = self._made, {}
         try:
             yield self._made
@@ -206,7 +206,7 @@ class _Watch(Mode):  # type: ignore[misc]
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """While this is entered, nothing is seen."""
+        """Note nothing while entered."""
         before, self._is_paused = self._is_paused, True
         try:
             yield
@@ -238,7 +238,7 @@ def _keys(tensor: Tensor) -> list[int]:
 
 
 def _signature(given: Sequence[Any]) -> tuple[Hashable, ...] | None:
-    """What is equal for inputs that are alike; ``None`` if they cannot be compared."""
+    """Return a key that is equal for alike inputs; ``None`` if they cannot be compared."""
     keys: dict[int, int] = {}
     parts: list[Hashable] = []
     for leaf in given:
