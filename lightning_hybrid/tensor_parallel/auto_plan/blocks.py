@@ -271,7 +271,7 @@ def _add(builder: PlanBuilder, name: str, finding: Finding) -> None:
 
 
 def _styles(finding: Finding) -> list[tuple[str, str]]:
-    """The styles of a block's layers."""
+    """Return the styles of the layers of a block."""
     assert finding.block is not None
     return [*finding.block.styles(), *((path, "on_shards") for path in finding.on_shards)]
 

@@ -1,4 +1,4 @@
-"""The operations of torch of which it is known that a feature is computed from the same ones, whatever the values.
+"""Operations of torch in which each feature depends on the same features, whatever the values.
 
 None of them reads a value to decide what to do, and each hands a NaN on to all that it computes from it. So a trial
 with random values and NaN shows all that a block depends on that is made of these alone.
@@ -16,28 +16,19 @@ from torch.overrides import TorchFunctionMode
 from lightning_hybrid.distributed.pytree import flatten
 
 _OPERATORS = ("add", "sub", "mul", "truediv", "neg", "matmul", "pow")
-#: What computes with values; names as those of functions and of methods.
+#: Operations that compute with values, by the names of functions and methods.
 _VALUES = frozenset(
     {
         *(f"__{name}__" for name in _OPERATORS),
         *(f"__r{name}__" for name in _OPERATORS),
         *("add", "sub", "mul", "div", "true_divide", "neg", "pow", "rsub", "reciprocal", "square", "sqrt", "rsqrt"),
         *("exp", "sin", "cos", "tanh", "sigmoid", "relu", "gelu", "silu", "leaky_relu", "elu", "celu", "selu", "mish"),
-        *(
-            "softplus",
-            "softsign",
-            "logsigmoid",
-            "normalize",
-            "dropout",
-            "softmax",
-            "log_softmax",
-            "layer_norm",
-            "rms_norm",
-        ),
+        *("softplus", "softsign", "logsigmoid", "dropout", "softmax", "log_softmax"),
+        *("normalize", "layer_norm", "rms_norm"),
         *("linear", "matmul", "bmm", "mm", "einsum", "scaled_dot_product_attention", "mean", "sum"),
     }
 )
-#: What gives the values another shape or place; its numbers may differ from rank to rank.
+#: Operations that move values or change the shape; their numbers may differ between ranks.
 _SHAPES = frozenset(
     {
         *("view", "reshape", "flatten", "unflatten", "transpose", "permute", "movedim", "swapaxes", "mT", "contiguous"),

@@ -39,7 +39,7 @@ class _NotStraightError(Exception):
 
 
 def not_straight_reason(block: nn.Module) -> str | None:
-    """Why the code of a block may do another thing in another call, as the rest of a sentence; ``None`` if it cannot.
+    """Return why a block may behave differently in another call, as the rest of a sentence; ``None`` if it cannot.
 
     Args:
         block: The block; code of packages that are known is not read.
@@ -127,9 +127,7 @@ class _FunctionReader:
     def _assign(self, node: ast.Assign | ast.AugAssign | ast.AnnAssign) -> None:
         targets = node.targets if isinstance(node, ast.Assign) else [node.target]
         for target in targets:
-            if not all(
-                isinstance(each, (ast.Name, ast.Tuple, ast.Starred, ast.expr_context)) for each in ast.walk(target)
-            ):
+            if not all(isinstance(each, _TARGETS) for each in ast.walk(target)):
                 self._fail(node)
         if node.value is not None:
             self._visit(node.value)
@@ -161,7 +159,7 @@ class _FunctionReader:
             self._fail(node)
 
     def _value(self, node: ast.Name | ast.Attribute) -> None:
-        """Return the values that are read and not called."""
+        """Check a value that is read and not called."""
         if isinstance(node, ast.Name) and (node.id in self._locals or _is_stored(node)):
             return
         if isinstance(node, ast.Attribute) and self._is_of_value(node):

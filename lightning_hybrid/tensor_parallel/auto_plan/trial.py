@@ -90,8 +90,8 @@ class Finding:
         on_shards: Layers with parameters of their own between columns and row: each rank has a part of their gradient.
         draws_after: If dropout draws random numbers before the row, the column after which it does.
         is_tested: Whether the block could be run at all.
-        doubt: Why the block may do another thing for other values, as the rest of a sentence; ``None`` if it cannot, or
-            if nobody has asked.
+        doubt: Why the block may differ for other values, as the rest of a sentence; ``None`` if it cannot, or if its
+            code is known.
     """
 
     block: Block | None = None
@@ -167,7 +167,7 @@ def try_blocks(host: nn.Module, candidates: Sequence[Block], size: int, *, is_kn
 
 
 def _doubt(host: nn.Module, block: Block, size: int) -> str | None:
-    """Why a block that gives the same in one trial may do another thing for other values, as the rest of a sentence."""
+    """Return why a block that passed one trial may differ for other values, as the rest of a sentence."""
     reason = not_straight_reason(host)
     if reason is not None:
         return reason
@@ -327,8 +327,8 @@ class _Trial:
     def is_separate(self, block: Block, size: int, training: bool) -> bool:
         """Return whether each rank computes the input of the row from its own shards of the columns alone.
 
-        The other ranks' parts are NaN here: that is handed on to whatever is computed from them, also where values hide
-        it, as behind a limit that only large ones pass.
+        The features of the other ranks are NaN. A NaN reaches everything that is computed from it, even where ordinary
+        values would hide the dependency, such as behind a threshold.
         """
         taken: list[Tensor] = []
         note = self._row.register_forward_pre_hook(lambda layer, args: taken.append(args[0]))
