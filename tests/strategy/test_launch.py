@@ -20,6 +20,7 @@ from lightning.fabric.plugins.environments import LightningEnvironment, TorchEla
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
+from lightning_hybrid import HybridStrategy
 from lightning_hybrid.strategy import launch
 from lightning_hybrid.strategy.launch import announce, make_launcher
 from lightning_hybrid.strategy.rendezvous import Stores
@@ -29,12 +30,12 @@ from tests.strategy import quick_exits
 @pytest.mark.parametrize(("num_processes", "num_nodes", "launches"), [(1, 1, False), (2, 1, True), (1, 2, True)])
 def test_a_launcher_is_there_for_several_processes(num_processes: int, num_nodes: int, launches: bool) -> None:
     """A launcher of nobody would keep the Trainer out of notebooks, and a thread that watches nobody."""
-    launcher = make_launcher(LightningEnvironment(), num_processes, num_nodes)
+    launcher = make_launcher(HybridStrategy(), LightningEnvironment(), num_processes, num_nodes, "auto")
     assert (launcher is not None) == launches
 
 
 def test_processes_that_are_there_are_not_launched() -> None:
-    assert make_launcher(TorchElasticEnvironment(), 4, 1) is None
+    assert make_launcher(HybridStrategy(), TorchElasticEnvironment(), 4, 1, "auto") is None
 
 
 def test_the_rank_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:
