@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from lightning.pytorch import LightningModule
@@ -14,102 +16,168 @@ from lightning_hybrid.data_parallel.zero.param import RowShards, find_owners, un
 from lightning_hybrid.data_parallel.zero.shard_module import own_parameters
 from lightning_hybrid.distributed.dtensor import is_zero_sharded, to_local
 from lightning_hybrid.memory import account
+from lightning_hybrid.memory.account import MemoryUsage
 from lightning_hybrid.pipeline_parallel.stage_map import StageMap, locate
 
 _MASTER_BYTES = torch.float32.itemsize
 
 
-def estimate(
-    module: LightningModule,
-    stage_map: StageMap,
-    layers: Mapping[int, Sequence[nn.Module]],
-    optimizers: Iterable[Optimizer] | None,
-    config: HybridConfig,
-    *,
-    rank: int,
-    num_replicas: int,
-    num_backwards: int,
-    activations: int | None = None,
-) -> account.MemoryUsage:
-    """What a pipeline rank of the first replica will hold, than which no other replica holds more.
+@dataclass(frozen=True)
+class HeldParameter:
+    """A parameter of a rank, by what decides about its bytes.
+
+    Attributes:
+        shape: Its shape without ZeRO; with tensor parallelism, that of this rank's part.
+        shard: The shape of this rank's shard, if ZeRO has sharded it already.
+        dtype: Its dtype.
+        grad_itemsize: Bytes of an element of its gradient; 0 if it gets none.
+        layer: The number of the layer that has it to itself; ``None`` if it is outside of layers, or in several.
+        groups: The optimizers that train it and their groups of parameters, by number.
+    """
+
+    shape: torch.Size
+    shard: torch.Size | None
+    dtype: torch.dtype
+    grad_itemsize: int
+    layer: int | None
+    groups: tuple[tuple[int, int], ...]
+
+    def shard_shape(self, num_replicas: int) -> torch.Size:
+        """The shape of the shard of the first of so many replicas."""
+        if self.shard is not None:
+            return self.shard
+        rows = RowShards.of(self.shape, num_replicas)
+        return self.shape if rows is None else rows.shard_shape(0)
+
+
+@dataclass(frozen=True)
+class HeldTensors:
+    """The parameters and buffers of a pipeline rank; equal for ranks that hold alike layers.
+
+    Attributes:
+        parameters: Its parameters, each once.
+        buffers: Bytes of its buffers.
+    """
+
+    parameters: tuple[HeldParameter, ...]
+    buffers: int
+
+
+class MemoryEstimator:
+    """Estimates of the bytes of pipeline ranks, for one module. What has been counted once is remembered.
 
     Args:
-        module: The user's module, with or without placeholders for what other ranks hold.
-        stage_map: Which stage holds what.
-        layers: The layers of each stage of the rank.
+        module: The user's module, with or without placeholders for the layers of other ranks.
         optimizers: The user's; ``None`` if they are not to be tried.
-        config: The arguments of the strategy.
-        rank: The pipeline rank.
-        num_replicas: The data-parallel size.
-        num_backwards: The backwards of a stage before an optimizer step: microbatches times accumulated batches.
-        activations: What autograd saves, if that is known.
+        float32_gradients: Whether gradients are float32, as in the configuration.
     """
-    locations = locate(module.named_parameters(remove_duplicate=False), stage_map)
-    own = [location.tensor for location in locations if rank in location.ranks]
-    slots = find_owners(module)
-    layer_of: dict[int, Hashable] = {}
-    for stage, members in layers.items():
-        for position, keys in enumerate(own_parameters(members, layers, slots)):
-            layer_of |= dict.fromkeys(keys, (stage, position))
-    parameters, gradients = account.peak_parameter_bytes(
-        [
-            account.LocalParameter(
-                unsharded_shape(p), p.element_size(), _grad_itemsize(p, config.float32_gradients), layer_of.get(id(p))
+
+    def __init__(
+        self, module: LightningModule, optimizers: Iterable[Optimizer] | None, *, float32_gradients: bool
+    ) -> None:
+        self._module = module
+        self._optimizers = None if optimizers is None else list(optimizers)
+        self._float32_gradients = float32_gradients
+        self._owners = find_owners(module)
+        self._groups: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        for at, optimizer in enumerate(self._optimizers or ()):
+            for number, group in enumerate(optimizer.param_groups):
+                for parameter in group["params"]:
+                    self._groups[id(parameter)].append((at, number))
+        self._states_of: dict[Hashable, int | None] = {}
+        self._described: dict[int, HeldParameter] = {}
+        self._held: dict[HeldTensors, HeldTensors] = {}  # one for all that are equal, known by its identity
+        self._counted: dict[Hashable, MemoryUsage] = {}
+
+    def held(self, stage_map: StageMap, layers: Mapping[int, Sequence[nn.Module]], rank: int) -> HeldTensors:
+        """Find the parameters and buffers of a pipeline rank.
+
+        Args:
+            stage_map: Which stage holds what.
+            layers: The layers of each stage of the rank.
+            rank: The pipeline rank.
+        """
+        locations = locate(self._module.named_parameters(remove_duplicate=False), stage_map)
+        layer_of: dict[int, int] = {}
+        of_layers = (keys for members in layers.values() for keys in own_parameters(members, layers, self._owners))
+        for number, keys in enumerate(of_layers):
+            layer_of |= dict.fromkeys(keys, number)
+        own = (location.tensor for location in locations if rank in location.ranks)
+        parameters = tuple(replace(self._alone(p), layer=layer_of.get(id(p))) for p in own)
+        named = self._module.named_buffers(remove_duplicate=False)
+        buffers = account.storage_bytes(buffer for name, buffer in named if rank in stage_map.ranks_of(name))
+        found = HeldTensors(parameters, buffers)
+        return self._held.setdefault(found, found)
+
+    def _alone(self, parameter: Tensor) -> HeldParameter:
+        """Describe a parameter outside of layers; remembered, as shapes of parts take long to be told."""
+        if id(parameter) not in self._described:
+            self._described[id(parameter)] = HeldParameter(
+                unsharded_shape(parameter),
+                to_local(parameter).shape if is_zero_sharded(parameter) else None,
+                parameter.dtype,
+                _grad_itemsize(parameter, self._float32_gradients),
+                None,
+                tuple(self._groups.get(id(parameter), ())),
             )
-            for p in own
-        ],
-        num_replicas=num_replicas,
-        zero_stage=config.zero_stage,
-        frees_early=config.frees_early,
-        single_backward=num_backwards == 1,
-    )
-    shapes = {id(parameter): _shard_shape(parameter, num_replicas if config.zero_stage else 1) for parameter in own}
-    if config.master_weights:  # and at the optimizer's step their gradients
-        parameters += sum(_MASTER_BYTES * shape.numel() for shape in shapes.values())
-        trained = (shapes[id(each)] for each in own if each.requires_grad)
-        gradients = max(gradients, sum(_MASTER_BYTES * shape.numel() for shape in trained))
-    named = module.named_buffers(remove_duplicate=False)
-    buffers = account.storage_bytes(buffer for name, buffer in named if rank in stage_map.ranks_of(name))
-    dtype = torch.float32 if config.master_weights else None
-    states = None if optimizers is None else _state_bytes(optimizers, shapes, dtype)
-    return account.MemoryUsage(parameters, gradients, states, activations, buffers)
+        return self._described[id(parameter)]
+
+    def usage(self, held: HeldTensors, config: HybridConfig, *, num_replicas: int, num_backwards: int) -> MemoryUsage:
+        """Estimate what a rank of the first replica will hold, than which no other replica holds more.
+
+        Args:
+            held: The parameters and buffers of the rank, from :meth:`held`.
+            config: The arguments of the strategy.
+            num_replicas: The data-parallel size.
+            num_backwards: The backwards of a stage before an optimizer step: microbatches times accumulated batches.
+
+        Returns:
+            The estimate, without activations.
+        """
+        is_single = num_backwards == 1
+        key = id(held), num_replicas, config.zero_stage, config.frees_early, config.master_weights, is_single
+        if key not in self._counted:
+            self._counted[key] = self._count(held, config, num_replicas, single_backward=is_single)
+        return self._counted[key]
+
+    def _count(
+        self, held: HeldTensors, config: HybridConfig, num_replicas: int, *, single_backward: bool
+    ) -> MemoryUsage:
+        parameters, gradients = account.peak_parameter_bytes(
+            [account.LocalParameter(p.shape, p.dtype.itemsize, p.grad_itemsize, p.layer) for p in held.parameters],
+            num_replicas=num_replicas,
+            zero_stage=config.zero_stage,
+            frees_early=config.frees_early,
+            single_backward=single_backward,
+        )
+        shapes = [p.shard_shape(num_replicas if config.zero_stage else 1) for p in held.parameters]
+        pairs = list(zip(held.parameters, shapes, strict=True))
+        if config.master_weights:  # and at the optimizer's step their gradients
+            parameters += sum(_MASTER_BYTES * shape.numel() for shape in shapes)
+            trained = sum(_MASTER_BYTES * shape.numel() for p, shape in pairs if p.grad_itemsize)
+            gradients = max(gradients, trained)
+        dtype = torch.float32 if config.master_weights else None
+        states = [
+            self._state_bytes(group, shape, dtype or p.dtype)
+            for p, shape in pairs
+            for group in (p.groups if p.grad_itemsize else ())
+        ]
+        known = [each for each in states if each is not None]
+        is_known = self._optimizers is not None and len(known) == len(states)
+        return MemoryUsage(parameters, gradients, sum(known) if is_known else None, None, held.buffers)
+
+    def _state_bytes(self, group: tuple[int, int], shape: torch.Size, dtype: torch.dtype) -> int | None:
+        """Return the bytes of an optimizer's state for a parameter, tried once for each kind; ``None`` if unknown."""
+        key = group, shape, dtype
+        if key not in self._states_of:
+            assert self._optimizers is not None
+            optimizer = self._optimizers[group[0]]
+            like = torch.empty(shape, dtype=dtype, device="meta")
+            self._states_of[key] = account.optimizer_state_bytes(optimizer, optimizer.param_groups[group[1]], like)
+        return self._states_of[key]
 
 
 def _grad_itemsize(parameter: Tensor, float32_gradients: bool) -> int:
     if not parameter.requires_grad:
         return 0
     return max(4, parameter.element_size()) if float32_gradients else parameter.element_size()
-
-
-def _shard_shape(parameter: Tensor, num_replicas: int) -> torch.Size:
-    if is_zero_sharded(parameter):
-        return to_local(parameter).shape
-    rows = RowShards.of(unsharded_shape(parameter), num_replicas)
-    return unsharded_shape(parameter) if rows is None else rows.shard_shape(0)
-
-
-def _state_bytes(
-    optimizers: Iterable[Optimizer], shapes: Mapping[int, torch.Size], dtype: torch.dtype | None
-) -> int | None:
-    """The bytes of the optimizers' states; one trial for each kind.
-
-    Args:
-        optimizers: The optimizers.
-        shapes: Of their parameters, by identity.
-        dtype: In which they work, if that is not the one of the parameters.
-    """
-    total = 0
-    trials: dict[Hashable, int | None] = {}
-    for optimizer, group in ((each, group) for each in optimizers for group in each.param_groups):
-        for parameter in group["params"]:
-            if id(parameter) not in shapes or not parameter.requires_grad:
-                continue
-            key = id(group), shapes[id(parameter)], dtype or parameter.dtype
-            if key not in trials:
-                like = torch.empty(key[1], dtype=key[2], device="meta")
-                trials[key] = account.optimizer_state_bytes(optimizer, group, like)
-            state_bytes = trials[key]
-            if state_bytes is None:
-                return None
-            total += state_bytes
-    return total

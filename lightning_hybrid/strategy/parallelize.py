@@ -25,7 +25,7 @@ from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.distributed.pytree import flatten
 from lightning_hybrid.memory.account import MemoryUsage
 from lightning_hybrid.memory.activation_checkpoint.checkpoint import ActivationCheckpointing
-from lightning_hybrid.memory.estimate import estimate
+from lightning_hybrid.memory.estimate import MemoryEstimator
 from lightning_hybrid.memory.offload import Offload
 from lightning_hybrid.pipeline_parallel.body import Body, BodyCallError, layer_call_text
 from lightning_hybrid.pipeline_parallel.frame.fake_tensors import FakeMode
@@ -228,15 +228,15 @@ class ModuleParallelizer:
 
     def estimate_memory(self, optimizers: Collection[Optimizer]) -> MemoryUsage:
         """What this rank will hold; of optimizers those of torch can be tried, as they ask nothing of other ranks."""
-        return estimate(
-            self._module,
-            layout.expect_outside(self._module, self.stage_map),
-            self.own_layers(),
-            optimizers if all(type(each).__module__.startswith("torch.optim.") for each in optimizers) else None,
-            self._settings,
-            rank=self._mesh.pipeline_rank,
+        tried = optimizers if all(type(each).__module__.startswith("torch.optim.") for each in optimizers) else None
+        settings = self._settings
+        estimator = MemoryEstimator(self._module, tried, float32_gradients=settings.float32_gradients)
+        stage_map = layout.expect_outside(self._module, self.stage_map)
+        return estimator.usage(
+            estimator.held(stage_map, self.own_layers(), self._mesh.pipeline_rank),
+            settings,
             num_replicas=self._mesh.data_parallel_size,
-            num_backwards=self._settings.num_microbatches * self._module.trainer.accumulate_grad_batches,
+            num_backwards=settings.num_microbatches * self._module.trainer.accumulate_grad_batches,
         )
 
     def _materialize(self, weights: Weights | None) -> None:

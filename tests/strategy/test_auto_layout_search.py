@@ -23,7 +23,8 @@ from lightning_hybrid.strategy.auto_layout.arguments import arguments
 from lightning_hybrid.strategy.auto_layout.candidates import Layout, Step
 from lightning_hybrid.strategy.auto_layout.cost_model import CostModel, StageCost
 from lightning_hybrid.strategy.auto_layout.dry_run import traces
-from lightning_hybrid.strategy.auto_layout.dry_run.dry_run import dry_run
+from lightning_hybrid.strategy.auto_layout.dry_run.dry_run import DryRunStrategy, dry_run
+from lightning_hybrid.strategy.auto_layout.dry_run.repeated_layers import RepeatedLayers
 from lightning_hybrid.strategy.auto_layout.machine import Machine, Messages
 from lightning_hybrid.strategy.auto_layout.module_profile import ModuleProfile
 from lightning_hybrid.strategy.auto_layout.search import SearchSpace, search
@@ -601,10 +602,10 @@ def test_products_are_counted_as_two_operations_for_each_multiplication(profile:
 
 
 class Long(Blocks):
-    """Two layers, and sequences that four ranks can share evenly."""
+    """Layers, and sequences that four ranks can share evenly."""
 
-    def __init__(self) -> None:
-        super().__init__(depth=2)
+    def __init__(self, depth: int = 2) -> None:
+        super().__init__(depth=depth)
 
     def training_step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         x, y = batch
@@ -638,6 +639,38 @@ def test_shares_of_sequences_send_what_the_papers_say(of_long: ModuleProfile, ki
     assert cost.context.collectives == number + 1
     again = of_long.stages(Layout(4 // size, 1, 1, recompute=True, context=size, context_kind=kind), 16)[0]
     assert again.context_repeated == pytest.approx(there / (there + around))
+
+
+class Longer(Long):
+    def __init__(self) -> None:
+        super().__init__(depth=5)
+
+
+def test_repeated_layers_on_shares_cost_what_they_would_cost_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(flops=1.0, memory_bandwidth=1e30, operation_seconds=0.0)
+    repeat, number = RepeatedLayers._repeat, 0
+
+    def count(self: RepeatedLayers, *args: Any) -> Any:
+        nonlocal number
+        number += 1
+        return repeat(self, *args)
+
+    monkeypatch.setattr(RepeatedLayers, "_repeat", count)
+    repeated = make_profile(Longer, machine=machine, contexts=(2, 4))
+    layouts = [
+        Layout(4 // size, 1, 1, context=size, context_kind=kind, recompute=recompute)
+        for size, kind, recompute in itertools.product((2, 4), KINDS, (False, True, "selective"))
+    ]
+    layouts = [layout for layout in layouts if repeated.refuse(layout) is None]
+    found = [[repeated.stages(layout, samples) for samples in (16, 7)] for layout in layouts]
+    # Of five layers the first one is given a whole sequence, the second one a share, and the others repeat this one.
+    assert number >= 2 * 3 * len(layouts)
+    measure = DryRunStrategy._measure
+    monkeypatch.setattr(DryRunStrategy, "_measure", lambda self, *args, repeats=False: measure(self, *args))
+    every = make_profile(Longer, machine=machine, contexts=(2, 4))
+    for layout, of_layout in zip(layouts, found, strict=True):
+        assert [every.stages(layout, samples) for samples in (16, 7)] == of_layout, layout
+    assert len(layouts) == 14
 
 
 @pytest.mark.parametrize("size", [2, 4])

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Literal, NamedTuple
 
 ChannelKey = tuple[int, int, Literal["activation", "gradient"]]
 """Sender rank, receiver rank, and what travels."""
@@ -23,14 +23,15 @@ class Kind(enum.Enum):
     SEND_B = "SEND_B"
     RECV_B = "RECV_B"
 
+    __hash__ = object.__hash__  # schedules of thousands of actions are looked up by it
+
     def __init__(self, letters: str) -> None:
         self.is_send: bool = letters.startswith("SEND")
         self.is_receive: bool = letters.startswith("RECV")  # it posts the receive, and does not wait for the message
         self.is_compute: bool = not (self.is_send or self.is_receive)
 
 
-@dataclass(frozen=True)
-class Action:
+class Action(NamedTuple):
     """One thing that one stage does with one microbatch.
 
     ::

@@ -207,6 +207,8 @@ class CostModel:
     def __init__(self, profile: Profile, machine: Machine, step: Step) -> None:
         self.profile, self.machine, self.step = profile, machine, step
         self._order = with_context_axis(step.rank_order, 2).split("-")  # an axis of one rank makes no difference
+        self._links = cache(machine.link)
+        self._links_between = cache(machine.link_between)
 
     def estimate(self, layout: Layout) -> Cost:
         """All that can be told without the simulator: memory, messages, and the least that a step takes."""
@@ -339,7 +341,7 @@ class CostModel:
     def boundary(self, layout: Layout, stage: int) -> Link:
         """Between a stage and the next one."""
         groups = self._stride(layout, "pp"), layout.pipeline, layout.num_ranks
-        return self.machine.link_between(*groups, _ends(layout, stage))
+        return self._links_between(*groups, _ends(layout, stage))
 
     def _stride(self, layout: Layout, axis: str) -> int:
         """From one rank of an axis to the next."""
@@ -347,7 +349,7 @@ class CostModel:
 
     def link(self, layout: Layout, axis: str) -> Link:
         """Between the ranks of an axis, ``"dp"``, ``"tp"``, ``"pp"`` or ``"cp"``: the slowest of them."""
-        return self.machine.link(self._stride(layout, axis), layout.sizes[axis], layout.num_ranks)
+        return self._links(self._stride(layout, axis), layout.sizes[axis], layout.num_ranks)
 
 
 def _ends(layout: Layout, stage: int) -> tuple[int, int]:

@@ -93,6 +93,9 @@ class Messages:
     def __add__(self, other: Messages) -> Messages:
         return Messages(self.sent + other.sent, self.hops + other.hops, self.collectives + other.collectives)
 
+    def __mul__(self, number: float) -> Messages:
+        return Messages(self.sent * number, self.hops * number, self.collectives * number)
+
 
 NO_MESSAGES = Messages()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import product
@@ -16,11 +16,11 @@ from lightning_hybrid.memory.account import MemoryUsage
 from lightning_hybrid.strategy.auto_layout.candidates import RECOMPUTE, Layout
 from lightning_hybrid.strategy.auto_layout.cost_model import StageCost
 from lightning_hybrid.strategy.auto_layout.dry_run.dry_run import run_first_step
-from lightning_hybrid.strategy.auto_layout.dry_run.operations import Message
+from lightning_hybrid.strategy.auto_layout.dry_run.place_cost import PlaceCost, StagePart, cost_of_place
 from lightning_hybrid.strategy.auto_layout.dry_run.recorder import WHOLE, Recorder, Way, way_of
-from lightning_hybrid.strategy.auto_layout.dry_run.saved_tensors import labels_of_stages, saved_bytes
-from lightning_hybrid.strategy.auto_layout.dry_run.traces import Trace, value_at, value_between
-from lightning_hybrid.strategy.auto_layout.machine import NO_MESSAGES, Machine, Messages
+from lightning_hybrid.strategy.auto_layout.dry_run.saved_tensors import labels_of_stages
+from lightning_hybrid.strategy.auto_layout.dry_run.traces import value_at, value_between
+from lightning_hybrid.strategy.auto_layout.machine import Machine
 from lightning_hybrid.tensor_parallel.context_parallel.attention import KINDS
 from lightning_hybrid.tensor_parallel.context_parallel.context_parallel import check_context_parallel
 
@@ -79,7 +79,8 @@ class ModuleProfile:
         self._recorder = lru_cache(maxsize=None)(run)
         self._stages_of = lru_cache(maxsize=None)(self._find_stages)
         self._held_by = lru_cache(maxsize=None)(self._find_held)
-        self._seconds_of = lru_cache(maxsize=None)(self._find_seconds)
+        self._contents_of = lru_cache(maxsize=None)(self._find_contents)
+        self._place_costs: dict[Hashable, PlaceCost] = {}
         self._errors: dict[tuple[int, str, int], str] = {}
         self._contexts = range(1, machine.ranks_per_node + 1) if contexts is None else contexts
         least_share = LEAST_SHARE if contexts is None else 0
@@ -174,81 +175,59 @@ class ModuleProfile:
         return [len(positions) for positions in self._recorder(*layout.sharing).cut(layout).positions]
 
     def _find_stages(self, layout: Layout, samples: int) -> tuple[StageCost, ...]:
+        return tuple(self._stage_cost(parts, samples, outputs) for parts, outputs in self._contents_of(layout))
+
+    def _stage_cost(self, parts: Sequence[StagePart], samples: int, outputs: Sequence[int]) -> StageCost:
+        """Add up the places of a stage, for a microbatch of so many samples."""
+        cost = sum((each for part in parts for each in self._costs(part, samples)), PlaceCost())
+        return StageCost(
+            forward=cost.forward,
+            recomputed=cost.again,
+            saved=sum(value_at(samples, part.traces, part.saved) for part in parts),
+            output=value_at(samples, parts[0].traces, outputs),
+            tensor=cost.tensor,
+            tensor_back=cost.tensor_back,
+            tensor_repeated=cost.tensor_again / cost.tensor.sent if cost.tensor.sent else 0.0,
+            context=cost.context,
+            context_back=cost.context_back,
+            context_repeated=cost.context_again / cost.context.sent if cost.context.sent else 0.0,
+            context_beside=cost.beside,
+        )
+
+    def _costs(self, part: StagePart, samples: int) -> Iterator[PlaceCost]:
+        """The costs of the places of a part of a stage; alike places together, unless their forwards were timed."""
+        if not self._is_measured:
+            for label, number in part.kinds.items():
+                yield self._cost_of_place(part, samples, label) * number
+            return
+        whole = _with_sharing(replace(part.layout, context=WHOLE[0], context_kind=WHOLE[1]), *_UNSHARED)
+        recorder = self._recorder(*_UNSHARED)
+        timings, traces = recorder.timings(whole), recorder.traces(whole)
+        for label in part.labels:
+            measured = value_between(samples, [(each.samples, each.seconds.get(label, 0.0)) for each in timings])
+            counted = cost_of_place(traces, samples, label, whole, self._machine).forward
+            cost = self._cost_of_place(part, samples, label)
+            yield cost.with_forward(measured / counted * cost.forward if counted else 0.0)
+
+    def _cost_of_place(self, part: StagePart, samples: int, label: Hashable) -> PlaceCost:
+        key = id(part.traces), samples, label, part.layout.recompute, part.layout.context_kind
+        if key not in self._place_costs:
+            self._place_costs[key] = cost_of_place(part.traces, samples, label, part.layout, self._machine)
+        return self._place_costs[key]
+
+    def _find_contents(self, layout: Layout) -> list[tuple[list[StagePart], list[int]]]:
+        """Find the places of each stage, and the bytes of what it sends to the next one, of each trace."""
         recorder = self._recorder(*layout.sharing)
         positions = recorder.cut(layout).positions
-        costs = []
+        found = []
         for stage, labels in enumerate(labels_of_stages(positions)):
-            last = positions[stage][-1] if positions[stage] else None
-            parts = _parts(layout, stage, labels, positions[stage])
-            of_parts = [(part, of_part, recorder.traces(part)) for part, of_part in parts]
-            seconds = [self._seconds_of(part, samples, label) for part, of_part in parts for label in of_part]
-            saved = [
-                value_at(samples, traces, [saved_bytes(trace.saved, of_part) for trace in traces])
-                for _, of_part, traces in of_parts
+            parts = [
+                StagePart.of(part, of_part, recorder.traces(part))
+                for part, of_part in _parts(layout, stage, labels, positions[stage])
             ]
-            traces = of_parts[0][2]
-            costs.append(
-                StageCost(
-                    forward=sum(forward for forward, _, _ in seconds),
-                    recomputed=sum(again for _, again, _ in seconds),
-                    saved=sum(saved),
-                    output=value_at(samples, traces, [trace.outputs.get(last, 0) for trace in traces]),
-                    context_beside=sum(beside for _, _, beside in seconds),
-                    **self._messages(samples, of_parts),
-                )
-            )
-        return tuple(costs)
-
-    def _find_seconds(self, layout: Layout, samples: int, label: Hashable) -> tuple[float, float, float]:
-        """Of the forward of one place in the step, of what of it runs again, and of what a ring sends beside."""
-        seconds = self._count_seconds(layout, samples, label)
-        if self._is_measured:
-            whole = _with_sharing(replace(layout, context=WHOLE[0], context_kind=WHOLE[1]), *_UNSHARED)
-            timings = self._recorder(*_UNSHARED).timings(whole)
-            measured = value_between(samples, [(each.samples, each.seconds.get(label, 0.0)) for each in timings])
-            counted, _, _ = self._count_seconds(whole, samples, label)
-            factor = measured / counted if counted else 0.0
-            forward, again, beside = (factor * each for each in seconds)
-            return forward, again, beside
-        return seconds
-
-    def _count_seconds(self, layout: Layout, samples: int, label: Hashable) -> tuple[float, float, float]:
-        traces, machine = self._recorder(*layout.sharing).traces(layout), self._machine
-        forward = again = beside = 0.0
-        for alike in _pairs([trace.counter.operations[label] for trace in traces]):
-            flops = value_at(samples, traces, [operation.flops for operation in alike])
-            moved = value_at(samples, traces, [operation.bytes for operation in alike])
-            seconds = max(flops / machine.flops, moved / machine.memory_bandwidth, machine.operation_seconds)
-            forward += seconds
-            if isinstance(label, int) and (layout.recompute is True or (layout.recompute and not alike[0].is_kept)):
-                again += seconds
-            if layout.context_kind == "ring" and alike[0].is_attention:  # of its blocks
-                beside += seconds
-        return forward, again, beside
-
-    def _messages(
-        self, samples: int, parts: Iterable[tuple[Layout, Iterable[Hashable], Sequence[Trace]]]
-    ) -> dict[str, Any]:
-        """What a stage sends, as attributes of its cost."""
-        tensor = tensor_back = context = context_back = NO_MESSAGES
-        tensor_again = context_again = 0.0
-        for layout, labels, traces in parts:
-            for label in labels:
-                runs_again = isinstance(label, int) and bool(layout.recompute)
-                messages, of_back = _sums(samples, traces, [trace.counter.messages[label] for trace in traces])
-                tensor, tensor_back = tensor + messages, tensor_back + of_back
-                tensor_again += messages.sent if runs_again and layout.recompute is True else 0.0
-                messages, of_back = _sums(samples, traces, [trace.counter.context_messages[label] for trace in traces])
-                context, context_back = context + messages, context_back + of_back
-                context_again += messages.sent if runs_again else 0.0
-        return {
-            "tensor": tensor,
-            "tensor_back": tensor_back,
-            "tensor_repeated": tensor_again / tensor.sent if tensor.sent else 0.0,
-            "context": context,
-            "context_back": context_back,
-            "context_repeated": context_again / context.sent if context.sent else 0.0,
-        }
+            last = positions[stage][-1] if positions[stage] else None
+            found.append((parts, [trace.outputs.get(last, 0) for trace in parts[0].traces]))
+        return found
 
     def _find_held(self, layout: Layout, master_weights: bool) -> tuple[MemoryUsage, ...]:
         return self._recorder(*layout.sharing).held(layout, self._accumulated, master_weights=master_weights)
@@ -269,19 +248,3 @@ def _parts(
         (replace(layout, recompute=is_again), [label for label in labels if (label in again) == is_again])
         for is_again in (False, True)
     ]
-
-
-def _sums(samples: int, traces: Sequence[Trace], rows: list[list[Message]]) -> tuple[Messages, Messages]:
-    """Of a forward, and of its backward, what is sent for so many samples."""
-    there = back = NO_MESSAGES
-    for alike in _pairs(rows):
-        there += replace(alike[0].there, sent=value_at(samples, traces, [each.there.sent for each in alike]))
-        back += replace(alike[0].back, sent=value_at(samples, traces, [each.back.sent for each in alike]))
-    return there, back
-
-
-def _pairs(rows: list[list[Any]]) -> list[tuple[Any, ...]]:
-    """The same operation in each of the traces; in the first one alone, if they are not alike."""
-    if len({len(row) for row in rows}) == 1:
-        return list(zip(*rows, strict=True))
-    return [(each,) * len(rows) for each in rows[0]]

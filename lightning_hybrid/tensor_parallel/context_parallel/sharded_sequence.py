@@ -165,6 +165,16 @@ class ShardedSequence(Tensor):
             self._linked = _Unwrap.apply(self)  # type: ignore[no-untyped-call]
         return self._linked
 
+    @property
+    def share_data(self) -> Tensor:
+        """This rank's share, without a graph."""
+        return self._share
+
+    @property
+    def is_read(self) -> bool:
+        """Whether the shares have been gathered."""
+        return self._whole is not None
+
     def read(self) -> Tensor:
         """All of it, without a graph, always the same tensor: a collective, the first time."""
         if self._whole is None:

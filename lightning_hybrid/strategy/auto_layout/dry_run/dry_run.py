@@ -28,7 +28,7 @@ from lightning_hybrid.distributed.mixed_operations import mixed_operations
 from lightning_hybrid.distributed.pytree import flatten, unflatten
 from lightning_hybrid.memory.account import MemoryUsage, SavedTensorMeter
 from lightning_hybrid.memory.activation_checkpoint.checkpoint import ActivationCheckpointing
-from lightning_hybrid.memory.estimate import estimate
+from lightning_hybrid.memory.estimate import MemoryEstimator
 from lightning_hybrid.pipeline_parallel.batch_norm import batch_norms, limit_microbatches
 from lightning_hybrid.pipeline_parallel.body import Body
 from lightning_hybrid.pipeline_parallel.frame.alike import first_alike
@@ -217,6 +217,7 @@ class DryRunStrategy(SingleDeviceStrategy):
         self.memory: list[MemoryUsage] = []
         self._tried: dict[Hashable, Places] = {}
         self._alike: dict[Hashable, dict[nn.Module, nn.Module]] = {}
+        self._held_before: tuple[Hashable, list[Tensor]] | None = None
         self._context_groups: dict[int, dist.ProcessGroup] = {}
 
     @property
@@ -251,14 +252,15 @@ class DryRunStrategy(SingleDeviceStrategy):
         self._body, self._stage_map = None, StageMap(None, (), (range(0),), 1)
         if self.sizes[2] > 1:
             self._body, self._stage_map = layout.find_stages(module, self._config, self.sizes[2])
+        tensor_ranks = self._tensor_ranks() if self.sizes[1] > 1 else None  # meshes are made of numbers
         with nullcontext() if self._has_values else self._without_memory():
             if not self._has_values:
                 _replace_meta_tensors(module)
-            if self.sizes[1] > 1:
+            if tensor_ranks is not None:
                 plan = layout.find_plan(module, self._config, self.sizes[1], self._body)
                 self._plan_table = plan_table(plan, module)
                 self._stage_map = layout.with_plan(self._stage_map, self._body, plan, module)
-                plan.apply(module, *self._tensor_ranks(), torch.device("cpu"))
+                plan.apply(module, *tensor_ranks, torch.device("cpu"))
             self.setup_optimizers(trainer)
             self.setup_precision_plugin()
 
@@ -295,19 +297,17 @@ class DryRunStrategy(SingleDeviceStrategy):
         self._place_outside(microbatches, args)  # first: it leaves no trace, and metrics keep what is measured
         activations = self._activations(microbatches[0], args)
         schedule = find_schedule(config, pipeline, len(microbatches))
+        estimator = MemoryEstimator(module, self.optimizers, float32_gradients=config.float32_gradients)
         for rank in range(pipeline):
-            usage = estimate(
-                module,
-                self._stage_map,
-                layout.find_own_layers(module, self._body, self._stage_map, rank),
-                self.optimizers,
+            layers = layout.find_own_layers(module, self._body, self._stage_map, rank)
+            usage = estimator.usage(
+                estimator.held(self._stage_map, layers, rank),
                 config,
-                rank=rank,
                 num_replicas=data,
                 num_backwards=len(microbatches) * self._num_accumulated(data),
-                activations=None if activations is None else activations.peak(schedule, rank),
             )
-            self.memory.append(usage)
+            peak = None if activations is None else activations.peak(schedule, rank)
+            self.memory.append(replace(usage, activations=peak))
         raise StopAfterFirstStepError
 
     def _num_accumulated(self, replicas: int) -> int:
@@ -432,22 +432,30 @@ class DryRunStrategy(SingleDeviceStrategy):
         module = self._module
         layers = layout.find_recomputed(module, config, body, stage_map)
         recompute = ActivationCheckpointing(layers, torch.device("cpu"), selective=config.recompute == "selective")
-        alike = self._first_alike(body) if repeats else {}
+        alike = self._first_alike(body)  # now, as comparing layers is no part of the step
         with mode, mixed_operations(), RealDraws(), LogRecorder(module)():
             leaves, spec = flatten(microbatch)
             leaves = [_in_mode(leaf, mode) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-            held = [to_local(tensor) for tensor in (*module.parameters(), *module.buffers())]
             inputs = (leaf for leaf in leaves if isinstance(leaf, Tensor))
-            meter = SavedTensorMeter([*held, *(_in_mode(tensor, mode) for tensor in held), *inputs])
+            meter = SavedTensorMeter([*self._held(mode), *inputs])
             step = self.precision_plugin.train_step_context()
             with step, meter(), labelled_layers(body, meter), around(meter) as counted, ExitStack() as replaced:
-                between = RepeatedLayers(alike, meter, counted, recompute) if alike else recompute
-                replaced.enter_context(self._with_shares(config, body, between))
+                inner = partial(self._with_shares, config, body, recompute)
+                replaced.enter_context(RepeatedLayers(alike, meter, counted, inner)() if alike and repeats else inner())
                 output = to_plain_tensors(module.training_step(unflatten(leaves, spec), *args))
             labels = (BEFORE, *range(len(body.layers) if body else 0), AFTER)
             saved: Saved = {label: meter.storages(label) for label in labels}
             del output
         return saved
+
+    def _held(self, mode: Any) -> list[Tensor]:
+        """Return the parameters and buffers, and the tensors in their place in a mode; remembered, as it takes long."""
+        tensors = (*self._module.parameters(), *self._module.buffers())
+        key = mode if mode is self._mode else None, tuple(map(id, tensors))
+        if self._held_before is None or self._held_before[0] != key:
+            held = [to_local(tensor) for tensor in tensors]
+            self._held_before = key, [*held, *(_in_mode(tensor, mode) for tensor in held)]
+        return self._held_before[1]
 
     def _context_group(self, size: int) -> dist.ProcessGroup:
         """The ranks that share a sequence; which numbers they have does not matter here."""
@@ -503,10 +511,11 @@ def _in_mode(tensor: Tensor, mode: Any) -> Tensor:
 
 def _replace_meta_tensors(module: nn.Module) -> None:
     """Inside the fake mode: put fake tensors, which are like any others, in the place of those on the meta device."""
-    for parameter, owners in [(each, find_owners(module)[id(each)]) for each in module.parameters() if each.is_meta]:
+    owners = find_owners(module)
+    for parameter in [each for each in module.parameters() if each.is_meta]:
         made = nn.Parameter(torch.empty_like(parameter, device="cpu"), parameter.requires_grad)
         copy_attributes(parameter, made)
-        set_parameter(made, owners)
+        set_parameter(made, owners[id(parameter)])
     for part in module.modules():
         for name, buffer in part._buffers.items():
             if buffer is not None and buffer.is_meta:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from typing import Any
 
 from lightning_hybrid.config import HybridConfig
 from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.memory.account import MemoryUsage
-from lightning_hybrid.memory.estimate import estimate
+from lightning_hybrid.memory.estimate import HeldTensors, MemoryEstimator
 from lightning_hybrid.pipeline_parallel.body import Body
 from lightning_hybrid.pipeline_parallel.splitting.microbatch import find_batch_size, split_into
 from lightning_hybrid.pipeline_parallel.stage_map import StageMap
@@ -90,6 +91,7 @@ class Recorder(DryRunStrategy):
     ) -> None:
         super().__init__(*args, **kwargs)
         self._only, self._ways, self._least_share, self._is_measured = only, ways, least_share, measure
+        self._held_by_ranks = lru_cache(maxsize=None)(self._find_held)
 
     def setup(self, trainer: Any) -> None:
         """Find all cuts before layers are shared: they are those of the whole module."""
@@ -256,6 +258,10 @@ class Recorder(DryRunStrategy):
         """What forwards took, from the largest microbatch to the smallest."""
         return self._timings[self.cut(layout).key]
 
+    @cached_property
+    def _estimator(self) -> MemoryEstimator:
+        return MemoryEstimator(self._module, self.optimizers, float32_gradients=self._config.float32_gradients)
+
     def held(self, layout: Layout, accumulated: int, *, master_weights: bool) -> tuple[MemoryUsage, ...]:
         """What each pipeline rank holds, apart from activations.
 
@@ -264,8 +270,6 @@ class Recorder(DryRunStrategy):
             accumulated: Batches of an optimizer step.
             master_weights: Whether master copies count.
         """
-        cut = self.cut(layout)
-        body = cut.body if cut.stage_map.body is not None else None
         config = replace(
             self._config,
             num_microbatches=layout.num_microbatches,
@@ -273,19 +277,17 @@ class Recorder(DryRunStrategy):
             zero_stage=layout.zero_stage,
             master_weights=master_weights,
         )
-        return tuple(
-            estimate(
-                self._module,
-                cut.stage_map,
-                layouts.find_own_layers(self._module, body, cut.stage_map, rank),
-                self.optimizers,
-                config,
-                rank=rank,
-                num_replicas=layout.data,
-                num_backwards=layout.num_microbatches * accumulated,
-            )
-            for rank in range(layout.pipeline)
-        )
+        numbers = {"num_replicas": layout.data, "num_backwards": layout.num_microbatches * accumulated}
+        ranks = self._held_by_ranks(layout.pipeline, layout.num_chunks)
+        return tuple(self._estimator.usage(held, config, **numbers) for held in ranks)
+
+    def _find_held(self, pipeline: int, num_chunks: int) -> list[HeldTensors]:
+        """Find the parameters and buffers of each pipeline rank."""
+        cut = self._cuts[pipeline, num_chunks]
+        assert isinstance(cut, Cut)
+        body = cut.body if cut.stage_map.body is not None else None
+        layers = (layouts.find_own_layers(self._module, body, cut.stage_map, rank) for rank in range(pipeline))
+        return [self._estimator.held(cut.stage_map, each, rank) for rank, each in enumerate(layers)]
 
 
 def _of_different_sizes(microbatches: Iterable[Any]) -> list[Any]:

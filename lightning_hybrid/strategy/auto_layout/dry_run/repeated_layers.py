@@ -14,6 +14,7 @@ from lightning_hybrid.distributed.pytree import TreeSpec, flatten, unflatten
 from lightning_hybrid.memory.account import Repetition, SavedTensorMeter
 from lightning_hybrid.pipeline_parallel.frame.alike import PLAIN
 from lightning_hybrid.pipeline_parallel.frame.fake_tensors import FakeTensor
+from lightning_hybrid.tensor_parallel.context_parallel.sharded_sequence import SequenceLayout, ShardedSequence, wrap
 
 Mode: Any
 try:
@@ -41,7 +42,7 @@ class _Call:
         given: What it was given.
         returned: What it returned.
         spec: The shape of the tree that it returned.
-        made: Of what it returned, the tensors that it made, each once, and whether they require gradients.
+        made: Of what it returned, the tensors that it made, each once.
         counted: What it added to the lists of the counter.
         repetition: What it saved.
     """
@@ -49,9 +50,24 @@ class _Call:
     given: list[Any]
     returned: list[Any]
     spec: TreeSpec
-    made: list[tuple[Tensor, bool]]
+    made: list[_Made]
     counted: list[list[Any]]
     repetition: Repetition
+
+
+@dataclass(frozen=True)
+class _Made:
+    """A tensor that a layer made, or this rank's share of a sequence.
+
+    Attributes:
+        tensor: The tensor, detached.
+        requires_grad: Whether it requires a gradient.
+        sequence: How the sequence is divided of which it is a share; ``None`` if it is no share.
+    """
+
+    tensor: Tensor
+    requires_grad: bool
+    sequence: SequenceLayout | None
 
 
 class RepeatedLayers:
@@ -132,7 +148,7 @@ class RepeatedLayers:
         counted = [each[length:] for each, length in zip(self._lists(), lengths, strict=True)]
         leaves, spec = flatten(returned)
         tensors = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
-        if not all(type(tensor) is FakeTensor for tensor in tensors.values()):
+        if not all(type(_data(tensor)) is FakeTensor for tensor in tensors.values()):
             return returned, None
         inputs = {key for leaf in given if isinstance(leaf, Tensor) for key in _keys(leaf)}
         known = set(map(id, given))
@@ -143,22 +159,23 @@ class RepeatedLayers:
         self._watch.inside |= {key: storage for key, storage in made.items() if key not in outputs}
         repetition.made = frozenset(made)
         with self._watch.paused():
-            plain = {id(leaf): leaf.detach() for leaf in (*given, *leaves) if isinstance(leaf, Tensor)}
+            plain = {id(leaf): _data(leaf).detach() for leaf in (*given, *leaves) if isinstance(leaf, Tensor)}
         of_given, of_returned = ([plain.get(id(leaf), leaf) for leaf in each] for each in (given, leaves))
-        of_made = [(plain[key], tensor.requires_grad) for key, tensor in new.items()]
+        of_made = [
+            _Made(plain[key], tensor.requires_grad, tensor.sequence if isinstance(tensor, ShardedSequence) else None)
+            for key, tensor in new.items()
+        ]
         return returned, _Call(of_given, of_returned, spec, of_made, counted, repetition)
 
     def _repeat(self, call: _Call, given: list[Any]) -> Any:
         lists = self._lists()
         lengths = [len(each) for each in lists]
-        requiring = [leaf for leaf in given if isinstance(leaf, Tensor) and leaf.requires_grad]
-        if not requiring and any(requires_grad for _, requires_grad in call.made):
-            requiring = [torch.empty((), requires_grad=True)]
         with self._watch.paused():
-            made = _Made.apply(call.made, *requiring) if call.made else ()  # type: ignore[no-untyped-call]
+            made = _make(call.made, [leaf for leaf in given if isinstance(leaf, Tensor) and leaf.requires_grad])
         for each, length, more in zip(lists, lengths, call.counted, strict=True):
             each[length:] = more
-        pairs = [*zip(call.given, given, strict=True), *zip((tensor for tensor, _ in call.made), made, strict=True)]
+        of_made = zip((each.tensor for each in call.made), made, strict=True)
+        pairs = [*zip(call.given, given, strict=True), *of_made]
         pairs = [(before, now) for before, now in pairs if isinstance(now, Tensor)]
         same: dict[Hashable, Hashable] = {}
         for before, now in pairs:
@@ -168,13 +185,24 @@ class RepeatedLayers:
         return unflatten([results.get(id(leaf), leaf) for leaf in call.returned], call.spec)
 
 
-class _Made(torch.autograd.Function):
+def _make(like: Sequence[_Made], given: list[Tensor]) -> list[Tensor]:
+    """Make tensors like others, in the graph of the tensors that they would be made of."""
+    requiring = [each.local if isinstance(each, ShardedSequence) else each for each in given]
+    if not requiring and any(each.requires_grad for each in like):
+        requiring = [torch.empty((), requires_grad=True)]
+    made = _LikeOthers.apply(like, *requiring) if like else ()  # type: ignore[no-untyped-call]
+    pairs = zip(made, like, strict=True)
+    return [tensor if of.sequence is None else wrap(tensor, of.sequence) for tensor, of in pairs]
+
+
+class _LikeOthers(torch.autograd.Function):
     """Tensors like others, in the graph of what they would be made of."""
 
     @staticmethod
-    def forward(ctx: Any, like: list[tuple[Tensor, bool]], *given: Tensor) -> Any:
-        made = [torch.empty_strided(each.shape, each.stride(), dtype=each.dtype) for each, _ in like]
-        ctx.mark_non_differentiable(*(m for m, (_, requires_grad) in zip(made, like, strict=True) if not requires_grad))
+    def forward(ctx: Any, like: Sequence[_Made], *given: Tensor) -> Any:
+        tensors = [each.tensor for each in like]
+        made = [torch.empty_strided(each.shape, each.stride(), dtype=each.dtype) for each in tensors]
+        ctx.mark_non_differentiable(*(tensor for tensor, of in zip(made, like, strict=True) if not of.requires_grad))
         return tuple(made)
 
     @staticmethod
@@ -226,10 +254,15 @@ class _Watch(Mode):  # type: ignore[misc]
         return result
 
 
+def _data(tensor: Tensor) -> Tensor:
+    return tensor.share_data if isinstance(tensor, ShardedSequence) else tensor
+
+
 def _storages(leaf: Any) -> dict[int, Any]:
-    if type(leaf) not in (FakeTensor, Tensor) or leaf.layout is not torch.strided:
+    data = _data(leaf)
+    if type(data) not in (FakeTensor, Tensor) or data.layout is not torch.strided:
         return {}
-    storage = leaf.untyped_storage()
+    storage = data.untyped_storage()
     return {storage._cdata: storage}
 
 
@@ -243,10 +276,18 @@ def _signature(given: Sequence[Any]) -> tuple[Hashable, ...] | None:
     parts: list[Hashable] = []
     for leaf in given:
         if isinstance(leaf, Tensor):
-            if type(leaf) not in (FakeTensor, Tensor):
+            data = _data(leaf)
+            if type(data) not in (FakeTensor, Tensor):
                 return None
             same = tuple(keys.setdefault(key, len(keys)) for key in _keys(leaf))  # which of them share memory
-            parts.append((type(leaf), leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad, same))
+            of_data = type(data), data.shape, data.stride(), data.dtype, leaf.requires_grad, same
+            parts.append((*of_data, _division(leaf) if isinstance(leaf, ShardedSequence) else None))
         else:
             parts.append((type(leaf), leaf) if isinstance(leaf, PLAIN) else (type(leaf), id(leaf)))
     return tuple(parts)
+
+
+def _division(x: ShardedSequence) -> Hashable:
+    """Return a key that is equal for sequences that are divided alike, and gathered or not."""
+    layout, pieces = x.sequence, tuple(tuple(map(tuple, of_rank)) for of_rank in x.sequence.shares.pieces)
+    return layout.dim, layout.outer, layout.inner, layout.shares.total, pieces, x.is_read, x.is_written()

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from time import perf_counter
 from typing import Any
@@ -42,6 +43,19 @@ class Trace:
     saved: Saved
     outputs: dict[Hashable, int]
     length: int
+
+    @cached_property
+    def first_alike(self) -> dict[Hashable, Hashable]:
+        """Of each label the first one under which the same operations and messages were counted.
+
+        Layers that repeat what another one did share its records.
+        """
+        counted = (self.counter.operations, self.counter.messages, self.counter.context_messages)
+        firsts: dict[Hashable, Hashable] = {}
+        return {
+            label: firsts.setdefault((isinstance(label, int), *(tuple(each.get(label, ())) for each in counted)), label)
+            for label in self.saved
+        }
 
 
 @dataclass(frozen=True)
