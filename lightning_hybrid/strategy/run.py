@@ -64,6 +64,7 @@ from lightning_hybrid.trainer.debug.position import find_position, place_text
 from lightning_hybrid.trainer.evaluation_step import EvaluationStep, UncutEvaluationStep
 from lightning_hybrid.trainer.exceptions import ExceptionCallback
 from lightning_hybrid.trainer.gradient_functions import GradientFunctions
+from lightning_hybrid.trainer.manual_step import ManualTrainingStep
 from lightning_hybrid.trainer.results.epoch_sync import EpochSync
 from lightning_hybrid.trainer.results.terminal import lines_beside_bars
 from lightning_hybrid.trainer.resume.resume import ResumeCallback
@@ -346,7 +347,7 @@ class Run:
         self.context: StepContext | None = None
         self.nonfinite: NonfiniteGuard | None = None
         self.is_installed = False
-        self.training_step: TrainingStep | UncutTrainingStep | RefusedStep
+        self.training_step: TrainingStep | ManualTrainingStep | UncutTrainingStep | RefusedStep
         self.evaluation_step: EvaluationStep | UncutEvaluationStep | RefusedStep
         agree(parallelizer.check)
         attached.checkpointer.open()
@@ -397,13 +398,16 @@ class Run:
             frees_early=config.zero_stage == 3 and config.frees_early,
             opens_chain=self._attached.parallelizer.opens_chain,
         )
-        self.training_step = TrainingStep(
-            self.context,
-            self.grad_sync,
-            config,
-            place_parameters=self._place_parameters,
-            shares_casts=autocasts and config.shares_casts,
-        )
+        if module.automatic_optimization:
+            self.training_step = TrainingStep(
+                self.context,
+                self.grad_sync,
+                config,
+                place_parameters=self._place_parameters,
+                shares_casts=autocasts and config.shares_casts,
+            )
+        else:
+            self.training_step = ManualTrainingStep(self.context, self.grad_sync)
         self.evaluation_step = EvaluationStep(
             self.context, self.grad_sync, config.num_microbatches, dynamic_shapes=config.dynamic_shapes
         )
