@@ -138,7 +138,12 @@ class World:
         self.resume = ResumeCallback(self.mesh, self.streams, device)
         selects = self.mesh.pipeline_parallel_size > 1 and not config.dynamic_shapes
         given = self.mesh, device, self.resume
-        self.loaders = DataLoaderPreparer(*given, share=config.broadcast_batches, fetch=fetch if selects else None)
+        self.loaders = DataLoaderPreparer(
+            *given,
+            share=config.broadcast_batches,
+            fetch=fetch if selects else None,
+            predicts_alone=config.zero_stage == 0,
+        )
         self.batch_hooks = SeededBatchHooks(self.streams, alone=self.mesh.model_group.size() == 1)
 
     def open(self, trainer: Trainer) -> None:
