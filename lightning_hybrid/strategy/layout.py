@@ -284,7 +284,9 @@ def find_layers(module: LightningModule, settings: HybridConfig, num_stages: int
         ValueError: If there is none.
         TypeError: If it cannot be divided.
     """
-    return find_body(module, settings.body or getattr(module, "pipeline_body", None), num_stages)
+    wanted = settings.body or getattr(module, "pipeline_body", None)
+    says_stages = not isinstance(settings.partition, str) or any(hasattr(each, STAGE_MARK) for each in module.modules())
+    return find_body(module, wanted, num_stages, spreads=not says_stages)
 
 
 def find_frames(
