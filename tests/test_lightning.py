@@ -217,7 +217,7 @@ class KeepPredictions(BasePredictionWriter):
 
 
 class Predicts(Regression):
-    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
         return self(batch[0])
 
 
@@ -238,6 +238,50 @@ def test_predictions_come_in_order_and_once_for_each_sample_with_their_indices(r
     for rank, (predicted, batches, _) in enumerate(results):
         assert_same(torch.cat(predicted), whole[rank % 2 :: 2])
         assert [index for _, indices in batches for index in indices] == list(range(rank % 2, 33, 2))
+
+
+def few(layout: Layout, num_samples: int) -> Any:
+    """Evaluate few samples: what is predicted, and how it is written; a validation and a test."""
+    module, batch_size = Predicts(), 4
+    writer = KeepPredictions()
+    trainer = make_trainer(layout, callbacks=[writer])
+    predicted = trainer.predict(module, loader(batch_size, num_samples))
+    several = trainer.predict(module, [loader(batch_size, num_samples), loader(batch_size, 8)])
+    limited = make_trainer(layout, limit_predict_batches=1).predict(module, loader(batch_size, num_samples))
+    module.test_step = module.validation_step  # type: ignore[method-assign]
+    values = [*trainer.validate(module, loader(1, num_samples)), *trainer.test(module, loader(1, num_samples))]
+    return {"predicted": predicted, "limited": limited, "several": several, "values": values}, writer.epoch
+
+
+@pytest.mark.rows(47)
+@pytest.mark.parametrize(
+    ("size", "replicas", "layout"),
+    [(2, 2, {}), (4, 2, LAYOUTS["pp2 x dp2"][2]), (4, 2, {"tensor_parallel_size": 2}), (3, 3, {})],
+)
+def test_replicas_without_samples_predict_nothing(
+    ranks: Pools, size: int, replicas: int, layout: dict[str, Any]
+) -> None:
+    expected, _ = few(None, 1)
+    for rank, (result, epochs) in enumerate(ranks(size, lightning=True).run(few, layout, 1)):
+        replica = rank // layout.get("tensor_parallel_size", 1) % replicas  # stages are outermost
+        assert_same(result["values"], expected["values"])
+        for key in ("predicted", "limited"):
+            assert_same(result[key], expected[key] if replica == 0 else [])
+        assert_same(result["several"][0], expected["several"][0] if replica == 0 else [])
+        assert_same(torch.cat(result["several"][1]), torch.cat(expected["several"][1])[replica::replicas])
+        assert epochs[0][1] == [[[0]] if replica == 0 else []]
+        assert_same(epochs[0][0], result["predicted"])
+
+
+def refused() -> str:
+    with pytest.raises(ValueError, match="zero_stage=0") as caught:
+        make_trainer({"zero_stage": 2}).predict(Predicts(), loader(4, 1))
+    return str(caught.value)
+
+
+def test_shards_of_replicas_without_samples_are_not_waited_for(ranks: Pools) -> None:
+    for text in ranks(2, lightning=True).run(refused):
+        assert "fewer samples to predict than the 2 replicas" in text
 
 
 # -- gradients --------------------------------------------------------------------------------------------------------

@@ -123,6 +123,8 @@ class GradientSync:
         self._after_backward: list[GradientBuckets] = []
         self._over_holders: list[GradientBuckets] = []
         self._each_backward: set[int] = set()
+        self._parts: list[nn.Parameter] = []  # whose gradients are parts of a sum over the tensor-parallel ranks
+        self._summed_parts: set[int] = set()  # those of them whose gradient is the sum
         self._float32 = [Float32Gradients(self.local_parameters())] if self._has_float32 else []
         named = dict(module.named_parameters(remove_duplicate=False))
         self._make_buckets(named[name] for name in self._adds_up)
@@ -159,6 +161,7 @@ class GradientSync:
             self._over_holders += self._summed(shards, self._group(ranks, of_replica=True), mask_group, averages=True)
         parts = {id(tensor): tensor for tensor in adding_up if not is_placeholder(tensor)}
         self._over_holders += self._summed(parts.values(), self._mesh.tensor_group)
+        self._parts = [tensor for tensor in parts.values() if isinstance(tensor, nn.Parameter)]
 
     def _group(self, ranks: tuple[int, ...], *, of_replica: bool = False) -> ProcessGroup:
         group = self._mesh.shared_parameter_group(ranks, of_replica=of_replica)
@@ -237,6 +240,20 @@ class GradientSync:
             return {}
         return {"backward_begins": self.backward_begins, "backward_ends": self.backward_ends}
 
+    def keep_sums(self) -> None:
+        """Before a backward that adds to gradients of an earlier one, let what was summed then count once.
+
+        A mean over ranks leaves what is equal on all of them as it is, and a sum multiplies it. Where nothing is added
+        up by hand, gradients are zeroed before they are summed again, and this need not be called.
+        """
+        for parameter in self._parts:
+            gradient = local_gradient(parameter)
+            if gradient is None:
+                self._summed_parts.discard(id(parameter))
+            elif parameter.requires_grad and id(parameter) in self._summed_parts:
+                gradient.div_(self._mesh.tensor_parallel_size)
+                self._summed_parts.discard(id(parameter))
+
     def backward_begins(self, stage: int, is_last: bool) -> None:
         """A backward of this stage begins.
 
@@ -287,6 +304,7 @@ class GradientSync:
         for buckets in self._over_holders:
             buckets.launch_rest()
             buckets.finish()
+        self._summed_parts |= {id(parameter) for parameter in self._parts if parameter.requires_grad}
         for location in self._parameters:
             if isinstance(location.tensor.grad, DTensor):
                 redistribute_grad(location.tensor)

@@ -150,47 +150,6 @@ def _is_direct(parameter: DTensor) -> bool:
 _DIRECT: list[bool] = []  # what was found, once it has been tried
 
 
-_LIKE = ("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like")
-_NEW = ("new_zeros", "new_ones", "new_empty", "new_full", "new_empty_strided")
-
-
-@contextmanager
-def plain_factories() -> Iterator[None]:
-    """Inside, what is made in the likeness of a parameter, as by `parameter.new_zeros`, is a plain tensor.
-
-    A step makes states and noise so, and computes on with them in code that knows no DTensors. Optimizers, outside, get
-    DTensors. In a version of torch that keeps its handlers elsewhere, nothing changes.
-    """
-    handlers = getattr(getattr(DTensor, "_op_dispatcher", None), "_custom_op_handlers", None)
-    if not isinstance(handlers, dict):
-        yield
-        return
-
-    def make(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        like, *rest = args
-        if isinstance(like, nn.Parameter):
-            shape = like.shape if operation in likes else ()
-            return operation(torch.empty(shape, dtype=like.dtype, device=like.device), *rest, **kwargs)
-        for each in own:  # a gradient of torch's own making, which stays what it is
-            handlers.pop(each)
-        try:
-            return operation(*args, **kwargs)
-        finally:
-            handlers.update(own)
-
-    likes = {getattr(torch.ops.aten, name).default for name in _LIKE}
-    own = dict.fromkeys(likes | {getattr(torch.ops.aten, name).default for name in _NEW}, make)
-    if own.keys() & handlers.keys():  # a step inside of a step
-        yield
-        return
-    handlers.update(own)
-    try:
-        yield
-    finally:
-        for each in own:
-            handlers.pop(each)
-
-
 @contextmanager
 def whole_numbers() -> Iterator[None]:
     """Inside, a number that is read from a DTensor, as by `float(p.norm())`, is that of all its ranks.

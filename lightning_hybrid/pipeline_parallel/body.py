@@ -16,9 +16,11 @@ from lightning_hybrid.distributed.pytree import flatten
 from lightning_hybrid.pipeline_parallel.chain import CodeBefore
 from lightning_hybrid.pipeline_parallel.frame.units import (
     find_units,
+    has_lists_beside_teacher,
     is_container,
     named_units,
     side_by_side,
+    spread,
     stands_in_row,
 )
 from lightning_hybrid.pipeline_parallel.stage import NOTHING
@@ -34,9 +36,11 @@ class Body:
         layers: Its layers.
         chain: The body, if it is an `nn.Sequential` that the user's step calls as a whole; ``None`` if the layers are
             units, which any code may call.
-        rows: How many layers each row has that stays together on one stage: 1, or 2 where there is a copy beside it.
+        rows: How many layers each row has that stays together on one stage: 1, or 2 where there is a copy beside it;
+            more where layers of a teacher are dealt out.
         is_found: Whether a chain was found by rule, and not named by the user: its layers serve as units where the step
             calls it in another way.
+        lists: The names to give where a chain is called in another way: its own, and those of a teacher or student.
     """
 
     name: str
@@ -45,12 +49,13 @@ class Body:
     chain: nn.Sequential | None
     rows: tuple[int, ...]
     is_found: bool = False
+    lists: tuple[str, ...] = ()
 
     @classmethod
-    def of_chain(cls, name: str, chain: nn.Sequential, *, is_found: bool = False) -> Body:
+    def of_chain(cls, name: str, chain: nn.Sequential, *, is_found: bool = False, lists: Sequence[str] = ()) -> Body:
         """A body that is called as a whole."""
         names = tuple(join_names(name, key) for key in chain._modules)
-        return cls(name, names, tuple(chain), chain, (1,) * len(names), is_found)
+        return cls(name, names, tuple(chain), chain, (1,) * len(names), is_found, tuple(lists) or (name,))
 
     @classmethod
     def of_units(cls, rows: Sequence[Sequence[tuple[str, nn.Module]]]) -> Body:
@@ -121,7 +126,7 @@ class BodyWatch:
         )
 
 
-def find_body(module: nn.Module, wanted: str | Sequence[str] | None, num_stages: int) -> Body:
+def find_body(module: nn.Module, wanted: str | Sequence[str] | None, num_stages: int, *, spreads: bool = True) -> Body:
     """Find what is divided into stages.
 
     Args:
@@ -131,6 +136,8 @@ def find_body(module: nn.Module, wanted: str | Sequence[str] | None, num_stages:
             stay beside those that they are copies of. ``None`` for the outermost `nn.Sequential` that holds more than
             half of the parameters; if there is none, the layers of the lists that hold most of them.
         num_stages: The number of stages.
+        spreads: Whether the layers of a teacher are dealt out over those that it teaches; not where somebody says the
+            stage of each.
 
     Returns:
         The body: a chain if one name, or none, leads to an `nn.Sequential` that is called as a whole; else units.
@@ -140,7 +147,7 @@ def find_body(module: nn.Module, wanted: str | Sequence[str] | None, num_stages:
         TypeError: If a single name leads to a module that contains no layers in order.
     """
     if wanted is None:
-        return _largest(module, num_stages)
+        return _largest(module, num_stages, spreads=spreads)
     if isinstance(wanted, str) and "*" not in wanted:
         try:
             part = module.get_submodule(wanted)
@@ -149,7 +156,7 @@ def find_body(module: nn.Module, wanted: str | Sequence[str] | None, num_stages:
                 f"body={wanted!r} names nothing in {type(module).__name__}. {_candidates_text(module)}"
             ) from None
         if _is_chain(part):
-            return Body.of_chain(wanted, cast(nn.Sequential, part))
+            return Body.of_chain(wanted, cast(nn.Sequential, part), lists=_lists_with(module, wanted, num_stages))
         if not is_container(part):
             raise TypeError(
                 f"body={wanted!r} is a {type(part).__name__}, which has no layers in an order: only an `nn.Sequential`,"
@@ -159,22 +166,36 @@ def find_body(module: nn.Module, wanted: str | Sequence[str] | None, num_stages:
     named = named_units(module, patterns)
     parts = dict(module.named_modules(remove_duplicate=False))
     if all(pattern in parts and is_container(parts[pattern]) for pattern in patterns):
-        return Body.of_units(side_by_side(module, named))
+        rows = side_by_side(module, named)
+        return Body.of_units(spread(module, rows, num_stages) if spreads else rows)
     return Body.of_units([[unit] for unit in named])  # the user says the order of the layers themselves
 
 
-def _largest(module: nn.Module, num_stages: int) -> Body:
-    total = _count(module)
+def _largest(module: nn.Module, num_stages: int, *, spreads: bool) -> Body:
+    total, has_teacher = _count(module), has_lists_beside_teacher(module)
     for name, candidate in module.named_modules():  # outer modules come before inner ones
-        if _is_chain(candidate) and 2 * _count(candidate) > total and not stands_in_row(module, name):
+        if (
+            not has_teacher
+            and _is_chain(candidate)
+            and 2 * _count(candidate) > total
+            and not stands_in_row(module, name)
+        ):
             return Body.of_chain(name, cast(nn.Sequential, candidate), is_found=True)
     units = find_units(module, num_stages)
     if units:
-        return Body.of_units(side_by_side(module, units))
+        rows = side_by_side(module, units)
+        return Body.of_units(spread(module, rows, num_stages) if spreads else rows)
     raise ValueError(
         f"No list of layers holds a considerable part of the {total:,} parameters of {type(module).__name__}, so it is"
         f" not clear what to divide into pipeline stages. {_candidates_text(module)}"
     )
+
+
+def _lists_with(module: nn.Module, name: str, num_stages: int) -> Sequence[str]:
+    """Return the lists of layers that are divided with a chain, if these are those of a teacher and its student."""
+    units = find_units(module, num_stages) if has_lists_beside_teacher(module) else []
+    lists = list(dict.fromkeys(path.rpartition(".")[0] for path, _ in units))
+    return lists if name in lists else [name]
 
 
 def _is_chain(module: nn.Module) -> bool:
@@ -205,11 +226,12 @@ def _candidates_text(module: nn.Module) -> str:
     )
 
 
-def body_call_text(name: str, step: str, calls: int) -> str:
+def body_call_text(name: str, lists: Sequence[str], step: str, calls: int) -> str:
     """The text for a step that does not call the body exactly once.
 
     Args:
         name: The dotted name of the body.
+        lists: The lists to name instead.
         step: The user's step, such as ``"training_step"``.
         calls: How often it was called.
     """
@@ -217,21 +239,22 @@ def body_call_text(name: str, step: str, calls: int) -> str:
     return (
         f"`{step}` {times} the body {name!r}. With a pipeline a body that you name, or that the first step calls as a"
         f" whole, must be called exactly once in a step: `x = self.{name}(x)`, not layer by layer or in a loop over its"
-        f" layers. Otherwise let any code call its layers: HybridStrategy(body=[{name!r}])."
+        f" layers. Otherwise let any code call its layers: HybridStrategy(body={list(lists)!r})."
     )
 
 
-def layer_call_text(name: str) -> str:
+def layer_call_text(name: str, lists: Sequence[str]) -> str:
     """The text for a call of a layer that lives on another stage.
 
     Args:
         name: The dotted name of the body.
+        lists: The lists to name instead.
     """
     return (
         f"A layer of the body {name!r} was called that lives on another stage. In a step a body that you name, or that"
         f" the first step calls as a whole, must be called exactly once: `x = self.{name}(x)`, not layer by layer or in"
-        f" a loop over its layers. Otherwise let any code call its layers: HybridStrategy(body=[{name!r}]). Outside of"
-        " steps no rank can run the model: use `trainer.predict`, or make the module whole after the run by"
+        f" a loop over its layers. Otherwise let any code call its layers: HybridStrategy(body={list(lists)!r})."
+        " Outside of steps no rank can run the model: use `trainer.predict`, or make the module whole after the run by"
         " `trainer.strategy.gather_module()` on every rank. A Trainer without a pipeline needs that too: an earlier one"
         " has divided this module, and so it stays."
     )
@@ -263,14 +286,15 @@ class BodyCut:
     Args:
         name: The dotted name of the body.
         body: The body.
+        lists: The lists of layers to name where a step calls it otherwise; by default itself.
 
     Attributes:
         code_before: Entered around steps where this stage lacks parameters around the body; ``None`` where it has them.
     """
 
-    def __init__(self, name: str, body: nn.Sequential) -> None:
+    def __init__(self, name: str, body: nn.Sequential, lists: Sequence[str] = ()) -> None:
         self.code_before: CodeBefore | None = None
-        self._name = name
+        self._name, self._lists = name, tuple(lists) or (name,)
         self._body = body
         self._call: _Call | None = None
 
@@ -283,7 +307,7 @@ class BodyCut:
             assert call is not None, "the body was called outside of a step"
             call.count += 1
             if call.count > 1:
-                raise BodyCallError(body_call_text(self._name, call.step, call.count))
+                raise BodyCallError(body_call_text(self._name, self._lists, call.step, call.count))
             inputs = x if call.unwinds else call.inputs
             with nullcontext() if self.code_before is None else self.code_before.at_layers(inputs):
                 y = call.layers(inputs)
@@ -343,7 +367,7 @@ class BodyCut:
         if may_skip and value is None and call.count == 0 and (unwinds or inputs is NOTHING):
             return NOTHING if unwinds else None
         if unwinds or call.count != 1:
-            raise BodyCallError(body_call_text(self._name, step.__name__, call.count))
+            raise BodyCallError(body_call_text(self._name, self._lists, step.__name__, call.count))
         return value
 
 

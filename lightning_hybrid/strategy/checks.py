@@ -193,12 +193,13 @@ def _check_partition(arguments: dict[str, Any]) -> None:
         )
 
 
-def check_module(module: LightningModule, *, cut: bool) -> None:
+def check_module(module: LightningModule, *, cut: bool, runs_backward: bool) -> None:
     """Check what a module does on its own account.
 
     Args:
         module: The user's module.
-        cut: Whether steps run in microbatches or stages, so that Lightning's automatic optimization must drive them.
+        cut: Whether steps run in microbatches or stages, or on shared layers or sequences.
+        runs_backward: Whether no step can run backward by itself.
 
     Raises:
         ValueError: If something of it cannot work.
@@ -206,19 +207,19 @@ def check_module(module: LightningModule, *, cut: bool) -> None:
     if not cut:
         return
     name = type(module).__name__
-    if not module.automatic_optimization:
+    if runs_backward and not module.automatic_optimization:
         raise ValueError(
-            f"{name} uses manual optimization, which calls backward inside `training_step`; with stages, with layers"
-            " shared by ranks (tensor_parallel_size), with microbatches, or where a module has `microbatch_weight`, the"
-            " strategy runs forward and backward itself. Remove `self.automatic_optimization = False`, or use"
-            " pipeline_parallel_size=1, tensor_parallel_size=1 and num_microbatches=1 without that hook."
+            f"{name} uses manual optimization, which calls backward inside `training_step`; with stages, with"
+            " microbatches, or where a module has `microbatch_weight`, the strategy runs forward and backward itself."
+            " Remove `self.automatic_optimization = False`, or use pipeline_parallel_size=1 and num_microbatches=1"
+            " without that hook; tensor and context parallelism and zero_stage go with it."
         )
-    if is_overridden("backward", module):
+    if is_overridden("backward", module) and module.automatic_optimization:
         raise ValueError(
-            f"{name} overrides `backward`, which would never be called: with stages, with layers shared by ranks"
-            " (tensor_parallel_size), with microbatches, or where a module has `microbatch_weight`, the strategy runs"
-            " backward itself. Remove the method, or use pipeline_parallel_size=1, tensor_parallel_size=1 and"
-            " num_microbatches=1 without that hook."
+            f"{name} overrides `backward`, which would never be called: with pipeline, tensor or context parallelism,"
+            " with microbatches, or where a module has `microbatch_weight`, the strategy runs backward itself. Remove"
+            " the method; use manual optimization with pipeline_parallel_size=1 and num_microbatches=1; or set all of"
+            " these sizes to 1, without that hook."
         )
     for step in ("training_step", "validation_step", "test_step", "predict_step"):
         method = getattr(module, step)  # `None` is how some switch a step off
@@ -397,10 +398,9 @@ def _group_text(optimizer: Optimizer, group: Mapping[str, Any]) -> str:
 
 SEVERAL_OPTIMIZERS = (
     "`configure_optimizers` returned several optimizers, of which each needs a backward of its own. With stages, with"
-    " layers shared by ranks (tensor_parallel_size), with microbatches, or where a module has `microbatch_weight`, the"
-    " strategy runs forward and backward itself, for one optimizer. Put the parameters into groups of one"
-    " (`[{'params': ..., 'lr': ...}, ...]`); or use pipeline_parallel_size=1, tensor_parallel_size=1 and"
-    " num_microbatches=1 without that hook, where manual optimization works, also with zero_stage."
+    " microbatches, or where a module has `microbatch_weight`, the strategy runs forward and backward itself, for one"
+    " optimizer. Put the parameters into groups of one (`[{'params': ..., 'lr': ...}, ...]`); or use"
+    " pipeline_parallel_size=1 and num_microbatches=1 without that hook, where manual optimization works."
 )
 
 

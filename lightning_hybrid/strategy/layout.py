@@ -49,10 +49,16 @@ def is_cut(config: HybridConfig, sizes: tuple[int, int, int], module: nn.Module)
         sizes: (data, tensor, pipeline) parallel size.
         module: The user's module.
     """
-    _, tensor, pipeline = sizes
+    return max(sizes[1], config.context_parallel_size) > 1 or runs_backward(config, sizes, module)
+
+
+def runs_backward(config: HybridConfig, sizes: tuple[int, int, int], module: nn.Module) -> bool:
+    """Whether the strategy runs backward of steps by itself: of stages, of microbatches, or of losses with weights.
+
+    Arguments are those of :func:`is_cut`. Otherwise a step may do it, by manual optimization.
+    """
     weighs = getattr(module, "microbatch_weight", None) is not None
-    shares = max(tensor, pipeline, config.context_parallel_size, config.num_microbatches) > 1
-    return shares or weighs
+    return max(sizes[2], config.num_microbatches) > 1 or weighs
 
 
 def sizes_by_axis(config: HybridConfig, sizes: tuple[int, int, int]) -> dict[str, int]:
@@ -278,7 +284,9 @@ def find_layers(module: LightningModule, settings: HybridConfig, num_stages: int
         ValueError: If there is none.
         TypeError: If it cannot be divided.
     """
-    return find_body(module, settings.body or getattr(module, "pipeline_body", None), num_stages)
+    wanted = settings.body or getattr(module, "pipeline_body", None)
+    says_stages = not isinstance(settings.partition, str) or any(hasattr(each, STAGE_MARK) for each in module.modules())
+    return find_body(module, wanted, num_stages, spreads=not says_stages)
 
 
 def find_frames(

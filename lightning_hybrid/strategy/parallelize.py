@@ -386,7 +386,7 @@ class ModuleParallelizer:
         paths = self._module.named_modules(remove_duplicate=False)
         own = {id(part) for path, part in paths if rank in self.stage_map.ranks_of(path)}
         for layer in {id(layer): layer for layer in body.layers if id(layer) not in own}.values():
-            refuse_call(layer, BodyCallError, layer_call_text(body.name))
+            refuse_call(layer, BodyCallError, layer_call_text(body.name, body.lists))
 
     def _plan(self) -> None:
         """Find the body and say which stage gets which layers."""

@@ -64,6 +64,7 @@ from lightning_hybrid.trainer.debug.position import find_position, place_text
 from lightning_hybrid.trainer.evaluation_step import EvaluationStep, UncutEvaluationStep
 from lightning_hybrid.trainer.exceptions import ExceptionCallback
 from lightning_hybrid.trainer.gradient_functions import GradientFunctions
+from lightning_hybrid.trainer.manual_step import ManualTrainingStep
 from lightning_hybrid.trainer.results.epoch_sync import EpochSync
 from lightning_hybrid.trainer.results.terminal import lines_beside_bars
 from lightning_hybrid.trainer.resume.resume import ResumeCallback
@@ -137,7 +138,12 @@ class World:
         self.resume = ResumeCallback(self.mesh, self.streams, device)
         selects = self.mesh.pipeline_parallel_size > 1 and not config.dynamic_shapes
         given = self.mesh, device, self.resume
-        self.loaders = DataLoaderPreparer(*given, share=config.broadcast_batches, fetch=fetch if selects else None)
+        self.loaders = DataLoaderPreparer(
+            *given,
+            share=config.broadcast_batches,
+            fetch=fetch if selects else None,
+            predicts_alone=config.zero_stage == 0,
+        )
         self.batch_hooks = SeededBatchHooks(self.streams, alone=self.mesh.model_group.size() == 1)
 
     def open(self, trainer: Trainer) -> None:
@@ -346,7 +352,7 @@ class Run:
         self.context: StepContext | None = None
         self.nonfinite: NonfiniteGuard | None = None
         self.is_installed = False
-        self.training_step: TrainingStep | UncutTrainingStep | RefusedStep
+        self.training_step: TrainingStep | ManualTrainingStep | UncutTrainingStep | RefusedStep
         self.evaluation_step: EvaluationStep | UncutEvaluationStep | RefusedStep
         agree(parallelizer.check)
         attached.checkpointer.open()
@@ -397,13 +403,16 @@ class Run:
             frees_early=config.zero_stage == 3 and config.frees_early,
             opens_chain=self._attached.parallelizer.opens_chain,
         )
-        self.training_step = TrainingStep(
-            self.context,
-            self.grad_sync,
-            config,
-            place_parameters=self._place_parameters,
-            shares_casts=autocasts and config.shares_casts,
-        )
+        if module.automatic_optimization:
+            self.training_step = TrainingStep(
+                self.context,
+                self.grad_sync,
+                config,
+                place_parameters=self._place_parameters,
+                shares_casts=autocasts and config.shares_casts,
+            )
+        else:
+            self.training_step = ManualTrainingStep(self.context, self.grad_sync)
         self.evaluation_step = EvaluationStep(
             self.context, self.grad_sync, config.num_microbatches, dynamic_shapes=config.dynamic_shapes
         )

@@ -50,7 +50,7 @@ from lightning_hybrid.pipeline_parallel.placeholders import absent_gradients
 from lightning_hybrid.strategy import checks, full_parameters, launch
 from lightning_hybrid.strategy.auto_layout.request import ALL_SIZES, resolve_open
 from lightning_hybrid.strategy.collectives import ReplicaCollectives, outside_of_steps
-from lightning_hybrid.strategy.layout import is_cut, sizes_by_axis
+from lightning_hybrid.strategy.layout import is_cut, runs_backward, sizes_by_axis
 from lightning_hybrid.strategy.meta_init import lacks_values
 from lightning_hybrid.strategy.patches import add_callbacks
 from lightning_hybrid.strategy.rendezvous import Stores, stores_of_groups
@@ -431,10 +431,14 @@ class HybridStrategy(ReplicaCollectives):
     @override
     def connect(self, model: LightningModule) -> None:
         """Attach the user's module."""
-        checks.check_module(model, cut=is_cut(self.settings, self.sizes, model))
+        self._check_module(model)
         if self.settings.master_weights:
             check_master_weights(self.precision_plugin)
         super().connect(model)
+
+    def _check_module(self, module: LightningModule) -> None:
+        given = self.settings, self.sizes, module
+        checks.check_module(module, cut=is_cut(*given), runs_backward=runs_backward(*given))
 
     @override
     def setup_environment(self) -> None:
@@ -487,7 +491,7 @@ class HybridStrategy(ReplicaCollectives):
         self.settings = replace(self.settings, **{"searched": (), **number, **found.arguments})
         order = with_context_axis(self.settings.rank_order, self.settings.context_parallel_size)
         self.settings = replace(self.settings, rank_order=order)
-        checks.check_module(self._module, cut=is_cut(self.settings, self.sizes, self._module))
+        self._check_module(self._module)
 
     def _watch_start(self, stores: Stores) -> None:
         rank, size = self.global_rank, self.world_size
@@ -767,7 +771,8 @@ class HybridStrategy(ReplicaCollectives):
             with masters.opened():  # some make their states at once
                 super().setup_optimizers(trainer)
         except RuntimeError as error:
-            if self.attached.is_cut and lightning_internals.is_about_several_optimizers(error):
+            backward = runs_backward(self.settings, self.sizes, self._module)
+            if backward and lightning_internals.is_about_several_optimizers(error):
                 raise ValueError(checks.SEVERAL_OPTIMIZERS) from None
             raise
         checks.check_optimizers(self.optimizers, self._module, cut=self.attached.is_cut)
@@ -831,7 +836,9 @@ class HybridStrategy(ReplicaCollectives):
         Returns:
             A float64 scalar on the root device.
         """
-        return total_norm(self.attached.parallelizer.own_parameters(), norm_type, **self._norm_arguments())
+        optimized = self.run.grad_sync.optimized_parameters()
+        own = [optimized.get(id(parameter), parameter) for parameter in self.attached.parallelizer.own_parameters()]
+        return total_norm(own, norm_type, **self._norm_arguments())
 
     def _norm_arguments(self) -> dict[str, Any]:
         return {"group": self._owners(), "counts": self.run.grad_sync.counts_in_norm, "device": self.root_device}

@@ -46,13 +46,22 @@ class DataLoaderPreparer:
         resume: Goes on where a checkpoint was written.
         share: Whether one rank of each model group loads for all.
         fetch: Gets what has not been sent to who does not read it; ``None`` if all is sent.
+        predicts_alone: Whether replicas predict without each other, so that one may have nothing to predict.
     """
 
     def __init__(
-        self, mesh: Mesh, device: torch.device, resume: ResumeCallback, *, share: bool, fetch: LeafFetch | None
+        self,
+        mesh: Mesh,
+        device: torch.device,
+        resume: ResumeCallback,
+        *,
+        share: bool,
+        fetch: LeafFetch | None,
+        predicts_alone: bool,
     ) -> None:
         self._mesh, self._device, self._resume = mesh, device, resume
         self._share, self._fetch = share, fetch
+        self._predicts_alone = predicts_alone
         self._requested: bool | None = None  # `use_distributed_sampler` of the user's Trainer
 
     def attach(self, trainer: Trainer) -> None:
@@ -73,6 +82,8 @@ class DataLoaderPreparer:
         fetch = self._fetch if selects else None
         given = loader, self._mesh
         prepared = prepare_loader(*given, divide=divide, share=self._share, stage=stage, pin_memory=pins, fetch=fetch)
+        if stage == RunningStage.PREDICTING:
+            return with_length(prepared, self._mesh, predicts_alone=self._predicts_alone)
         if not trainer.training:
             return prepared
         order = replica_order(loader, self._mesh.data_parallel_size, divide=divide)
@@ -275,6 +286,47 @@ class EndTogetherLoader(LoaderWrapper):
                 " have. The epoch ends for all of them there, and the batches that are left are not used. Divide the"
                 " data so that each replica has as many batches."
             )
+
+
+def with_length(loader: object, mesh: Mesh, *, predicts_alone: bool) -> object:
+    """Return a loader that Lightning iterates on each replica, also on one that has no samples while others have.
+
+    Lightning refuses a loader of length 0 on one rank alone, or passes over its hooks there.
+
+    Args:
+        loader: The loader of this replica; predictions come once for each sample, so it may have none.
+        mesh: The ranks. Those of the same place in each replica do this together.
+        predicts_alone: As of :class:`DataLoaderPreparer`.
+
+    Raises:
+        ValueError: If a replica has no samples while others have, and would keep them waiting; on every rank.
+    """
+    length = sized_len(loader)
+    number = 1 if length is None else length
+    shortest, longest = mesh.data_parallel_min(number), -mesh.data_parallel_min(-number)
+    if shortest > 0 or longest == 0:
+        return loader
+    if not predicts_alone:
+        raise ValueError(
+            f"There are fewer samples to predict than the {mesh.data_parallel_size} replicas, and with zero_stage > 0"
+            " replicas without samples would keep the others waiting for their shards. Predict at least as many"
+            " samples, or use zero_stage=0."
+        )
+    return EmptyLoader(loader) if number == 0 else loader
+
+
+class EmptyLoader(LoaderWrapper):
+    """A loader without a batch that says it has one.
+
+    Args:
+        loader: The loader.
+    """
+
+    def __len__(self) -> int:
+        return 1
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._loader)
 
 
 class SharedLoader(LoaderWrapper):

@@ -13,7 +13,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.profilers import PassThroughProfiler, Profiler
 
 from lightning_hybrid.distributed.debug.desync import Desync
-from lightning_hybrid.distributed.dtensor import plain_factories
+from lightning_hybrid.distributed.factories import plain_factories
 from lightning_hybrid.distributed.failure import FailureStore, WrongUseError, add_note, is_transport
 from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.distributed.process_group import torch_profiles

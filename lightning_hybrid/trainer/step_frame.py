@@ -137,7 +137,7 @@ class StepFrame:
     ) -> None:
         self._module, self._mesh, self._device, self._streams = module, mesh, device, streams
         self._num_ranks, self.remembers = mesh.pipeline_parallel_size, remembers
-        self.body_cut = BodyCut(body.name, body.chain) if body and body.chain is not None else None
+        self.body_cut = BodyCut(body.name, body.chain, body.lists) if body and body.chain is not None else None
         self.places = stage_map.is_followed
         self.cut: FrameCut | None = None
         self.microbatch: int | None = None

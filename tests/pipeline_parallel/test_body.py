@@ -328,7 +328,7 @@ def test_one_error_does_not_spoil_the_next_step() -> None:
 
 @pytest.mark.parametrize(("calls", "words"), [(0, "did not call"), (3, "called 3 times")])
 def test_the_text_says_what_to_do(calls: int, words: str) -> None:
-    text = body_call_text("net.body", "training_step", calls)
+    text = body_call_text("net.body", ["net.body"], "training_step", calls)
     assert f"`training_step` {words} the body 'net.body'" in text
     assert "`x = self.net.body(x)`" in text
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterator, Sequence
 
 from torch import nn
 
@@ -50,7 +50,8 @@ def find_units(module: nn.Module, num_stages: int) -> Units:
 
     They are the members of the outermost lists and Sequentials that hold most of the parameters, and of those that
     stand in one numbered row with these (``layer1``, ``layer2``, ...); or of the only list there is. Where there are
-    fewer than stages, or one is much larger than a stage should be, the lists inside it take its place.
+    fewer than stages, or one is much larger than a stage should be, the lists inside it take its place. Beside a
+    teacher, they are first those of what is trained, however small that is.
 
     Args:
         module: The user's module.
@@ -60,7 +61,8 @@ def find_units(module: nn.Module, num_stages: int) -> Units:
         The units with their names; nothing if there is no list of any size.
     """
     total = max(1, _count(module))
-    containers = list(_containers(module, "", total)) or _lone(module)
+    beside = _lists_beside_teachers(module)
+    containers = beside or list(_containers(module, "", total)) or _lone(module)
     units = [member for name, part in containers for member in _members(name, part)]
     units = [(name, part) for name, part in units if _count(part)]
     closed: set[nn.Module] = set()
@@ -75,6 +77,71 @@ def find_units(module: nn.Module, num_stages: int) -> Units:
             units[index : index + 1] = inner
         else:
             closed.add(units[index][1])
+
+
+def has_lists_beside_teacher(module: nn.Module) -> bool:
+    """Return whether lists of layers are found in a teacher and in what is trained beside it."""
+    return bool(_lists_beside_teachers(module))
+
+
+def _lists_beside_teachers(module: nn.Module) -> Units:
+    """Find the lists of what is trained, and those of its teachers; nothing if either has none."""
+    teachers = {name: module.get_submodule(name) for name in _teachers(module)}
+    teaching = sum(map(_count, teachers.values()))
+    total = _count(module) - teaching
+    if teaching < max(1, _LEAST_SHARE * total):
+        return []
+    trained = list(_containers(module, "", total, leaves_out=teachers))
+    taught = [
+        each
+        for name, part in teachers.items()
+        if _count(part) >= _LEAST_SHARE * teaching
+        for each in ([(name, part)] if is_container(part) else _containers(part, name, teaching))
+    ]
+    return [*trained, *taught] if trained and taught else []
+
+
+def _teachers(module: nn.Module) -> list[str]:
+    """Find modules that no gradient moves, whose name says that they teach, and that are no copies of what they teach.
+
+    Only the name tells a teacher from a frozen encoder, whose results the trained layers take.
+    """
+    named = [(name, part) for name, part in module.named_modules() if "teacher" in name.rpartition(".")[2].lower()]
+    frozen = [name for name, part in named if _count(part) and not _is_trained(part)]
+    if not frozen or not _is_trained(module):
+        return []
+    copies = [name for name, _ in frozen_copies(module)]
+    outer = [f"{name}." for name in (*frozen, *copies)]
+    return [name for name in frozen if name not in copies and not name.startswith(tuple(outer))]
+
+
+def spread(module: nn.Module, rows: Sequence[Units], num_stages: int) -> list[Units]:
+    """Deal the layers of teachers out over the rows of what they teach, so that each stage has its share of both.
+
+    ::
+
+        student.0  student.1  student.2     row 0: student.0, teacher.0, teacher.1
+        teacher.0  ...........  teacher.5   row 1: student.1, teacher.2, teacher.3     row 2: student.2, ...
+
+    Args:
+        module: The user's module.
+        rows: The rows of :func:`side_by_side`.
+        num_stages: The number of stages. If the layers that are taught are fewer, these are dealt out instead.
+
+    Returns:
+        The rows.
+    """
+    names = _teachers(module)
+    taught = [row for row in rows if not any(row[0][0].startswith(f"{name}.") for name in names)]
+    teaching = [row for row in rows if row not in taught]
+    if not taught or not teaching:
+        return list(rows)
+    longer = taught if len(taught) >= num_stages else max(taught, teaching, key=len)
+    made: list[Units] = [[] for _ in longer]
+    for each in (taught, teaching):
+        for number, row in enumerate(each):
+            made[number * len(longer) // len(each)] += row
+    return made
 
 
 def side_by_side(module: nn.Module, units: Units) -> list[Units]:
@@ -168,18 +235,21 @@ def stands_in_row(module: nn.Module, name: str) -> bool:
     return len([key for key, child in siblings if is_container(child) and _row(key) == _row(leaf) != leaf]) > 1
 
 
-def _containers(module: nn.Module, prefix: str, total: int) -> Iterator[tuple[str, nn.Module]]:
-    """The outermost containers that hold much, in the order in which they were made."""
+def _containers(
+    module: nn.Module, prefix: str, total: int, leaves_out: Collection[str] = ()
+) -> Iterator[tuple[str, nn.Module]]:
+    """The outermost containers that hold much, in the order in which they were made; none in some modules."""
     if not prefix and is_container(module):
         yield "", module
         return
-    children = [(join_names(prefix, name), child) for name, child in module.named_children()]
+    named = ((join_names(prefix, name), child) for name, child in module.named_children())
+    children = [(name, child) for name, child in named if name not in leaves_out]
     rows = {_row(name) for name, child in children if is_container(child) and _count(child) >= _LEAST_SHARE * total}
     for name, child in children:
         if is_container(child) and (_count(child) >= _LEAST_SHARE * total or (_row(name) in rows and _count(child))):
             yield name, child
         elif _count(child) >= _LEAST_SHARE * total:
-            yield from _containers(child, name, total)
+            yield from _containers(child, name, total, leaves_out)
 
 
 def _lone(module: nn.Module) -> Units:

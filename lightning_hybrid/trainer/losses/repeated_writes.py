@@ -14,12 +14,13 @@ Where the step is divided at layers that any code may call, the plan of the step
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from lightning_hybrid.data_parallel.grad_sync import GradientSync
@@ -67,19 +68,20 @@ class ParameterWrites:
         self._known = set[int]()
 
     @contextmanager
-    def around(self, microbatch: int, number: int) -> Iterator[None]:
+    def around(self, microbatch: int, number: int, optimizers: Iterable[Optimizer] = ()) -> Iterator[None]:
         """Enter the user's step.
 
         Args:
             microbatch: The number of the microbatch.
             number: How many there are.
+            optimizers: Those that may step inside: they write what they own, as they do outside of a step.
         """
         if microbatch > 0 and not (self._before or self._grad_sync.zero.is_active):
             yield
             return
         self._put_back(microbatch)
         mode = _Writes(self._grad_sync)
-        with mode, self._uncovered(mode):
+        with mode, self._uncovered(mode), mode.leaving_out(optimizers):
             yield
         if microbatch == 0:
             self._before = list(mode.before.values()) if number > 1 else []
@@ -151,6 +153,19 @@ class _Writes(TorchFunctionMode):
         self._grad_sync, self._zero = grad_sync, grad_sync.zero
         self._parameters: dict[int, Tensor] = {}
         self.before: dict[int, tuple[Tensor, Tensor]] = {}
+        self._is_paused = False
+
+    @contextmanager
+    def leaving_out(self, optimizers: Iterable[Optimizer]) -> Iterator[None]:
+        """Inside, nothing is noted while one of these steps."""
+        with ExitStack() as undo:
+            for optimizer in optimizers:
+                undo.callback(optimizer.register_step_pre_hook(lambda *_: self._pause(True)).remove)
+                undo.callback(optimizer.register_step_post_hook(lambda *_: self._pause(False)).remove)
+            yield
+
+    def _pause(self, is_paused: bool) -> None:
+        self._is_paused = is_paused
 
     def call_outside(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a function in which nothing is noted."""
@@ -162,7 +177,7 @@ class _Writes(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Make a call."""
-        if func in METADATA:
+        if self._is_paused or func in METADATA:
             return func(*args, **(kwargs or {}))
         if is_foreach(func):
             return call_each(self._call, func, args, kwargs or {})

@@ -1,0 +1,71 @@
+"""What is made in the likeness of a parameter that ranks share: plain tensors in a step, DTensors for optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+_LIKE = ("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like")
+_NEW = ("new_zeros", "new_ones", "new_empty", "new_full", "new_empty_strided")
+_PLAIN: list[dict[Any, Any]] = []  # the handlers of :func:`plain_factories`, while they are in place
+
+
+@contextmanager
+def plain_factories() -> Iterator[None]:
+    """Inside, what is made in the likeness of a parameter, as by `parameter.new_zeros`, is a plain tensor.
+
+    A step makes states and noise so, and computes on with them in code that knows no DTensors. Optimizers, outside, get
+    DTensors. In a version of torch that keeps its handlers elsewhere, nothing changes.
+    """
+    handlers = getattr(getattr(DTensor, "_op_dispatcher", None), "_custom_op_handlers", None)
+    if not isinstance(handlers, dict):
+        yield
+        return
+
+    def make(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        like, *rest = args
+        if isinstance(like, nn.Parameter):
+            shape = like.shape if operation in likes else ()
+            return operation(torch.empty(shape, dtype=like.dtype, device=like.device), *rest, **kwargs)
+        for each in own:  # a gradient of torch's own making, which stays what it is
+            handlers.pop(each)
+        try:
+            return operation(*args, **kwargs)
+        finally:
+            handlers.update(own)
+
+    likes = {getattr(torch.ops.aten, name).default for name in _LIKE}
+    own = dict.fromkeys(likes | {getattr(torch.ops.aten, name).default for name in _NEW}, make)
+    if own.keys() & handlers.keys():  # a step inside of a step
+        yield
+        return
+    handlers.update(own)
+    _PLAIN.append(own)
+    try:
+        yield
+    finally:
+        _PLAIN.remove(own)
+        for each in own:
+            handlers.pop(each)
+
+
+@contextmanager
+def sharded_factories() -> Iterator[None]:
+    """Leave :func:`plain_factories`: for an optimizer that makes its states inside of a step."""
+    if not _PLAIN:
+        yield
+        return
+    handlers: Any = DTensor._op_dispatcher._custom_op_handlers
+    own = _PLAIN.pop()
+    for each in own:
+        handlers.pop(each)
+    try:
+        yield
+    finally:
+        handlers.update(own)
+        _PLAIN.append(own)

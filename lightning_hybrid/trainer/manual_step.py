@@ -1,0 +1,109 @@
+"""A training step that runs backward by itself, where ranks share layers or sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+from torch import Tensor
+
+from lightning_hybrid.data_parallel.grad_sync import GradientSync
+from lightning_hybrid.distributed.factories import sharded_factories
+from lightning_hybrid.pipeline_parallel.splitting.microbatch import signature
+from lightning_hybrid.trainer.debug.anomaly_detection import AnomalyDetector
+from lightning_hybrid.trainer.losses.repeated_writes import ParameterWrites
+from lightning_hybrid.trainer.results.logging import merge_logs
+from lightning_hybrid.trainer.step_context import StepContext
+
+_TRAINING = 0  # tells the random numbers of training from those of evaluation
+
+
+class ManualTrainingStep:
+    """Runs the user's `training_step` with manual optimization, without stages and microbatches.
+
+    ::
+
+        training_step    forward   manual_backward             optimizer.step()    ...    any number of times
+        this                       backward, then gradients
+                                   summed and averaged
+
+    Each backward leaves in ``.grad`` what one process has there, so the step may read, clip, accumulate and use it.
+
+    Args:
+        context: What steps need.
+        grad_sync: Sums and averages the gradients.
+
+    Attributes:
+        anomaly: Looks at values that are not finite; ``None`` if nobody asks.
+    """
+
+    def __init__(self, context: StepContext, grad_sync: GradientSync) -> None:
+        self._context, self._grad_sync = context, grad_sync
+        self.anomaly: AnomalyDetector | None = None
+        self._writes = ParameterWrites(context.module, grad_sync)
+
+    def __call__(
+        self, *arguments: Any, step: int, precision: Callable[[], AbstractContextManager[None]], **others: Any
+    ) -> Any:
+        """Run one batch.
+
+        Args:
+            arguments: Of the user's `training_step`; the first one is the batch.
+            step: The number of this batch since training began; random numbers depend on it.
+            precision: The precision plugin's context.
+            others: What matters only where the strategy runs backward.
+
+        Returns:
+            What `training_step` returned: the same on every rank of a model group, without a graph.
+        """
+        context, zero = self._context, self._grad_sync.zero
+        version = context.version(gradients=True)
+        context.desync.note_batch("training_step", version, [signature(arguments[0])])
+        with context.guard(), self._grad_sync.step():
+            with context.step(num_microbatches=1) as records, precision(), self._around_code():
+                if zero.is_active:
+                    zero.forward_begins(0)
+                context.enter_user_code(_TRAINING, step, 0, keep=True)
+                value = context.plain(context.module.training_step(*arguments))
+            return context.share(lambda: (value, merge_logs(records, [1])))
+
+    def backward(self, loss: Tensor | None, run: Callable[[Tensor], None] | None = None, *, reduce: bool) -> bool:
+        """Run a backward, and sum and average the gradients.
+
+        Args:
+            loss: The loss that `manual_backward` was given; there always is one.
+            run: Lightning's backward of a loss.
+            reduce: Whether gradients shall be reduced now, and not accumulated on each rank.
+
+        Returns:
+            Whether there is a loss.
+        """
+        assert loss is not None
+        assert run is not None
+        grad_sync = self._grad_sync
+        grad_sync.reduces = reduce
+        grad_sync.keep_sums()
+        grad_sync.backward_begins(0, is_last=True)
+        run(self._context.plain(loss))
+        grad_sync.backward_ends(0, is_last=True)
+        if reduce:
+            grad_sync.finish()
+        return True
+
+    @contextmanager
+    def _around_code(self) -> Iterator[None]:
+        """Enter the user's step: optimizers that step in it make their states as they do outside of one."""
+        optimizers = self._context.module.trainer.optimizers
+        with ExitStack() as undo:
+            if self.anomaly is not None:
+                undo.enter_context(self.anomaly.batch())
+            # Optimizers step shards of ZeRO, which know nothing of what the step has written.
+            if self._writes.watches and not self._grad_sync.zero.is_active:
+                undo.enter_context(self._writes.around(0, 1, optimizers))
+            stepping = undo.enter_context(ExitStack())
+            for optimizer in optimizers:
+                begin = optimizer.register_step_pre_hook(lambda *_: stepping.enter_context(sharded_factories()))
+                undo.callback(begin.remove)
+                undo.callback(optimizer.register_step_post_hook(lambda *_: stepping.close()).remove)
+            yield
