@@ -125,7 +125,7 @@ class OperationCounter:
         tensors = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
         if namespace == "c10d":
             self._record_message(name, args, tensors)
-        elif not function.is_view:
+        elif not function.is_view and namespace != "prim":  # the device of a tensor is asked for by one of those
             made = [leaf for leaf in flatten(result)[0] if isinstance(leaf, Tensor)]
             moved = sum(tensor.nbytes for tensor in (*tensors, *made))
             flops = _count_flops(function, args, kwargs, result)
