@@ -538,6 +538,14 @@ def test_lightning_reads_that_setting_when_it_prepares_a_loader() -> None:
     assert not needs(samples())
 
 
+def test_few_workers_are_said_of_the_loader_of_a_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = quiet_trainer()
+    trainer.state.stage = RunningStage.TRAINING
+    monkeypatch.setattr("lightning.fabric.utilities.data._num_cpus_available", lambda: 4)
+    with pytest.warns(UserWarning, match="'train_dataloader' does not have many workers"):
+        internals.warn_of_few_workers(samples(), trainer)
+
+
 def test_batch_samplers_are_unwrapped_and_wrapped_again() -> None:
     plain, other = BatchSampler(range(4), 2, False), BatchSampler(range(2), 1, False)
     wrapped = _IndexBatchSamplerWrapper(plain)

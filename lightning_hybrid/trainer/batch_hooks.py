@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ThroughputMonitor
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
@@ -15,6 +15,7 @@ from lightning_hybrid.distributed.messages.lazy_tensor import LazyTensor
 from lightning_hybrid.distributed.pytree import map_leaves
 from lightning_hybrid.distributed.random import RandomStreams
 from lightning_hybrid.trainer.lightning_internals import unwrap_before_batch_transfer, wrap_before_batch_transfer
+from lightning_hybrid.trainer.run_callback import RunCallback
 
 # These tell random numbers of hooks from those of steps, 0 to 3.
 _TRANSFER, _BATCH_START = 4, 5
@@ -55,7 +56,7 @@ def pinned(batch: Any) -> Any:
     return map_leaves(lambda leaf: leaf if isinstance(leaf, LazyTensor) else tensor_bytes.pinned(leaf), batch)
 
 
-class SeededBatchHooks(Callback):
+class SeededBatchHooks(RunCallback):
     """Hooks of a batch that run before its step draw the same random numbers on every rank of a model group.
 
     A callback that mixes samples at the start of a batch (mix-up) does so on every rank: on the first stage it changes

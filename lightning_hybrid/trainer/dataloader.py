@@ -83,11 +83,13 @@ class DataLoaderPreparer:
         given = loader, self._mesh
         prepared = prepare_loader(*given, divide=divide, share=self._share, stage=stage, pin_memory=pins, fetch=fetch)
         if stage == RunningStage.PREDICTING:
-            return with_length(prepared, self._mesh, predicts_alone=self._predicts_alone)
-        if not trainer.training:
-            return prepared
-        order = replica_order(loader, self._mesh.data_parallel_size, divide=divide)
-        return ReplayableLoader(prepared, self._device, order, waits=self._resume.is_loaded)
+            prepared = with_length(prepared, self._mesh, predicts_alone=self._predicts_alone)
+        elif trainer.training:
+            order = replica_order(loader, self._mesh.data_parallel_size, divide=divide)
+            prepared = ReplayableLoader(prepared, self._device, order, waits=self._resume.is_loaded)
+        if isinstance(loader, DataLoader) and not isinstance(prepared, DataLoader):
+            internals.warn_of_few_workers(loader, trainer)  # Lightning looks at the workers of a `DataLoader` only
+        return prepared
 
 
 def prepare_loader(

@@ -33,13 +33,14 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_hybrid.distributed.failure import FailureStore, WrongUseError, is_transport
 from lightning_hybrid.tensor_parallel.layouts.operator_errors import explain_operator_error
+from lightning_hybrid.trainer.run_callback import RunCallback
 
 VARIABLE = "LIGHTNING_HYBRID_TRACEBACK"  # "full" prints what Python prints
 _PACKAGES = tuple(Path(str(each.__file__)).parent for each in (lightning, lightning_utilities, torch))
 _LEFT_OUT = tuple(f"{package}{os.sep}" for package in (*_PACKAGES, Path(__file__).parent.parent))
 
 
-class ExceptionCallback(Callback):
+class ExceptionCallback(RunCallback):
     """Goes before the callbacks of the user: they hear of an exception earlier than the strategy does.
 
     Some save a checkpoint then. Every rank has to take part in that, and the others are somewhere else: they would

@@ -41,6 +41,7 @@ from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 from lightning.pytorch.strategies.launchers.multiprocessing import _WorkerOutput
 from lightning.pytorch.trainer.call import _call_strategy_hook
+from lightning.pytorch.trainer.connectors.data_connector import _worker_check
 from lightning.pytorch.trainer.connectors.logger_connector.result import (
     _Metadata,
     _ResultCollection,
@@ -476,6 +477,19 @@ def set_use_distributed_sampler(trainer: Trainer, use: bool) -> bool:
     connector = trainer._accelerator_connector
     before, connector.use_distributed_sampler = connector.use_distributed_sampler, use
     return before
+
+
+def warn_of_few_workers(loader: DataLoader[Any], trainer: Trainer) -> None:
+    """Say what Lightning says of a loader with few workers, or with persistent ones.
+
+    Touches:
+        `_worker_check`, `RunningStage.dataloader_prefix`
+    Without:
+        Nothing would be said of loaders that the strategy replaces by others than a `DataLoader`.
+    """
+    stage = trainer.state.stage
+    assert stage is not None, "loaders are prepared for a stage"
+    _worker_check(trainer, loader, f"{stage.dataloader_prefix}_dataloader")
 
 
 def unwrap_batch_sampler(sampler: Any) -> Any:

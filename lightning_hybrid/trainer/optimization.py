@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightning_hybrid.config import accumulated_batches
 from lightning_hybrid.distributed.agreement import agree, check_equal
+from lightning_hybrid.trainer.run_callback import RunCallback
 
 
 class ReplicaClosure(Closure):
@@ -64,7 +65,7 @@ class ReplicaClosure(Closure):
         return self._stand_in if loss is None else loss
 
 
-class GlobalBatch(Callback):
+class GlobalBatch(RunCallback):
     """Has as many batches accumulated as make up the samples of an optimizer step, whatever the number of replicas.
 
     Args:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -20,6 +20,7 @@ from lightning_hybrid.data_parallel.grad_clip import find_nonfinite
 from lightning_hybrid.distributed.process_group import GroupRef
 from lightning_hybrid.pipeline_parallel.placeholders import absent_gradients
 from lightning_hybrid.trainer.lightning_internals import replace_after_closure, restore_after_closure
+from lightning_hybrid.trainer.run_callback import RunCallback
 
 _MOST = 3  # parameters in one text
 SKIPPED = "skipped_steps"
@@ -264,7 +265,7 @@ def _listed(names: list[str]) -> str:
     return f"{', '.join(names[:_MOST])}{f' and {len(names) - _MOST} more' if len(names) > _MOST else ''}"
 
 
-class SkippedSteps(Callback):
+class SkippedSteps(RunCallback):
     """Logs how many steps were left out so far, as ``"skipped_steps"``.
 
     Args:

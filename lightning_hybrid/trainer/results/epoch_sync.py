@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torchmetrics import Metric
@@ -28,6 +28,7 @@ from lightning_hybrid.trainer.results.module_attributes import (
     pack_attribute,
     unpack,
 )
+from lightning_hybrid.trainer.run_callback import RunCallback
 
 _WITHOUT_VALUE = Ellipsis  # instead of a value that was computed from placeholders
 _MESSAGE, _LENGTH = 256, 4  # bytes: what a logged number needs, with its name, and how its length is written
@@ -35,7 +36,7 @@ _COMPARED = 100  # values that hooks log, from the beginning of a run on, which 
 _EQUAL = 1e-5  # relative difference of numbers that stages compute alike
 
 
-class EpochSync(Callback):
+class EpochSync(RunCallback):
     """A callback before the user's, and what `self.log` is outside of steps.
 
     Before the first hook of an epoch's end, plain attributes and buffers of the module that changed during the epoch

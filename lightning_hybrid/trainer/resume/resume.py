@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -38,11 +38,12 @@ from lightning_hybrid.trainer.resume.logged_state import (
 from lightning_hybrid.trainer.resume.loop_state import LoopState, has_begun, is_epoch_over
 from lightning_hybrid.trainer.resume.replay import ReplayableLoader, loader_generators, set_loader_generators
 from lightning_hybrid.trainer.resume.sample_position import in_new_batches
+from lightning_hybrid.trainer.run_callback import RunCallback
 
 Coordinate = tuple[int, int, int]  # (data, tensor, pipeline) rank
 
 
-class ResumeCallback(Callback):
+class ResumeCallback(RunCallback):
     """Records where training is, for a checkpoint, and brings it back there.
 
     Each rank has a record of its own, by its coordinate: the states of its generators, how its loaders came where they
@@ -98,10 +99,13 @@ class ResumeCallback(Callback):
         of_rank = common.pop("rank")
         is_first = self._mesh.context_rank == 0  # of those that share sequences, and draw the same around layers
         entry = (self._coordinate, of_rank) if is_first else None
-        ranks: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
         group = self._group.weak()
         assert group is not None, "the process groups have been destroyed"
-        dist.gather_object(entry, ranks, 0, group=group)
+        ranks: list[Any] | None = [None] * group.size() if dist.get_rank() == 0 else None
+        if group.size() == 1:  # nothing has to be pickled
+            ranks = [entry]
+        else:
+            dist.gather_object(entry, ranks, 0, group=group)
         return {**common, "ranks": dict(filter(None, ranks or ()))}
 
     @property
