@@ -856,8 +856,8 @@ class HybridStrategy(ReplicaCollectives):
     @checkpoint_io.setter
     def checkpoint_io(self, io: CheckpointIO) -> None:
         checks.check_plugin(io, sharded=self.settings.save_distributed_checkpoint, beside=self.settings.async_save)
-        if lightning_internals.is_wrapping_io(io) and io.checkpoint_io is None:
-            io.checkpoint_io = FileIO()
+        if lightning_internals.is_wrapping_io(io):
+            io.checkpoint_io = FileIO()  # for the innermost one, unless it has something that writes files
         self._checkpoint_io = io
 
     @outside_of_steps
@@ -886,6 +886,8 @@ class HybridStrategy(ReplicaCollectives):
 
         Before a run it gets the run's precision for that.
         """
+        if self._attached is None:  # asked for outside of a run
+            return super().load_checkpoint(checkpoint_path, weights_only)
         if not self._has_precision and not self.settings.master_weights:
             self._convert_module()  # Lightning does it later, and rounds what a module of another one has saved
         with self.attached.master_weights.opened():
