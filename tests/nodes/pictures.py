@@ -1,4 +1,4 @@
-"""A run whose batches are mostly pictures, for torchrun: python pictures.py STEPS. Only the first stage reads them."""
+"""A run whose batches are mostly pictures, which only the first stage reads; torchrun pictures.py KIND STEPS."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from tests.training_jobs import make_trainer
 
-SHAPE, BATCH = (3, 64, 64), 64
+SHAPE, BATCH, MICROBATCHES = (3, 64, 64), 64, 4
 
 
 class Pictures(Dataset[Any]):
@@ -48,12 +48,28 @@ class Classifier(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
-def main(steps: int) -> None:
+class Direct(Classifier):
+    """A body that is given the pictures of the batch, and nothing beside it."""
+
+    def __init__(self) -> None:
+        LightningModule.__init__(self)
+        layers = [nn.Linear(128, 128) for _ in range(4)]
+        self.body = nn.Sequential(nn.Conv2d(3, 8, 16, stride=16), nn.Flatten(), *layers, nn.Linear(128, 10))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """The loss."""
+        return F.cross_entropy(self.body(batch[0]), batch[1])
+
+
+KINDS = {"behind a layer": Classifier, "direct": Direct}
+
+
+def main(kind: str, steps: int) -> None:
     """Train."""
-    layout = {"pipeline_parallel_size": 2, "num_microbatches": 4}
+    layout = {"pipeline_parallel_size": 2, "num_microbatches": MICROBATCHES}
     trainer = make_trainer(layout, devices=1, num_nodes=2)
-    trainer.fit(Classifier(), DataLoader(Pictures(steps * BATCH), BATCH))
+    trainer.fit(KINDS[kind](), DataLoader(Pictures(steps * BATCH), BATCH))
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(sys.argv[1], int(sys.argv[2]))
