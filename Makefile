@@ -18,7 +18,7 @@ export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 N      ?= 50
 FIRST  ?= 0
 
-.PHONY: faults nodes soak help demo test check lint types docs gpu clean
+.PHONY: faults nodes soak help demo test check thorough lint types docs gpu clean
 .DEFAULT_GOAL := help
 
 help:  ## Show this list
@@ -31,6 +31,12 @@ test: $(READY)  ## Run the tests
 	$(PYTHON) -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 check: lint types docs test  ## Run everything that a change must pass
+
+# The lists of which every run takes a part, and Lightning's own tests: make thorough LIGHTNING_TESTS=/path/to/lightning
+thorough: $(READY)  ## Run the whole of every list, Lightning's own tests and faults: hours, before a release
+	$(PYTHON) -m pytest -m thorough -n $(JOBS) --dist loadfile $(ARGS)
+	$(PYTHON) -m tests.conformance
+	$(PYTHON) -m tests.faults $(N) --first $(FIRST) --jobs $(JOBS)
 
 faults: $(READY)  ## Inject N random faults into real runs, and print how each ended
 	$(PYTHON) -m tests.faults $(N) --first $(FIRST) --jobs $(JOBS)
