@@ -17,9 +17,14 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 
 from lightning_hybrid.cli.complaints import in_words
-from lightning_hybrid.cli.parser import PROGRAM, Parser, with_advice
+from lightning_hybrid.cli.parser import PROGRAM, ConfigParser, Parser, with_advice
+from lightning_hybrid.cli.progress import count_progress
+from lightning_hybrid.strategy.auto_layout.dry_run.dry_run import DryRun, dry_run
 from lightning_hybrid.strategy.auto_layout.dry_run.parameters import made_without_memory
 from lightning_hybrid.strategy.strategy import HybridStrategy
+
+#: Arguments of the Trainer that decide about the steps.
+_TRAINER = ("max_epochs", "max_steps", "accumulate_grad_batches", "limit_train_batches")
 
 
 class SaveConfigBesideLogs(SaveConfigCallback):
@@ -160,3 +165,31 @@ def be_quiet() -> None:
     """What a run says of its start is not to the point."""
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
+
+
+def run_on_shapes(
+    parser: ConfigParser, configs: Sequence[str], overrides: Sequence[str]
+) -> tuple[HybridStrategy, DryRun]:
+    """Run the first training step of a configuration without processes, devices and memory for parameters.
+
+    Args:
+        parser: The parser of the command; it prints an error of the configuration, and exits.
+        configs: As of :func:`load_config`.
+        overrides: Likewise.
+
+    Returns:
+        The strategy of the configuration, and what the step has shown.
+    """
+    be_quiet()
+    with count_progress("Reading the configuration") as progress:
+        cli, strategy = load_config(parser, configs, overrides)
+        progress("Running the step on shapes", 1, 2)
+        with parser.refusing(ValueError, TypeError, MisconfigurationException):
+            result = dry_run(
+                maker(configs, overrides, cli),
+                strategy.settings,
+                strategy.sizes,
+                precision=strategy.precision_plugin,
+                **{name: getattr(cli.trainer, name) for name in _TRAINER},
+            )
+    return strategy, result

@@ -430,6 +430,19 @@ def test_memory_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
         assert rank["optimizer"] >= 2 * rank["parameters"]  # AdamW has two moments
 
 
+def test_a_dry_check_runs_the_step_on_shapes(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["check", "--dry", "--config", str(DEMO), "--trainer.devices", "4"]
+    main(words)
+    found = capsys.readouterr().out
+    assert found.startswith("The layout can be trained. Whether its numbers are those of one process")
+    main([*words, "--json"])
+    assert json.loads(capsys.readouterr().out)["trains"]
+    with pytest.raises(SystemExit) as ended:
+        main([*words, "--trainer.strategy.init_args.pipeline_parallel_size=4", "--trainer.devices=12"])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err
+
+
 @pytest.mark.parametrize("command", ["plan", "memory", "check"])
 def test_help_says_by_example_how_to_change_a_configuration(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 
 from lightning_hybrid.cli.parser import ConfigParser, print_json
@@ -13,15 +14,21 @@ def run(args: Sequence[str]) -> None:
         "Train a few steps in one process and under the layout of a configuration, in float64 on the CPU of this"
         " machine, and compare losses, logged values, gradients and weights. Where they differ, say why; < marks in"
         " the table what differs by more than the bound, 1e-8, or 1e-4 if the step computes in float32. The exit"
-        " status is 0 if they are equal, 1 if they differ, 2 if they could not be compared."
+        " status is 0 if they are equal, 1 if they differ, 2 if they could not be compared. With --dry nothing is"
+        " trained, and no parameter gets memory: the step runs on shapes, and what the start of training would refuse"
+        " is an error with status 2."
     )
     parser = ConfigParser("check", description, "--trainer.devices 2 --model.batch_size 4 --steps 3")
     parser.add_argument("--steps", type=int, default=2, metavar="N", help="optimizer steps (default: %(default)s)")
     parser.add_argument(
         "--time-limit", type=float, default=600.0, metavar="S", help="seconds a training may take (default: 600)"
     )
+    parser.add_argument("--dry", action="store_true", help="run the step on shapes alone: can the layout be trained?")
     parser.add_json()
     options, overrides = parser.parse_known_args(args)
+    if options.dry:
+        _run_dry(parser, options, overrides)
+        return
 
     from rich.console import Console
 
@@ -55,3 +62,16 @@ def run(args: Sequence[str]) -> None:
     else:
         print(result)
     raise SystemExit(0 if result.equal else 1)
+
+
+def _run_dry(parser: ConfigParser, options: argparse.Namespace, overrides: Sequence[str]) -> None:
+    from lightning_hybrid.cli.hybrid_cli import run_on_shapes
+
+    _, result = run_on_shapes(parser, options.config, overrides)
+    if options.json:
+        print_json({"trains": True, "layout": result.layout})
+    else:
+        print(
+            "The layout can be trained. Whether its numbers are those of one process has not been compared.\n\n"
+            f"{result.layout}"
+        )

@@ -19,28 +19,11 @@ def run(args: Sequence[str]) -> None:
     parser.add_json()
     options, overrides = parser.parse_known_args(args)
 
-    from lightning.fabric.utilities.exceptions import MisconfigurationException
-
-    from lightning_hybrid.cli.hybrid_cli import be_quiet, load_config, maker
-    from lightning_hybrid.cli.progress import count_progress
-    from lightning_hybrid.strategy.auto_layout.dry_run.dry_run import dry_run
+    from lightning_hybrid.cli.hybrid_cli import run_on_shapes
     from lightning_hybrid.strategy.summary import memory_table
 
     world = [] if options.ranks is None else ["--trainer.devices", str(options.ranks), "--trainer.num_nodes", "1"]
-    be_quiet()
-    overrides += world
-    with count_progress("Reading the configuration") as progress:
-        cli, strategy = load_config(parser, options.config, overrides)
-        trainer_arguments = ("max_epochs", "max_steps", "accumulate_grad_batches", "limit_train_batches")
-        progress("Running the step on shapes", 1, 2)
-        with parser.refusing(ValueError, TypeError, MisconfigurationException):
-            result = dry_run(
-                maker(options.config, overrides, cli),
-                strategy.settings,
-                strategy.sizes,
-                precision=strategy.precision_plugin,
-                **{name: getattr(cli.trainer, name) for name in trainer_arguments},
-            )
+    strategy, result = run_on_shapes(parser, options.config, overrides + world)
     if options.json:
         axes = ("data", "tensor", "pipeline", "context")
         sizes = (*strategy.sizes, strategy.settings.context_parallel_size)
