@@ -123,8 +123,8 @@ class GradientSync:
         self._after_backward: list[GradientBuckets] = []
         self._over_holders: list[GradientBuckets] = []
         self._each_backward: set[int] = set()
-        self._parts: list[nn.Parameter] = []  # whose gradients are parts of a sum over the tensor-parallel ranks
-        self._summed_parts: set[int] = set()  # those of them whose gradient is the sum
+        self._parts: list[nn.Parameter] = []  # their gradients are summed over the tensor-parallel ranks
+        self._summed_parts: set[int] = set()  # of these, the ids of parameters whose gradient is the sum already
         self._float32 = [Float32Gradients(self.local_parameters())] if self._has_float32 else []
         named = dict(module.named_parameters(remove_duplicate=False))
         self._make_buckets(named[name] for name in self._adds_up)
@@ -241,10 +241,10 @@ class GradientSync:
         return {"backward_begins": self.backward_begins, "backward_ends": self.backward_ends}
 
     def keep_sums(self) -> None:
-        """Before a backward that adds to gradients of an earlier one, let what was summed then count once.
+        """Divide gradients that were summed after an earlier backward, so that the next sum counts them once.
 
-        A mean over ranks leaves what is equal on all of them as it is, and a sum multiplies it. Where nothing is added
-        up by hand, gradients are zeroed before they are summed again, and this need not be called.
+        Call it before a backward that adds to these gradients. A mean over ranks keeps equal values; a sum multiplies
+        them by the number of ranks. Without manual optimization gradients are zeroed in between.
         """
         for parameter in self._parts:
             gradient = local_gradient(parameter)

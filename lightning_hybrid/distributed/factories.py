@@ -1,4 +1,4 @@
-"""What is made in the likeness of a parameter that ranks share: plain tensors in a step, DTensors for optimizers."""
+"""Factory functions on tensor-parallel parameters: plain tensors in a step, DTensors for optimizers."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _PLAIN: list[dict[Any, Any]] = []  # the handlers of :func:`plain_factories`, wh
 
 @contextmanager
 def plain_factories() -> Iterator[None]:
-    """Inside, what is made in the likeness of a parameter, as by `parameter.new_zeros`, is a plain tensor.
+    """Make factory functions on a parameter, such as `parameter.new_zeros`, return plain tensors while entered.
 
-    A step makes states and noise so, and computes on with them in code that knows no DTensors. Optimizers, outside, get
-    DTensors. In a version of torch that keeps its handlers elsewhere, nothing changes.
+    A step makes states and noise with them, and uses the result in code that knows no DTensors. Optimizers outside of
+    the step get DTensors. In a version of torch that keeps its handlers elsewhere, nothing changes.
     """
     handlers = getattr(getattr(DTensor, "_op_dispatcher", None), "_custom_op_handlers", None)
     if not isinstance(handlers, dict):
@@ -32,7 +32,7 @@ def plain_factories() -> Iterator[None]:
         if isinstance(like, nn.Parameter):
             shape = like.shape if operation in likes else ()
             return operation(torch.empty(shape, dtype=like.dtype, device=like.device), *rest, **kwargs)
-        for each in own:  # a gradient of torch's own making, which stays what it is
+        for each in own:  # a DTensor that torch made, such as a gradient: its factories keep returning DTensors
             handlers.pop(each)
         try:
             return operation(*args, **kwargs)

@@ -24,14 +24,14 @@ _MASTER_BYTES = torch.float32.itemsize
 
 @dataclass(frozen=True)
 class HeldParameter:
-    """A parameter of a rank, by what decides about its bytes.
+    """The properties of a parameter that determine its bytes on a rank.
 
     Attributes:
         shape: Its shape without ZeRO; with tensor parallelism, that of this rank's part.
         shard: The shape of this rank's shard, if ZeRO has sharded it already.
         dtype: Its dtype.
         grad_itemsize: Bytes of an element of its gradient; 0 if it gets none.
-        layer: The number of the layer that has it to itself; ``None`` if it is outside of layers, or in several.
+        layer: The number of the only layer that has it; ``None`` if no layer or several layers have it.
         groups: The optimizers that train it and their groups of parameters, by number.
     """
 
@@ -64,12 +64,12 @@ class HeldTensors:
 
 
 class MemoryEstimator:
-    """Estimates of the bytes of pipeline ranks, for one module. What has been counted once is remembered.
+    """Estimates of the bytes of pipeline ranks, for one module. Results are cached.
 
     Args:
         module: The user's module, with or without placeholders for the layers of other ranks.
         optimizers: The user's; ``None`` if they are not to be tried.
-        float32_gradients: Whether gradients are float32, as in the configuration.
+        float32_gradients: As in the configuration.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class MemoryEstimator:
         """Find the parameters and buffers of a pipeline rank.
 
         Args:
-            stage_map: Which stage holds what.
+            stage_map: The stages of the parameters.
             layers: The layers of each stage of the rank.
             rank: The pipeline rank.
         """
@@ -110,7 +110,7 @@ class MemoryEstimator:
         return self._held.setdefault(found, found)
 
     def _alone(self, parameter: Tensor) -> HeldParameter:
-        """Describe a parameter outside of layers; remembered, as shapes of parts take long to be told."""
+        """Describe a parameter as one outside of layers. Caches it: reading the local shape of a DTensor is slow."""
         if id(parameter) not in self._described:
             self._described[id(parameter)] = HeldParameter(
                 unsharded_shape(parameter),
@@ -123,7 +123,7 @@ class MemoryEstimator:
         return self._described[id(parameter)]
 
     def usage(self, held: HeldTensors, config: HybridConfig, *, num_replicas: int, num_backwards: int) -> MemoryUsage:
-        """Estimate what a rank of the first replica will hold, than which no other replica holds more.
+        """Estimate the bytes of a rank of the first replica. No other replica holds more.
 
         Args:
             held: The parameters and buffers of the rank, from :meth:`held`.

@@ -36,11 +36,12 @@ class Body:
         layers: Its layers.
         chain: The body, if it is an `nn.Sequential` that the user's step calls as a whole; ``None`` if the layers are
             units, which any code may call.
-        rows: How many layers each row has that stays together on one stage: 1, or 2 where there is a copy beside it;
-            more where layers of a teacher are dealt out.
+        rows: The number of layers in each row; a row stays on one stage. 1; 2 for a layer and its frozen copy; more
+            where layers of a teacher are distributed.
         is_found: Whether a chain was found by rule, and not named by the user: its layers serve as units where the step
             calls it in another way.
-        lists: The names to give where a chain is called in another way: its own, and those of a teacher or student.
+        lists: The names for the error about a chain that is called in another way: its own, and those of a teacher or
+            student.
     """
 
     name: str
@@ -136,8 +137,8 @@ def find_body(module: nn.Module, wanted: str | Sequence[str] | None, num_stages:
             stay beside those that they are copies of. ``None`` for the outermost `nn.Sequential` that holds more than
             half of the parameters; if there is none, the layers of the lists that hold most of them.
         num_stages: The number of stages.
-        spreads: Whether the layers of a teacher are dealt out over those that it teaches; not where somebody says the
-            stage of each.
+        spreads: True to distribute the layers of a teacher over the layers of its student; False if the user assigns
+            layers to stages.
 
     Returns:
         The body: a chain if one name, or none, leads to an `nn.Sequential` that is called as a whole; else units.
@@ -192,7 +193,7 @@ def _largest(module: nn.Module, num_stages: int, *, spreads: bool) -> Body:
 
 
 def _lists_with(module: nn.Module, name: str, num_stages: int) -> Sequence[str]:
-    """Return the lists of layers that are divided with a chain, if these are those of a teacher and its student."""
+    """Return the names of the lists to divide together with a chain: those of a teacher and its student."""
     units = find_units(module, num_stages) if has_lists_beside_teacher(module) else []
     lists = list(dict.fromkeys(path.rpartition(".")[0] for path, _ in units))
     return lists if name in lists else [name]

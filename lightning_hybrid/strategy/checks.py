@@ -198,8 +198,8 @@ def check_module(module: LightningModule, *, cut: bool, runs_backward: bool) -> 
 
     Args:
         module: The user's module.
-        cut: Whether steps run in microbatches or stages, or on shared layers or sequences.
-        runs_backward: Whether no step can run backward by itself.
+        cut: True if the strategy runs the steps: with pipeline, tensor or context parallelism, microbatches or weights.
+        runs_backward: True if the strategy calls backward, so that manual optimization is impossible.
 
     Raises:
         ValueError: If something of it cannot work.

@@ -53,9 +53,9 @@ def is_cut(config: HybridConfig, sizes: tuple[int, int, int], module: nn.Module)
 
 
 def runs_backward(config: HybridConfig, sizes: tuple[int, int, int], module: nn.Module) -> bool:
-    """Whether the strategy runs backward of steps by itself: of stages, of microbatches, or of losses with weights.
+    """Return whether the strategy calls backward: with stages, several microbatches or `microbatch_weight`.
 
-    Arguments are those of :func:`is_cut`. Otherwise a step may do it, by manual optimization.
+    Otherwise a step may call it, by manual optimization. The arguments are those of :func:`is_cut`.
     """
     weighs = getattr(module, "microbatch_weight", None) is not None
     return max(sizes[2], config.num_microbatches) > 1 or weighs

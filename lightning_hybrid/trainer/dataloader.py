@@ -46,7 +46,7 @@ class DataLoaderPreparer:
         resume: Goes on where a checkpoint was written.
         share: Whether one rank of each model group loads for all.
         fetch: Gets what has not been sent to who does not read it; ``None`` if all is sent.
-        predicts_alone: Whether replicas predict without each other, so that one may have nothing to predict.
+        predicts_alone: True if replicas predict independently, so that a replica may have no samples.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class DataLoaderPreparer:
             order = replica_order(loader, self._mesh.data_parallel_size, divide=divide)
             prepared = ReplayableLoader(prepared, self._device, order, waits=self._resume.is_loaded)
         if isinstance(loader, DataLoader) and not isinstance(prepared, DataLoader):
-            internals.warn_of_few_workers(loader, trainer)  # Lightning looks at the workers of a `DataLoader` only
+            internals.warn_of_few_workers(loader, trainer)  # Lightning checks the workers of a `DataLoader` only
         return prepared
 
 
@@ -291,17 +291,17 @@ class EndTogetherLoader(LoaderWrapper):
 
 
 def with_length(loader: object, mesh: Mesh, *, predicts_alone: bool) -> object:
-    """Return a loader that Lightning iterates on each replica, also on one that has no samples while others have.
+    """Return a loader that Lightning iterates on every replica, even on one without samples.
 
-    Lightning refuses a loader of length 0 on one rank alone, or passes over its hooks there.
+    Lightning refuses a loader of length 0, or skips its hooks, on the ranks that have it.
 
     Args:
-        loader: The loader of this replica; predictions come once for each sample, so it may have none.
-        mesh: The ranks. Those of the same place in each replica do this together.
+        loader: The loader of this replica. Each sample is predicted once, so a replica may have none.
+        mesh: The ranks. All replicas call this together.
         predicts_alone: As of :class:`DataLoaderPreparer`.
 
     Raises:
-        ValueError: If a replica has no samples while others have, and would keep them waiting; on every rank.
+        ValueError: If a replica has no samples and others need it to gather shards; on every rank.
     """
     length = sized_len(loader)
     number = 1 if length is None else length

@@ -480,12 +480,12 @@ def set_use_distributed_sampler(trainer: Trainer, use: bool) -> bool:
 
 
 def warn_of_few_workers(loader: DataLoader[Any], trainer: Trainer) -> None:
-    """Say what Lightning says of a loader with few workers, or with persistent ones.
+    """Print the warning of Lightning about a loader with few workers.
 
     Touches:
         `_worker_check`, `RunningStage.dataloader_prefix`
     Without:
-        Nothing would be said of loaders that the strategy replaces by others than a `DataLoader`.
+        Users would get no such warning for loaders that the strategy wraps.
     """
     stage = trainer.state.stage
     assert stage is not None, "loaders are prepared for a stage"

@@ -1,4 +1,4 @@
-"""A training step that runs backward by itself, where ranks share layers or sequences."""
+"""A training step with manual optimization, under tensor or context parallelism."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class ManualTrainingStep:
     Each backward leaves in ``.grad`` what one process has there, so the step may read, clip, accumulate and use it.
 
     Args:
-        context: What steps need.
+        context: The context of the steps of a run.
         grad_sync: Sums and averages the gradients.
 
     Attributes:
-        anomaly: Looks at values that are not finite; ``None`` if nobody asks.
+        anomaly: Detects values that are not finite; ``None`` without `Trainer(detect_anomaly=True)`.
     """
 
     def __init__(self, context: StepContext, grad_sync: GradientSync) -> None:
@@ -49,10 +49,10 @@ class ManualTrainingStep:
         """Run one batch.
 
         Args:
-            arguments: Of the user's `training_step`; the first one is the batch.
+            arguments: The arguments of the user's `training_step`; the first one is the batch.
             step: The number of this batch since training began; random numbers depend on it.
             precision: The precision plugin's context.
-            others: What matters only where the strategy runs backward.
+            others: Arguments of other kinds of steps; unused.
 
         Returns:
             What `training_step` returned: the same on every rank of a model group, without a graph.
@@ -74,10 +74,10 @@ class ManualTrainingStep:
         Args:
             loss: The loss that `manual_backward` was given; there always is one.
             run: Lightning's backward of a loss.
-            reduce: Whether gradients shall be reduced now, and not accumulated on each rank.
+            reduce: True to reduce gradients now, False to accumulate them on each rank.
 
         Returns:
-            Whether there is a loss.
+            True: there is a loss.
         """
         assert loss is not None
         assert run is not None
@@ -98,7 +98,7 @@ class ManualTrainingStep:
         with ExitStack() as undo:
             if self.anomaly is not None:
                 undo.enter_context(self.anomaly.batch())
-            # Optimizers step shards of ZeRO, which know nothing of what the step has written.
+            # With ZeRO, optimizers update shards, so writes into gathered parameters are lost (see docs/limits.md).
             if self._writes.watches and not self._grad_sync.zero.is_active:
                 undo.enter_context(self._writes.around(0, 1, optimizers))
             stepping = undo.enter_context(ExitStack())

@@ -9,9 +9,9 @@ from typing_extensions import Self
 
 
 class RunCallback(Callback):
-    """A callback that belongs to one run: it holds its process groups, and so a copy of it is the callback itself.
+    """A callback of one run. Copying returns the callback itself, because its process groups cannot be copied.
 
-    Users copy `trainer.callbacks` to compare their states later.
+    Users deep-copy `trainer.callbacks`, for example to compare their states later.
     """
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:

@@ -50,8 +50,8 @@ def find_units(module: nn.Module, num_stages: int) -> Units:
 
     They are the members of the outermost lists and Sequentials that hold most of the parameters, and of those that
     stand in one numbered row with these (``layer1``, ``layer2``, ...); or of the only list there is. Where there are
-    fewer than stages, or one is much larger than a stage should be, the lists inside it take its place. Beside a
-    teacher, they are first those of what is trained, however small that is.
+    fewer than stages, or one is much larger than a stage should be, the lists inside it take its place. If the module
+    has a teacher, the lists of the trained part come first, even if they are small.
 
     Args:
         module: The user's module.
@@ -80,12 +80,12 @@ def find_units(module: nn.Module, num_stages: int) -> Units:
 
 
 def has_lists_beside_teacher(module: nn.Module) -> bool:
-    """Return whether lists of layers are found in a teacher and in what is trained beside it."""
+    """Return whether both a teacher and the trained part of the module have lists of layers."""
     return bool(_lists_beside_teachers(module))
 
 
 def _lists_beside_teachers(module: nn.Module) -> Units:
-    """Find the lists of what is trained, and those of its teachers; nothing if either has none."""
+    """Find the lists of the trained part and those of its teachers; an empty list if either has none."""
     teachers = {name: module.get_submodule(name) for name in _teachers(module)}
     teaching = sum(map(_count, teachers.values()))
     total = _count(module) - teaching
@@ -102,9 +102,9 @@ def _lists_beside_teachers(module: nn.Module) -> Units:
 
 
 def _teachers(module: nn.Module) -> list[str]:
-    """Find modules that no gradient moves, whose name says that they teach, and that are no copies of what they teach.
+    """Find frozen modules with "teacher" in their name that are not copies of a trained module.
 
-    Only the name tells a teacher from a frozen encoder, whose results the trained layers take.
+    Only the name tells a teacher from a frozen encoder, whose outputs the trained layers read.
     """
     named = [(name, part) for name, part in module.named_modules() if "teacher" in name.rpartition(".")[2].lower()]
     frozen = [name for name, part in named if _count(part) and not _is_trained(part)]
@@ -116,7 +116,7 @@ def _teachers(module: nn.Module) -> list[str]:
 
 
 def spread(module: nn.Module, rows: Sequence[Units], num_stages: int) -> list[Units]:
-    """Deal the layers of teachers out over the rows of what they teach, so that each stage has its share of both.
+    """Distribute the layers of teachers over the rows of the student, so that each stage has a share of both.
 
     ::
 
@@ -126,7 +126,7 @@ def spread(module: nn.Module, rows: Sequence[Units], num_stages: int) -> list[Un
     Args:
         module: The user's module.
         rows: The rows of :func:`side_by_side`.
-        num_stages: The number of stages. If the layers that are taught are fewer, these are dealt out instead.
+        num_stages: The number of stages. If the student has fewer layers, its layers are distributed instead.
 
     Returns:
         The rows.
@@ -238,7 +238,7 @@ def stands_in_row(module: nn.Module, name: str) -> bool:
 def _containers(
     module: nn.Module, prefix: str, total: int, leaves_out: Collection[str] = ()
 ) -> Iterator[tuple[str, nn.Module]]:
-    """The outermost containers that hold much, in the order in which they were made; none in some modules."""
+    """The outermost containers that hold much, in the order in which they were made, without some modules."""
     if not prefix and is_container(module):
         yield "", module
         return

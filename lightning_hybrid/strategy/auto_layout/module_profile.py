@@ -19,7 +19,7 @@ from lightning_hybrid.strategy.auto_layout.dry_run.dry_run import run_first_step
 from lightning_hybrid.strategy.auto_layout.dry_run.place_cost import PlaceCost, StagePart, cost_of_place
 from lightning_hybrid.strategy.auto_layout.dry_run.recorder import WHOLE, Recorder, Way, way_of
 from lightning_hybrid.strategy.auto_layout.dry_run.saved_tensors import labels_of_stages
-from lightning_hybrid.strategy.auto_layout.dry_run.traces import value_at, value_between
+from lightning_hybrid.strategy.auto_layout.dry_run.traces import Trace, value_at, value_between
 from lightning_hybrid.strategy.auto_layout.machine import Machine
 from lightning_hybrid.tensor_parallel.context_parallel.attention import KINDS
 from lightning_hybrid.tensor_parallel.context_parallel.context_parallel import check_context_parallel
@@ -178,7 +178,7 @@ class ModuleProfile:
         return tuple(self._stage_cost(parts, samples, outputs) for parts, outputs in self._contents_of(layout))
 
     def _stage_cost(self, parts: Sequence[StagePart], samples: int, outputs: Sequence[int]) -> StageCost:
-        """Add up the places of a stage, for a microbatch of so many samples."""
+        """Add up the labels of a stage, for a microbatch of so many samples."""
         cost = sum((each for part in parts for each in self._costs(part, samples)), PlaceCost())
         return StageCost(
             forward=cost.forward,
@@ -195,28 +195,28 @@ class ModuleProfile:
         )
 
     def _costs(self, part: StagePart, samples: int) -> Iterator[PlaceCost]:
-        """The costs of the places of a part of a stage; alike places together, unless their forwards were timed."""
+        """Give the costs of the labels of a stage; labels with equal records together, unless forwards were timed."""
         if not self._is_measured:
             for label, number in part.kinds.items():
-                yield self._cost_of_place(part, samples, label) * number
+                yield self._cost_of_place(part.traces, samples, label, part.layout) * number
             return
         whole = _with_sharing(replace(part.layout, context=WHOLE[0], context_kind=WHOLE[1]), *_UNSHARED)
         recorder = self._recorder(*_UNSHARED)
         timings, traces = recorder.timings(whole), recorder.traces(whole)
         for label in part.labels:
             measured = value_between(samples, [(each.samples, each.seconds.get(label, 0.0)) for each in timings])
-            counted = cost_of_place(traces, samples, label, whole, self._machine).forward
-            cost = self._cost_of_place(part, samples, label)
+            counted = self._cost_of_place(traces, samples, label, whole).forward
+            cost = self._cost_of_place(part.traces, samples, label, part.layout)
             yield cost.with_forward(measured / counted * cost.forward if counted else 0.0)
 
-    def _cost_of_place(self, part: StagePart, samples: int, label: Hashable) -> PlaceCost:
-        key = id(part.traces), samples, label, part.layout.recompute, part.layout.context_kind
+    def _cost_of_place(self, traces: Sequence[Trace], samples: int, label: Hashable, layout: Layout) -> PlaceCost:
+        key = id(traces), samples, label, layout.recompute, layout.context_kind  # recorders keep their traces
         if key not in self._place_costs:
-            self._place_costs[key] = cost_of_place(part.traces, samples, label, part.layout, self._machine)
+            self._place_costs[key] = cost_of_place(traces, samples, label, layout, self._machine)
         return self._place_costs[key]
 
     def _find_contents(self, layout: Layout) -> list[tuple[list[StagePart], list[int]]]:
-        """Find the places of each stage, and the bytes of what it sends to the next one, of each trace."""
+        """Find the labels of each stage, and the bytes that it sends to the next stage, in each trace."""
         recorder = self._recorder(*layout.sharing)
         positions = recorder.cut(layout).positions
         found = []

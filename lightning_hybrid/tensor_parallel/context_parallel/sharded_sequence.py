@@ -172,7 +172,7 @@ class ShardedSequence(Tensor):
 
     @property
     def is_read(self) -> bool:
-        """Whether the shares have been gathered."""
+        """True if the shares have been gathered."""
         return self._whole is not None
 
     def read(self) -> Tensor:

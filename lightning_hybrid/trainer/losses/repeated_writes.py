@@ -74,7 +74,7 @@ class ParameterWrites:
         Args:
             microbatch: The number of the microbatch.
             number: How many there are.
-            optimizers: Those that may step inside: they write what they own, as they do outside of a step.
+            optimizers: Optimizers that may step inside; their writes are not recorded.
         """
         if microbatch > 0 and not (self._before or self._grad_sync.zero.is_active):
             yield
@@ -157,7 +157,7 @@ class _Writes(TorchFunctionMode):
 
     @contextmanager
     def leaving_out(self, optimizers: Iterable[Optimizer]) -> Iterator[None]:
-        """Inside, nothing is noted while one of these steps."""
+        """Record nothing while one of these optimizers steps."""
         with ExitStack() as undo:
             for optimizer in optimizers:
                 undo.callback(optimizer.register_step_pre_hook(lambda *_: self._pause(True)).remove)

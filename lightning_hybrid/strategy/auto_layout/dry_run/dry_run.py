@@ -252,7 +252,7 @@ class DryRunStrategy(SingleDeviceStrategy):
         self._body, self._stage_map = None, StageMap(None, (), (range(0),), 1)
         if self.sizes[2] > 1:
             self._body, self._stage_map = layout.find_stages(module, self._config, self.sizes[2])
-        tensor_ranks = self._tensor_ranks() if self.sizes[1] > 1 else None  # meshes are made of numbers
+        tensor_ranks = self._tensor_ranks() if self.sizes[1] > 1 else None  # a mesh reads the values of tensors
         with nullcontext() if self._has_values else self._without_memory():
             if not self._has_values:
                 _replace_meta_tensors(module)
@@ -432,7 +432,7 @@ class DryRunStrategy(SingleDeviceStrategy):
         module = self._module
         layers = layout.find_recomputed(module, config, body, stage_map)
         recompute = ActivationCheckpointing(layers, torch.device("cpu"), selective=config.recompute == "selective")
-        alike = self._first_alike(body)  # now, as comparing layers is no part of the step
+        alike = self._first_alike(body)  # before the step is counted: comparing layers runs operations too
         with mode, mixed_operations(), RealDraws(), LogRecorder(module)():
             leaves, spec = flatten(microbatch)
             leaves = [_in_mode(leaf, mode) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
@@ -449,7 +449,7 @@ class DryRunStrategy(SingleDeviceStrategy):
         return saved
 
     def _held(self, mode: Any) -> list[Tensor]:
-        """Return the parameters and buffers, and the tensors in their place in a mode; remembered, as it takes long."""
+        """Return the parameters and buffers and their fake tensors in a mode. Caches them: making them is slow."""
         tensors = (*self._module.parameters(), *self._module.buffers())
         key = mode if mode is self._mode else None, tuple(map(id, tensors))
         if self._held_before is None or self._held_before[0] != key:

@@ -1,4 +1,4 @@
-"""Seconds and messages of one place of a step, a layer or the code around the layers, from its traces."""
+"""The cost of one part of a step, a layer or the code around the layers, from traces of the step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_hybrid.strategy.auto_layout.machine import NO_MESSAGES, Machine, 
 
 @dataclass(frozen=True)
 class PlaceCost:
-    """What a place does with one microbatch.
+    """The cost of one label of a trace, a layer or the code around the layers, for one microbatch.
 
     Attributes:
         forward: Seconds of its forward.
@@ -47,7 +47,7 @@ class PlaceCost:
         return PlaceCost(*(value * number for value in _values(self)))
 
     def with_forward(self, seconds: float) -> PlaceCost:
-        """The same where a forward takes other seconds, and all seconds are as much longer."""
+        """Scale all seconds so that a forward takes this many."""
         factor = seconds / self.forward if self.forward else 0.0
         return replace(self, forward=factor * self.forward, again=factor * self.again, beside=factor * self.beside)
 
@@ -59,12 +59,12 @@ def _values(cost: PlaceCost) -> Iterable[Any]:
 def cost_of_place(
     traces: Sequence[Trace], samples: int, label: Hashable, layout: Layout, machine: Machine
 ) -> PlaceCost:
-    """Count the seconds and messages of a place in traces of the step.
+    """Add up the operations and messages of a label.
 
     Args:
-        traces: Of the larger and the smaller microbatch.
-        samples: Of a microbatch.
-        label: The place.
+        traces: The traces of the larger and the smaller microbatch.
+        samples: The samples of the microbatch to estimate.
+        label: A layer, by position, or the code before or after the layers.
         layout: Says what runs again in backward, and how attention communicates.
         machine: Says how long an operation takes.
     """
@@ -88,14 +88,14 @@ def cost_of_place(
 
 @dataclass(frozen=True)
 class StagePart:
-    """Places of a stage whose layers are recomputed alike.
+    """The labels of a stage whose layers are recomputed in the same way.
 
     Attributes:
         layout: A layout that treats all layers as these.
-        labels: The places.
-        traces: Of the larger and the smaller microbatch.
-        kinds: How many places are alike, by the first of them.
-        saved: The bytes that they save for backward, of each trace.
+        labels: The layers, by position, and the code before and after them.
+        traces: The traces of the larger and the smaller microbatch.
+        kinds: The number of labels with equal records, by the first of these labels.
+        saved: The bytes that they save for backward, in each trace.
     """
 
     layout: Layout
@@ -106,7 +106,7 @@ class StagePart:
 
     @classmethod
     def of(cls, layout: Layout, labels: Sequence[Hashable], traces: Sequence[Trace]) -> StagePart:
-        """Sort the places by what they do."""
+        """Group the labels by their records."""
         first, *others = (trace.first_alike for trace in traces)
         kinds = Counter(
             first[label] if all(each[label] == first[label] for each in others) else label for label in labels
@@ -115,7 +115,7 @@ class StagePart:
 
 
 def _sums(samples: int, traces: Sequence[Trace], rows: list[list[Message]]) -> tuple[Messages, Messages]:
-    """Of a forward, and of its backward, what is sent for so many samples."""
+    """Add up the messages of a forward and those of its backward, for a number of samples."""
     there = back = NO_MESSAGES
     for alike in _pairs(rows):
         there += replace(alike[0].there, sent=value_at(samples, traces, [each.there.sent for each in alike]))
@@ -124,7 +124,7 @@ def _sums(samples: int, traces: Sequence[Trace], rows: list[list[Message]]) -> t
 
 
 def _pairs(rows: list[list[Any]]) -> Iterable[tuple[Any, ...]]:
-    """The same operation in each of the traces; in the first one alone, if they are not alike."""
+    """Pair the same record of each trace; if the traces have other numbers of records, repeat those of the first."""
     if len({len(row) for row in rows}) == 1:
         return zip(*rows, strict=True)
     return [(each,) * len(rows) for each in rows[0]]

@@ -42,7 +42,7 @@ class _Call:
         given: What it was given.
         returned: What it returned.
         spec: The shape of the tree that it returned.
-        made: Of what it returned, the tensors that it made, each once.
+        made: The tensors that it made and returned, each once.
         counted: What it added to the lists of the counter.
         repetition: What it saved.
     """
@@ -57,12 +57,12 @@ class _Call:
 
 @dataclass(frozen=True)
 class _Made:
-    """A tensor that a layer made, or this rank's share of a sequence.
+    """A tensor that a layer made.
 
     Attributes:
-        tensor: The tensor, detached.
-        requires_grad: Whether it requires a gradient.
-        sequence: How the sequence is divided of which it is a share; ``None`` if it is no share.
+        tensor: The tensor, detached; of a sequence in shares, the share of this rank.
+        requires_grad: True if it requires a gradient.
+        sequence: The division of the sequence over ranks; ``None`` if `tensor` is not a share.
     """
 
     tensor: Tensor
@@ -186,7 +186,7 @@ class RepeatedLayers:
 
 
 def _make(like: Sequence[_Made], given: list[Tensor]) -> list[Tensor]:
-    """Make tensors like others, in the graph of the tensors that they would be made of."""
+    """Make tensors of the same shapes, connected to `given` in the autograd graph."""
     requiring = [each.local if isinstance(each, ShardedSequence) else each for each in given]
     if not requiring and any(each.requires_grad for each in like):
         requiring = [torch.empty((), requires_grad=True)]
@@ -288,6 +288,6 @@ def _signature(given: Sequence[Any]) -> tuple[Hashable, ...] | None:
 
 
 def _division(x: ShardedSequence) -> Hashable:
-    """Return a key that is equal for sequences that are divided alike, and gathered or not."""
+    """Return a key of the division of a sequence, and of whether its shares have been gathered or written."""
     layout, pieces = x.sequence, tuple(tuple(map(tuple, of_rank)) for of_rank in x.sequence.shares.pieces)
     return layout.dim, layout.outer, layout.inner, layout.shares.total, pieces, x.is_read, x.is_written()

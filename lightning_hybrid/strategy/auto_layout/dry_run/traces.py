@@ -46,7 +46,7 @@ class Trace:
 
     @cached_property
     def first_alike(self) -> dict[Hashable, Hashable]:
-        """Of each label the first one under which the same operations and messages were counted.
+        """Map each label to the first label with the same operations and messages.
 
         Layers that repeat what another one did share its records.
         """
