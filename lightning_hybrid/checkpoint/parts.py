@@ -103,7 +103,9 @@ def refuse_calls(module: LightningModule, why: str, needs_others: Callable[[Tens
 
 
 def _divided_modules(module: nn.Module, is_divided: Callable[[Tensor], bool]) -> list[nn.Module]:
-    return [part for part in module.modules() if any(map(is_divided, (*part.parameters(), *part.buffers())))]
+    tensors = ((part, (*part._parameters.values(), *part._buffers.values())) for part in module.modules())
+    owners = {part for part, own in tensors if any(is_divided(tensor) for tensor in own if tensor is not None)}
+    return [part for part in module.modules() if not owners.isdisjoint(part.modules())]
 
 
 def _text(values: Iterable[Any], what: str) -> str | None:

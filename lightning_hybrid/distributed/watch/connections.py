@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import select
 import socket
@@ -10,6 +9,8 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
+from weakref import WeakSet
 
 _DESCRIPTORS = Path("/proc/self/fd")
 
@@ -43,10 +44,12 @@ class Connections:
     def opened(self) -> Iterator[None]:
         """Inside, process groups are made, and no other C++ opens sockets."""
         before = _sockets()
-        try:
-            yield
-        finally:
-            self._sockets |= _sockets() - before
+        with _python_sockets() as of_python:
+            try:
+                yield
+            finally:
+                numbers = {each.fileno() for each in of_python}
+                self._sockets |= {each for each in _sockets() - before if each[0] not in numbers}
 
     def num_lost(self) -> int:
         """How many of those that last have been closed all the same; where the system does not tell, none.
@@ -76,11 +79,8 @@ class Connections:
         self._lasting = set()
 
     def _connected(self, store_port: int | None) -> Iterator[tuple[int, int]]:
-        """What connects this process with another one, and is neither Python's nor the store's."""
-        of_python = {each.fileno() for each in gc.get_objects() if issubclass(type(each), socket.socket)}
+        """The sockets that connect this process with another one, without the store's."""
         for number, inode in self._sockets & _sockets():
-            if number in of_python:
-                continue
             with suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
                 listens = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
                 if listens or connection.family not in (socket.AF_INET, socket.AF_INET6):
@@ -98,3 +98,20 @@ def _sockets() -> set[tuple[int, int]]:
                 if stat.S_ISSOCK(status.st_mode):
                     found.add((int(path.name), status.st_ino))
     return found
+
+
+@contextmanager
+def _python_sockets() -> Iterator[WeakSet[socket.socket]]:
+    """Note the sockets that Python opens inside, in any thread."""
+    opened = WeakSet[socket.socket]()
+    initialize = socket.socket.__init__
+
+    def note(self: socket.socket, *args: Any, **kwargs: Any) -> None:
+        initialize(self, *args, **kwargs)
+        opened.add(self)
+
+    socket.socket.__init__ = note  # type: ignore[method-assign]
+    try:
+        yield opened
+    finally:
+        socket.socket.__init__ = initialize  # type: ignore[method-assign]

@@ -106,7 +106,14 @@ class _Comparison:
         return len(one) == len(other) and all(self.is_alike(*pair, depth) for pair in pairs)
 
     def _are_alike(self, one: Mapping[Any, Any], other: Mapping[Any, Any], depth: int) -> bool:
-        return one.keys() == other.keys() and all(self.is_alike(one[name], other[name], depth) for name in one)
+        return one.keys() == other.keys() and all(
+            _are_empty(one[name], other[name]) or self.is_alike(one[name], other[name], depth) for name in one
+        )
+
+
+def _are_empty(one: Any, other: Any) -> bool:
+    """Return whether both are empty dictionaries, as most attributes of a module are."""
+    return isinstance(one, dict) and type(one) is type(other) and not one and not other
 
 
 def _captured(function: Any) -> list[Any]:

@@ -327,13 +327,19 @@ class Discovery(TorchFunctionMode):
             call.taps = taps
 
         ran = call
+        drawn = elsewhere = False
 
         def run(fakes: list[Any]) -> Any:
             nonlocal ran
 
             def call_it() -> Any:
+                nonlocal drawn, elsewhere
+                before = generator_marks(self._device)
                 with taps.recording() as tapped, watch.watching():
                     result = call_unit(call, unit, *unflatten(fakes, spec))
+                after = generator_marks(self._device)
+                elsewhere |= after.elsewhere != before.elsewhere
+                drawn |= elsewhere or after.torch != before.torch
                 return (result, tapped) if len(taps) else result
 
             if hooks and self._taps:  # each hook has to show what it does
@@ -342,11 +348,9 @@ class Discovery(TorchFunctionMode):
             return result
 
         with paused(self):
-            before = generator_marks(self._device)
             result = self._absent(number, call, leaves, run, trains=self._trains[index])
-            after = generator_marks(self._device)
-            call.draws_elsewhere = after.elsewhere != before.elsewhere or ran.draws_elsewhere
-            call.draws |= after.torch != before.torch or call.draws_elsewhere or ran.draws
+        call.draws_elsewhere = elsewhere or ran.draws_elsewhere
+        call.draws |= drawn or ran.draws
         self._note_escaped(index, watch)
         if any(at == index for at, _ in self.escaped):
             self._repeats.forget(call)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -49,6 +50,9 @@ BATCH_NORMS = frozenset(
 )
 
 
+_EFFECTS = {torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+
+
 class Operators(DispatchMode):  # type: ignore[misc]
     """Watches which operators a call consists of."""
 
@@ -76,6 +80,8 @@ class Operators(DispatchMode):  # type: ignore[misc]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Watch an operator."""
         seen = self._seen
+        if computes_only(func) and not seen.known:
+            return func(*args, **(kwargs or {}))
         seen.draws |= draws(func, args, kwargs or {})
         seen.reads |= torch.Tag.data_dependent_output in func.tags
         seen.shapes |= torch.Tag.dynamic_output_shape in func.tags and not _has_fixed_shape(func, args)
@@ -100,6 +106,20 @@ class Operators(DispatchMode):  # type: ignore[misc]
             for each in (*flatten(result)[0], *written_tensors(func, args, kwargs)):
                 if _is_tensor(each):
                     seen.known.pop(memory_of(each), None)
+
+
+@cache
+def computes_only(operator: Any) -> bool:
+    """Return whether an operator never draws, writes, or reads numbers, whatever its arguments are: most of them.
+
+    Args:
+        operator: The operator, an overload of `torch.ops`.
+    """
+    return (
+        not operator._schema.is_mutable
+        and operator.overloadpacket not in BATCH_NORMS
+        and _EFFECTS.isdisjoint(operator.tags)
+    )
 
 
 def written_tensors(operator: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:

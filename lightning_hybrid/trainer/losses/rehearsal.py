@@ -18,6 +18,7 @@ from lightning_hybrid.pipeline_parallel.frame.fake_module import GENERATORS, gen
 from lightning_hybrid.pipeline_parallel.frame.operators import (
     BATCH_NORMS,
     DispatchMode,
+    computes_only,
     draws,
     memory_of,
     written_tensors,
@@ -92,6 +93,9 @@ class Untouched(DispatchMode):  # type: ignore[misc]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator, or what stands for it."""
         kwargs = kwargs or {}
+        if computes_only(func):
+            with torch._C.DisableTorchFunction():
+                return func(*args, **kwargs)
         for tensor in () if ParameterGroup.copies_out else written_tensors(func, args, kwargs):
             memory = memory_of(to_local(tensor))
             if memory in self._tensors and memory not in self._before and _has_memory(self._tensors[memory]):
