@@ -30,6 +30,15 @@ from lightning_hybrid.pipeline_parallel.frame.stage_states import (
 
 #: Types of values that are alike if they are equal.
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+# Hooks of modules that no forward calls.
+_OF_STATE_DICTS = frozenset(
+    {
+        "_state_dict_hooks",
+        "_state_dict_pre_hooks",
+        "_load_state_dict_pre_hooks",
+        "_load_state_dict_post_hooks",
+    }
+)
 _DEPTH = 4  # of objects in objects whose attributes are compared
 
 
@@ -107,7 +116,10 @@ class _Comparison:
 
     def _are_alike(self, one: Mapping[Any, Any], other: Mapping[Any, Any], depth: int) -> bool:
         return one.keys() == other.keys() and all(
-            _are_empty(one[name], other[name]) or self.is_alike(one[name], other[name], depth) for name in one
+            name in _OF_STATE_DICTS
+            or _are_empty(one[name], other[name])
+            or self.is_alike(one[name], other[name], depth)
+            for name in one
         )
 
 

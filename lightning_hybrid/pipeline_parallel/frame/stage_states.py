@@ -9,6 +9,7 @@ from argparse import Namespace
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -146,6 +147,7 @@ class Copies:
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[Any, Any]] = {}
+        self._is_copied = cache(_is_copied)
 
     def __call__(self, value: Any, tensor: Callable[[Tensor], Tensor]) -> Any:
         """A copy of containers, arrays and tensors; anything else itself.
@@ -155,7 +157,7 @@ class Copies:
             tensor: Copies a tensor.
         """
         kind = type(value)
-        if kind in ATOMS:
+        if kind in ATOMS or not self._is_copied(kind):
             return value
         if id(value) in self._known:
             return self._known[id(value)][1]
@@ -174,7 +176,7 @@ class Copies:
             if not isinstance(other, (set, deque)):
                 for key, entry in other.items() if isinstance(other, dict) else enumerate(other):
                     other[key] = self(entry, tensor)
-        elif isinstance(value, Iterator) and not isinstance(value, io.IOBase) and not is_object(value):
+        elif isinstance(value, Iterator) and not is_object(value):
             other = _NotTaken(value)
         self._known[id(value)] = value, other
         return other
@@ -186,7 +188,7 @@ class Copies:
     def _is_changed(self, value: Any, other: Any) -> bool:
         if type(value) is np.ndarray:
             return bool(value.tobytes() != other.tobytes())
-        if type(value) not in CONTAINERS:
+        if type(value) not in CONTAINERS or not (value or other):
             return False
         if isinstance(value, set):
             return bool(value != other)
@@ -196,6 +198,13 @@ class Copies:
             value, other = value.values(), other.values()
         pairs = zip(value, other, strict=False)
         return len(value) != len(other) or any(self._known.get(id(a), (a, a))[1] is not b for a, b in pairs)
+
+
+def _is_copied(kind: type) -> bool:
+    """Return whether values of a type are copied: tensors, arrays, containers; and iterators, which are replaced."""
+    if issubclass(kind, (Tensor, np.ndarray, tuple)) or kind in CONTAINERS:
+        return True
+    return issubclass(kind, Iterator) and not issubclass(kind, io.IOBase)
 
 
 class Contents:
@@ -477,6 +486,8 @@ def _put_back(table: dict[str, Any], own: dict[str, Any], before: Mapping[str, A
 
 def restore(table: dict[str, Any], before: Mapping[str, Any]) -> None:
     """Make a table what it was; what is the same is not touched, as other threads may look at it."""
+    if list(table) == list(before) and all(map(operator.is_, table.values(), before.values())):
+        return
     for name in [name for name in table if name not in before]:
         del table[name]
     for name, value in before.items():
