@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import sys
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -62,10 +65,47 @@ class Direct(Classifier):
 
 
 KINDS = {"behind a layer": Classifier, "direct": Direct}
+BY_HAND = "direct, by hand"
+
+
+def train_by_hand(steps: int) -> None:
+    """Train :class:`Direct` with a loop that sends activations, their gradients and labels, and nothing else."""
+    os.environ["GLOO_SOCKET_IFNAME"] = next(name for _, name in socket.if_nameindex() if name != "lo")
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    body = Direct().body
+    stage = body[:4] if rank == 0 else body[4:]
+    optimizer = torch.optim.SGD(stage.parameters(), lr=0.01)
+    samples = BATCH // MICROBATCHES
+    for pictures, labels in DataLoader(Pictures(steps * BATCH), BATCH):
+        optimizer.zero_grad()
+        if rank == 0:
+            made = [stage(part) for part in pictures.split(samples)]
+            sent = [part.detach() for part in made]
+            pairs = zip(sent, labels.split(samples), strict=True)
+            waiting = [dist.isend(tensor, 1) for pair in pairs for tensor in pair]
+            for part in made:
+                gradient = torch.empty_like(part)
+                dist.recv(gradient, 1)
+                part.backward(gradient)
+            for each in waiting:
+                each.wait()
+        else:
+            for _ in range(MICROBATCHES):
+                arrived, of_part = torch.empty(samples, 128), torch.empty(samples, dtype=torch.long)
+                dist.recv(arrived, 0)
+                dist.recv(of_part, 0)
+                (F.cross_entropy(stage(arrived.requires_grad_()), of_part) / MICROBATCHES).backward()
+                dist.send(arrived.grad, 0)
+        optimizer.step()
+    dist.destroy_process_group()
 
 
 def main(kind: str, steps: int) -> None:
     """Train."""
+    if kind == BY_HAND:
+        train_by_hand(steps)
+        return
     layout = {"pipeline_parallel_size": 2, "num_microbatches": MICROBATCHES}
     trainer = make_trainer(layout, devices=1, num_nodes=2)
     trainer.fit(KINDS[kind](), DataLoader(Pictures(steps * BATCH), BATCH))
