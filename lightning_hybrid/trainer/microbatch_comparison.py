@@ -76,6 +76,7 @@ from lightning_hybrid.trainer.losses.verdict import (
     joined_parts,
     joined_verdict,
     judge_pairs,
+    places_of_first,
     rounding_of,
     router_losses_scaled,
     structure_of,
@@ -211,9 +212,12 @@ class MicrobatchComparison:
             batches, counts = joined_parts(batch, num_microbatches, getattr(module, "split_batch", None))
         # Forwards may gather shards of replicas, so that all ranks run as many.
         self._structures.add(structure_of(signature))
-        found = all_gather_values((len(batches), repr(structure_of(signature))), context.mesh.decision_group)
-        number = min(each for each, _ in found)
-        self._texts |= {text for _, text in found}
+        own = (len(batches), len(set(places_of_first(batches))), repr(structure_of(signature)))
+        found = all_gather_values(own, context.mesh.decision_group)
+        number = min(each for each, _, _ in found)
+        self._texts |= {text for _, _, text in found}
+        if len({each[:2] for each in found}) > 1:
+            batches = list(map(copied, batches))
         self._left -= number > 0 or context.mesh.data_parallel_size > 1
         if number == 0:
             return False
@@ -442,9 +446,12 @@ class MicrobatchComparison:
         Returns:
             What this rank finds of each pair; nothing where the loss is on other ranks, or nothing can be compared.
         """
-        run = self._run(batches, counts, forward)
+        places = places_of_first(batches)
+        firsts = sorted(set(places))
+        run = self._run([batches[first] for first in firsts], [counts[first] for first in firsts], forward)
         if run is None:
             return []
+        run = run.at([firsts.index(place) for place in places])
         means, labels, terms = run.find_means(), None, None
         if not tells_enough(means):
             return []

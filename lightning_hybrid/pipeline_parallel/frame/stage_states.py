@@ -9,7 +9,6 @@ from argparse import Namespace
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -147,7 +146,7 @@ class Copies:
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[Any, Any]] = {}
-        self._is_copied = cache(_is_copied)
+        self._kinds: dict[type, bool] = {}  # whether their values are copied
 
     def __call__(self, value: Any, tensor: Callable[[Tensor], Tensor]) -> Any:
         """A copy of containers, arrays and tensors; anything else itself.
@@ -157,7 +156,9 @@ class Copies:
             tensor: Copies a tensor.
         """
         kind = type(value)
-        if kind in ATOMS or not self._is_copied(kind):
+        if kind not in self._kinds:
+            self._kinds[kind] = _is_copied(kind)
+        if not self._kinds[kind]:
             return value
         if id(value) in self._known:
             return self._known[id(value)][1]

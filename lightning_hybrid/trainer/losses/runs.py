@@ -38,6 +38,16 @@ class Run(NamedTuple):
     dtype: torch.dtype
     has_drawn: bool
 
+    def at(self, places: Sequence[int]) -> Run:
+        """Return the run of the batches at these places, of which some may be equal."""
+        return self._replace(
+            batches=[self.batches[place] for place in places],
+            counts=[self.counts[place] for place in places],
+            losses=[self.losses[place] for place in places],
+            terms=[self.terms[place] for place in places],
+            numbers=[self.numbers[place] for place in places],
+        )
+
     def find_means(self) -> list[TargetMeans | None]:
         """Return the means over targets in the loss of each forward."""
         forwards = zip(self.terms, self.batches, self.counts, self.numbers, strict=True)

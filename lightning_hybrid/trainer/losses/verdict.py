@@ -41,6 +41,7 @@ __all__ = [
     "judge",
     "judge_logs",
     "judge_pairs",
+    "places_of_first",
     "rounding_of",
     "router_losses_scaled",
     "structure_of",
@@ -116,7 +117,8 @@ def joined_parts(
     the step. Otherwise one of half as many microbatches, which is two of them joined, is halved. So nothing has to be
     joined, and a module's `split_batch` decides as it does in the step. Two pairs are taken if there are four
     microbatches, and pairs until they have :data:`ENOUGH` samples; then so many samples in two halves: a loss that
-    couples samples of one class finds none in most pairs of two.
+    couples samples of one class finds none in most pairs of two. Where these halves are the first two pairs, they are
+    the same objects, so that one forward serves both.
 
     Args:
         batch: The batch of a training step.
@@ -139,8 +141,18 @@ def joined_parts(
     larger = max(1, sum(totals) // ENOUGH)
     if found[0] and totals[0] < ENOUGH and larger < number and _num_numbers(batch) <= _SMALL_SAMPLE * sum(totals):
         batches, totals = split_into(batch, larger, user_split)
-        _add_halves(found, batches[0], totals[0], user_split)
+        pairs_before = len(found[0]) // PAIR
+        if _add_halves(found, batches[0], totals[0], user_split) and user_split is None and pairs_before > 1:
+            firsts = (0, PAIR)
+            if found[1][-2:] == [found[1][first] for first in firsts]:  # a batch is cut in the order of its samples
+                found[0][-2:] = [found[0][first] for first in firsts]
     return found
+
+
+def places_of_first(batches: Sequence[Any]) -> list[int]:
+    """Return for each batch the place of the first one that is the same object."""
+    places: dict[int, int] = {}
+    return [places.setdefault(id(batch), place) for place, batch in enumerate(batches)]
 
 
 def _add_halves(

@@ -17,6 +17,7 @@ from lightning_hybrid.trainer.losses.verdict import (
     joined_parts,
     joined_verdict,
     judge,
+    places_of_first,
     structure_of,
 )
 
@@ -95,6 +96,20 @@ def test_two_microbatches_are_joined_by_a_coarser_split() -> None:
 )
 def test_few_samples_are_compared_in_several_pairs(samples: int, microbatches: int, joined: list[int]) -> None:
     assert joined_parts(torch.arange(samples), microbatches, None)[1][::3] == joined
+
+
+def test_halves_that_are_pairs_themselves_are_the_same_objects() -> None:
+    batches, counts = joined_parts(torch.arange(8), 4, None)
+    assert counts == [4, 2, 2, 4, 2, 2, 8, 4, 4]
+    assert places_of_first(batches) == [0, 1, 2, 3, 4, 5, 6, 0, 3]
+    assert torch.equal(torch.cat(batches[7:]), batches[6])
+    uneven, _ = joined_parts(torch.arange(10), 4, None)
+    assert torch.equal(torch.cat(uneven[7:]), uneven[6])
+
+    def split(batch: torch.Tensor, number: int) -> list[torch.Tensor]:
+        return [batch[first::number] for first in range(number)]
+
+    assert places_of_first(joined_parts(torch.arange(8), 4, split)[0]) == list(range(9))
 
 
 def test_large_samples_are_compared_in_pairs_alone() -> None:
