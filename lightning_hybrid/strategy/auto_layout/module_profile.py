@@ -1,4 +1,4 @@
-"""What a module costs: its step is run on shapes, once for each way to share and to recompute its layers."""
+"""What a module costs: its step is run on shapes, once for each way to share its layers and its sequences."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from lightning.pytorch.plugins.precision import Precision
 
 from lightning_hybrid.config import HybridConfig, check_grid
 from lightning_hybrid.memory.account import MemoryUsage
-from lightning_hybrid.strategy.auto_layout.candidates import RECOMPUTE, Layout
+from lightning_hybrid.strategy.auto_layout.candidates import Layout
 from lightning_hybrid.strategy.auto_layout.cost_model import StageCost
 from lightning_hybrid.strategy.auto_layout.dry_run.dry_run import run_first_step
 from lightning_hybrid.strategy.auto_layout.dry_run.place_cost import PlaceCost, StagePart, cost_of_place
-from lightning_hybrid.strategy.auto_layout.dry_run.recorder import WHOLE, Recorder, Way, way_of
+from lightning_hybrid.strategy.auto_layout.dry_run.recorder import WHOLE, Recorder, Share
 from lightning_hybrid.strategy.auto_layout.dry_run.saved_tensors import labels_of_stages
 from lightning_hybrid.strategy.auto_layout.dry_run.traces import Trace, value_at, value_between
 from lightning_hybrid.strategy.auto_layout.machine import Machine
@@ -71,8 +71,8 @@ class ModuleProfile:
         def run(tensor: int, mode: str, depth: int) -> Recorder:
             sizes = (num_ranks // tensor, tensor, 1)
             shared = replace(open_config, tensor_parallel_mode=mode, tensor_parallel_depth=depth)
-            ways = [way_of(only)] if only else self._ways(num_ranks // tensor, mode)
-            here = {"only": only, "ways": ways, "least_share": least_share, "measure": measure and tensor == 1}
+            shares = [(only.context, only.context_kind)] if only else self._shares(num_ranks // tensor, mode)
+            here = {"only": only, "shares": shares, "least_share": least_share, "measure": measure and tensor == 1}
             make_strategy: Callable[..., Recorder] = partial(Recorder, shared, sizes, **here)  # type: ignore[arg-type]
             return run_first_step(make, make_strategy, precision=precision, **trainer)
 
@@ -85,11 +85,10 @@ class ModuleProfile:
         self._contexts = range(1, machine.ranks_per_node + 1) if contexts is None else contexts
         least_share = LEAST_SHARE if contexts is None else 0
 
-    def _ways(self, num_ranks: int, mode: str) -> list[Way]:
-        """How layers may run where they, arranged so, and then sequences are shared by so many ranks."""
+    def _shares(self, num_ranks: int, mode: str) -> list[Share]:
+        """How sequences may be shared by so many ranks, where others share layers that are arranged so."""
         sizes = [size for size in self._contexts if size > 1 and num_ranks % size == 0]
-        ways: list[Way] = [(recompute, *WHOLE) for recompute in RECOMPUTE]
-        return ways + [each for each in product(RECOMPUTE, sizes, KINDS) if not self._refusal(*each, mode)]
+        return [WHOLE, *(each for each in product(sizes, KINDS) if not self._refusal(False, *each, mode))]
 
     def _refusal(self, recompute: Any, size: int, kind: str, mode: str) -> str:
         """Why sequences are not shared so, whatever the module is; nothing if they may be."""
@@ -133,7 +132,7 @@ class ModuleProfile:
         return {size: self._recorder(size, "1d", 1).divided_share for size in sizes}
 
     def _share_error(self, layout: Layout) -> str:
-        refused = self._refusal(*way_of(layout), layout.tensor_mode)
+        refused = self._refusal(layout.recompute, layout.context, layout.context_kind, layout.tensor_mode)
         if refused or layout.sharing == self._least:
             return refused or self._recorder(*layout.sharing).share_error(layout)
         # Layers that are divided are not tried, as what their ranks send has no numbers.
