@@ -194,11 +194,11 @@ def most_in_flight(schedule: Schedule, rank: int) -> list[dict[int, int]]:
             grows = True
         elif action.kind is Kind.B:
             if grows:  # before it was the most since the last one
-                peaks[tuple(sorted(current.items()))] = dict(current)
+                peaks[tuple(current.items())] = dict(current)
             current[action.stage] -= 1
             grows = False
     if grows:
-        peaks[tuple(sorted(current.items()))] = dict(current)
+        peaks[tuple(current.items())] = dict(current)
     found: list[dict[int, int]] = []
     for peak in sorted(peaks.values(), key=lambda each: -sum(each.values())):
         if not any(all(other.get(stage, 0) >= count for stage, count in peak.items()) for other in found):

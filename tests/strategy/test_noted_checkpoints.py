@@ -77,6 +77,17 @@ class Detached(Layer):
         return super().forward(x, mask).detach()
 
 
+class Normed(Layer):
+    """A layer whose forward changes buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batch_norm = nn.BatchNorm1d(64)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return super().forward(self.batch_norm(x), mask)
+
+
 class Stack(LightningModule):
     layer: Any = Layer
     depth = 4
@@ -235,6 +246,20 @@ def test_what_is_noted_is_what_layers_that_run_again_save(
         monkeypatch.setattr(dry_runs, "NotedCheckpoints", real)
         assert saved_in(make, plugin, **arguments, recompute=recompute)[recompute] == noted[recompute], recompute
         monkeypatch.undo()
+
+
+def test_layers_that_change_buffers_may_run_again_without_numbers() -> None:
+    made = []
+
+    class Counting(Stack):
+        layer = Normed
+
+        def __init__(self) -> None:
+            made.append(1)
+            super().__init__()
+
+    assert make_profile(Counting).refuse(Layout(1, 1, 2, 2, recompute=True)) is None
+    assert len(made) == 1, "it is made a second time if it cannot do without values"
 
 
 def test_what_is_noted_adds_no_operations(monkeypatch: pytest.MonkeyPatch) -> None:

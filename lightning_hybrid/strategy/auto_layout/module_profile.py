@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import product
 from typing import Any
@@ -77,9 +77,10 @@ class ModuleProfile:
             return run_first_step(make, make_strategy, precision=precision, **trainer)
 
         self._recorder = lru_cache(maxsize=None)(run)
-        self._stages_of = lru_cache(maxsize=None)(self._find_stages)
-        self._held_by = lru_cache(maxsize=None)(self._find_held)
-        self._contents_of = lru_cache(maxsize=None)(self._find_contents)
+        self._stages: dict[Hashable, Sequence[StageCost]] = {}
+        self._held_bytes: dict[Hashable, Sequence[MemoryUsage]] = {}
+        self._weights: dict[Hashable, Sequence[tuple[int, int]]] = {}
+        self._contents: dict[Hashable, Sequence[_Content]] = {}
         self._place_costs: dict[Hashable, PlaceCost] = {}
         self._errors: dict[tuple[int, str, int], str] = {}
         self._contexts = range(1, machine.ranks_per_node + 1) if contexts is None else contexts
@@ -151,33 +152,38 @@ class ModuleProfile:
         return "" if share else f"tensor_parallel_plan={plan!r} divides nothing of it{beside}"
 
     def stages(self, layout: Layout, samples: int) -> Sequence[StageCost]:
-        """As :class:`~lightning_hybrid.strategy.auto_layout.cost_model.Profile` says."""
-        key = replace(layout, data=1, num_microbatches=1, schedule="1f1b", zero_stage=0, extra_in_flight=())
-        return self._stages_of(key, samples)
+        """As :class:`~lightning_hybrid.strategy.auto_layout.cost_model.Profile` says; equal ones are one object."""
+        key = layout.stages_key, samples
+        if key not in self._stages:
+            contents = self._contents_of(layout)
+            costs = {each: self._stage_cost(each, samples) for each in dict.fromkeys(contents)}
+            self._stages[key] = [costs[each] for each in contents]
+        return self._stages[key]
 
     def held(self, layout: Layout) -> Sequence[MemoryUsage]:
         """As :class:`~lightning_hybrid.strategy.auto_layout.cost_model.Profile` says."""
-        return self._held(layout, master_weights=self._config.master_weights)
-
-    def _held(self, layout: Layout, *, master_weights: bool) -> tuple[MemoryUsage, ...]:
         number = min(layout.num_microbatches, 2)  # one, or several
-        layout = replace(layout, num_microbatches=number, schedule="1f1b", recompute=False, extra_in_flight=())
-        return self._held_by(replace(layout, context=WHOLE[0], context_kind=WHOLE[1]), master_weights)
+        key = layout.sharing, layout.pipeline, layout.num_chunks, layout.data, layout.zero_stage, number
+        if key not in self._held_bytes:
+            self._held_bytes[key] = self._find_held(layout, master_weights=self._config.master_weights)
+        return self._held_bytes[key]
 
     def weights(self, layout: Layout) -> Sequence[tuple[int, int]]:
         """As :class:`~lightning_hybrid.strategy.auto_layout.cost_model.Profile` says."""
-        usages = self._held(replace(layout, zero_stage=0), master_weights=False)  # which are not sent
-        return [(usage.parameters, usage.gradients) for usage in usages]
+        number = min(layout.num_microbatches, 2)
+        key = layout.sharing, layout.pipeline, layout.num_chunks, layout.data, number
+        if key not in self._weights:
+            usages = self._find_held(replace(layout, zero_stage=0), master_weights=False)  # which are not sent
+            self._weights[key] = [(usage.parameters, usage.gradients) for usage in usages]
+        return self._weights[key]
 
     def num_layers(self, layout: Layout) -> Sequence[int]:
         """As :class:`~lightning_hybrid.strategy.auto_layout.cost_model.Profile` says."""
         return [len(positions) for positions in self._recorder(*layout.sharing).cut(layout).positions]
 
-    def _find_stages(self, layout: Layout, samples: int) -> tuple[StageCost, ...]:
-        return tuple(self._stage_cost(parts, samples, outputs) for parts, outputs in self._contents_of(layout))
-
-    def _stage_cost(self, parts: Sequence[StagePart], samples: int, outputs: Sequence[int]) -> StageCost:
+    def _stage_cost(self, content: _Content, samples: int) -> StageCost:
         """Add up the labels of a stage, for a microbatch of so many samples."""
+        parts, outputs = content.parts, content.outputs
         cost = sum((each for part in parts for each in self._costs(part, samples)), PlaceCost())
         return StageCost(
             forward=cost.forward,
@@ -214,22 +220,49 @@ class ModuleProfile:
             self._place_costs[key] = cost_of_place(traces, samples, label, layout, self._machine)
         return self._place_costs[key]
 
-    def _find_contents(self, layout: Layout) -> list[tuple[list[StagePart], list[int]]]:
-        """Find the labels of each stage, and the bytes that it sends to the next stage, in each trace."""
+    def _contents_of(self, layout: Layout) -> Sequence[_Content]:
+        """Return what each stage has to do: one object for all stages with equal records."""
+        key = layout.stages_key
+        if key not in self._contents:
+            alike: dict[Hashable, _Content] = {}
+            found = self._find_contents(layout)
+            self._contents[key] = [alike.setdefault(each.key(self._is_measured), each) for each in found]
+        return self._contents[key]
+
+    def _find_contents(self, layout: Layout) -> Iterator[_Content]:
         recorder = self._recorder(*layout.sharing)
         positions = recorder.cut(layout).positions
-        found = []
         for stage, labels in enumerate(labels_of_stages(positions)):
             parts = [
                 StagePart.of(part, of_part, recorder.traces(part))
                 for part, of_part in _parts(layout, stage, labels, positions[stage])
             ]
             last = positions[stage][-1] if positions[stage] else None
-            found.append((parts, [trace.outputs.get(last, 0) for trace in parts[0].traces]))
-        return found
+            yield _Content(parts, [trace.outputs.get(last, 0) for trace in parts[0].traces])
 
     def _find_held(self, layout: Layout, master_weights: bool) -> tuple[MemoryUsage, ...]:
         return self._recorder(*layout.sharing).held(layout, self._accumulated, master_weights=master_weights)
+
+
+@dataclass(frozen=True, eq=False)
+class _Content:
+    """What a stage has to do.
+
+    Attributes:
+        parts: Its labels, by what runs again of them.
+        outputs: The bytes that it sends to the next stage, in each trace.
+    """
+
+    parts: Sequence[StagePart]
+    outputs: Sequence[int]
+
+    def key(self, is_measured: bool) -> Hashable:
+        """Return what is equal for stages of a layout that cost the same; where labels are timed, each is different."""
+        parts = (
+            (part.layout.recompute, *(part.labels if is_measured else part.kinds.items()), *part.saved)
+            for part in self.parts
+        )
+        return *parts, *self.outputs
 
 
 def _with_sharing(layout: Layout, tensor: int, mode: str, depth: int) -> Layout:

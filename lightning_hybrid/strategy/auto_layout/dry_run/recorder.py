@@ -94,6 +94,7 @@ class Recorder(DryRunStrategy):
         self.divided_share = 0.0 if plan is None else divided_share(plan, module)
         if plan is not None and not self.divided_share:  # nobody asks what its ranks do
             raise StopAfterFirstStepError
+        self._planned: set[tuple[str, ...]] = set()  # the layers that can be shared as planned
         self._cuts: dict[tuple[int, int], Cut | str] = {}
         sizes = (size for size in range(1, data + 1) if data % size == 0)
         numbers = [(size, chunks) for size in sizes for chunks in range(1, (MOST_CHUNKS if size > 1 else 1) + 1)]
@@ -106,8 +107,9 @@ class Recorder(DryRunStrategy):
         try:
             if pipeline > 1:
                 body, stage_map = layouts.find_stages(module, config, pipeline)
-                if tensor > 1 and body.chain is None:
-                    layouts.find_plan(module, config, tensor, body)
+                if tensor > 1 and body.chain is None and body.names not in self._planned:
+                    layouts.find_plan(module, config, tensor, body)  # it may refuse
+                    self._planned.add(body.names)
                 return Cut(body, layouts.expect_outside(module, layouts.with_plan(stage_map, body, plan, module)))
         except (ValueError, TypeError) as error:
             return str(error)
