@@ -41,16 +41,18 @@ def count_progress(name: str) -> Iterator[Callable[[str, int, int], None]]:
         What is called with the new text before the bar, how many are done, and how many there are.
     """
     console = Console(stderr=True)
+    is_watched = console.is_terminal
     columns = *Progress.get_default_columns(), MofNCompleteColumn()
     said = time.monotonic()
 
     def update(text: str, done: int, total: int) -> None:
         nonlocal said
-        bar.update(task, description=text, completed=done, total=total)
-        if not console.is_terminal and time.monotonic() - said > _SECONDS_BETWEEN_LINES:
+        if is_watched:
+            bar.update(task, description=text, completed=done, total=total)
+        elif time.monotonic() - said > _SECONDS_BETWEEN_LINES:
             said = time.monotonic()
             print(f"{text}: {done} of {total}", file=sys.stderr, flush=True)
 
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    with Progress(*columns, console=console, transient=True, disable=not is_watched) as bar:
         task = bar.add_task(name, total=None)
         yield update

@@ -194,11 +194,11 @@ def most_in_flight(schedule: Schedule, rank: int) -> list[dict[int, int]]:
             grows = True
         elif action.kind is Kind.B:
             if grows:  # before it was the most since the last one
-                peaks[tuple(sorted(current.items()))] = dict(current)
+                peaks[tuple(current.items())] = dict(current)
             current[action.stage] -= 1
             grows = False
     if grows:
-        peaks[tuple(sorted(current.items()))] = dict(current)
+        peaks[tuple(current.items())] = dict(current)
     found: list[dict[int, int]] = []
     for peak in sorted(peaks.values(), key=lambda each: -sum(each.values())):
         if not any(all(other.get(stage, 0) >= count for stage, count in peak.items()) for other in found):
@@ -220,6 +220,8 @@ class SavedTensorMeter:
 
     def __init__(self, excluded: Iterable[Tensor]) -> None:
         self.label: Hashable = None
+        self._kind: Hashable = None
+        self._keeps: Any = None
         storages = (storage for tensor in excluded for storage in storages_of(tensor))
         self._excluded = {storage._cdata: storage for storage in storages}  # alive, so that no other gets their address
         self._saved: dict[Hashable, WeakSet[_Saved]] = defaultdict(WeakSet)
@@ -232,6 +234,21 @@ class SavedTensorMeter:
         casts = nullcontext() if Mode is None else _CastWatch(self._note_cast)
         with casts, saved_tensors_hooks(self._pack, lambda saved: saved.tensor):
             yield
+
+    @contextmanager
+    def noting(self, kind: Hashable, keeps: Any = None) -> Iterator[None]:
+        """Note what is saved while entered under a kind, which :meth:`storages` can leave out.
+
+        Args:
+            kind: The kind.
+            keeps: What lives as long as any of it.
+        """
+        before = self._kind, self._keeps
+        self._kind, self._keeps = kind, keeps
+        try:
+            yield
+        finally:
+            self._kind, self._keeps = before
 
     def _note_cast(self, source: Tensor, copy: Tensor) -> None:
         if all(storage._cdata in self._excluded for storage in storages_of(source)):
@@ -266,15 +283,20 @@ class SavedTensorMeter:
         return found
 
     def _pack(self, tensor: Tensor) -> _Saved:
-        saved = _Saved(tensor)
+        saved = _Saved(tensor, self._kind, self._keeps)
         self._saved[self.label].add(saved)
         return saved
 
-    def storages(self, label: Hashable) -> dict[Hashable, int]:
-        """The storages that were saved under a label and are needed still, with their bytes: not what is dropped."""
-        storages: dict[Hashable, int] = _sizes(self._saved.get(label, ()))
+    def storages(self, label: Hashable, without: Container[Hashable] = ()) -> dict[Hashable, int]:
+        """The storages that were saved under a label and are needed still, with their bytes: not what is dropped.
+
+        Args:
+            label: The label.
+            without: The kinds that do not count.
+        """
+        storages: dict[Hashable, int] = _sizes(self._saved.get(label, ()), without)
         for each in self._repeated.get(label, ()):
-            sizes = _sizes(each.repetition.saved).items()
+            sizes = _sizes(each.repetition.saved, without).items()
             storages |= {each.key(key): size for key, size in sizes if key not in self._excluded}
         return {key: size for key, size in storages.items() if key not in self._excluded}
 
@@ -309,8 +331,9 @@ class _Repeated:
         return (self.tag, key) if key in self.repetition.made else key
 
 
-def _sizes(saved: Iterable[_Saved]) -> dict[Hashable, int]:
-    return {storage._cdata: storage.nbytes() for each in saved for storage in storages_of(each.tensor)}
+def _sizes(saved: Iterable[_Saved], without: Container[Hashable]) -> dict[Hashable, int]:
+    counted = (each.tensor for each in saved if each.kind not in without)
+    return {storage._cdata: storage.nbytes() for tensor in counted for storage in storages_of(tensor)}
 
 
 class _CastWatch(Mode or object):  # type: ignore[misc]
@@ -331,5 +354,5 @@ class _CastWatch(Mode or object):  # type: ignore[misc]
 class _Saved:
     """A saved tensor, without the graph that it is a result of: with it, the two would keep each other for ever."""
 
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor.detach()
+    def __init__(self, tensor: Tensor, kind: Hashable, keeps: Any) -> None:
+        self.tensor, self.kind, self.keeps = tensor.detach(), kind, keeps

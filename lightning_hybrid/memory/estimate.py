@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from lightning.pytorch import LightningModule
@@ -17,7 +18,7 @@ from lightning_hybrid.data_parallel.zero.shard_module import own_parameters
 from lightning_hybrid.distributed.dtensor import is_zero_sharded, to_local
 from lightning_hybrid.memory import account
 from lightning_hybrid.memory.account import MemoryUsage
-from lightning_hybrid.pipeline_parallel.stage_map import StageMap, locate
+from lightning_hybrid.pipeline_parallel.stage_map import StageMap, TensorStages, locate
 
 _MASTER_BYTES = torch.float32.itemsize
 
@@ -88,6 +89,7 @@ class MemoryEstimator:
         self._described: dict[int, HeldParameter] = {}
         self._held: dict[HeldTensors, HeldTensors] = {}  # one for all that are equal, known by its identity
         self._counted: dict[Hashable, MemoryUsage] = {}
+        self._latest: tuple[StageMap, list[TensorStages]] | None = None
 
     def held(self, stage_map: StageMap, layers: Mapping[int, Sequence[nn.Module]], rank: int) -> HeldTensors:
         """Find the parameters and buffers of a pipeline rank.
@@ -97,17 +99,28 @@ class MemoryEstimator:
             layers: The layers of each stage of the rank.
             rank: The pipeline rank.
         """
-        locations = locate(self._module.named_parameters(remove_duplicate=False), stage_map)
         layer_of: dict[int, int] = {}
         of_layers = (keys for members in layers.values() for keys in own_parameters(members, layers, self._owners))
         for number, keys in enumerate(of_layers):
             layer_of |= dict.fromkeys(keys, number)
-        own = (location.tensor for location in locations if rank in location.ranks)
+        own = (location.tensor for location in self._located(stage_map) if rank in location.ranks)
         parameters = tuple(replace(self._alone(p), layer=layer_of.get(id(p))) for p in own)
-        named = self._module.named_buffers(remove_duplicate=False)
-        buffers = account.storage_bytes(buffer for name, buffer in named if rank in stage_map.ranks_of(name))
-        found = HeldTensors(parameters, buffers)
+        own_buffers = (buffer for name, buffer in self._named[1] if rank in stage_map.ranks_of(name))
+        found = HeldTensors(parameters, account.storage_bytes(own_buffers))
         return self._held.setdefault(found, found)
+
+    @cached_property
+    def _named(self) -> tuple[list[tuple[str, Tensor]], list[tuple[str, Tensor]]]:
+        """The parameters and the buffers of the module by all their names: a deep one has thousands of parts."""
+        module = self._module
+        named = module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
+        return list(named[0]), list(named[1])
+
+    def _located(self, stage_map: StageMap) -> list[TensorStages]:
+        """Find out where parameters live; once for all ranks that are asked for one after the other."""
+        if self._latest is None or self._latest[0] is not stage_map:
+            self._latest = stage_map, locate(self._named[0], stage_map)
+        return self._latest[1]
 
     def _alone(self, parameter: Tensor) -> HeldParameter:
         """Describe a parameter as one outside of layers. Caches it: reading the local shape of a DTensor is slow."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
+from lightning_hybrid.distributed.forwards import replaced_forwards
 from lightning_hybrid.distributed.pytree import copy_object, flatten, unflatten
 from lightning_hybrid.distributed.random import RandomReplay
 from lightning_hybrid.memory.activation_checkpoint.selective import SavedResults
@@ -35,24 +36,11 @@ class ActivationCheckpointing:
     """
 
     def __init__(self, layers: Iterable[nn.Module], device: torch.device, *, selective: bool = False) -> None:
-        self._layers = [_Layer(layer, device, selective) for layer in {id(layer): layer for layer in layers}.values()]
+        self._layers = {layer: _Layer(layer, device, selective) for layer in layers}
 
-    @contextmanager
-    def __call__(self) -> Iterator[None]:
+    def __call__(self) -> AbstractContextManager[None]:
         """Enter it around forwards; backwards may follow later."""
-        replaced: list[tuple[dict[str, Any], Any]] = []
-        try:
-            for layer in self._layers:
-                attributes = vars(layer.module)
-                replaced.append((attributes, attributes.get("forward")))
-                attributes["forward"] = layer.checkpointed(attributes.get("forward") or layer.forward)
-            yield
-        finally:
-            for attributes, forward in replaced:
-                if forward is None:
-                    del attributes["forward"]
-                else:  # somebody else's
-                    attributes["forward"] = forward
+        return replaced_forwards(self._layers, lambda module, forward: self._layers[module].checkpointed(forward))
 
 
 class _SideEffects(NamedTuple):
@@ -77,10 +65,6 @@ class _Layer:
         self._submodules = list(module.modules())
         self._side_effects: dict[tuple[Hashable, ...], _SideEffects] = {}
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the layer's class does: the one that it has now, as a layer may be of another for a while."""
-        return type(self.module).forward(self.module, *args, **kwargs)
-
     def checkpointed(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """What takes the place of the layer's `forward`."""
 
@@ -88,15 +72,10 @@ class _Layer:
             if not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
             leaves, spec = flatten((args, kwargs))
-            positions: dict[int, int] = {}  # a tensor that comes twice is one tensor again, which layers look at
-            tensors: list[Tensor] = []
-            for leaf in leaves:
-                if isinstance(leaf, Tensor) and id(leaf) not in positions:
-                    positions[id(leaf)] = len(tensors)
-                    tensors.append(leaf)
-            # Vocabulary-parallel logits are no tensors that autograd could save.
-            if not tensors or not all(type(tensor) in _PLAIN or isinstance(tensor, DTensor) for tensor in tensors):
+            tensors = tensors_to_save(leaves)
+            if tensors is None:
                 return forward(*args, **kwargs)
+            positions = {id(tensor): position for position, tensor in enumerate(tensors)}
             order = [positions.get(id(leaf)) if isinstance(leaf, Tensor) else None for leaf in leaves]
             # The layer is given its own objects once, and then what they were, such as a cache without its keys.
             given = [[None if isinstance(leaf, Tensor) else leaf for leaf in leaves]]
@@ -191,6 +170,20 @@ class _Call:
         finally:
             for (owner, name, _), value in zip(self._buffers, current, strict=True):
                 owner._buffers[name] = value
+
+
+def tensors_to_save(leaves: Iterable[Any]) -> list[Tensor] | None:
+    """Return the tensors that a layer saves of its arguments to run again; ``None`` if it does not run again.
+
+    A tensor that comes twice is one tensor again, which layers look at.
+
+    Args:
+        leaves: Of the arguments.
+    """
+    tensors = list({id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}.values())
+    # Vocabulary-parallel logits are no tensors that autograd could save.
+    can_be_saved = all(type(tensor) in _PLAIN or isinstance(tensor, DTensor) for tensor in tensors)
+    return tensors if tensors and can_be_saved else None
 
 
 def _copy(tensor: Tensor) -> Tensor:

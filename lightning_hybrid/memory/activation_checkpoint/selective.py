@@ -8,7 +8,7 @@ sums are saved, and random streams go on where they were.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import zip_longest
 from typing import Any
@@ -77,8 +77,7 @@ class SavedResults:
             product.is_lost |= product.is_freed and (follower is None or follower.is_lost)
         tensors = [tensor for result in self._results for tensor in result.pack()]
         if tensors:
-            # The tensor: without it, torch 2.11 frees what its node has saved.
-            self._saved = _Save.apply(_ANCHOR, *tensors)  # type: ignore[no-untyped-call]
+            self._saved = save_tensors(tensors)
 
     def replay(self) -> AbstractContextManager[Any]:
         """Around the recomputation."""
@@ -270,6 +269,16 @@ def _is_saved(func: Any, args: Any) -> bool:
 def _address(tensor: Tensor) -> int:
     address: int = tensor.untyped_storage()._cdata
     return address
+
+
+def save_tensors(tensors: Sequence[Tensor]) -> Tensor:
+    """Let autograd save tensors, as long as the returned tensor lives: without it, torch 2.11 frees what its node has.
+
+    Args:
+        tensors: Without a graph.
+    """
+    saved: Tensor = _Save.apply(_ANCHOR, *tensors)  # type: ignore[no-untyped-call]
+    return saved
 
 
 class _Save(torch.autograd.Function):

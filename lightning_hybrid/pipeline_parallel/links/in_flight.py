@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from functools import cache
 
 from lightning_hybrid.pipeline_parallel.links.link import StepTimes
-from lightning_hybrid.pipeline_parallel.schedules import build
+from lightning_hybrid.pipeline_parallel.schedules import build_unproven
 from lightning_hybrid.pipeline_parallel.timeline import simulate
 
 #: A share of a step that is not worth the memory of another microbatch.
@@ -54,12 +54,13 @@ def choose_extra(
 
     @cache
     def seconds(extra: tuple[int, ...]) -> float:
-        schedule = build(name, num_ranks, number, num_chunks, extra)
+        schedule = build_unproven(name, num_ranks, number, num_chunks, extra)
         timeline = simulate(schedule, send=times.send, duration=times.duration, occupied=times.occupied)
         return timeline.makespan
 
     # What no number in flight changes: the step without any messages.
-    undelayed = simulate(build(name, num_ranks, number, num_chunks, nothing), duration=times.duration).makespan
+    schedule = build_unproven(name, num_ranks, number, num_chunks, nothing)
+    undelayed = simulate(schedule, duration=times.duration).makespan
     if seconds(nothing) <= (1 + NOT_WORTH) * undelayed:
         return nothing
     goal = (1 + NOT_WORTH) * seconds(enough)

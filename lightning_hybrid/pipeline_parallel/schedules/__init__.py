@@ -24,6 +24,7 @@ __all__ = [
     "add_communication",
     "build",
     "build_forward",
+    "build_unproven",
     "compute_order",
     "post_receives_early",
     "prove_sends_received",
@@ -62,7 +63,26 @@ def build(
         1RECV_F0 1RECV_F1 1F0 1B0 1SEND_B0 1F1 1B1 1SEND_B1
     """
     order = compute_order(name, num_ranks, num_microbatches, num_chunks, extra_in_flight)
-    return _complete(Schedule(name, num_ranks, num_chunks, num_microbatches, order), extra_in_flight, posts_early)
+    schedule = Schedule(name, num_ranks, num_chunks, num_microbatches, order)
+    return _proven(_with_communication(schedule, extra_in_flight, posts_early))
+
+
+def build_unproven(
+    name: str, num_ranks: int, num_microbatches: int, num_chunks: int = 1, extra_in_flight: tuple[int, ...] = ()
+) -> Schedule:
+    """The same lists as :func:`build` makes, in a fifth of the time: for who plays them only, as a simulator does.
+
+    Nothing is validated, and no send is proven to be received.
+
+    Args:
+        name: As for :func:`build`, like the others.
+        num_ranks: Likewise.
+        num_microbatches: Likewise.
+        num_chunks: Likewise.
+        extra_in_flight: Likewise.
+    """
+    order = compute_order(name, num_ranks, num_microbatches, num_chunks, extra_in_flight)
+    return _with_communication(Schedule(name, num_ranks, num_chunks, num_microbatches, order), extra_in_flight, True)
 
 
 @lru_cache
@@ -73,13 +93,18 @@ def build_forward(num_ranks: int, num_microbatches: int, num_chunks: int = 1, *,
         ValueError: If a number is not at least 1.
     """
     order = forward_order(num_ranks, num_microbatches, num_chunks)
-    return _complete(Schedule("forward", num_ranks, num_chunks, num_microbatches, order), (), posts_early)
+    schedule = Schedule("forward", num_ranks, num_chunks, num_microbatches, order)
+    return _proven(_with_communication(schedule, (), posts_early))
 
 
-def _complete(schedule: Schedule, extra_in_flight: Sequence[int], posts_early: bool) -> Schedule:
+def _with_communication(schedule: Schedule, extra_in_flight: Sequence[int], posts_early: bool) -> Schedule:
     schedule = add_communication(schedule)
     if posts_early and not _waits_for_each_kernel():
         schedule = post_receives_early(schedule, extra_in_flight)
+    return schedule
+
+
+def _proven(schedule: Schedule) -> Schedule:
     validate(schedule)
     return prove_sends_received(schedule)
 

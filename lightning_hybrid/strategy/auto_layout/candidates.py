@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
-from math import prod
 
 from lightning_hybrid.config import accumulated_batches
 
@@ -41,9 +41,14 @@ class Layout:
         return self.tensor, self.tensor_mode, self.tensor_depth
 
     @property
+    def stages_key(self) -> tuple[Hashable, ...]:
+        """What decides about the costs of its stages, for a microbatch of so many samples."""
+        return *self.sharing, self.context, self.context_kind, self.pipeline, self.num_chunks, self.recompute
+
+    @property
     def num_ranks(self) -> int:
         """The processes that it needs."""
-        return prod(self.sizes.values())
+        return self.data * self.tensor * self.pipeline * self.context
 
     @property
     def schedule_key(self) -> tuple[str, int, int, int, tuple[int, ...]]:

@@ -68,20 +68,20 @@ need while they run.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from math import inf, isfinite, prod
 from typing import Protocol
 
 from lightning_hybrid.config import with_context_axis
-from lightning_hybrid.memory.account import MemoryUsage, most_in_flight
+from lightning_hybrid.memory.account import MemoryUsage
 from lightning_hybrid.pipeline_parallel.links.in_flight import choose_extra
 from lightning_hybrid.pipeline_parallel.links.link import Link, StepTimes
-from lightning_hybrid.pipeline_parallel.schedules import Schedule, build, compute_order
 from lightning_hybrid.pipeline_parallel.timeline import simulate
 from lightning_hybrid.strategy.auto_layout.candidates import Layout, Step
 from lightning_hybrid.strategy.auto_layout.machine import NO_MESSAGES, Machine, Messages, in_ring
+from lightning_hybrid.strategy.auto_layout.schedule_cache import in_flight_of, schedule_of
 
 _BACKWARD = 2.0  # forwards that a backward takes
 
@@ -173,28 +173,6 @@ class Cost:
         return max(map(_known_bytes, self.memory))
 
 
-@cache
-def schedule_of(name: str, num_ranks: int, num_microbatches: int, num_chunks: int, extra: tuple[int, ...]) -> Schedule:
-    """The schedule of a step, made once."""
-    return build(name, num_ranks, num_microbatches, num_chunks, extra)
-
-
-@cache
-def in_flight_of(
-    name: str, num_ranks: int, num_microbatches: int, num_chunks: int, extra: tuple[int, ...]
-) -> list[list[dict[int, int]]]:
-    """Return the microbatches that each rank holds at its peaks; cached for all layouts with this schedule."""
-    schedule = order_of(name, num_ranks, num_microbatches, num_chunks, extra)
-    return [most_in_flight(schedule, rank) for rank in range(num_ranks)]
-
-
-@cache
-def order_of(name: str, num_ranks: int, num_microbatches: int, num_chunks: int, extra: tuple[int, ...]) -> Schedule:
-    """The forwards and backwards of a step alone, which say what is kept, and are made much sooner."""
-    order = compute_order(name, num_ranks, num_microbatches, num_chunks, extra)
-    return Schedule(name, num_ranks, num_chunks, num_microbatches, order)
-
-
 class CostModel:
     """The costs of layouts.
 
@@ -209,10 +187,12 @@ class CostModel:
         self._order = with_context_axis(step.rank_order, 2).split("-")  # an axis of one rank makes no difference
         self._links = cache(machine.link)
         self._links_between = cache(machine.link_between)
+        self._works_by_key: dict[Hashable, Sequence[_Work]] = {}
+        self._played_by_key: dict[Hashable, tuple[list[float], float]] = {}
 
     def estimate(self, layout: Layout) -> Cost:
         """All that can be told without the simulator: memory, messages, and the least that a step takes."""
-        ranks = [_Rank(self, layout, rank) for rank in range(layout.pipeline)]
+        ranks = list(dict.fromkeys(self._ranks(layout)))
         slowest = max(ranks, key=lambda rank: rank.least)
         sent = {axis: max(rank.sent[axis] for rank in ranks) for axis in ranks[0].sent}
         total = self.step.total(layout)
@@ -222,16 +202,22 @@ class CostModel:
         """The same with the time of a step, for which its schedule is played, with more in flight where that helps."""
         times = self._times(cost.layout)
         layout, memory = self._with_more_in_flight(cost, times)
-        timeline = simulate(
-            schedule_of(*layout.schedule_key), send=times.send, duration=times.duration, occupied=times.occupied
-        )
-        repeated = (self.step.accumulations(layout.data) - 1) * timeline.makespan
-        ends = [spans[-1].end for spans in timeline.computing]
-        alone = [_Rank(self, layout, rank) for rank in range(layout.pipeline)]
-        seconds = repeated + max(end + rank.exposed + rank.optimizer for end, rank in zip(ends, alone, strict=True))
+        ends, bubble = self._played(layout, times)
+        repeated = (self.step.accumulations(layout.data) - 1) * max(ends)
+        alone = zip(ends, self._ranks(layout), strict=True)
+        seconds = repeated + max(end + rank.exposed + rank.optimizer for end, rank in alone)
         waiting = max(0.0, seconds - sum(cost.parts.values()))
         parts = {**cost.parts, "bubble": waiting}
-        return Cost(layout, memory, cost.least, parts, cost.sent, seconds, timeline.bubble, cost.samples)
+        return Cost(layout, memory, cost.least, parts, cost.sent, seconds, bubble, cost.samples)
+
+    def _played(self, layout: Layout, times: StepTimes) -> tuple[list[float], float]:
+        """Return when each rank has done its last computation, and the bubble: the same for each stage of ZeRO."""
+        key = layout.schedule_key, self._stages_key(layout)
+        if key not in self._played_by_key:
+            schedule = schedule_of(*layout.schedule_key)
+            timeline = simulate(schedule, send=times.send, duration=times.duration, occupied=times.occupied)
+            self._played_by_key[key] = [spans[-1].end for spans in timeline.computing], timeline.bubble
+        return self._played_by_key[key]
 
     def _with_more_in_flight(self, cost: Cost, times: StepTimes) -> tuple[Layout, tuple[MemoryUsage, ...]]:
         """What hides the delay of boundaries between nodes, and what each rank holds then."""
@@ -281,6 +267,43 @@ class CostModel:
     def stages(self, layout: Layout) -> Sequence[StageCost]:
         """What its stages do with a microbatch."""
         return self.profile.stages(layout, self.step.microbatch(layout))
+
+    def _ranks(self, layout: Layout) -> list[_Rank]:
+        """Return what each pipeline rank does in a step: one object for all that do the same."""
+        parts = self._works(layout), self.profile.weights(layout), self.profile.held(layout)
+        alike: dict[Hashable, _Rank] = {}
+        found = []
+        for work, weights, held in zip(*parts, strict=True):
+            key = work, weights, held.optimizer
+            if key not in alike:
+                alike[key] = _Rank(self, layout, *key)
+            found.append(alike[key])
+        return found
+
+    def _stages_key(self, layout: Layout) -> Hashable:
+        """Return what decides about the costs of its stages and their messages."""
+        return layout.stages_key, layout.data, self.step.microbatch(layout)
+
+    def _works(self, layout: Layout) -> Sequence[_Work]:
+        """Return what each pipeline rank does with a microbatch: one object for all that do the same."""
+        key = self._stages_key(layout)
+        if key not in self._works_by_key:
+            self._works_by_key[key] = self._find_works(layout)
+        return self._works_by_key[key]
+
+    def _find_works(self, layout: Layout) -> list[_Work]:
+        stages, number = self.stages(layout), layout.pipeline
+        boundaries = [stage.output for stage in stages[:-1]]
+        passed = [sum(boundaries[rank::number]) for rank in range(number)]
+        alike: dict[Hashable, _Work] = {}
+        found = []
+        for rank in range(number):
+            own, sent = stages[rank::number], passed[rank] + passed[rank - 1]  # and gradients
+            key = *map(id, own), sent
+            if key not in alike:
+                alike[key] = _Work.of(self, layout, own, sent)
+            found.append(alike[key])
+        return found
 
     def _memory(self, layout: Layout) -> tuple[MemoryUsage, ...]:
         saved = [int(stage.saved) for stage in self.stages(layout)]
@@ -362,8 +385,56 @@ def _known_bytes(usage: MemoryUsage) -> float:
     return sum(part or 0 for part in vars(usage).values())
 
 
+@dataclass(frozen=True, eq=False)
+class _Work:
+    """What a pipeline rank does with one microbatch, in all of its stages.
+
+    Attributes:
+        computing: Seconds, without messages and what is recomputed.
+        backward: Those of the backwards among them.
+        recomputing: Seconds of what is recomputed.
+        tensor: Seconds of messages to those that share its layers.
+        context: Seconds of messages to those that share sequences, which no computing hides.
+        sent_tensor: Bytes of these messages, likewise.
+        sent_context: Likewise.
+        passed: Bytes that it sends to other stages.
+    """
+
+    computing: float
+    backward: float
+    recomputing: float
+    tensor: float
+    context: float
+    sent_tensor: float
+    sent_context: float
+    passed: float
+
+    @classmethod
+    def of(cls, model: CostModel, layout: Layout, stages: Sequence[StageCost], passed: float) -> _Work:
+        """Add up stages."""
+        return cls(
+            computing=sum((1 + _BACKWARD) * stage.forward for stage in stages),
+            backward=sum(_BACKWARD * stage.forward for stage in stages),
+            recomputing=sum(stage.recomputed for stage in stages),
+            tensor=sum(sum(model.tensor_seconds(layout, stage)) for stage in stages),
+            context=sum(sum(model.context_seconds(layout, stage)) for stage in stages),
+            sent_tensor=sum((1 + each.tensor_repeated) * each.tensor.sent + each.tensor_back.sent for each in stages),
+            sent_context=sum(
+                (1 + each.context_repeated) * each.context.sent + each.context_back.sent for each in stages
+            ),
+            passed=passed,
+        )
+
+
 class _Rank:
     """What a pipeline rank does in a step by itself.
+
+    Args:
+        model: The costs.
+        layout: The layout.
+        work: What it does with a microbatch.
+        weights: The bytes of its parameters and of its gradients, before ZeRO shards them.
+        states: The bytes of its states of the optimizer; ``None`` if unknown.
 
     Attributes:
         parts: Seconds by what it does.
@@ -373,44 +444,39 @@ class _Rank:
         least: Seconds of all of it.
     """
 
-    def __init__(self, model: CostModel, layout: Layout, rank: int) -> None:
-        stages = model.stages(layout)
-        own = stages[rank :: layout.pipeline]
+    def __init__(
+        self, model: CostModel, layout: Layout, work: _Work, weights: tuple[int, int], states: int | None
+    ) -> None:
         number = layout.num_microbatches * model.step.accumulations(layout.data)
-        computing = number * sum((1 + _BACKWARD) * stage.forward for stage in own)
-        recomputing = number * sum(stage.recomputed for stage in own)
-        messages = number * sum(sum(model.tensor_seconds(layout, stage)) for stage in own)
-        of_shares = number * sum(sum(model.context_seconds(layout, stage)) for stage in own)
-        self.optimizer = self._optimizer_seconds(model, layout, rank)
-        gradients, shards = self._data_volume(model, layout, rank, number)
-        backward = sum(_BACKWARD * stage.forward for stage in own) * (number if layout.zero_stage > 1 else 1)
+        self.optimizer = self._optimizer_seconds(model, layout, weights, states)
+        gradients, shards = self._data_volume(model, layout, weights, number)
+        backward = work.backward * (number if layout.zero_stage > 1 else 1)
         # Without ZeRO ranks that share sequences are so many replicas more.
         link = model.link(layout, "dp") if layout.zero_stage else model.gradient_link(layout)
         waiting = max(0.0, model.seconds(link, gradients) - model.machine.overlap * backward)
         self.exposed = waiting + model.seconds(model.link(layout, "cp"), shards)
         self.parts = {
-            "computing": computing,
-            "recomputing": recomputing,
-            "tensor-parallel messages": messages,
-            "context-parallel messages": of_shares,
+            "computing": number * work.computing,
+            "recomputing": number * work.recomputing,
+            "tensor-parallel messages": number * work.tensor,
+            "context-parallel messages": number * work.context,
             "data-parallel messages": self.exposed,
             "optimizer": self.optimizer,
         }
         self.least = sum(self.parts.values())
-        boundaries, before = [stage.output for stage in stages[:-1]], (rank - 1) % layout.pipeline
-        passed = sum(boundaries[rank :: layout.pipeline]) + sum(boundaries[before :: layout.pipeline])  # and gradients
-        shared = sum((1 + each.tensor_repeated) * each.tensor.sent + each.tensor_back.sent for each in own)
-        of_sequences = sum((1 + each.context_repeated) * each.context.sent + each.context_back.sent for each in own)
         self.sent = {
-            "tensor": number * shared if layout.tensor > 1 else 0.0,
-            "context": number * of_sequences if layout.context > 1 else 0.0,
-            "pipeline": number * passed if layout.pipeline > 1 else 0.0,
+            "tensor": number * work.sent_tensor if layout.tensor > 1 else 0.0,
+            "context": number * work.sent_context if layout.context > 1 else 0.0,
+            "pipeline": number * work.passed if layout.pipeline > 1 else 0.0,
             "data": gradients.sent + shards.sent,
         }
 
-    def _data_volume(self, model: CostModel, layout: Layout, rank: int, number: int) -> tuple[Messages, Messages]:
+    @staticmethod
+    def _data_volume(
+        model: CostModel, layout: Layout, weights: tuple[int, int], number: int
+    ) -> tuple[Messages, Messages]:
         """What a rank sends in a step of gradients and parameters, and for shards among those that share sequences."""
-        parameters, grads = model.profile.weights(layout)[rank]
+        parameters, grads = weights
         if layout.zero_stage == 0:
             return in_ring(layout.data * layout.context, 2, grads), NO_MESSAGES
         replicas, share = layout.data, (layout.data - 1) / layout.data
@@ -424,9 +490,9 @@ class _Rank:
         sent = share * (backwards * grads + gathers * parameters)
         return Messages(sent, collectives * (replicas - 1), collectives), in_ring(layout.context, 2, grads / replicas)
 
-    def _optimizer_seconds(self, model: CostModel, layout: Layout, rank: int) -> float:
-        parameters, grads = model.profile.weights(layout)[rank]
+    @staticmethod
+    def _optimizer_seconds(model: CostModel, layout: Layout, weights: tuple[int, int], states: int | None) -> float:
+        parameters, grads = weights
         shards = layout.data if layout.zero_stage else 1
-        states = model.profile.held(layout)[rank].optimizer or 0
-        touched = (2 * parameters + grads) / shards + 2 * states
+        touched = (2 * parameters + grads) / shards + 2 * (states or 0)
         return touched / model.machine.memory_bandwidth

@@ -1,9 +1,9 @@
-"""What a module costs: its step is run on shapes, once for each way to share and to recompute its layers."""
+"""What a module costs: its step is run on shapes, once for each way to share its layers and its sequences."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import product
 from typing import Any
@@ -13,11 +13,11 @@ from lightning.pytorch.plugins.precision import Precision
 
 from lightning_hybrid.config import HybridConfig, check_grid
 from lightning_hybrid.memory.account import MemoryUsage
-from lightning_hybrid.strategy.auto_layout.candidates import RECOMPUTE, Layout
+from lightning_hybrid.strategy.auto_layout.candidates import Layout
 from lightning_hybrid.strategy.auto_layout.cost_model import StageCost
 from lightning_hybrid.strategy.auto_layout.dry_run.dry_run import run_first_step
 from lightning_hybrid.strategy.auto_layout.dry_run.place_cost import PlaceCost, StagePart, cost_of_place
-from lightning_hybrid.strategy.auto_layout.dry_run.recorder import WHOLE, Recorder, Way, way_of
+from lightning_hybrid.strategy.auto_layout.dry_run.recorder import WHOLE, Recorder, Share
 from lightning_hybrid.strategy.auto_layout.dry_run.saved_tensors import labels_of_stages
 from lightning_hybrid.strategy.auto_layout.dry_run.traces import Trace, value_at, value_between
 from lightning_hybrid.strategy.auto_layout.machine import Machine
@@ -71,25 +71,25 @@ class ModuleProfile:
         def run(tensor: int, mode: str, depth: int) -> Recorder:
             sizes = (num_ranks // tensor, tensor, 1)
             shared = replace(open_config, tensor_parallel_mode=mode, tensor_parallel_depth=depth)
-            ways = [way_of(only)] if only else self._ways(num_ranks // tensor, mode)
-            here = {"only": only, "ways": ways, "least_share": least_share, "measure": measure and tensor == 1}
+            shares = [(only.context, only.context_kind)] if only else self._shares(num_ranks // tensor, mode)
+            here = {"only": only, "shares": shares, "least_share": least_share, "measure": measure and tensor == 1}
             make_strategy: Callable[..., Recorder] = partial(Recorder, shared, sizes, **here)  # type: ignore[arg-type]
             return run_first_step(make, make_strategy, precision=precision, **trainer)
 
         self._recorder = lru_cache(maxsize=None)(run)
-        self._stages_of = lru_cache(maxsize=None)(self._find_stages)
-        self._held_by = lru_cache(maxsize=None)(self._find_held)
-        self._contents_of = lru_cache(maxsize=None)(self._find_contents)
+        self._stages: dict[Hashable, Sequence[StageCost]] = {}
+        self._held_bytes: dict[Hashable, Sequence[MemoryUsage]] = {}
+        self._weights: dict[Hashable, Sequence[tuple[int, int]]] = {}
+        self._contents: dict[Hashable, Sequence[_Content]] = {}
         self._place_costs: dict[Hashable, PlaceCost] = {}
         self._errors: dict[tuple[int, str, int], str] = {}
         self._contexts = range(1, machine.ranks_per_node + 1) if contexts is None else contexts
         least_share = LEAST_SHARE if contexts is None else 0
 
-    def _ways(self, num_ranks: int, mode: str) -> list[Way]:
-        """How layers may run where they, arranged so, and then sequences are shared by so many ranks."""
+    def _shares(self, num_ranks: int, mode: str) -> list[Share]:
+        """How sequences may be shared by so many ranks, where others share layers that are arranged so."""
         sizes = [size for size in self._contexts if size > 1 and num_ranks % size == 0]
-        ways: list[Way] = [(recompute, *WHOLE) for recompute in RECOMPUTE]
-        return ways + [each for each in product(RECOMPUTE, sizes, KINDS) if not self._refusal(*each, mode)]
+        return [WHOLE, *(each for each in product(sizes, KINDS) if not self._refusal(False, *each, mode))]
 
     def _refusal(self, recompute: Any, size: int, kind: str, mode: str) -> str:
         """Why sequences are not shared so, whatever the module is; nothing if they may be."""
@@ -133,7 +133,7 @@ class ModuleProfile:
         return {size: self._recorder(size, "1d", 1).divided_share for size in sizes}
 
     def _share_error(self, layout: Layout) -> str:
-        refused = self._refusal(*way_of(layout), layout.tensor_mode)
+        refused = self._refusal(layout.recompute, layout.context, layout.context_kind, layout.tensor_mode)
         if refused or layout.sharing == self._least:
             return refused or self._recorder(*layout.sharing).share_error(layout)
         # Layers that are divided are not tried, as what their ranks send has no numbers.
@@ -152,33 +152,38 @@ class ModuleProfile:
         return "" if share else f"tensor_parallel_plan={plan!r} divides nothing of it{beside}"
 
     def stages(self, layout: Layout, samples: int) -> Sequence[StageCost]:
-        """As :class:`~lightning_hybrid.strategy.auto_layout.cost_model.Profile` says."""
-        key = replace(layout, data=1, num_microbatches=1, schedule="1f1b", zero_stage=0, extra_in_flight=())
-        return self._stages_of(key, samples)
+        """As :class:`~lightning_hybrid.strategy.auto_layout.cost_model.Profile` says; equal ones are one object."""
+        key = layout.stages_key, samples
+        if key not in self._stages:
+            contents = self._contents_of(layout)
+            costs = {each: self._stage_cost(each, samples) for each in dict.fromkeys(contents)}
+            self._stages[key] = [costs[each] for each in contents]
+        return self._stages[key]
 
     def held(self, layout: Layout) -> Sequence[MemoryUsage]:
         """As :class:`~lightning_hybrid.strategy.auto_layout.cost_model.Profile` says."""
-        return self._held(layout, master_weights=self._config.master_weights)
-
-    def _held(self, layout: Layout, *, master_weights: bool) -> tuple[MemoryUsage, ...]:
         number = min(layout.num_microbatches, 2)  # one, or several
-        layout = replace(layout, num_microbatches=number, schedule="1f1b", recompute=False, extra_in_flight=())
-        return self._held_by(replace(layout, context=WHOLE[0], context_kind=WHOLE[1]), master_weights)
+        key = layout.sharing, layout.pipeline, layout.num_chunks, layout.data, layout.zero_stage, number
+        if key not in self._held_bytes:
+            self._held_bytes[key] = self._find_held(layout, master_weights=self._config.master_weights)
+        return self._held_bytes[key]
 
     def weights(self, layout: Layout) -> Sequence[tuple[int, int]]:
         """As :class:`~lightning_hybrid.strategy.auto_layout.cost_model.Profile` says."""
-        usages = self._held(replace(layout, zero_stage=0), master_weights=False)  # which are not sent
-        return [(usage.parameters, usage.gradients) for usage in usages]
+        number = min(layout.num_microbatches, 2)
+        key = layout.sharing, layout.pipeline, layout.num_chunks, layout.data, number
+        if key not in self._weights:
+            usages = self._find_held(replace(layout, zero_stage=0), master_weights=False)  # which are not sent
+            self._weights[key] = [(usage.parameters, usage.gradients) for usage in usages]
+        return self._weights[key]
 
     def num_layers(self, layout: Layout) -> Sequence[int]:
         """As :class:`~lightning_hybrid.strategy.auto_layout.cost_model.Profile` says."""
         return [len(positions) for positions in self._recorder(*layout.sharing).cut(layout).positions]
 
-    def _find_stages(self, layout: Layout, samples: int) -> tuple[StageCost, ...]:
-        return tuple(self._stage_cost(parts, samples, outputs) for parts, outputs in self._contents_of(layout))
-
-    def _stage_cost(self, parts: Sequence[StagePart], samples: int, outputs: Sequence[int]) -> StageCost:
+    def _stage_cost(self, content: _Content, samples: int) -> StageCost:
         """Add up the labels of a stage, for a microbatch of so many samples."""
+        parts, outputs = content.parts, content.outputs
         cost = sum((each for part in parts for each in self._costs(part, samples)), PlaceCost())
         return StageCost(
             forward=cost.forward,
@@ -215,22 +220,49 @@ class ModuleProfile:
             self._place_costs[key] = cost_of_place(traces, samples, label, layout, self._machine)
         return self._place_costs[key]
 
-    def _find_contents(self, layout: Layout) -> list[tuple[list[StagePart], list[int]]]:
-        """Find the labels of each stage, and the bytes that it sends to the next stage, in each trace."""
+    def _contents_of(self, layout: Layout) -> Sequence[_Content]:
+        """Return what each stage has to do: one object for all stages with equal records."""
+        key = layout.stages_key
+        if key not in self._contents:
+            alike: dict[Hashable, _Content] = {}
+            found = self._find_contents(layout)
+            self._contents[key] = [alike.setdefault(each.key(self._is_measured), each) for each in found]
+        return self._contents[key]
+
+    def _find_contents(self, layout: Layout) -> Iterator[_Content]:
         recorder = self._recorder(*layout.sharing)
         positions = recorder.cut(layout).positions
-        found = []
         for stage, labels in enumerate(labels_of_stages(positions)):
             parts = [
                 StagePart.of(part, of_part, recorder.traces(part))
                 for part, of_part in _parts(layout, stage, labels, positions[stage])
             ]
             last = positions[stage][-1] if positions[stage] else None
-            found.append((parts, [trace.outputs.get(last, 0) for trace in parts[0].traces]))
-        return found
+            yield _Content(parts, [trace.outputs.get(last, 0) for trace in parts[0].traces])
 
     def _find_held(self, layout: Layout, master_weights: bool) -> tuple[MemoryUsage, ...]:
         return self._recorder(*layout.sharing).held(layout, self._accumulated, master_weights=master_weights)
+
+
+@dataclass(frozen=True, eq=False)
+class _Content:
+    """What a stage has to do.
+
+    Attributes:
+        parts: Its labels, by what runs again of them.
+        outputs: The bytes that it sends to the next stage, in each trace.
+    """
+
+    parts: Sequence[StagePart]
+    outputs: Sequence[int]
+
+    def key(self, is_measured: bool) -> Hashable:
+        """Return what is equal for stages of a layout that cost the same; where labels are timed, each is different."""
+        parts = (
+            (part.layout.recompute, *(part.labels if is_measured else part.kinds.items()), *part.saved)
+            for part in self.parts
+        )
+        return *parts, *self.outputs
 
 
 def _with_sharing(layout: Layout, tensor: int, mode: str, depth: int) -> Layout:

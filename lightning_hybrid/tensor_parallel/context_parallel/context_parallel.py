@@ -21,6 +21,7 @@ from torch import nn
 
 from lightning_hybrid.distributed.dtensor import uncompiled
 from lightning_hybrid.distributed.failure import WrongUseError
+from lightning_hybrid.distributed.forwards import replaced_forwards
 from lightning_hybrid.distributed.pytree import map_leaves
 from lightning_hybrid.distributed.random import derive_seed, peek_number
 from lightning_hybrid.distributed.taps import Taps, find_taps
@@ -86,7 +87,8 @@ class ContextParallel:
         try:
             for encoder in self._encoders:
                 encoder.use_nested_tensor = False  # a nested tensor has no sequences of one length
-            with again_in(self._here), self._replaced(self._inside), between(), self._replaced(self._outside):
+            inside, outside = (replaced_forwards(self._layers, wrap) for wrap in (self._inside, self._outside))
+            with again_in(self._here), inside, between(), outside:
                 yield
         finally:
             for encoder, before in zip(self._encoders, nested, strict=True):
@@ -126,24 +128,6 @@ class ContextParallel:
             yield
         finally:
             self._is_paused = False
-
-    @contextmanager
-    def _replaced(self, wrap: Callable[[nn.Module, Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-        """Inside, the `forward` of each layer is another one."""
-        replaced = []
-        try:
-            for layer in self._layers:
-                attributes = vars(layer)
-                before = attributes.get("forward")
-                replaced.append((attributes, before))
-                attributes["forward"] = wrap(layer, before or _forward_of(layer))
-            yield
-        finally:
-            for attributes, before in replaced:
-                if before is None:
-                    del attributes["forward"]
-                else:
-                    attributes["forward"] = before
 
     def _outside(self, layer: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
         name = self._layers[layer]
@@ -250,8 +234,3 @@ def check_context_parallel(
             f"context_parallel_size={size} does not go with sequence_parallel=True: both divide the sequence. Context"
             " parallelism divides it everywhere in the layers, so leave sequence_parallel out."
         )
-
-
-def _forward_of(layer: nn.Module) -> Callable[..., Any]:
-    """What a layer's class does: the one that it has now, as a layer may be of another for a while."""
-    return lambda *args, **kwargs: type(layer).forward(layer, *args, **kwargs)

@@ -27,7 +27,6 @@ from lightning_hybrid.distributed.mesh import AXES
 from lightning_hybrid.distributed.mixed_operations import mixed_operations
 from lightning_hybrid.distributed.pytree import flatten, unflatten
 from lightning_hybrid.memory.account import MemoryUsage, SavedTensorMeter
-from lightning_hybrid.memory.activation_checkpoint.checkpoint import ActivationCheckpointing
 from lightning_hybrid.memory.estimate import MemoryEstimator
 from lightning_hybrid.pipeline_parallel.batch_norm import batch_norms, limit_microbatches
 from lightning_hybrid.pipeline_parallel.body import Body
@@ -38,6 +37,8 @@ from lightning_hybrid.pipeline_parallel.links.step_schedules import find_schedul
 from lightning_hybrid.pipeline_parallel.splitting.microbatch import find_batch_size, split_into
 from lightning_hybrid.pipeline_parallel.stage_map import StageMap
 from lightning_hybrid.strategy import layout
+from lightning_hybrid.strategy.auto_layout.candidates import RECOMPUTE
+from lightning_hybrid.strategy.auto_layout.dry_run.noted_checkpoints import NotedCheckpoints, kinds_without
 from lightning_hybrid.strategy.auto_layout.dry_run.parameters import (
     parameters_with_little_memory,
     parameters_without_memory,
@@ -374,7 +375,9 @@ class DryRunStrategy(SingleDeviceStrategy):
                 labels = (BEFORE, *range(len(self._body.layers) if self._body else 0), AFTER)
                 shared.update({label: meter.casts(label) for label in labels})
 
-        saved = self._follow(microbatch, args, self._config, self._body, self._stage_map, casting)
+        recompute = self._config.recompute
+        found = self._follow(microbatch, args, self._config, self._body, self._stage_map, casting)
+        saved = found["selective" if recompute == "selective" else bool(recompute)]
         casts = {key for storages in shared.values() for key in storages}
         own = {label: {k: size for k, size in each.items() if k not in casts} for label, each in saved.items()}
         stages = labels_of_stages(self._stage_map.stages)
@@ -389,8 +392,10 @@ class DryRunStrategy(SingleDeviceStrategy):
         body: Body | None,
         stage_map: StageMap,
         around: Callable[[SavedTensorMeter], AbstractContextManager[Any]] = lambda meter: nullcontext(),
-    ) -> Saved:
+    ) -> dict[bool | str, Saved]:
         """Run the step with a microbatch, if it can be without numbers, and say what autograd saves.
+
+        It says so for each kind of recomputation of the layers that `config` chooses.
 
         Args:
             microbatch: What it gets.
@@ -428,10 +433,9 @@ class DryRunStrategy(SingleDeviceStrategy):
         mode: Any,
         *,
         repeats: bool = False,
-    ) -> Saved:
+    ) -> dict[bool | str, Saved]:
         module = self._module
         layers = layout.find_recomputed(module, config, body, stage_map)
-        recompute = ActivationCheckpointing(layers, torch.device("cpu"), selective=config.recompute == "selective")
         alike = self._first_alike(body)  # before the step is counted: comparing layers runs operations too
         with mode, mixed_operations(), RealDraws(), LogRecorder(module)():
             leaves, spec = flatten(microbatch)
@@ -440,11 +444,15 @@ class DryRunStrategy(SingleDeviceStrategy):
             meter = SavedTensorMeter([*self._held(mode), *inputs])
             step = self.precision_plugin.train_step_context()
             with step, meter(), labelled_layers(body, meter), around(meter) as counted, ExitStack() as replaced:
-                inner = partial(self._with_shares, config, body, recompute)
+                checkpoints = NotedCheckpoints(layers, meter, counted.paused if counted else nullcontext)
+                inner = partial(self._with_shares, config, body, checkpoints)
                 replaced.enter_context(RepeatedLayers(alike, meter, counted, inner)() if alike and repeats else inner())
                 output = to_plain_tensors(module.training_step(unflatten(leaves, spec), *args))
             labels = (BEFORE, *range(len(body.layers) if body else 0), AFTER)
-            saved: Saved = {label: meter.storages(label) for label in labels}
+            saved: dict[bool | str, Saved] = {
+                recompute: {label: meter.storages(label, kinds_without(recompute)) for label in labels}
+                for recompute in RECOMPUTE
+            }
             del output
         return saved
 

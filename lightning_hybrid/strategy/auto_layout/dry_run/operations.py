@@ -85,6 +85,7 @@ class OperationCounter:
         self.operations: dict[Hashable, list[Operation]] = defaultdict(list)
         self.messages: dict[Hashable, list[Message]] = defaultdict(list)
         self.context_messages: dict[Hashable, list[Message]] = defaultdict(list)
+        self._is_paused = False
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
@@ -93,6 +94,15 @@ class OperationCounter:
             raise ValueError(f"torch {torch.__version__} does not let operations be counted; measure them instead.")
         with _CountingMode(self._record, self._record_read):
             yield
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Record no operations while entered."""
+        before, self._is_paused = self._is_paused, True
+        try:
+            yield
+        finally:
+            self._is_paused = before
 
     def lists_of(self, place: Hashable) -> Sequence[list[Any]]:
         """Return what grows while the step is in a place: operations and messages."""
@@ -125,13 +135,15 @@ class OperationCounter:
         tensors = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
         if namespace == "c10d":
             self._record_message(name, args, tensors)
-        elif not function.is_view and namespace != "prim":  # the device of a tensor is asked for by one of those
+        elif (
+            not (function.is_view or self._is_paused) and namespace != "prim"
+        ):  # the device of a tensor is asked for by one of those
             made = [leaf for leaf in flatten(result)[0] if isinstance(leaf, Tensor)]
             moved = sum(tensor.nbytes for tensor in (*tensors, *made))
             flops = _count_flops(function, args, kwargs, result)
             is_batched = name in ("bmm", "baddbmm")
             is_attention = is_batched or name.startswith(_FUSED_ATTENTION)
-            if moved:
+            if moved and not self._is_paused:
                 operation = Operation(flops, moved, flops > 0 and not is_batched, is_attention)
                 self.operations[self._place()].append(operation)
 

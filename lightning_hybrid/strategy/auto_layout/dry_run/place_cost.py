@@ -111,7 +111,9 @@ class StagePart:
         kinds = Counter(
             first[label] if all(each[label] == first[label] for each in others) else label for label in labels
         )
-        return cls(layout, labels, traces, kinds, [saved_bytes(trace.saved, labels) for trace in traces])
+        assert not isinstance(layout.recompute, tuple), "what is said of some layers is known of all and of none"
+        saved = [saved_bytes(trace.saved[layout.recompute], labels) for trace in traces]
+        return cls(layout, labels, traces, kinds, saved)
 
 
 def _sums(samples: int, traces: Sequence[Trace], rows: list[list[Message]]) -> tuple[Messages, Messages]:

@@ -1,4 +1,4 @@
-"""The first training step of a module, recorded for each way in which its layers may be cut, shared and run again."""
+"""The first training step of a module, recorded for each way in which its layers may be cut and sequences shared."""
 
 from __future__ import annotations
 
@@ -28,16 +28,9 @@ _TIMED = 3  # forwards, of which the shortest counts
 _BLOCKS = (GridLinear, GridAttention, GridLayerNorm)
 _UNCUT = StageMap(None, (), (range(0),), 1)
 
-#: How layers run: what runs again in backward, the ranks that share sequences, and how attention communicates.
-Way = tuple[bool | str, int, str]
-#: Of a way, that no ranks share sequences.
-WHOLE = (1, KINDS[0])
-
-
-def way_of(layout: Layout) -> Way:
-    """How layers run under a layout that treats all of them alike."""
-    assert not isinstance(layout.recompute, tuple), "what is said of some layers is known from two runs"
-    return layout.recompute, layout.context, layout.context_kind
+#: How sequences are shared: the ranks that share one, and how attention communicates.
+Share = tuple[int, str]
+WHOLE: Share = (1, KINDS[0])
 
 
 @dataclass(frozen=True)
@@ -84,13 +77,13 @@ class Recorder(DryRunStrategy):
         self,
         *args: Any,
         only: Layout | None,
-        ways: Sequence[Way],
+        shares: Sequence[Share],
         least_share: int,
         measure: bool,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        self._only, self._ways, self._least_share, self._is_measured = only, ways, least_share, measure
+        self._only, self._shares, self._least_share, self._is_measured = only, shares, least_share, measure
         self._held_by_ranks = lru_cache(maxsize=None)(self._find_held)
 
     def setup(self, trainer: Any) -> None:
@@ -101,6 +94,7 @@ class Recorder(DryRunStrategy):
         self.divided_share = 0.0 if plan is None else divided_share(plan, module)
         if plan is not None and not self.divided_share:  # nobody asks what its ranks do
             raise StopAfterFirstStepError
+        self._planned: set[tuple[str, ...]] = set()  # the layers that can be shared as planned
         self._cuts: dict[tuple[int, int], Cut | str] = {}
         sizes = (size for size in range(1, data + 1) if data % size == 0)
         numbers = [(size, chunks) for size in sizes for chunks in range(1, (MOST_CHUNKS if size > 1 else 1) + 1)]
@@ -113,8 +107,9 @@ class Recorder(DryRunStrategy):
         try:
             if pipeline > 1:
                 body, stage_map = layouts.find_stages(module, config, pipeline)
-                if tensor > 1 and body.chain is None:
-                    layouts.find_plan(module, config, tensor, body)
+                if tensor > 1 and body.chain is None and body.names not in self._planned:
+                    layouts.find_plan(module, config, tensor, body)  # it may refuse
+                    self._planned.add(body.names)
                 return Cut(body, layouts.expect_outside(module, layouts.with_plan(stage_map, body, plan, module)))
         except (ValueError, TypeError) as error:
             return str(error)
@@ -147,20 +142,18 @@ class Recorder(DryRunStrategy):
         self._traces: dict[Hashable, tuple[Trace, ...] | str] = {}
         self._timings: dict[Hashable, tuple[Timing, ...]] = {}
         for cut in {cut.key: cut for cut in self._cuts.values() if isinstance(cut, Cut)}.values():
-            for way in self._ways:
-                error = self._share_error_before(cut, way)
-                self._traces[cut.key, way] = error or self._trace(cut, way, microbatches, args)
+            for share in self._shares:
+                error = self._share_error_before(cut, share)
+                self._traces[cut.key, share] = error or self._trace(cut, share, microbatches, args)
             if self._is_measured:
                 halved = (split_into(batch, 2**power, split)[0][0] for power in range(size.bit_length()))
                 self._timings[cut.key] = tuple(self._times(_of_different_sizes(halved), args, cut))
         raise StopAfterFirstStepError
 
-    def _share_error_before(self, cut: Cut, way: Way) -> str:
-        """Why sequences are not shared so, by what is known of other ways; nothing if it has to be tried."""
-        _, context, kind = way
-        kept, whole = (self._traces.get((cut.key, (False, *share)), ()) for share in ((context, kind), WHOLE))
-        if isinstance(kept, str):
-            return kept
+    def _share_error_before(self, cut: Cut, share: Share) -> str:
+        """Why sequences are not shared so, by what is known of whole ones; nothing if it has to be tried."""
+        context, _ = share
+        whole = self._traces.get((cut.key, WHOLE), ())
         length = whole[0].length if isinstance(whole, tuple) and whole else 0
         if context > 1 and length < self._least_share * context:
             return (
@@ -169,14 +162,15 @@ class Recorder(DryRunStrategy):
             )
         return ""
 
-    def _trace(self, cut: Cut, way: Way, microbatches: Sequence[Any], args: Sequence[Any]) -> tuple[Trace, ...] | str:
+    def _trace(
+        self, cut: Cut, share: Share, microbatches: Sequence[Any], args: Sequence[Any]
+    ) -> tuple[Trace, ...] | str:
         """The step with each of the microbatches, or why it cannot be run so."""
-        recompute, context, kind = way
-        if cut.body is None and recompute:
-            return "there are no layers to run again: the module has no lists of layers"
+        context, kind = share
         if cut.body is None and context > 1:
             return "there are no layers that get shares: the module has no lists of layers"
-        config = replace(self._config, recompute=recompute, context_parallel_size=context, context_parallel=kind)
+        again = cut.body is not None  # then what they save is noted for every kind of recomputation
+        config = replace(self._config, recompute=again, context_parallel_size=context, context_parallel=kind)
         group = self._context_group(context) if context > 1 else None
         traces = []
         for microbatch in microbatches:
@@ -230,17 +224,18 @@ class Recorder(DryRunStrategy):
 
     def share_error(self, layout: Layout) -> str:
         """Why ranks cannot share sequences so; nothing if they can."""
-        found = self._traces.get(self._key(replace(layout, recompute=False)), "")
+        found = self._traces.get(self._key(layout), "")
         return found if isinstance(found, str) else ""
 
     def trace_error(self, layout: Layout) -> str:
         """Why the layers cannot run again; nothing if they can."""
-        found = self._traces[self._key(layout)]
-        return found if isinstance(found, str) else ""
+        if self.cut(layout).body is None and layout.recompute:
+            return "there are no layers to run again: the module has no lists of layers"
+        return self.share_error(layout)
 
     def _key(self, layout: Layout) -> Hashable:
         found = self._cuts[layout.pipeline, layout.num_chunks]
-        return found.key if isinstance(found, Cut) else None, way_of(layout)
+        return found.key if isinstance(found, Cut) else None, (layout.context, layout.context_kind)
 
     def cut(self, layout: Layout) -> Cut:
         """How layers go to stages."""

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from lightning_hybrid.distributed.forwards import replaced_forwards
 from lightning_hybrid.distributed.pytree import TreeSpec, flatten, unflatten
 from lightning_hybrid.memory.account import Repetition, SavedTensorMeter
 from lightning_hybrid.pipeline_parallel.frame.alike import PLAIN
@@ -100,26 +101,11 @@ class RepeatedLayers:
         Raises:
             LeakError: If a layer cannot be repeated, as what it makes is used elsewhere.
         """
-        with self._inner(), self._replaced(), self._watch:
+        with self._inner(), replaced_forwards(self._alike, self._repeated), self._watch:
             yield
 
-    @contextmanager
-    def _replaced(self) -> Iterator[None]:
-        replaced: list[tuple[dict[str, Any], Any]] = []
-        try:
-            for layer, first in self._alike.items():
-                attributes = vars(layer)
-                replaced.append((attributes, attributes.get("forward")))
-                attributes["forward"] = self._repeated(first, attributes.get("forward") or layer.forward)
-            yield
-        finally:
-            for attributes, forward in replaced:
-                if forward is None:
-                    del attributes["forward"]
-                else:
-                    attributes["forward"] = forward
-
-    def _repeated(self, first: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def _repeated(self, layer: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+        first = self._alike[layer]
         kind = getattr(forward, "__qualname__", None)  # what runs again in backward is not like what does not
 
         def repeated(*args: Any, **kwargs: Any) -> Any:

@@ -33,14 +33,14 @@ class Trace:
     Attributes:
         samples: Of the microbatch.
         counter: Operations and messages, by label of the place.
-        saved: What it saves for backward.
+        saved: What it saves for backward, by what runs again of the layers of the body.
         outputs: The bytes that each layer of the body returns, by position.
         length: The positions of the longest sequence that a layer of the body is given; 0 if there are none.
     """
 
     samples: int
     counter: OperationCounter
-    saved: Saved
+    saved: dict[bool | str, Saved]
     outputs: dict[Hashable, int]
     length: int
 
@@ -54,7 +54,7 @@ class Trace:
         firsts: dict[Hashable, Hashable] = {}
         return {
             label: firsts.setdefault((isinstance(label, int), *(tuple(each.get(label, ())) for each in counted)), label)
-            for label in self.saved
+            for label in self.saved[False]
         }
 
 

@@ -1,0 +1,87 @@
+"""What layers would save if they ran again in backward, told from a forward in which they save everything."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_hybrid.distributed.forwards import replaced_forwards
+from lightning_hybrid.distributed.pytree import flatten
+from lightning_hybrid.memory.account import SavedTensorMeter
+from lightning_hybrid.memory.activation_checkpoint.checkpoint import tensors_to_save
+from lightning_hybrid.memory.activation_checkpoint.selective import SavedResults, save_tensors
+
+_INSIDE, _INPUTS, _RESULTS = "saved inside a layer", "inputs of a layer", "results kept by 'selective'"
+_CPU = torch.device("cpu")
+
+
+def kinds_without(recompute: bool | str) -> frozenset[str]:
+    """Return the kinds of saved tensors that layers would not save if they ran again so.
+
+    Args:
+        recompute: What runs again of each noted layer: nothing, all, or all but what is kept (`"selective"`).
+    """
+    if recompute is False:
+        return frozenset({_INPUTS, _RESULTS})
+    return frozenset({_INSIDE} if recompute == "selective" else {_INSIDE, _RESULTS})
+
+
+class NotedCheckpoints:
+    """While this is entered, the meter notes what layers save by its kind, and the inputs and results of each call.
+
+    ::
+
+        recompute    False              True     "selective"
+        counts       what it saves      inputs   inputs, results
+
+    Inputs and results live as long as something that was saved inside, as
+    :class:`~lightning_hybrid.memory.activation_checkpoint.checkpoint.ActivationCheckpointing` keeps them. As there, the
+    first call of a layer saves copies of its inputs, and so do all if it changes them.
+
+    Args:
+        layers: The layers.
+        meter: Counts what is saved.
+        uncounted: Gives what is entered around operations that the step does not have.
+    """
+
+    def __init__(
+        self,
+        layers: Iterable[nn.Module],
+        meter: SavedTensorMeter,
+        uncounted: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        self._layers = list({id(layer): layer for layer in layers}.values())
+        self._meter, self._uncounted = meter, uncounted
+        self._changes_input: dict[nn.Module, bool] = {}
+
+    def __call__(self) -> AbstractContextManager[None]:
+        """Enter it around forwards."""
+        return replaced_forwards(self._layers, self._noted)
+
+    def _noted(self, layer: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            tensors = tensors_to_save(flatten((args, kwargs))[0]) if torch.is_grad_enabled() else None
+            return forward(*args, **kwargs) if tensors is None else self._run(layer, forward, args, kwargs, tensors)
+
+        return noted
+
+    def _run(self, layer: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
+        kept: list[Any] = []
+        with self._uncounted():
+            copies = self._changes_input.get(layer, True)
+            inputs = [tensor.detach().clone() if copies else tensor.detach() for tensor in tensors]
+        versions = [tensor._version for tensor in tensors]
+        results = SavedResults(_CPU, enabled=True)
+        with self._meter.noting(_INSIDE, keeps=kept), results.record():
+            outputs = forward(*args, **kwargs)
+        self._changes_input.setdefault(layer, versions != [tensor._version for tensor in tensors])
+        with self._meter.noting(_INPUTS):
+            kept.append(save_tensors(inputs))
+        with self._meter.noting(_RESULTS):
+            results.save()
+            kept.append(results)
+        return outputs

@@ -1,0 +1,30 @@
+"""Schedules that many layouts share, and what they keep in flight: each is made once."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from lightning_hybrid.memory.account import most_in_flight
+from lightning_hybrid.pipeline_parallel.schedules import Schedule, build_unproven, compute_order
+
+
+@cache
+def schedule_of(name: str, num_ranks: int, num_microbatches: int, num_chunks: int, extra: tuple[int, ...]) -> Schedule:
+    """The schedule of a step, made once, to be simulated."""
+    return build_unproven(name, num_ranks, num_microbatches, num_chunks, extra)
+
+
+@cache
+def in_flight_of(
+    name: str, num_ranks: int, num_microbatches: int, num_chunks: int, extra: tuple[int, ...]
+) -> list[list[dict[int, int]]]:
+    """Return the microbatches that each rank holds at its peaks; cached for all layouts with this schedule."""
+    schedule = order_of(name, num_ranks, num_microbatches, num_chunks, extra)
+    return [most_in_flight(schedule, rank) for rank in range(num_ranks)]
+
+
+@cache
+def order_of(name: str, num_ranks: int, num_microbatches: int, num_chunks: int, extra: tuple[int, ...]) -> Schedule:
+    """The forwards and backwards of a step alone, which say what is kept, and are made much sooner."""
+    order = compute_order(name, num_ranks, num_microbatches, num_chunks, extra)
+    return Schedule(name, num_ranks, num_chunks, num_microbatches, order)
