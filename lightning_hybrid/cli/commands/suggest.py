@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, replace
 
 from lightning_hybrid.cli.parser import ConfigParser, positive, print_json
@@ -79,7 +81,7 @@ def run(args: Sequence[str]) -> None:
     with parser.refusing(ValueError, TypeError, MisconfigurationException):
         machine = _machine(options)
         contexts = None if options.max_context is None else range(1, options.max_context + 1)
-        with count_progress("Running the step on shapes") as progress:
+        with _short_passes(), count_progress("Running the step on shapes") as progress:
             profile = ModuleProfile(
                 maker(options.config, overrides, cli),
                 settings,
@@ -103,6 +105,16 @@ def run(args: Sequence[str]) -> None:
         print_json(as_data(found, machine, step, configured, profile.divided_shares()))
     else:
         print(as_text(found, machine, step, configured, profile.divided_shares()))
+
+
+@contextmanager
+def _short_passes() -> Iterator[None]:
+    """Let the garbage collector look at new objects alone while entered: a pass over what imports made takes 0.2 s."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
