@@ -135,17 +135,17 @@ class OperationCounter:
         tensors = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
         if namespace == "c10d":
             self._record_message(name, args, tensors)
-        elif (
-            not (function.is_view or self._is_paused) and namespace != "prim"
-        ):  # the device of a tensor is asked for by one of those
-            made = [leaf for leaf in flatten(result)[0] if isinstance(leaf, Tensor)]
-            moved = sum(tensor.nbytes for tensor in (*tensors, *made))
-            flops = _count_flops(function, args, kwargs, result)
-            is_batched = name in ("bmm", "baddbmm")
-            is_attention = is_batched or name.startswith(_FUSED_ATTENTION)
-            if moved and not self._is_paused:
-                operation = Operation(flops, moved, flops > 0 and not is_batched, is_attention)
-                self.operations[self._place()].append(operation)
+            return
+        if self._is_paused or function.is_view or namespace == "prim":  # `prim` operators tell the device of a tensor
+            return
+        made = [leaf for leaf in flatten(result)[0] if isinstance(leaf, Tensor)]
+        moved = sum(tensor.nbytes for tensor in (*tensors, *made))
+        flops = _count_flops(function, args, kwargs, result)
+        is_batched = name in ("bmm", "baddbmm")
+        is_attention = is_batched or name.startswith(_FUSED_ATTENTION)
+        if moved:
+            operation = Operation(flops, moved, flops > 0 and not is_batched, is_attention)
+            self.operations[self._place()].append(operation)
 
     def _record_message(self, name: str, args: Any, tensors: list[Tensor]) -> None:
         group = dist.ProcessGroup.unbox(next(each for each in args if isinstance(each, ScriptObject)))
