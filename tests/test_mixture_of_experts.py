@@ -198,7 +198,8 @@ def test_stages_have_the_losses_of_all_routers(ranks: Pools, family: str, layout
     ),
 )
 def test_shares_of_sequences_have_the_losses_of_all_routers(ranks: Pools, family: str, layout: str) -> None:
-    compare(ranks, layout, family, 1e-10, wide_loss=True)
+    """In float64 throughout: what rounds in float32 (norms, routers) rounds otherwise in shares, on some processors."""
+    compare(ranks, layout, family, 1e-10, wide_loss=True, is_wide=True)
 
 
 @pytest.mark.parametrize(
