@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import astuple, dataclass, field
 from typing import Any
 from weakref import WeakSet
@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from lightning_hybrid.data_parallel.zero.param import RowShards
 from lightning_hybrid.distributed.dtensor import to_local
+from lightning_hybrid.distributed.replaced import replaced_attributes
 from lightning_hybrid.pipeline_parallel.schedules import Kind, Schedule
 
 Mode: Any
@@ -235,20 +236,14 @@ class SavedTensorMeter:
         with casts, saved_tensors_hooks(self._pack, lambda saved: saved.tensor):
             yield
 
-    @contextmanager
-    def noting(self, kind: Hashable, keeps: Any = None) -> Iterator[None]:
-        """Note what is saved while entered under a kind, which :meth:`storages` can leave out.
+    def noting(self, kind: Hashable, keeps: Any = None) -> AbstractContextManager[None]:
+        """Note tensors that are saved while entered under a kind, which :meth:`storages` can leave out.
 
         Args:
             kind: The kind.
-            keeps: What lives as long as any of it.
+            keeps: An object that lives as long as one of these tensors.
         """
-        before = self._kind, self._keeps
-        self._kind, self._keeps = kind, keeps
-        try:
-            yield
-        finally:
-            self._kind, self._keeps = before
+        return replaced_attributes(self, _kind=kind, _keeps=keeps)
 
     def _note_cast(self, source: Tensor, copy: Tensor) -> None:
         if all(storage._cdata in self._excluded for storage in storages_of(source)):
@@ -288,7 +283,7 @@ class SavedTensorMeter:
         return saved
 
     def storages(self, label: Hashable, without: Container[Hashable] = ()) -> dict[Hashable, int]:
-        """The storages that were saved under a label and are needed still, with their bytes: not what is dropped.
+        """Return the storages that were saved under a label and are still needed, with their bytes.
 
         Args:
             label: The label.

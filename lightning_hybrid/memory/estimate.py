@@ -111,13 +111,13 @@ class MemoryEstimator:
 
     @cached_property
     def _named(self) -> tuple[list[tuple[str, Tensor]], list[tuple[str, Tensor]]]:
-        """The parameters and the buffers of the module by all their names: a deep one has thousands of parts."""
+        """The parameters and the buffers of the module, by all of their names. Cached: a deep module has thousands."""
         module = self._module
         named = module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
         return list(named[0]), list(named[1])
 
     def _located(self, stage_map: StageMap) -> list[TensorStages]:
-        """Find out where parameters live; once for all ranks that are asked for one after the other."""
+        """Return the stages and ranks of each parameter. Caches those of the latest stage map."""
         if self._latest is None or self._latest[0] is not stage_map:
             self._latest = stage_map, locate(self._named[0], stage_map)
         return self._latest[1]

@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.distributed.messages.lazy_tensor import LazyTensor
 from lightning_hybrid.distributed.pytree import flatten, unflatten
+from lightning_hybrid.distributed.replaced import replaced_attributes
 from lightning_hybrid.distributed.tensor_metadata import METADATA, getters
 from lightning_hybrid.pipeline_parallel.frame.decisions import apply
 from lightning_hybrid.pipeline_parallel.frame.fake_tensors import FakeMode, FakeTensor, fake_like
@@ -232,14 +233,9 @@ class CodeBefore(TorchFunctionMode):
         finally:
             super().__enter__()  # type: ignore[no-untyped-call]
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Inside, nothing that runs is part of the user's step."""
-        before, self._is_paused = self._is_paused, True
-        try:
-            yield
-        finally:
-            self._is_paused = before
+    def paused(self) -> AbstractContextManager[None]:
+        """Take nothing that runs for a part of the user's step while entered."""
+        return replaced_attributes(self, _is_paused=True)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """A call."""

@@ -210,22 +210,16 @@ class MicrobatchComparison:
         batches, counts = list[Any](), list[int]()
         if num_microbatches > 1 and not takes_from_iterators(module):
             batches, counts = joined_parts(batch, num_microbatches, getattr(module, "split_batch", None))
-        # Forwards may gather shards of replicas, so that all ranks run as many.
-        self._structures.add(structure_of(signature))
-        own = (len(batches), len(set(places_of_first(batches))), repr(structure_of(signature)))
-        found = all_gather_values(own, context.mesh.decision_group)
-        number = min(each for each, _, _ in found)
-        self._texts |= {text for _, _, text in found}
-        if len({each[:2] for each in found}) > 1:
-            batches = list(map(copied, batches))
+        batches = self._common(batches, signature)
+        number = len(batches)
         self._left -= number > 0 or context.mesh.data_parallel_size > 1
         if number == 0:
             return False
         weigh, sizes = getattr(module, "microbatch_weight", None), None
         if weigh is not None:
             with context.guard():
-                sizes = [float(weigh(each)) for each in batches[:number]]
-        compare = partial(self._rehearse, batches[:number], counts[:number], sizes, forward)
+                sizes = [float(weigh(each)) for each in batches]
+        compare = partial(self._rehearse, batches, counts[:number], sizes, forward)
         verdict = self._verdict(compare)
         if verdict.kind != "other" and self._compare_states(batches[1:3], counts[1:3], num_microbatches, forward):
             return True
@@ -253,6 +247,25 @@ class MicrobatchComparison:
         elif len(self._verdicts) == 1 and is_first:
             self._state_router_loss(verdict, compare)
         return verdict.kind == "sum"
+
+    def _common(self, batches: list[Any], signature: Hashable) -> list[Any]:
+        """Return as many batches to compare as all ranks have, and note the structures of all ranks.
+
+        Forwards may gather shards of replicas, so each rank runs as many of them: a batch that is among them twice runs
+        once only if that holds on all ranks.
+
+        Args:
+            batches: The batches that this rank could compare.
+            signature: Of a microbatch.
+        """
+        structure = structure_of(signature)
+        self._structures.add(structure)
+        own = (len(batches), len(set(places_of_first(batches))), repr(structure))
+        found = all_gather_values(own, self._context.mesh.decision_group)
+        self._texts |= {text for _, _, text in found}
+        if len({each[:2] for each in found}) > 1:
+            batches = list(map(copied, batches))
+        return batches[: min(each for each, _, _ in found)]
 
     def _key_of(self, structure: Hashable) -> Hashable:
         return "any" if self._context.mesh.data_parallel_size > 1 else structure

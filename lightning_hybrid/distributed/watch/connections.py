@@ -79,7 +79,7 @@ class Connections:
         self._lasting = set()
 
     def _connected(self, store_port: int | None) -> Iterator[tuple[int, int]]:
-        """The sockets that connect this process with another one, without the store's."""
+        """Yield the sockets that connect this process with another one, without the store's."""
         for number, inode in self._sockets & _sockets():
             with suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
                 listens = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)

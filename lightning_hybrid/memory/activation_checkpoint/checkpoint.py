@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from lightning_hybrid.distributed.forwards import replaced_forwards
 from lightning_hybrid.distributed.pytree import copy_object, flatten, unflatten
 from lightning_hybrid.distributed.random import RandomReplay
+from lightning_hybrid.distributed.replaced import replaced_forwards
 from lightning_hybrid.memory.activation_checkpoint.selective import SavedResults
 
 

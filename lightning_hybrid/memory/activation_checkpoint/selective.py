@@ -272,7 +272,7 @@ def _address(tensor: Tensor) -> int:
 
 
 def save_tensors(tensors: Sequence[Tensor]) -> Tensor:
-    """Let autograd save tensors, as long as the returned tensor lives: without it, torch 2.11 frees what its node has.
+    """Let autograd save tensors until the returned tensor is freed; without a reference to it torch 2.11 frees them.
 
     Args:
         tensors: Without a graph.

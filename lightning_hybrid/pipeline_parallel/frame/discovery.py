@@ -35,7 +35,7 @@ from lightning_hybrid.pipeline_parallel.frame.fake_tensors import (
     FakeMode,
     FakeTensor,
     as_parameter,
-    collecting_at_the_end,
+    collect_new,
     fake_like,
     is_whole,
     run_on_zeros,
@@ -179,7 +179,7 @@ class Discovery(TorchFunctionMode):
         return copied
 
     def run(self, step: Callable[..., Any], arguments: Sequence[Any]) -> Graph:
-        """Follow a step.
+        """Follow a step, inside of :func:`without_collector`.
 
         Args:
             step: The user's step.
@@ -191,13 +191,13 @@ class Discovery(TorchFunctionMode):
         leaves, spec = flatten(list(arguments))
         copies = [peek(leaf).clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self._inputs = {id(leaf): (leaf, place) for place, leaf in enumerate(copies) if isinstance(leaf, Tensor)}
-        with collecting_at_the_end():
-            try:
-                with self:
-                    kept = step(*unflatten(copies, spec))
-            except ValueNeeded as needed:
-                kept = needed
-            self._checkpoints.clear()  # frames of the user's code hold values
+        try:
+            with self:
+                kept = step(*unflatten(copies, spec))
+        except ValueNeeded as needed:
+            kept = needed
+        self._checkpoints.clear()  # frames of the user's code hold values
+        collect_new()
         gone = [key for key, (reference, _) in self._stand_ins.items() if reference() is None]
         for key in gone:  # or else it depends on whose memory was used again which of these are still there
             del self._stand_ins[key]

@@ -27,7 +27,7 @@ from lightning_hybrid.pipeline_parallel.frame.fake_tensors import (
     AbsentValueError,
     FakeTensor,
     absent_text,
-    collecting_at_the_end,
+    without_collector,
 )
 from lightning_hybrid.pipeline_parallel.frame.functional_call import call_with_states
 from lightning_hybrid.pipeline_parallel.frame.graph import Call, Graph, paused
@@ -515,7 +515,7 @@ class FrameCut:
                 torch.set_grad_enabled(torch.is_grad_enabled()),
                 self._around_discovery(),
                 _uncompiled(),
-                collecting_at_the_end(),  # passes over all objects of the process would come in here, for 0.2 s each
+                without_collector(),
                 fake_module(self._module, units, arguments, discovery) as finish,
                 contextlib.redirect_stdout(io.StringIO()),
             ):

@@ -42,7 +42,7 @@ class Layout:
 
     @property
     def stages_key(self) -> tuple[Hashable, ...]:
-        """What decides about the costs of its stages, for a microbatch of so many samples."""
+        """The fields that determine the costs of its stages for a microbatch of a given size."""
         return *self.sharing, self.context, self.context_kind, self.pipeline, self.num_chunks, self.recompute
 
     @property

@@ -211,7 +211,7 @@ class CostModel:
         return Cost(layout, memory, cost.least, parts, cost.sent, seconds, bubble, cost.samples)
 
     def _played(self, layout: Layout, times: StepTimes) -> tuple[list[float], float]:
-        """Return when each rank has done its last computation, and the bubble: the same for each stage of ZeRO."""
+        """Return the time at which each rank ends its last computation, and the bubble. All ZeRO stages share them."""
         key = layout.schedule_key, self._stages_key(layout)
         if key not in self._played_by_key:
             schedule = schedule_of(*layout.schedule_key)
@@ -269,7 +269,7 @@ class CostModel:
         return self.profile.stages(layout, self.step.microbatch(layout))
 
     def _ranks(self, layout: Layout) -> list[_Rank]:
-        """Return what each pipeline rank does in a step: one object for all that do the same."""
+        """Return the costs of each pipeline rank in a step; ranks with equal costs share one object."""
         parts = self._works(layout), self.profile.weights(layout), self.profile.held(layout)
         alike: dict[Hashable, _Rank] = {}
         found = []
@@ -281,11 +281,11 @@ class CostModel:
         return found
 
     def _stages_key(self, layout: Layout) -> Hashable:
-        """Return what decides about the costs of its stages and their messages."""
+        """Return the fields that determine the costs of the stages and their messages."""
         return layout.stages_key, layout.data, self.step.microbatch(layout)
 
     def _works(self, layout: Layout) -> Sequence[_Work]:
-        """Return what each pipeline rank does with a microbatch: one object for all that do the same."""
+        """Return the work of each pipeline rank for a microbatch; ranks with equal work share one object."""
         key = self._stages_key(layout)
         if key not in self._works_by_key:
             self._works_by_key[key] = self._find_works(layout)
@@ -387,17 +387,17 @@ def _known_bytes(usage: MemoryUsage) -> float:
 
 @dataclass(frozen=True, eq=False)
 class _Work:
-    """What a pipeline rank does with one microbatch, in all of its stages.
+    """The work of a pipeline rank for one microbatch, in all of its stages.
 
     Attributes:
-        computing: Seconds, without messages and what is recomputed.
-        backward: Those of the backwards among them.
-        recomputing: Seconds of what is recomputed.
-        tensor: Seconds of messages to those that share its layers.
-        context: Seconds of messages to those that share sequences, which no computing hides.
-        sent_tensor: Bytes of these messages, likewise.
-        sent_context: Likewise.
-        passed: Bytes that it sends to other stages.
+        computing: Seconds of forwards and backwards, without messages and recomputation.
+        backward: Seconds of the backwards among them.
+        recomputing: Seconds of recomputation.
+        tensor: Seconds of messages in the tensor-parallel group.
+        context: Seconds of messages in the context-parallel group that no computation hides.
+        sent_tensor: Bytes sent in the tensor-parallel group.
+        sent_context: Bytes sent in the context-parallel group.
+        passed: Bytes sent to other stages, activations and gradients.
     """
 
     computing: float
@@ -411,7 +411,7 @@ class _Work:
 
     @classmethod
     def of(cls, model: CostModel, layout: Layout, stages: Sequence[StageCost], passed: float) -> _Work:
-        """Add up stages."""
+        """Add up the costs of some stages."""
         return cls(
             computing=sum((1 + _BACKWARD) * stage.forward for stage in stages),
             backward=sum(_BACKWARD * stage.forward for stage in stages),
@@ -432,9 +432,9 @@ class _Rank:
     Args:
         model: The costs.
         layout: The layout.
-        work: What it does with a microbatch.
+        work: Its work for one microbatch.
         weights: The bytes of its parameters and of its gradients, before ZeRO shards them.
-        states: The bytes of its states of the optimizer; ``None`` if unknown.
+        states: The bytes of its optimizer states; ``None`` if unknown.
 
     Attributes:
         parts: Seconds by what it does.

@@ -1,4 +1,4 @@
-"""What a module costs: its step is run on shapes, once for each way to share its layers and its sequences."""
+"""The costs of a module: its step runs on shapes, once for each division of its layers and its sequences."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class ModuleProfile:
         least_share = LEAST_SHARE if contexts is None else 0
 
     def _shares(self, num_ranks: int, mode: str) -> list[Share]:
-        """How sequences may be shared by so many ranks, where others share layers that are arranged so."""
+        """Return the divisions of sequences over a number of ranks, under a `tensor_parallel_mode`."""
         sizes = [size for size in self._contexts if size > 1 and num_ranks % size == 0]
         return [WHOLE, *(each for each in product(sizes, KINDS) if not self._refusal(False, *each, mode))]
 
@@ -152,7 +152,7 @@ class ModuleProfile:
         return "" if share else f"tensor_parallel_plan={plan!r} divides nothing of it{beside}"
 
     def stages(self, layout: Layout, samples: int) -> Sequence[StageCost]:
-        """As :class:`~lightning_hybrid.strategy.auto_layout.cost_model.Profile` says; equal ones are one object."""
+        """Return the costs of the stages, see `Profile`; equal stages share one object."""
         key = layout.stages_key, samples
         if key not in self._stages:
             contents = self._contents_of(layout)
@@ -221,7 +221,7 @@ class ModuleProfile:
         return self._place_costs[key]
 
     def _contents_of(self, layout: Layout) -> Sequence[_Content]:
-        """Return what each stage has to do: one object for all stages with equal records."""
+        """Return the contents of each stage; stages with equal records share one object."""
         key = layout.stages_key
         if key not in self._contents:
             alike: dict[Hashable, _Content] = {}
@@ -246,10 +246,10 @@ class ModuleProfile:
 
 @dataclass(frozen=True, eq=False)
 class _Content:
-    """What a stage has to do.
+    """The contents of a stage.
 
     Attributes:
-        parts: Its labels, by what runs again of them.
+        parts: Its labels, grouped by recomputation.
         outputs: The bytes that it sends to the next stage, in each trace.
     """
 
@@ -257,7 +257,7 @@ class _Content:
     outputs: Sequence[int]
 
     def key(self, is_measured: bool) -> Hashable:
-        """Return what is equal for stages of a layout that cost the same; where labels are timed, each is different."""
+        """Return a key that is equal for stages with equal costs; timed labels make each stage different."""
         parts = (
             (part.layout.recompute, *(part.labels if is_measured else part.kinds.items()), *part.saved)
             for part in self.parts

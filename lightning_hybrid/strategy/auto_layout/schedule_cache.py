@@ -1,4 +1,4 @@
-"""Schedules that many layouts share, and what they keep in flight: each is made once."""
+"""Schedules and their microbatches in flight, cached for all layouts that share them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lightning_hybrid.pipeline_parallel.schedules import Schedule, build_unprove
 
 @cache
 def schedule_of(name: str, num_ranks: int, num_microbatches: int, num_chunks: int, extra: tuple[int, ...]) -> Schedule:
-    """The schedule of a step, made once, to be simulated."""
+    """Return the schedule of a step for a simulation."""
     return build_unproven(name, num_ranks, num_microbatches, num_chunks, extra)
 
 
@@ -25,6 +25,6 @@ def in_flight_of(
 
 @cache
 def order_of(name: str, num_ranks: int, num_microbatches: int, num_chunks: int, extra: tuple[int, ...]) -> Schedule:
-    """The forwards and backwards of a step alone, which say what is kept, and are made much sooner."""
+    """Return a schedule of forwards and backwards alone; they suffice for memory, and take much less time to make."""
     order = compute_order(name, num_ranks, num_microbatches, num_chunks, extra)
     return Schedule(name, num_ranks, num_chunks, num_microbatches, order)

@@ -36,6 +36,7 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function_unary
 
 from lightning_hybrid.distributed.failure import WrongUseError
+from lightning_hybrid.distributed.replaced import replaced_attributes
 from lightning_hybrid.tensor_parallel.context_parallel.block_attention.all_gather import causal_attention
 from lightning_hybrid.tensor_parallel.context_parallel.block_attention.block_attention import (
     Products,
@@ -166,14 +167,9 @@ class Region(TorchFunctionMode):
         with self, self._hooks(self):
             yield
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
+    def paused(self) -> AbstractContextManager[None]:
         """Run code on whole sequences while entered, as code around the layer does."""
-        self._is_paused = True
-        try:
-            yield
-        finally:
-            self._is_paused = False
+        return replaced_attributes(self, _is_paused=True)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """A call of the layer."""

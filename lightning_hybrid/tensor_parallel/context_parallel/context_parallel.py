@@ -21,9 +21,9 @@ from torch import nn
 
 from lightning_hybrid.distributed.dtensor import uncompiled
 from lightning_hybrid.distributed.failure import WrongUseError
-from lightning_hybrid.distributed.forwards import replaced_forwards
 from lightning_hybrid.distributed.pytree import map_leaves
 from lightning_hybrid.distributed.random import derive_seed, peek_number
+from lightning_hybrid.distributed.replaced import replaced_attributes, replaced_forwards
 from lightning_hybrid.distributed.taps import Taps, find_taps
 from lightning_hybrid.tensor_parallel.context_parallel.attention import Counts, Region, is_balanced
 from lightning_hybrid.tensor_parallel.context_parallel.division import Division, sequence_dim_of
@@ -120,14 +120,9 @@ class ContextParallel:
         """What has come from the stage before."""
         return from_shares(value, self._group, balanced=self._is_balanced)
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Inside, layers are given whole sequences: where a step is followed without values."""
-        self._is_paused = True
-        try:
-            yield
-        finally:
-            self._is_paused = False
+    def paused(self) -> AbstractContextManager[None]:
+        """Give layers whole sequences while entered: where a step is followed without values."""
+        return replaced_attributes(self, _is_paused=True)
 
     def _outside(self, layer: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
         name = self._layers[layer]

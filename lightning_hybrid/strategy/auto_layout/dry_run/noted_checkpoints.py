@@ -1,4 +1,4 @@
-"""What layers would save if they ran again in backward, told from a forward in which they save everything."""
+"""The tensors that recomputed layers save, noted in a forward in which the layers save everything."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_hybrid.distributed.forwards import replaced_forwards
 from lightning_hybrid.distributed.pytree import flatten
+from lightning_hybrid.distributed.replaced import replaced_forwards
 from lightning_hybrid.memory.account import SavedTensorMeter
 from lightning_hybrid.memory.activation_checkpoint.checkpoint import tensors_to_save
 from lightning_hybrid.memory.activation_checkpoint.selective import SavedResults, save_tensors
@@ -20,10 +20,10 @@ _CPU = torch.device("cpu")
 
 
 def kinds_without(recompute: bool | str) -> frozenset[str]:
-    """Return the kinds of saved tensors that layers would not save if they ran again so.
+    """Return the kinds of tensors that layers do not save with a kind of recomputation.
 
     Args:
-        recompute: What runs again of each noted layer: nothing, all, or all but what is kept (`"selective"`).
+        recompute: The kind: False, True, or `"selective"`, as of `HybridStrategy`.
     """
     if recompute is False:
         return frozenset({_INPUTS, _RESULTS})
@@ -31,12 +31,12 @@ def kinds_without(recompute: bool | str) -> frozenset[str]:
 
 
 class NotedCheckpoints:
-    """While this is entered, the meter notes what layers save by its kind, and the inputs and results of each call.
+    """Notes the tensors that layers save by kind while entered, and the inputs and kept results of each call.
 
     ::
 
         recompute    False              True     "selective"
-        counts       what it saves      inputs   inputs, results
+        counts       saved inside       inputs   inputs, kept results
 
     Inputs and results live as long as something that was saved inside, as
     :class:`~lightning_hybrid.memory.activation_checkpoint.checkpoint.ActivationCheckpointing` keeps them. As there, the
@@ -44,8 +44,8 @@ class NotedCheckpoints:
 
     Args:
         layers: The layers.
-        meter: Counts what is saved.
-        uncounted: Gives what is entered around operations that the step does not have.
+        meter: Counts the saved tensors.
+        uncounted: Makes a context for operations that are not part of the step.
     """
 
     def __init__(

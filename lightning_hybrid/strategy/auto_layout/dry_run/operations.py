@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import ScriptObject, Tensor
 
 from lightning_hybrid.distributed.pytree import flatten
+from lightning_hybrid.distributed.replaced import replaced_attributes
 from lightning_hybrid.strategy.auto_layout.machine import NO_MESSAGES, Messages, in_ring
 from lightning_hybrid.tensor_parallel.context_parallel.sharded_sequence import ShardedSequence
 from lightning_hybrid.tensor_parallel.grid.blocks import Grid
@@ -95,14 +96,9 @@ class OperationCounter:
         with _CountingMode(self._record, self._record_read):
             yield
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
+    def paused(self) -> AbstractContextManager[None]:
         """Record no operations while entered."""
-        before, self._is_paused = self._is_paused, True
-        try:
-            yield
-        finally:
-            self._is_paused = before
+        return replaced_attributes(self, _is_paused=True)
 
     def lists_of(self, place: Hashable) -> Sequence[list[Any]]:
         """Return what grows while the step is in a place: operations and messages."""

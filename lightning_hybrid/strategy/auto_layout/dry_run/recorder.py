@@ -1,4 +1,4 @@
-"""The first training step of a module, recorded for each way in which its layers may be cut and sequences shared."""
+"""The first training step of a module, recorded for each cut into stages and each division of sequences."""
 
 from __future__ import annotations
 
@@ -28,8 +28,9 @@ _TIMED = 3  # forwards, of which the shortest counts
 _BLOCKS = (GridLinear, GridAttention, GridLayerNorm)
 _UNCUT = StageMap(None, (), (range(0),), 1)
 
-#: How sequences are shared: the ranks that share one, and how attention communicates.
+#: A division of sequences: the context-parallel size, and how attention communicates.
 Share = tuple[int, str]
+#: Undivided sequences.
 WHOLE: Share = (1, KINDS[0])
 
 
@@ -94,7 +95,7 @@ class Recorder(DryRunStrategy):
         self.divided_share = 0.0 if plan is None else divided_share(plan, module)
         if plan is not None and not self.divided_share:  # nobody asks what its ranks do
             raise StopAfterFirstStepError
-        self._planned: set[tuple[str, ...]] = set()  # the layers that can be shared as planned
+        self._planned: set[tuple[str, ...]] = set()  # layers that the plan can divide
         self._cuts: dict[tuple[int, int], Cut | str] = {}
         sizes = (size for size in range(1, data + 1) if data % size == 0)
         numbers = [(size, chunks) for size in sizes for chunks in range(1, (MOST_CHUNKS if size > 1 else 1) + 1)]
@@ -108,7 +109,7 @@ class Recorder(DryRunStrategy):
             if pipeline > 1:
                 body, stage_map = layouts.find_stages(module, config, pipeline)
                 if tensor > 1 and body.chain is None and body.names not in self._planned:
-                    layouts.find_plan(module, config, tensor, body)  # it may refuse
+                    layouts.find_plan(module, config, tensor, body)  # raises if the layers cannot be divided
                     self._planned.add(body.names)
                 return Cut(body, layouts.expect_outside(module, layouts.with_plan(stage_map, body, plan, module)))
         except (ValueError, TypeError) as error:
@@ -151,7 +152,7 @@ class Recorder(DryRunStrategy):
         raise StopAfterFirstStepError
 
     def _share_error_before(self, cut: Cut, share: Share) -> str:
-        """Why sequences are not shared so, by what is known of whole ones; nothing if it has to be tried."""
+        """Return why a division is refused before it is tried, by the length of the sequences; empty if it is tried."""
         context, _ = share
         whole = self._traces.get((cut.key, WHOLE), ())
         length = whole[0].length if isinstance(whole, tuple) and whole else 0
@@ -169,7 +170,7 @@ class Recorder(DryRunStrategy):
         context, kind = share
         if cut.body is None and context > 1:
             return "there are no layers that get shares: the module has no lists of layers"
-        again = cut.body is not None  # then what they save is noted for every kind of recomputation
+        again = cut.body is not None  # their saved tensors are noted for every kind of recomputation
         config = replace(self._config, recompute=again, context_parallel_size=context, context_parallel=kind)
         group = self._context_group(context) if context > 1 else None
         traces = []

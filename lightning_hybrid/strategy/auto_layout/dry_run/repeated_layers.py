@@ -10,8 +10,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from lightning_hybrid.distributed.forwards import replaced_forwards
 from lightning_hybrid.distributed.pytree import TreeSpec, flatten, unflatten
+from lightning_hybrid.distributed.replaced import replaced_attributes, replaced_forwards
 from lightning_hybrid.memory.account import Repetition, SavedTensorMeter
 from lightning_hybrid.pipeline_parallel.frame.alike import PLAIN
 from lightning_hybrid.pipeline_parallel.frame.fake_tensors import FakeTensor
@@ -212,20 +212,13 @@ class _Watch(Mode):  # type: ignore[misc]
     @contextmanager
     def making(self) -> Iterator[dict[int, Any]]:
         """Note the storages of new tensors while entered."""
-        before, self._made = self._made, {}
-        try:
-            yield self._made
-        finally:
-            self._made = before
+        made: dict[int, Any] = {}
+        with replaced_attributes(self, _made=made):
+            yield made
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
+    def paused(self) -> AbstractContextManager[None]:
         """Note nothing while entered."""
-        before, self._is_paused = self._is_paused, True
-        try:
-            yield
-        finally:
-            self._is_paused = before
+        return replaced_attributes(self, _is_paused=True)
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))

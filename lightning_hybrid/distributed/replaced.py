@@ -1,4 +1,4 @@
-"""Forwards of modules that others stand for, for a while."""
+"""Attributes and forwards that are replaced for a while."""
 
 from __future__ import annotations
 
@@ -10,16 +10,34 @@ from torch import nn
 
 
 @contextmanager
+def replaced_attributes(owner: Any, **values: Any) -> Iterator[None]:
+    """Give attributes of an object other values while entered.
+
+    Args:
+        owner: The object.
+        values: The values by name; the object has all of these attributes.
+    """
+    before = {name: getattr(owner, name) for name in values}
+    try:
+        for name, value in values.items():
+            setattr(owner, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)
+
+
+@contextmanager
 def replaced_forwards(
     modules: Iterable[nn.Module], wrap: Callable[[nn.Module, Callable[..., Any]], Callable[..., Any]]
 ) -> Iterator[None]:
-    """Let another function stand for the `forward` of each module while entered.
+    """Replace the `forward` of each module while entered.
 
-    Names, copies and pickles of modules know nothing of it once it is left.
+    Afterwards names, copies and pickles of the modules are as before.
 
     Args:
         modules: The modules.
-        wrap: Gets a module and its forward, and returns what stands for it.
+        wrap: Takes a module and its forward, and returns the replacement.
     """
     replaced: list[tuple[dict[str, Any], Any]] = []
     try:
@@ -38,5 +56,5 @@ def replaced_forwards(
 
 
 def _forward_of(module: nn.Module) -> Callable[..., Any]:
-    """Return what a module's class does: the one that it has when called, as it may be of another for a while."""
+    """Return the `forward` of a module's class, looked up at each call: a module may have another class for a while."""
     return lambda *args, **kwargs: type(module).forward(module, *args, **kwargs)
