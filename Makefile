@@ -51,6 +51,7 @@ lint: $(READY)  ## Check style and formatting
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -c "import sys; from importlinter.cli import lint_imports; sys.exit(lint_imports(no_logo=True))"
+	$(PYTHON) docs/plain_words.py
 
 types: $(READY)  ## Check types
 	$(PYTHON) -m mypy
