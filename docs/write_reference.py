@@ -1,14 +1,18 @@
-"""Writes what the program says of itself into the pages: arguments, hooks, functions, commands, versions.
+"""Generator of the parts of pages that come from the program: arguments, hooks, functions, commands, outputs, versions.
 
-``python docs/write_reference.py`` writes it; with ``--check`` it only says whether what is written is what is so. In a
-page it stands behind a comment that says what is to be written, such as ``<!-- written: arguments zero_stage -->``.
+``python docs/write_reference.py`` writes them; with ``--check`` it fails if a page differs from the program. A comment
+in a page names the part that follows it, such as ``<!-- written: arguments zero_stage -->`` or
+``<!-- written: output timeline --ranks 4 -->``, and ``<!-- end -->`` ends it.
 """
 
 from __future__ import annotations
 
 import argparse
 import inspect
+import os
 import re
+import shlex
+import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
@@ -100,6 +104,16 @@ def arguments(page: Path, *names: str) -> Iterator[str]:
         yield f"`{as_type(parameter.annotation)}`, by default `{as_value(parameter.default)}`. {texts[name]}"
 
 
+def argument_table(page: Path) -> Iterator[str]:
+    """All arguments of `HybridStrategy`, a row each."""
+    texts = Docstring(HybridStrategy, page).items("Args")
+    rows = [
+        f"| [`{name}`](#{name}) | `{as_value(parameter.default)}` | {first_sentence(texts[name])} |"
+        for name, parameter in inspect.signature(HybridStrategy).parameters.items()
+    ]
+    yield "\n".join(["| argument | default | |", "|---|---|---|", *rows])
+
+
 def members(page: Path, *names: str) -> Iterator[str]:
     """Functions, methods, classes and exceptions by their dotted names, a heading each."""
     for dotted in names:
@@ -180,6 +194,17 @@ def command(page: Path, name: str) -> Iterator[str]:
         yield re.sub(rf"({PROGRAM} .*)", r"`\1`", parser.epilog)
 
 
+def output(page: Path, *words: str) -> Iterator[str]:
+    """A command of the program and its output, run in the checkout."""
+    environment = {**os.environ, "COLUMNS": "100", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    line = [sys.executable, "-m", "lightning_hybrid", *words]
+    done = subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=300)
+    if done.returncode:
+        raise SystemExit(f"{page.name}: {shlex.join(words)} failed:\n{done.stderr}")
+    text = "\n".join(line.rstrip() for line in done.stdout.rstrip().splitlines())
+    yield f"```console\n$ {PROGRAM} {shlex.join(words)}\n{text}\n```"
+
+
 def versions(page: Path) -> Iterator[str]:
     """What the package needs, what its extras add, and what the tests run with."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -195,7 +220,8 @@ def versions(page: Path) -> Iterator[str]:
 
 
 WRITERS: dict[str, Callable[..., Iterator[str]]] = {
-    writer.__name__: writer for writer in (arguments, members, hooks, commands, command, versions)
+    writer.__name__: writer
+    for writer in (arguments, argument_table, members, hooks, commands, command, output, versions)
 }
 
 # -- names, types, values ----------------------------------------------------------------------------------------------
@@ -265,7 +291,7 @@ def written(page: Path) -> str:
     """The page with everything that is to be written."""
 
     def write(match: re.Match[str]) -> str:
-        blocks = WRITERS[match[1]](page, *match[2].split())
+        blocks = WRITERS[match[1]](page, *shlex.split(match[2]))
         return f"<!-- written: {match[1]}{match[2]} -->\n\n" + "\n\n".join(blocks) + "\n\n<!-- end -->"
 
     return PLACE.sub(write, page.read_text())
@@ -273,7 +299,7 @@ def written(page: Path) -> str:
 
 def main() -> None:
     """Write, or check."""
-    for page in sorted(DOCS.rglob("*.md")):
+    for page in [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]:
         text = written(page)
         if text == page.read_text():
             continue
