@@ -18,11 +18,13 @@ version = release = __version__
 extensions = [
     "myst_parser",
     "sphinx_copybutton",
+    "sphinx_design",
     "site_links",
 ]
 
 # -- text --------------------------------------------------------------------------------------------------------------
 
+myst_enable_extensions = ["colon_fence", "dollarmath"]
 myst_heading_anchors = 4
 highlight_language = "none"  # blocks without a language are what a terminal shows
 copybutton_prompt_text = "$ "

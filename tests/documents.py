@@ -37,13 +37,12 @@ class Block:
 
 
 def blocks(page: Path) -> list[Block]:
-    """All blocks of a page; those of a list have their indentation taken away."""
+    """Return all blocks of a page, without the indentation of lists."""
     found, text = [], page.read_text()
-    for match in re.finditer(r"^( *)(```+|:::+)(.*)\n((?:.*\n)*?)\1\2 *$", text, re.MULTILINE):
-        indent, fence, language, inside = match.groups()
-        if fence.startswith("`"):
-            inside = re.sub(rf"^{indent}", "", inside, flags=re.MULTILINE)
-            found.append(Block(page, text[: match.start()].count("\n") + 2, language.strip(), inside))
+    for match in re.finditer(r"^( *)(```+)(.*)\n((?:.*\n)*?)\1\2 *$", text, re.MULTILINE):
+        indent, _, language, inside = match.groups()
+        inside = re.sub(rf"^{indent}", "", inside, flags=re.MULTILINE)
+        found.append(Block(page, text[: match.start()].count("\n") + 2, language.strip(), inside))
     return found
 
 
