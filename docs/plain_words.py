@@ -27,7 +27,7 @@ PACKAGE = ROOT / "lightning_hybrid"
 MOST = {"users": 885, "maintainers": 1711}
 
 #: Pages for maintainers.
-PROJECT_PAGES = ("docs/architecture.md", "docs/lightning-internals.md", "docs/conformance.md", "docs/project/")
+PROJECT_PAGES = ("docs/project/",)
 
 _Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -43,7 +43,10 @@ RULES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (_START + r"Whether\b", "'If True, ...', or a verb"),
         (r"\b(?:that|those) (?:of|which) (?:a|an|the|its|their|all|each|one)\b", "repeat the noun"),
         (r"\bsuch ones?\b|\bthose that\b|\bof those\b|\bof which (?:there|it|they)\b", "repeat the noun"),
-        (r"\b(?:is|are|was|were) no (?!longer|more\b|less\b|fewer\b|other\b)\w+", "'is not a ...', 'has no ...'"),
+        (
+            r"(?<![Tt]here )\b(?:is|are|was|were) no (?!longer|more\b|less\b|fewer\b|other\b)\w+",
+            "'is not a ...', 'has no ...'",
+        ),
         (r"\b[Nn]obody\b|\blonger than nothing\b|\b[Ss]omebody\b", "name the actor, or use the passive"),
         (r"\b(?:go|goes|going|went|gone) on\b", "'resume', 'continue'"),
         (r"\b(?:is|are|was|were) (?:told|said to|let)\b", "'receives', 'is reported as'"),

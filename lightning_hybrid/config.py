@@ -70,7 +70,7 @@ class HybridConfig:
     process_group_backend: str | None = field(metadata=_OPTIONAL_STR)
     timeout: timedelta | None = field(metadata=_OPTIONAL_TIME)
     stall_timeout: timedelta | None = field(metadata=_OPTIONAL_TIME)
-    lease: timedelta | None = field(metadata=_OPTIONAL_TIME)
+    heartbeat_timeout: timedelta | None = field(metadata=_OPTIONAL_TIME)
     detect_desync: bool = field(metadata=_BOOL)
     compare_microbatches: bool = field(metadata=_BOOL)
     on_nonfinite: str
@@ -93,9 +93,9 @@ class HybridConfig:
         return min(self.stall_timeout.total_seconds(), 0.8 * self.seconds_to_time_out)
 
     @property
-    def seconds_of_lease(self) -> float | None:
+    def seconds_of_heartbeat(self) -> float | None:
         """How long a rank may give no sign."""
-        return None if self.lease is None else self.lease.total_seconds()
+        return None if self.heartbeat_timeout is None else self.heartbeat_timeout.total_seconds()
 
     @property
     def shares_casts(self) -> bool:
@@ -370,9 +370,9 @@ def accumulated_batches(global_batch_size: int, batch_size: int, data_parallel_s
         sizes = [size for size in range(1, batch_size) if not global_batch_size % (size * data_parallel_size)]
         advice = f" or let a batch have {sizes[-1]} samples" if sizes else ""
         raise ValueError(
-            f"global_batch_size={global_batch_size} is no whole number of batches: the loader has {batch_size} samples"
-            f" in a batch, and there are {data_parallel_size} replicas, so {at_once} samples at a time. Make it a"
-            f" multiple of {at_once},{advice} or choose another number of replicas."
+            f"global_batch_size={global_batch_size} is not a multiple of {at_once}: {data_parallel_size} replicas take"
+            f" a batch of {batch_size} samples each. Set it to a multiple of {at_once},{advice} or choose another"
+            " number of replicas."
         )
     return global_batch_size // at_once
 

@@ -349,7 +349,7 @@ def _strategy(layout: dict[str, Any] | None) -> tuple[Any, int]:
 
 
 def _travels(caught: Sequence[warnings.WarningMessage]) -> list[str]:
-    return [str(warning.message) for warning in caught if "These travel" in str(warning.message)]
+    return [str(warning.message) for warning in caught if "They are sent in each step" in str(warning.message)]
 
 
 def _fit_switching(
@@ -539,8 +539,8 @@ def test_the_user_is_told_what_travels_and_what_to_do(ranks: Pools) -> None:
     assert text == (
         "`training_step` uses parameters on stages that do not have them: 'switched.bias' of stage 0 on stage 2,"
         " 'switched.weight' of stage 0 on stage 2. Parameters outside of the layers live where the first batch of"
-        " training used them. These travel: 4,608 bytes a step. Let the first batch of training use the parameter there"
-        " too, such as by adding `0 * parameter.sum()`, or make it a part of a layer."
+        " training used them. They are sent in each step: 4,608 bytes. Let the first batch of training use the"
+        " parameter there too, such as by adding `0 * parameter.sum()`, or make it a part of a layer."
     )
 
 
@@ -552,7 +552,7 @@ def test_the_user_is_told_what_travels_and_what_to_do(ranks: Pools) -> None:
         (
             {**TP2, "tensor_parallel_plan": {"switched": "colwise_gather_output"}},
             ["first", "last", "-"],
-            "as the tensor-parallel ranks share 'switched'",
+            "because 'switched' is sharded over tensor-parallel ranks",
         ),
     ],
     ids=["to an earlier stage", "of a shared layer"],

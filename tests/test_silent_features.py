@@ -81,7 +81,7 @@ def changed(layout: Any, name: str) -> str:
 def test_layers_that_change_during_training_are_refused(ranks: Pools, name: str, layout: Any) -> None:
     first, second = ranks(2, lightning=True).run(changed, layout, name)
     assert first == second
-    assert first.startswith("ValueError: The layers of Regression were changed after they had been divided into stages")
+    assert first.startswith("ValueError: The layers of Regression were changed after they had been split into stages")
     assert CHANGES[name][1] in first
 
 

@@ -77,8 +77,8 @@ class FileIO(TorchCheckpointIO):
                 if zipfile.is_zipfile(file) or "Unsupported global" in str(error):
                     raise pickle.UnpicklingError(f"The checkpoint {file}: {error}") from error
                 raise ValueError(
-                    f"{file}, {file.stat().st_size} bytes, is no checkpoint: it was not written by `torch.save`, or is"
-                    " damaged."
+                    f"{file}, {file.stat().st_size} bytes, is not a checkpoint: it was not written by `torch.save`, or"
+                    " is damaged."
                 ) from error
             raise ValueError(
                 f"The checkpoint {file}, {file.stat().st_size} bytes, cannot be read: {type(error).__name__}: {error}"

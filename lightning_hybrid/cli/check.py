@@ -124,7 +124,7 @@ class CheckResult:
         )
         tried = "\n".join(f"  {experiment}" for experiment in self.experiments)
         parts.append(f"Why: {self.reason}\n{tried}".rstrip())
-        parts.append(f"What to do: {self.remedy}")
+        parts.append(f"Remedy: {self.remedy}")
         return "\n\n".join(parts)
 
 
@@ -325,9 +325,9 @@ class _Check:
         for text, changes in self.axes():
             if self.is_equal(text, {**one, **changes}):
                 return _Explanation(
-                    f"with {text} the numbers are those of one process, so the difference comes from there.",
+                    f"with {text} the numbers equal one process, so the difference comes from there.",
                     (self.about_plan() if "tensor_parallel_size" in changes else "")
-                    + "`lightning-hybrid plan` shows what is divided how. If that is right, it is a fault of this"
+                    + "`lightning-hybrid plan` shows how layers are sharded. If that is right, it is a bug in this"
                     " package: please report it.",
                 )
         return _Explanation(
@@ -355,9 +355,9 @@ class _Check:
         names = list(dict.fromkeys(each.name for each in result.differences))
         if all(name.startswith("log ") for name in names):
             return _Explanation(
-                f"loss, gradients and weights are equal, but logged values are no means over the samples: "
+                f"loss, gradients and weights are equal, but these logged values are not means over the samples: "
                 f"{', '.join(name.removeprefix('log ') for name in names)}.",
-                "Say how they are joined, by `reduce_fx` or `batch_size` of `self.log`, or log a torchmetrics Metric.",
+                "Set `reduce_fx` or `batch_size` in `self.log`, or log a torchmetrics Metric.",
             )
         function = partial(
             self.training.microbatch_weights, self.num_microbatches, self.layout.get("loss_reduction", "mean")
@@ -373,18 +373,18 @@ class _Check:
         """Whether the batch is a weighted sum of its microbatches."""
         found, used = map(_weights_text, (weights.found, weights.used))
         is_sum = weights.residual <= math.sqrt(self.tolerance)
-        text = f"one process, gradients of the microbatches times {found}, against that of the batch"
+        text = f"one process, gradients of the microbatches times {found}, against the gradient of the batch"
         self.experiments.append(Experiment(text, weights.residual, equal=is_sum))
         if not is_sum:
             return _Explanation(
-                f"the loss couples the samples of a batch: no sum of the microbatches' gradients is that of the batch"
-                f" (the best one leaves {weights.residual:.0e} of it).",
-                "Use num_microbatches=1, or split where samples are independent, by a method `split_batch`.",
+                f"the loss couples the samples of a batch: no sum of the microbatches' gradients equals the batch's"
+                f" gradient (the best sum leaves {weights.residual:.0e} of it).",
+                "Use num_microbatches=1, or define `split_batch` to split where samples are independent.",
             )
         if max(abs(a - b) for a, b in zip(weights.found, weights.used, strict=True)) <= math.sqrt(self.tolerance):
             return _Explanation(
-                "losses and gradients of a batch are those of its microbatches; the step keeps something from one call"
-                " to the next, and is called for each microbatch.",
+                "losses and gradients of a batch and of its microbatches agree; the step keeps state from one call to"
+                " the next, and is called for each microbatch.",
                 "Use num_microbatches=1, or change that state in a hook (`on_train_batch_end`).",
             )
         if all(abs(weight - 1) <= math.sqrt(self.tolerance) for weight in weights.found):
@@ -470,11 +470,11 @@ def _bound(difference: float) -> str:
 def _advice(text: str) -> str:
     """Return the advice for a step that raises an error, with or without a layout."""
     if text == _ALONE:
-        return "The step fails without any layout: run it with `Trainer(devices=1)`, and mend it there."
+        return "The step fails without any layout. Run it with `Trainer(devices=1)`, and fix it there."
     return (
-        "In one process the step runs, so it is about the layout. Check parts of it, such as"
-        " `--trainer.strategy.init_args.num_microbatches 1`, or one of the sizes alone, to see which one the step does"
-        " not go with; docs: any model, limits."
+        "The step runs in one process, so the layout causes the error. Check parts of the layout, such as"
+        " `--trainer.strategy.init_args.num_microbatches 1`, or one of the sizes alone, to find the argument that"
+        " fails; docs: pipeline, limits."
     )
 
 

@@ -204,9 +204,9 @@ def _find_config(checkpoint: Mapping[str, Any], given: Path | None) -> dict[str,
         try:
             found = json.loads(file.read_text(encoding="utf-8"))
         except ValueError as error:
-            raise ValueError(f"{file} is no configuration of a model: {error}") from error
+            raise ValueError(f"{file} is not a configuration of a model: {error}") from error
         if not isinstance(found, dict):
-            raise ValueError(f"{file} is no configuration of a model: it holds a {type(found).__name__}.")
+            raise ValueError(f"{file} is not a configuration of a model: it holds a {type(found).__name__}.")
         return found
     parameters = checkpoint.get("hyper_parameters")
     values = list(parameters.values()) if isinstance(parameters, Mapping) else []

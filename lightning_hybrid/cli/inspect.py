@@ -134,8 +134,8 @@ def read_mapped(file: Path, *, trusted: bool = False) -> Mapping[str, Any]:
     size = file.stat().st_size
     if not zipfile.is_zipfile(file):
         raise ValueError(
-            f"{file}, {size:,} bytes, is no checkpoint, or was not written completely: it has no list of its contents,"
-            " which comes last."
+            f"{file}, {size:,} bytes, is not a complete checkpoint: it has no list of its contents, which is written"
+            " last."
         )
     with zipfile.ZipFile(file) as archive:
         if any(name.endswith("/constants.pkl") for name in archive.namelist()):

@@ -101,7 +101,7 @@ def _help() -> str:
             *(f"  {name:{width}}  {text:{text_width}}  {example}" for name, (text, example) in commands.items()),
             "",
             f"Example: {PROGRAM} timeline --ranks 4 --microbatches 8",
-            f"{PROGRAM} COMMAND --help tells all options of a command, --version the version, and",
-            f"{PROGRAM} fit --trainer.strategy.help lightning_hybrid.HybridStrategy those of the strategy.",
+            f"{PROGRAM} COMMAND --help prints the options of a command, --version the version, and",
+            f"{PROGRAM} fit --trainer.strategy.help lightning_hybrid.HybridStrategy the arguments of the strategy.",
         ]
     )

@@ -124,7 +124,7 @@ def on_disk(text: str) -> Path:
 def positive(text: str) -> int:
     """The value of an option that counts something: 1 or more."""
     if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of at least 1")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 1")
     return int(text)
 
 

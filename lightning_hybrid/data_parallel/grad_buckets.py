@@ -378,8 +378,8 @@ def _gradient_dtype(parameter: nn.Parameter) -> torch.dtype:
 def late_gradient_error(parameter: Tensor) -> RuntimeError:
     """The error of a gradient that comes after its bucket has been launched."""
     return RuntimeError(
-        f"A parameter of shape {tuple(parameter.shape)} got a second gradient in one step after its bucket had begun to"
-        " travel to the other ranks. This happens with re-entrant checkpointing around a parameter that is used more"
+        f"A parameter of shape {tuple(parameter.shape)} got a second gradient in one step after the reduction of its"
+        " bucket had begun. This happens with re-entrant checkpointing around a parameter that is used more"
         " than once: pass `use_reentrant=False` to `torch.utils.checkpoint.checkpoint`. Otherwise reduce it with"
         " `overlap=False`."
     )

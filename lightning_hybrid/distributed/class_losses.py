@@ -24,7 +24,7 @@ except ImportError:  # then no loss is recognized, and the comparison of microba
 __all__ = ["Observer", "normalizer_of", "observed", "reported"]
 
 Observer = Callable[[Tensor, Tensor, "Tensor | None", int], Tensor]
-"""Takes the mean, the classes, the weights of all classes and the ignored class; returns what stands for the mean."""
+"""Takes the mean, the classes, the weights of all classes and the ignored class; returns a replacement for the mean."""
 
 _MEAN = 1  # torch's number for reduction="mean"
 _observer: Observer | None = None

@@ -149,7 +149,7 @@ class FailureStore:
         self._machine = machine_of(description)
         with contextlib.suppress(Exception):  # the store need not answer any of these: nobody waits
             self._store.set(self.key(f"process/{self._rank}"), description)
-            self._store.set(self.key(f"lease/{self._rank}"), "0")
+            self._store.set(self.key(f"heartbeat/{self._rank}"), "0")
             for name in ("begun", f"machine/{self._machine}"):
                 self._store.append(self.key(name), f"{self._rank} ")  # type: ignore[attr-defined]  # torch's stubs
 
@@ -191,11 +191,11 @@ class FailureStore:
         return f"rank {rank} (on {self._hosts.get(rank, 'an unknown host')})"
 
     def last_seen(self, ranks: Sequence[int], store: Store) -> str:
-        """Where the first of some ranks was, as far as it has said it with its lease; a sentence, or nothing.
+        """Return a sentence with the last place that the first of some ranks reported; empty if it reported none.
 
         Args:
             ranks: The ranks.
-            store: That of the thread that asks.
+            store: The store of the calling thread.
         """
         key, place = self.key(f"seen/{ranks[0]}"), ""
         with contextlib.suppress(dist.DistError, OSError):  # what is known is told without it
@@ -376,14 +376,14 @@ class FailureStore:
         silent = [rank for rank, own in keys.items() if not any(store.check([key]) for key in own)]
         return [rank for rank in silent if store.check([self.key(f"process/{rank}")])]
 
-    def lease_of(self, rank: int, store: Store) -> bytes | None:
-        """What changes whenever a rank renews its lease; ``None`` if it has none.
+    def heartbeat_of(self, rank: int, store: Store) -> bytes | None:
+        """Return the last heartbeat of a rank; ``None`` if it sent none.
 
         Args:
             rank: The rank.
-            store: That of the thread that asks.
+            store: The store of the calling thread.
         """
-        key = self.key(f"lease/{rank}")
+        key = self.key(f"heartbeat/{rank}")
         return store.get(key) if store.check([key]) else None
 
     def _hear_roll(self, roll: int | None, text: str) -> str:
@@ -439,10 +439,11 @@ def store_gone_text(name: str) -> str:
 
 
 def silent_text(names: Sequence[str], seconds: float) -> str:
-    """What is wrong if ranks have given no sign for the length of a lease."""
+    """Return the error for ranks that sent no heartbeat within the timeout."""
     return (
-        f"Silent for {seconds:.0f} s, so stopped, cut off or without power: {', '.join(names[:_MOST])}. If a rank works"
-        " that long without letting other threads of Python run, give `HybridStrategy(lease=...)` more."
+        f"No heartbeat for {seconds:.0f} s, so stopped, cut off or without power: {', '.join(names[:_MOST])}. If a rank"
+        " computes that long without letting other threads of Python run, increase"
+        " `HybridStrategy(heartbeat_timeout=...)`."
     )
 
 

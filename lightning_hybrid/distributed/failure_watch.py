@@ -23,7 +23,7 @@ from lightning_hybrid.distributed.failure import (
     store_gone_text,
 )
 from lightning_hybrid.distributed.wait_watch import WaitWatch
-from lightning_hybrid.distributed.watch.leases import Leases
+from lightning_hybrid.distributed.watch.heartbeats import Heartbeats
 from lightning_hybrid.distributed.watch.process_ends import ProcessEnds
 from lightning_hybrid.distributed.watch.watched_thread import WatchedThread
 
@@ -55,7 +55,7 @@ class FailureWatch:
         size: The number of ranks.
         thread: That of the run.
         waits: Finds ranks that wait for each other; ``None`` if nobody looks for them, as before a run.
-        leases: Finds ranks that have fallen silent; ``None`` if nobody looks for them.
+        heartbeats: Finds ranks that send no heartbeats; ``None`` if it is off.
         abort: Wakes who waits in this rank's groups, which are of no use then.
         num_lost: How many connections have been closed so far, here or by other ranks.
         interrupt: Has this exception raised in the thread of the run; whether that is possible.
@@ -76,7 +76,7 @@ class FailureWatch:
         size: int,
         thread: WatchedThread,
         waits: WaitWatch | None,
-        leases: Leases | None,
+        heartbeats: Heartbeats | None,
         abort: Callable[[], None],
         interrupt: Callable[[Exception], bool],
         num_lost: Callable[[], int] = int,
@@ -84,7 +84,7 @@ class FailureWatch:
         end: Callable[[int], object] = os._exit,
     ) -> None:
         self._failures, self._store, self._rank, self._size = failures, store, rank, size
-        self._thread, self._leases = thread, leases
+        self._thread, self._heartbeats = thread, heartbeats
         self.waits, self.interrupt = waits, interrupt
         self._abort, self._num_lost = abort, num_lost
         self._parent, self._end = parent, end
@@ -95,15 +95,15 @@ class FailureWatch:
     def begin(self) -> None:
         """A run begins, on the thread that is watched."""
         self._thread.watch_this()
-        if self._leases is not None:
-            self._leases.begin()
+        if self._heartbeats is not None:
+            self._heartbeats.begin()
         self._ends.close()
         self._finished.clear()
         self._met: set[int] = set()  # the ranks on this machine that have begun
         self._knows_first = False
         self._lost = self._num_lost()
         self._roll, self._called_at = 0, 0.0  # that was called as a connection was found closed, and when
-        self._missing: dict[int, bytes | None] = {}  # the leases of those that have not answered the roll before
+        self._missing: dict[int, bytes | None] = {}  # heartbeats of the ranks that did not answer the last roll call
         self._has_aborted = self._has_interrupted = False
         self._cause: str | None = None
         self._known_at = 0.0
@@ -195,10 +195,10 @@ class FailureWatch:
             return self._report(self._gone_text(gone))
         if absent := self._find_absent():
             return self._report(self._gone_text(absent))
-        if self._leases is not None and (silent := self._leases.look()):
+        if self._heartbeats is not None and (silent := self._heartbeats.look()):
             for rank in silent:
                 failures.description_of(rank, self._store)
-            text = silent_text([failures.name_of(rank) for rank in silent], self._leases.seconds)
+            text = silent_text([failures.name_of(rank) for rank in silent], self._heartbeats.seconds)
             return self._report(text + failures.last_seen(silent, self._store))
         terminating = None if self._sigterm_at is None else time.monotonic() - self._sigterm_at
         if self.waits is None:
@@ -228,12 +228,12 @@ class FailureWatch:
             return []
         before, roll, self._roll = self._missing, self._roll, 0
         silent = self._failures.absent(roll, self._store)
-        self._missing = {rank: self._failures.lease_of(rank, self._store) for rank in silent}
+        self._missing = {rank: self._failures.heartbeat_of(rank, self._store) for rank in silent}
         if not before:
             if silent:
                 self._call_roll()
             return []
-        absent = [rank for rank, lease in self._missing.items() if rank in before and before[rank] == lease]
+        absent = [rank for rank, last in self._missing.items() if rank in before and before[rank] == last]
         self._missing = {}
         self._failures.gone.update(absent)
         for rank in absent:

@@ -187,7 +187,7 @@ class Mesh:
         self.host_messages = self._connect_host()
         takes_host_tensors = "cpu" in device_backends()
         self._decision_group = GroupRef(dist.group.WORLD) if takes_host_tensors else self._group(everyone, "gloo")
-        beside = self._group(everyone, "gloo", use="beside training") if writes_together else self._decision_group
+        beside = self._group(everyone, "gloo", use="in the background") if writes_together else self._decision_group
         self._writing_group = beside
         self._data_control_group = self._group(by_stage, "gloo") if data_parallel_size > 1 else None
 

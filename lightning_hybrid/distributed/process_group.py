@@ -377,7 +377,9 @@ def leave_groups_to_parent() -> None:
     found = [getattr(world, name, None) for name in _TABLES]
     tables = [table for table in found if isinstance(table, dict)]
     if world is None or len(tables) < len(found):
-        raise RuntimeError(f"torch {torch.__version__} cannot have other groups in a copy of a process that has some.")
+        raise RuntimeError(
+            f"This process has process groups, and torch {torch.__version__} cannot create others after a fork."
+        )
     _OF_PARENT.append([world.default_pg, *(dict(table) for table in tables)])
     for table in tables:
         table.clear()

@@ -214,7 +214,7 @@ class WaitWatch:
         ]
         if not standing or len(waiting) < self._size:
             return None
-        places = "; ".join(f"rank {rank} stands still at {waiting[rank].place}" for rank in standing[:8])
+        places = "; ".join(f"rank {rank} is stuck at {waiting[rank].place}" for rank in standing[:8])
         others = sorted(set(waiting) - set(standing))
         waits = f"; {ranks_text(others)} wait{'' if len(others) > 1 else 's'}" if others else ""
         text = f"SIGTERM came, and the batch does not end: {places}{waits}. So all ranks end without a checkpoint."

@@ -60,7 +60,7 @@ class MemoryReport(Callback):
         try:
             return self._estimate()
         except Exception:  # no reason to end a run
-            _log.debug("What this rank holds could not be estimated.", exc_info=True)
+            _log.debug("The memory of this rank could not be estimated.", exc_info=True)
             return None
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:

@@ -41,7 +41,7 @@ def batch_norm_text(layers: Sequence[nn.Module], counts: Sequence[int], num_repl
     synchronized = all(isinstance(layer, nn.SyncBatchNorm) for layer in layers)
     replicas = f" on each of {num_replicas} replicas" if synchronized and num_replicas > 1 else ""
     synchronize = (
-        "" if synchronized or num_replicas == 1 else " Trainer(sync_batchnorm=True) for those of all replicas,"
+        "" if synchronized or num_replicas == 1 else " Trainer(sync_batchnorm=True) for the statistics of all replicas,"
     )
     samples = f"{min(counts)} sample{'s' if min(counts) > 1 else ''}"
     return (

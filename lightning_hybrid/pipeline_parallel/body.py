@@ -121,9 +121,9 @@ class BodyWatch:
 
     def _refuse(self, what: str) -> NoReturn:
         raise WrongUseError(
-            f"The layers of {self._kind} were changed after they had been divided into stages: {what}. Other ranks, and"
-            " the optimizer, know those that there were. Change them in `__init__`, or in `configure_model`: they are"
-            " divided after that. Layers that grow or shrink during training need pipeline_parallel_size=1."
+            f"The layers of {self._kind} were changed after they had been split into stages: {what}. Other ranks and"
+            " the optimizer still have the old layers. Change them in `__init__` or in `configure_model`, before"
+            " they are split. Layers that grow or shrink during training need pipeline_parallel_size=1."
         )
 
 

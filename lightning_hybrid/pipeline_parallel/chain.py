@@ -226,7 +226,7 @@ class CodeBefore(TorchFunctionMode):
         if fakes is not None:
             fakes.is_over = True
         if any(isinstance(leaf, FakeTensor) for leaf in flatten(x)[0]):
-            raise WrongUseError(_text("What the chain is called with", "is computed from"))
+            raise WrongUseError(_text("The input of the chain", "is computed from"))
         self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         try:
             yield

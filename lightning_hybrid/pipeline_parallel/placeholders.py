@@ -28,10 +28,10 @@ _READS |= {getattr(Tensor, f"__{kind}__") for kind in ("bool", "int", "float", "
 _ADDRESSES = {Tensor.data_ptr}
 
 _SAVED_TEXT = (
-    "A tensor that lives on another stage of the pipeline is saved, and there are no values of it here. On every rank,"
-    " `trainer.save_checkpoint(path, weights_only=True)` writes the whole model. In a hook, save inside"
-    " `with self.trainer.strategy.full_parameters():`, where parameters are whole; after a run call"
-    " `trainer.strategy.gather_module()` first, which makes the module whole."
+    "A tensor of another pipeline stage cannot be saved, because this rank does not have its values. Call"
+    " `trainer.save_checkpoint(path, weights_only=True)` on every rank to write the full model. In a hook, save inside"
+    " `with self.trainer.strategy.full_parameters():`, which gathers parameters; after a run call"
+    " `trainer.strategy.gather_module()` first."
 )
 
 _WRITTEN_TEXT = (

@@ -17,7 +17,7 @@ from lightning_hybrid.distributed.dtensor import full_tensor
 from lightning_hybrid.distributed.pytree import LEAF, TreeSpec, flatten, unflatten
 
 Message = tuple[list[Any], TreeSpec]
-"""What goes from stage to stage: the leaves of a tree, and the tree. Tensors that require grad get a gradient back."""
+"""A message from stage to stage: the leaves of a tree, and the tree. Tensors that require grad get a gradient back."""
 
 Gradients = list[Tensor | None]
 """The answer to a message: one gradient per leaf of it, ``None`` for leaves without one; an empty list where the

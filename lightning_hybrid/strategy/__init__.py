@@ -82,7 +82,7 @@ def _parse(name: str) -> dict[str, int]:
         found = re.fullmatch(r"([a-z]+)([1-9]\d*)", part)
         argument = None if found is None else _ARGUMENTS.get(found[1])
         if found is None or argument is None or argument in arguments:
-            reason = "comes a second time" if argument in arguments else "is no size"
+            reason = "appears twice" if argument in arguments else "is not a size"
             raise ValueError(
                 f"There is no strategy {name!r}: its part {part!r} {reason}. Names are {_PREFIX!r}, and behind"
                 f" it any of {', '.join(_ARGUMENTS)} with a number each, once, such as '{_PREFIX}_pp3',"

@@ -45,7 +45,7 @@ from lightning_hybrid.tensor_parallel.plan import check_styles, plan_texts
 from lightning_hybrid.trainer.lightning_internals import validation_interval
 from lightning_hybrid.version import __version__
 
-_LEAST_LEASE = timedelta(seconds=3)
+_LEAST_HEARTBEAT = timedelta(seconds=3)
 _SIZES = ("tensor_parallel_size", "pipeline_parallel_size")  # one, or those that are allowed
 _BESIDE_CONTEXT = ("sequence_parallel", "recompute", "tensor_parallel_mode")
 _OTHERWISE = {"data_parallel_size": "auto", "num_microbatches": "auto", "global_batch_size": None, "num_chunks": "auto"}
@@ -73,11 +73,11 @@ def check_arguments(**arguments: Any) -> None:
             raise TypeError(f"{name} must be {expected}, got {arguments[name]!r} ({type(arguments[name]).__name__}).")
     for name in ("timeout", "stall_timeout"):
         if arguments[name] is not None and arguments[name] <= timedelta(0):
-            raise ValueError(f"{name} must be longer than nothing, or None; got {arguments[name]!r}.")
-    if arguments["lease"] is not None and arguments["lease"] < _LEAST_LEASE:
+            raise ValueError(f"{name} must be positive, or None; got {arguments[name]!r}.")
+    if arguments["heartbeat_timeout"] is not None and arguments["heartbeat_timeout"] < _LEAST_HEARTBEAT:
         raise ValueError(
-            f"lease must be at least {_LEAST_LEASE}, or None, as ranks give a sign every half a second at most; got"
-            f" {arguments['lease']}."
+            f"`heartbeat_timeout` must be at least {_LEAST_HEARTBEAT}, or None, as ranks send heartbeats up to two"
+            f" seconds apart; got {arguments['heartbeat_timeout']}."
         )
     mode, depth = arguments["tensor_parallel_mode"], arguments["tensor_parallel_depth"]
     _check_choice("tensor_parallel_mode", mode, TENSOR_PARALLEL_MODES)
@@ -162,9 +162,9 @@ def _check_in_flight(arguments: Mapping[str, Any]) -> None:
 
 
 def _check_groups(backend: str | None, timeout: timedelta | None) -> None:
-    """Of the process groups."""
+    """Check the arguments of the process groups."""
     if timeout is not None and timeout <= timedelta(0):
-        raise ValueError(f"timeout must be longer than nothing, or None for torch's own; got {timeout!r}.")
+        raise ValueError(f"timeout must be positive, or None for torch's own; got {timeout!r}.")
     names = [] if backend is None else [part.rpartition(":")[2] for part in backend.split(",")]
     known = [name for name in dist.Backend.backend_list if name != dist.Backend.UNDEFINED]
     if unknown := [name for name in names if name.lower() not in known]:
@@ -259,8 +259,8 @@ def check_trainer(trainer: Trainer, module: LightningModule, *, num_stages: int)
     if is_overridden("configure_gradient_clipping", module):
         rank_zero_warn(
             f"{type(module).__name__} overrides `configure_gradient_clipping`. With a pipeline, `self.clip_gradients`,"
-            " `clip_grad_norm_` of torch and `self.trainer.strategy.grad_norm()` know the gradients of the whole model;"
-            " a loop over the parameters of the optimizer sees those of one stage."
+            " `clip_grad_norm_` of torch and `self.trainer.strategy.grad_norm()` use the gradients of the whole model;"
+            " a loop over the parameters of the optimizer sees the gradients of one stage."
         )
 
 
@@ -367,10 +367,10 @@ def check_own_parts(module: nn.Module, before: Collection[Tensor], mesh: Mesh) -
     has_seed = "PL_GLOBAL_SEED" in os.environ
     text = (
         f"Parameters that `configure_model` made have other values on each rank{', although a seed is set' * has_seed}:"
-        f" {', '.join(map(repr, names[:3]))}{' and more' if len(names) > 3 else ''}. They are plain tensors, of which"
-        " ranks that share a layer get the first one's values. If each rank has made its part of a larger parameter,"
-        " say so: `DTensor.from_local(part, self.device_mesh['tensor_parallel'], [Shard(dim)])`. Otherwise draw the"
-        " same numbers on every rank (`seed_everything`)."
+        f" {', '.join(map(repr, names[:3]))}{' and more' if len(names) > 3 else ''}. They are plain tensors, so"
+        " all tensor-parallel ranks get the values of the first one. If each rank has made its shard of a larger"
+        " parameter, use `DTensor.from_local(part, self.device_mesh['tensor_parallel'], [Shard(dim)])`. Otherwise draw"
+        " the same numbers on every rank (`seed_everything`)."
     )
 
     def refuse() -> None:
@@ -480,8 +480,8 @@ def check_plugin(plugin: CheckpointIO | None, *, sharded: bool, beside: bool) ->
     """
     if beside and isinstance(plugin, AsyncCheckpointIO):
         raise ValueError(
-            "HybridStrategy(async_save=True) and Trainer(plugins=[AsyncCheckpointIO()]) both write checkpoints beside"
-            " training, and neither would know when the other one is done. Leave one of them out."
+            "HybridStrategy(async_save=True) and Trainer(plugins=[AsyncCheckpointIO()]) both write checkpoints in the"
+            " background, and neither knows when the other is done. Remove one of them."
         )
     inner = plugin.checkpoint_io if isinstance(plugin, AsyncCheckpointIO) else plugin
     if sharded and inner is not None and type(inner) is not TorchCheckpointIO:

@@ -41,9 +41,9 @@ def check_gathering(module: LightningModule, plan: Plan | None) -> None:
     ]
     if others:
         raise ValueError(
-            f"{type(module).__name__} cannot be made whole again: {others[0]!r} was divided by a style of torch or in"
-            " `configure_model`, and nobody knows how its layer was before. Save a checkpoint and load it into a new"
-            " module, or divide it by names of styles in `tensor_parallel_plan`."
+            f"{type(module).__name__} cannot be gathered: {others[0]!r} was sharded by a style of torch or in"
+            " `configure_model`, so its original layer is unknown. Save a checkpoint and load it into a new module, or"
+            " shard it by names of styles in `tensor_parallel_plan`."
         )
 
 
@@ -109,8 +109,8 @@ class RefusedStep:
             RuntimeError: Always.
         """
         raise RuntimeError(
-            "The module was made whole by `strategy.gather_module()` during the run, which cannot go on with it. Call"
-            " it after the run, and start another one: the module is divided again."
+            "`strategy.gather_module()` gathered the module during the run, which cannot continue with it. Call it"
+            " after the run, and start another run, which shards the module again."
         )
 
     backward = __call__

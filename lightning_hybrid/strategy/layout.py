@@ -192,8 +192,8 @@ def _marked_stages(module: nn.Module, settings: HybridConfig, body: Body) -> lis
     if None in of_layers:
         raise ValueError(
             f"{body.names[of_layers.index(None)]!r} is a layer of {body.name!r} without a `pipeline_stage`, and"
-            f" {next(iter(marks))!r} has one. Mark all layers that are divided, or what holds them, or none; or name"
-            " those that you have marked as HybridStrategy(body=[...])."
+            f" {next(iter(marks))!r} has one. Set it for all pipelined layers or their containers, or for none; or"
+            " name the layers that have it: HybridStrategy(body=[...])."
         )
     if settings.partition != "uniform":
         raise ValueError(
@@ -232,8 +232,8 @@ def misplaced_text(module: nn.Module, stage_map: StageMap) -> str | None:
     if not wrong:
         return None
     return (
-        "Modules outside of the layers that are divided live on the stages that use them, whatever pipeline_stage they"
-        f" have: {', '.join(wrong)}. Name them beside the layers, in the order in which they are called, to place them:"
+        "`pipeline_stage` has no effect on modules outside of the pipelined layers, which live on the stages that use"
+        f" them: {', '.join(wrong)}. To place them, name them together with the layers, in the order of their calls:"
         " HybridStrategy(body=[...])."
     )
 
@@ -473,7 +473,7 @@ def _check_plan(plan: Plan, module: LightningModule, body: Body, divided: Sequen
         passes_on = not (row.options.get("scatter_input", True) and row.options.get("gather_output", True))
         if row.kind == "sequence_region" and passes_on and not any(row.name.startswith(f"{n}.") for n in body.names):
             raise ValueError(
-                f"{text}{row.name!r} and its neighbour in an `nn.Sequential` pass shards of sequences to each other"
+                f"{text}{row.name!r} and its neighbor in an `nn.Sequential` pass shards of sequences to each other"
                 " (sequence_parallel). Put the layers into an `nn.ModuleList`, or call the `nn.Sequential` as a whole"
                 " and name it alone as the body."
             )

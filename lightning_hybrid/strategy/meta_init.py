@@ -288,6 +288,6 @@ def _check_attributes(module: nn.Module) -> None:
             if isinstance(value, Tensor) and _is_missing(value):
                 raise ValueError(
                     f"{f'{name}.{attribute}' if name else attribute!r} was made on the meta device, but it is neither a"
-                    f" parameter nor a buffer of {type(layer).__name__}, and nobody can give it values. Make it on a"
-                    " real device: `with torch.device('cpu'):`. Metrics are made there too."
+                    f" parameter nor a buffer of {type(layer).__name__}, so it cannot get values. Make it on a real"
+                    " device: `with torch.device('cpu'):`. Make metrics there too."
                 )

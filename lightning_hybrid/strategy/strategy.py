@@ -74,131 +74,127 @@ from lightning_hybrid.trainer.precision import adapt, autocasts, check_master_we
 
 
 class HybridStrategy(ReplicaCollectives):
-    """Trains an unmodified LightningModule over data x tensor x pipeline parallel ranks, with one process's numbers.
+    """Strategy that trains a LightningModule with data, tensor, context and pipeline parallelism.
 
-    The layers of the module are divided into stages, one or more on each pipeline rank. Each batch is split into
-    microbatches that flow through the stages by a schedule. Layers are shared by the tensor-parallel ranks of a stage,
-    each with its part of the weights; replicas average their gradients.
+    Losses, metrics and weights match a run with one process. The layers of the module are split into stages, one or
+    more on each pipeline rank, and each batch is split into microbatches that pass through the stages by a schedule.
+    Tensor-parallel ranks each hold a shard of a layer's weights. Replicas average their gradients.
 
     Example::
 
         trainer = Trainer(devices=4, strategy=HybridStrategy(pipeline_parallel_size=2))
 
     Args:
-        data_parallel_size: The number of replicas. ``"auto"`` takes all processes that the other axes leave.
-        tensor_parallel_size: The number of ranks that share each layer: each has a part of its weights. A list has the
-            numbers that are allowed, see ``pipeline_parallel_size``.
-        pipeline_parallel_size: The number of ranks among which the layers are divided: each has some of them. A list,
-            such as ``[4, 2]``, has the numbers that are allowed, in order of preference: of those that go with the
-            number of processes (and with ``data_parallel_size``) the first one is taken, and with it the first such
-            ``tensor_parallel_size``. What is said for each stage or rank must then fit all of them.
-        num_microbatches: The number of microbatches of a batch. ``"auto"`` is ``4 * pipeline_parallel_size``, and 1
-            without a pipeline; where there is batch norm it is fewer for small batches, so that each microbatch has two
-            samples.
-        schedule: The order of forwards and backwards of microbatches: ``"gpipe"``, ``"1f1b"`` or
-            ``"interleaved_1f1b"``. By default ``"1f1b"``, and ``"interleaved_1f1b"`` with several chunks.
-        num_chunks: Stages per rank; more than one with ``"interleaved_1f1b"`` or ``"gpipe"``.
-        extra_in_flight: For links between stages on which a message takes a while, as between machines: how many
-            microbatches more than the schedule's own are on their way over each link, or a list with a number for each
-            link between neighbouring pipeline ranks. The results stay the same, bit by bit; the ranks before a link
-            keep the activations of as many more. ``"auto"`` measures links between machines and the time of a
-            microbatch in the first three steps, and takes from then on the fewest with which no rank waits for a link,
-            and for which CUDA devices have memory (on the host memory is not looked at); inside a machine none.
-        partition: ``"uniform"`` for equally many layers per stage, ``"parameters"`` for the lightest possible heaviest
-            stage, embedding and head included; the number of layers of each stage; or, beginning with 0, the stage of
-            each layer. Layers, or what holds them, may have it as an attribute instead: ``layer.pipeline_stage = 1``.
-            Stages are counted over all ranks and their chunks.
-        body: The dotted name of the `nn.Sequential` to divide, which the step calls as a whole; or of another list of
-            layers, or names of lists and layers in the order in which they are called (``*`` for anything between two
-            dots), which any code may call. ``None`` takes the module's ``pipeline_body``, or the outermost
-            `nn.Sequential` that holds more than half of the parameters, or the layers of the lists that hold most.
-        tensor_parallel_mode: How the ranks that share layers are arranged: ``"1d"`` in a line, of which each has a part
-            of the features; ``"2d"`` in a square, ``"2.5d"`` in several squares, ``"3d"`` in a cube, of which each has
-            a block of the samples and features, and a block of each weight. ``tensor_parallel_size`` must be a square,
-            ``tensor_parallel_depth`` times a square, or a cube.
-        tensor_parallel_depth: The number of squares with ``"2.5d"``: each has all of the weights, and a part of the
-            samples.
-        tensor_parallel_plan: How layers are shared: a style by name of module, and a layout (``"S(0)"``, as
-            `distribute` takes it) by name of parameter or buffer, where ``*`` stands for anything between two dots.
-            ``"auto"`` takes the module's ``tensor_parallel_plan()``, or divides the layers of torch that it
-            knows; ``None`` divides nothing.
-        sequence_parallel: Whether activations between shared layers are divided along the sequence, where the plan has
-            regions for it; transformer layers of torch are some.
-        context_parallel_size: The number of ranks that share each sequence: in layers of the body each has a part of
-            the positions, of the same batch. The code around them sees whole sequences; norm, head and cross entropy
-            compute on shares all the same.
-        context_parallel: How attention (`F.scaled_dot_product_attention`) communicates between them: ``"ulysses"``
-            exchanges heads for positions, in a ``"ring"`` blocks of keys and values pass from rank to rank, and
-            ``"all_gather"`` gathers these.
-        global_batch_size: The samples of an optimizer step, of all replicas: as many batches are accumulated as make
-            them up, so that the number of replicas may change from one start to the next. The training loader says how
-            many samples a batch has. ``None`` leaves it to ``Trainer(accumulate_grad_batches=...)``.
-        zero_stage: What is divided over replicas (ZeRO): 1 the optimizers' states, 2 gradients too, 3 parameters too.
-        zero_frees: When stage 3 lets go of the parameters of a layer: ``"step"`` after its last backward of a step,
-            ``"microbatch"`` after each forward and each backward; ``"auto"`` is ``"step"`` with several microbatches.
-        recompute: What is computed again in backward instead of being kept: ``True`` for every layer of the body,
-            ``"selective"`` for all of them but matrix products and attention; a number of layers of each stage, a share
-            of them (``0.5``), a list with a number for each stage, or of names of modules, where ``*`` stands for
-            anything between two dots.
-        offload: What is kept on the host while the device does not need it: ``"activations"``, ``"optimizer"`` (its
-            states) or a list of both. Where the device is the host it has no effect.
-        float32_gradients: Whether gradients of parameters in half precision (``precision="bf16-true"``) are added up
-            over microbatches, and over ranks, in float32.
-        master_weights: Whether parameters in half precision (``precision="bf16-true"`` or ``"16-true"``) have a master
-            copy in float32: optimizers work on it, with gradients in float32, and checkpoints hold it. With
-            ``"16-true"`` the loss is scaled as with ``"16-mixed"``.
-        broadcast_batches: Whether one rank of each model group loads and the others receive: of a training batch in a
-            pipeline what their steps read. Otherwise all load, and checksums are compared.
-        loss_reduction: How the loss of ``training_step`` reduces over the samples of a batch: ``"mean"`` or ``"sum"``.
-        dynamic_shapes: Whether shapes between layers depend on values, and not only on the shapes of the batch.
-        save_distributed_checkpoint: Whether a checkpoint is a directory to which every rank adds its part, instead of
-            one file that rank 0 writes. Either can be loaded under any layout.
-        async_save: Whether checkpoints are written beside training, from a copy on the host.
-        gather_module_on_teardown: If True, every rank has the whole module after a run, as by :meth:`gather_module`, to
-            save, call or export it as with DDP. If False, the module stays divided. ``"auto"`` makes it whole if each
-            machine has the memory for three copies in each of its processes; otherwise the log says so, and what to
-            call. The next run divides the module again.
-        initial_weights: Where to take the weights from, unless a checkpoint is resumed: as for :meth:`load_weights`.
-        rank_order: How ranks are numbered: the axes from the outermost to the innermost, whose ranks are consecutive;
-            ``"pp-dp-tp"`` or another order. Where sequences are shared ``cp`` is one of them: outside of ``tp``, if
-            it is not named.
-        start_method: How the processes of a machine are started, if no launcher such as `torchrun` does it: ``"popen"``
-            runs the script once in each; ``"fork"``, ``"spawn"`` and ``"forkserver"`` call the Trainer's function in
-            worker processes, and bring weights, metrics and the path of the best checkpoint back. ``"auto"`` is
-            ``"fork"`` in a notebook, and ``"popen"`` elsewhere.
-        process_group_backend: The backend of the process groups; by default nccl on CUDA and gloo elsewhere.
-        timeout: Of the process groups: after that a collective gives up.
-        stall_timeout: How long nothing may finish while ranks wait for each other. Then where each rank stands is
-            printed as a table, with the rank that the others wait for, and all end; unless that one computes, loads,
-            saves or compiles. It happens after four fifths of ``timeout`` at the latest. ``None`` switches it off.
-        lease: How long a rank may give no sign once it has met the others: its process is stopped, its machine is cut
-            off or has lost its power. Then it is named, and all end. A rank that computes, waits, loads or saves gives
-            signs. ``None`` looks for nobody.
-        detect_desync: Whether, before each training batch, checksums are compared: of the batch over each model group,
-            of parameters over replicas and all stages that hold them, and of the state of random numbers; for finding a
-            fault, as it takes time. What decides the messages between ranks is always compared.
+        data_parallel_size: Number of replicas. ``"auto"``: all processes that the other axes leave.
+        tensor_parallel_size: Number of ranks that hold each layer together, each with a shard of its weights. Keep it
+            within one node. A list allows several values, see ``pipeline_parallel_size``.
+        pipeline_parallel_size: Number of pipeline ranks that the layers are split over. A list, such as ``[4, 2]``,
+            allows several values in order of preference: the first one that fits the number of processes (and
+            ``data_parallel_size``) is used, and with it the first such ``tensor_parallel_size``. So a job can restart
+            on fewer nodes. Arguments that are set for each stage or rank must then fit every value.
+        num_microbatches: Number of microbatches of a batch. ``"auto"``: ``4 * pipeline_parallel_size``, or 1 without a
+            pipeline; fewer for small batches of a module with batch norm, so that each microbatch has two samples.
+        schedule: Order of the forwards and backwards of microbatches. ``"gpipe"``, ``"1f1b"`` or
+            ``"interleaved_1f1b"``. Default: ``"1f1b"``, and ``"interleaved_1f1b"`` with several chunks.
+        num_chunks: Number of stages on a rank. More than one needs ``"interleaved_1f1b"`` or ``"gpipe"``.
+        extra_in_flight: Extra microbatches in flight at each stage boundary, to hide network latency between nodes. An
+            int applies to all boundaries; a list has one value for each boundary between neighboring pipeline ranks.
+            It costs the activations of as many microbatches on the ranks before the boundary; results are bitwise
+            identical. ``"auto"`` measures the links between nodes in the first three steps, and then uses the smallest
+            value that hides them and for which CUDA devices have memory; 0 within a node.
+        partition: How layers are assigned to stages. ``"uniform"``: equal counts. ``"parameters"``: the smallest
+            possible largest stage, counting embedding and head. A list of stage sizes, such as ``[6, 7, 7, 4]``. A
+            list of stage indices, one for each layer, starting at 0. Stages are counted over all ranks and chunks. A
+            layer or a container of layers may set its stage as an attribute: ``layer.pipeline_stage = 1``.
+        body: Which layers the pipeline splits, by dotted name. A string names one `nn.Sequential`, which the step calls
+            as a whole, or one list of layers. A list names several lists and layers in the order of their calls, where
+            ``*`` matches anything between two dots; any code may call them. ``None``: the module's ``pipeline_body``,
+            else the outermost `nn.Sequential` with more than half of the parameters, else the layer lists with the most
+            parameters.
+        tensor_parallel_mode: Arrangement of the tensor-parallel ranks. ``"1d"``: column and row shards, as in
+            Megatron-LM. ``"2d"``, ``"2.5d"`` and ``"3d"`` also shard activations; they need a
+            ``tensor_parallel_size`` of q x q, ``tensor_parallel_depth`` x q x q, or l x l x l.
+        tensor_parallel_depth: Number of q x q grids, for ``"2.5d"`` only. Each holds all weights and some samples.
+        tensor_parallel_plan: How layers are sharded. A mapping from module names to styles, and from names of
+            parameters or buffers to placements (``"S(0)"``, as for `distribute`); ``*`` matches anything between two
+            dots. ``"auto"``: the module's ``tensor_parallel_plan()``, else the known layers of torch and Hugging Face.
+            ``None``: no layer.
+        sequence_parallel: If True, activations between tensor-parallel layers are sharded along the sequence, where the
+            plan has regions for it, as in the transformer layers of torch.
+        context_parallel_size: Number of ranks that each sequence is split over in the layers of the body. Code
+            around the layers sees full sequences; the last norm, the head and the loss compute on sequence shards.
+        context_parallel: How attention (`F.scaled_dot_product_attention`) communicates between context-parallel ranks.
+            ``"ulysses"`` exchanges heads for positions, ``"ring"`` passes blocks of keys and values from rank to rank,
+            ``"all_gather"`` gathers keys and values.
+        global_batch_size: Number of samples of an optimizer step, over all replicas. Batches are accumulated to reach
+            it, so that the number of replicas may change between starts of a job. ``None``:
+            ``Trainer(accumulate_grad_batches=...)`` decides.
+        zero_stage: ZeRO stage: what is sharded over replicas. 1: optimizer states; 2: also gradients; 3: also
+            parameters.
+        zero_frees: When ZeRO stage 3 reshards the parameters of a layer. ``"step"``: after its last backward of a step.
+            ``"microbatch"``: after each forward and each backward. ``"auto"``: ``"step"`` with several microbatches.
+        recompute: Activation checkpointing: which layers run again in backward, instead of keeping activations.
+            ``True``: every layer. ``"selective"``: every layer, but results of matrix products and attention are kept.
+            An int: that many layers of each stage. A float: that fraction of them. A list of ints: one for each stage.
+            A list of module names, where ``*`` matches anything between two dots.
+        offload: What is kept on the host while the device does not need it. ``"activations"``, ``"optimizer"`` (its
+            states), or a list of both. No effect on the CPU.
+        float32_gradients: If True, gradients of half-precision parameters (``precision="bf16-true"``) are summed over
+            microbatches and ranks in float32.
+        master_weights: If True, half-precision parameters (``precision="bf16-true"`` or ``"16-true"``) have float32
+            master weights. Optimizers update these, with float32 gradients, and checkpoints hold them. With
+            ``"16-true"`` the loss is scaled, as with ``"16-mixed"``.
+        broadcast_batches: If True, one rank of each model group loads each batch and sends the others the tensors that
+            they read. If False, every rank loads its own copy, and copies are compared by checksums.
+        loss_reduction: How the loss of ``training_step`` reduces over samples. ``"mean"`` or ``"sum"``.
+        dynamic_shapes: Set True if shapes between layers depend on values in the batch, not only on its shapes.
+        save_distributed_checkpoint: If True, a checkpoint is a directory to which every rank writes its part. If False,
+            it is one file that rank 0 writes. Both load under any layout.
+        async_save: If True, checkpoints are written in the background, from a copy on the host.
+        gather_module_on_teardown: If True, every rank has the full module after a run, as after :meth:`gather_module`,
+            so that it can be saved, called or exported as with DDP. If False, the module stays sharded. ``"auto"``
+            gathers it if each node has the memory for three copies in each of its processes; otherwise the log names
+            the method to call. The next run shards the module again.
+        initial_weights: Source of the weights of a run that does not resume, as for :meth:`load_weights`.
+        rank_order: Order of the axes in rank numbers, from the outermost to the innermost, whose ranks are consecutive.
+            For example ``"pp-dp-tp"``. With context parallelism ``cp`` is one of the axes; outside of ``tp`` by
+            default.
+        start_method: How the processes of a node start, unless a launcher such as `torchrun` starts them. ``"popen"``
+            runs the script once for each process. ``"fork"``, ``"spawn"`` and ``"forkserver"`` call the Trainer's
+            function in worker processes, and return weights, metrics and the path of the best checkpoint. ``"auto"``:
+            ``"fork"`` in a notebook, else ``"popen"``.
+        process_group_backend: Backend of the process groups. Default: nccl on CUDA, gloo on the CPU.
+        timeout: Time after which a collective fails.
+        stall_timeout: Time after which the job ends if ranks wait for each other and none makes progress. A table shows
+            where each rank is, and names the rank that the others wait for. It does not fire while that rank computes,
+            loads, saves or compiles. At most 80% of ``timeout``. ``None``: off.
+        heartbeat_timeout: Time without a heartbeat after which a rank is lost (a stopped process, a cut network, a lost
+            node). It is named, and all ranks exit. Busy ranks send heartbeats too. ``None``: off. At least 3 seconds.
+        detect_desync: If True, checksums are compared before each training batch: of the batch in each model group, of
+            parameters over replicas and stages that hold them, and of the random state. It is slow, for debugging.
+            Settings that determine messages between ranks are always compared.
         compare_microbatches: If True, the first training step compares the loss of some samples in one microbatch with
-            that in two, forward only. A loss that is a sum over samples is then summed. For a loss that
-            is not a mean over samples, ``num_microbatches="auto"`` takes one microbatch; a number that you set is kept,
-            with a warning. A mean over targets is weighted by these, also over replicas that take a batch whole. If
+            their loss in two, forward only. A loss that is a sum over samples is then summed. For a loss that is
+            not a mean over samples, ``num_microbatches="auto"`` uses one microbatch; a number that you set is kept,
+            with a warning. A mean over targets is weighted by their number, also over replicas. If
             False, microbatches and replicas are averaged without a comparison.
-        on_nonfinite: What happens if a gradient is not finite when an optimizer is about to step, found over all ranks:
-            ``"raise"`` an error on every rank, ``"skip"`` the step, so that parameters and states of the optimizer stay
-            as they are, and log how many were skipped as ``"skipped_steps"``, or ``"ignore"`` it, with one warning.
-            With ``precision="16-mixed"`` the scaler skips such steps by itself.
-        layout: ``"auto"`` finds the sizes of tensor, pipeline and context parallelism, `tensor_parallel_mode` with its
-            depth, `context_parallel`, `num_microbatches`, `schedule`, `num_chunks`, `extra_in_flight`, `zero_stage` and
-            `recompute` at the start, as far as they are left at their defaults: of the layouts that fit `memory_limit`
-            that with the least time for a sample, by estimates. What is given stays, and a list of sizes has those that
-            are tried. The first process searches, measures what devices and links can do, and prints what was found and
-            why. ``"auto"`` for `tensor_parallel_size`, `pipeline_parallel_size`, `schedule`, `num_chunks`, `zero_stage`
-            or `recompute` leaves that one open alone.
-        memory_limit: The memory of a device that what is found may use: ``"80GiB"``, ``"24GB"`` or a number of bytes.
-            By default all that a CUDA device has, and no limit on the host. Leave some for what libraries need.
+        on_nonfinite: What happens if a gradient is not finite before an optimizer step, on any rank. ``"raise"`` an
+            error on every rank; ``"skip"`` the step, which keeps parameters and optimizer states, and log
+            ``"skipped_steps"``; ``"ignore"`` it, with one warning. With ``precision="16-mixed"`` the gradient scaler
+            skips such steps.
+        layout: ``"auto"`` searches for the fastest layout at the start of a run. The search varies every argument of
+            the layout that is left at its default: the sizes of tensor, pipeline and context parallelism,
+            `tensor_parallel_mode` with its depth, `context_parallel`, `num_microbatches`, `schedule`, `num_chunks`,
+            `extra_in_flight`, `zero_stage` and `recompute`. Arguments that you set are kept; a list of sizes limits
+            the search to it. Rank 0 measures compute and links, estimates all layouts that fit `memory_limit`, and logs
+            the result as arguments to copy. ``"auto"`` for `tensor_parallel_size`, `pipeline_parallel_size`,
+            `schedule`, `num_chunks`, `zero_stage` or `recompute` searches that argument alone.
+        memory_limit: Memory of a device that a searched layout may use. ``"80GiB"``, ``"24GB"`` or a number of bytes.
+            Default: all memory of a CUDA device, no limit on the CPU. Leave some for libraries.
 
     Attributes:
-        settings: The arguments, resolved.
-        sizes: (data, tensor, pipeline) parallel size, once the Trainer knows how many processes there are; those that
+        settings: The resolved arguments.
+        sizes: (data, tensor, pipeline) parallel size, known once the Trainer knows the number of processes, or, if they
             are searched, once a run has begun.
 
     Raises:
@@ -242,7 +238,7 @@ class HybridStrategy(ReplicaCollectives):
         process_group_backend: str | None = None,
         timeout: timedelta | None = timedelta(minutes=10),
         stall_timeout: timedelta | None = timedelta(minutes=8),
-        lease: timedelta | None = timedelta(minutes=1),
+        heartbeat_timeout: timedelta | None = timedelta(minutes=1),
         detect_desync: bool = False,
         compare_microbatches: bool = True,
         on_nonfinite: Literal["raise", "skip", "ignore"] = "ignore",
@@ -293,7 +289,7 @@ class HybridStrategy(ReplicaCollectives):
 
     @property
     def world(self) -> World:
-        """What lives as long as the process groups."""
+        """Objects that live as long as the process groups."""
         if self._world is None:
             raise RuntimeError("The device mesh exists only after the processes have been set up.")
         return self._world
@@ -307,7 +303,7 @@ class HybridStrategy(ReplicaCollectives):
 
     @property
     def run(self) -> Run:
-        """The run that is on, or was the last one."""
+        """The current run, or the last one."""
         assert self._run is not None, "no run has begun"
         return self._run
 
@@ -318,7 +314,7 @@ class HybridStrategy(ReplicaCollectives):
 
     @property
     def is_distributed(self) -> bool:
-        """Whether there are several processes."""
+        """Return whether there are several processes."""
         return self.world_size > 1
 
     @property
@@ -336,7 +332,7 @@ class HybridStrategy(ReplicaCollectives):
 
     @property
     def device_mesh(self) -> DeviceMesh:
-        """The mesh; its axes are named as Lightning names them, and ``"context_parallel"`` is one where it divides."""
+        """The mesh. Its axes have Lightning's names; ``"context_parallel"`` is one if its size is above 1."""
         return self.world.mesh.device_mesh
 
     @property
@@ -351,20 +347,20 @@ class HybridStrategy(ReplicaCollectives):
         parameter of unchanged code over ranks, name it in `tensor_parallel_plan`.
 
         Args:
-            tensor: All of it, the same on every rank of the stage, of any dtype. A DTensor is redistributed.
-            layout: A letter for each axis: ``"S(d)"`` splits dimension ``d`` over its ranks, with ``"B"`` every rank
-                has all, with ``"P"`` the tensor is the sum over the ranks. ``"S(0),S(1)"`` is for the data-parallel and
-                the tensor-parallel axis, in the order of `rank_order`; ``"S(0)"`` for the tensor-parallel axis alone;
+            tensor: The full tensor, equal on every rank of the stage, of any dtype. A DTensor is redistributed.
+            layout: A placement for each axis: ``"S(d)"`` shards dimension ``d`` over its ranks, ``"B"`` replicates,
+                ``"P"`` is a partial sum over the ranks. ``"S(0),S(1)"`` is for the data-parallel and the
+                tensor-parallel axis, in the order of `rank_order`; ``"S(0)"`` for the tensor-parallel axis;
                 ``"data_parallel=S(0)"`` or ``{"data_parallel": "S(0)"}`` for axes by name.
 
         Returns:
-            The DTensor, in the graph of ``tensor``: in a step a parameter gets its gradient too. `full_tensor()` makes
-            a plain tensor of it again. Before the run begins, as in `configure_model`, a parameter gives a parameter,
-            which is to take its place.
+            The DTensor, in the graph of ``tensor``: in a step a parameter gets its gradient. `full_tensor()` returns
+            the plain tensor. Before a run begins, as in `configure_model`, a parameter returns a parameter, which must
+            replace it.
 
         Raises:
-            TypeError: If the layout is no text and no mapping.
-            ValueError: If it cannot be read, or a parameter cannot lie so.
+            TypeError: If the layout is neither a string nor a mapping.
+            ValueError: If it cannot be parsed, or a parameter cannot have it.
         """
         begins = self._run is None or not self._run.is_installed
         return distribute(tensor, layout, self.device_mesh, makes_parameters=begins)
@@ -386,13 +382,13 @@ class HybridStrategy(ReplicaCollectives):
     @property
     @override
     def is_alone(self) -> bool:
-        """Whether there are no process groups: before a run, or after they were destroyed."""
+        """Return whether process groups do not exist: before a run, or after they were destroyed."""
         return self._world is None or not dist.is_initialized()
 
     @property
     @override
     def in_step(self) -> bool:
-        """Whether the user's step runs, and not on every rank."""
+        """Return whether the user's step runs, and not on every rank."""
         context = None if self._run is None else self._run.context
         return context is not None and context.in_step
 
@@ -566,7 +562,7 @@ class HybridStrategy(ReplicaCollectives):
 
     @override
     def on_train_start(self) -> None:
-        """Say what a step takes, and go on where a checkpoint was."""
+        """Log the samples of a step, and resume at the position of a checkpoint."""
         trainer = self._module.trainer
         size = getattr(trainer.train_dataloader, "batch_size", None)
         num_microbatches = self.settings.num_microbatches if self.attached.is_cut else None
@@ -896,7 +892,7 @@ class HybridStrategy(ReplicaCollectives):
     @outside_of_steps
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The undivided module's state on rank 0, empty on other ranks of a pipeline; for a directory, this rank's."""
+        """Return the full state dict on rank 0 and an empty one elsewhere; for a directory, the part of this rank."""
         if self._attached is None:  # no run has begun, and nothing is divided
             return super().lightning_module_state_dict()
         if self.world.exceptions.why_not_saved is not None:  # the Trainer asks for this first
@@ -906,21 +902,21 @@ class HybridStrategy(ReplicaCollectives):
 
     @outside_of_steps
     def load_weights(self, source: Source) -> None:
-        """Take weights from elsewhere, each rank what it holds of them; to be called on every rank.
+        """Load weights, each rank the part that it holds. Call it on every rank, in a hook such as `on_fit_start`.
 
-        In a hook, such as `setup` or `on_fit_start`. If the module is not divided yet, it happens when it is. What was
-        made on the meta device gets its values straight from there, and what is not there initialises itself.
+        If the module is not sharded yet, weights are loaded when it is. Parameters on the meta device are created with
+        the loaded values; parameters that the source does not have are initialized as usual.
 
         Args:
-            source: The state dict of the undivided module; a file of `torch.save` with one, alone or in a checkpoint;
-                a ``.safetensors`` file; a folder of Hugging Face, whose names are those of the model in an attribute
-                of the module; or a sharded directory. Names have to be the same, unless the module has
-                ``strict_loading=False``; of tied parameters one is enough.
+            source: The state dict of the full module; a file of `torch.save` with a state dict or a checkpoint; a
+                ``.safetensors`` file; a folder of Hugging Face, with the names of the model in an attribute of the
+                module; or a sharded directory. Names must match, unless the module has ``strict_loading=False``. One
+                of several tied parameters is enough.
 
         Raises:
-            FileNotFoundError, ValueError: If they cannot be read, or a folder fits no part of the module, or several;
-                on every rank.
-            RuntimeError: If names or shapes do not fit; on every rank, and nothing is loaded.
+            FileNotFoundError, ValueError: If the source cannot be read, or a folder fits no part or several parts of
+                the module; on every rank.
+            RuntimeError: If names or shapes do not match; on every rank, and nothing is loaded.
         """
         with self.attached.master_weights.opened():
             self.attached.parallelizer.load(source)
@@ -930,13 +926,13 @@ class HybridStrategy(ReplicaCollectives):
     def full_parameters(
         self, module: nn.Module | None = None, *, gradients: bool = False, writes: bool = False
     ) -> Iterator[None]:
-        """Make parameters whole on every rank for a while, as ordinary parameters; to be entered on every rank.
+        """Gather full parameters on every rank while the context is entered. Enter it on every rank.
 
-        For hooks that read or change parameters of the whole model: histograms, norms of weights, initialization. It
-        is like `summon_full_params` of FSDP and `GatheredParameters` of DeepSpeed. A parameter that another stage
-        holds, or that ranks share (tensor parallelism, ZeRO), is another object inside: take parameters from the
-        module, such as by `self.parameters()`, and not from the optimizer. Each rank needs memory for all of them, so
-        pass a part of the module where that is enough. Layers cannot be called inside.
+        It is for hooks that read or change parameters of the whole model: histograms, norms of weights,
+        initialization. It corresponds to `summon_full_params` of FSDP and `GatheredParameters` of DeepSpeed. A
+        parameter of another stage, or one that is sharded (tensor parallelism, ZeRO), is another object inside: take
+        parameters from the module, such as with `self.parameters()`, and not from the optimizer. Each rank needs memory
+        for all of them, so pass a part of the module if that is enough. Layers cannot be called inside.
 
         Example::
 
@@ -944,8 +940,8 @@ class HybridStrategy(ReplicaCollectives):
                 norm = self.head.weight.grad.norm()
 
         Args:
-            module: The part of the LightningModule whose parameters are meant; by default all of it.
-            gradients: If True, parameters have whole gradients inside. If False, they have none.
+            module: The part of the LightningModule whose parameters are gathered; by default all of it.
+            gradients: If True, parameters have full gradients inside. If False, they have none.
             writes: If True, parameters and gradients keep the values that they have on rank 0 when the context ends.
                 If False, changes are lost.
 
@@ -953,7 +949,7 @@ class HybridStrategy(ReplicaCollectives):
             A context manager.
 
         Raises:
-            ValueError: In a step, before the module is divided, or if ``module`` is not a part of the LightningModule;
+            ValueError: In a step, before the module is sharded, or if ``module`` is not a part of the LightningModule;
                 inside, if a layer is called or a parameter is replaced.
         """
         attached, root = self.attached, self._module
@@ -972,16 +968,15 @@ class HybridStrategy(ReplicaCollectives):
 
     @outside_of_steps
     def gather_module(self) -> None:
-        """Make the module whole again in place, on every rank: ordinary parameters and layers, all with their values.
+        """Gather the full module in place, on every rank: ordinary parameters and layers with their values.
 
-        To be called on every rank after a run, or in a hook at its very end (`teardown`). The module is then as if it
-        had never been divided: it runs in one process, and another Trainer may divide it in another way. Parameters
-        that lived elsewhere or were divided are new objects, without gradients: optimizers of the run know the old
-        ones, with the values that they had. `trainer.save_checkpoint` still saves their states. What torchmetrics in
-        steps have counted stays on the last stage.
+        Call it on every rank after a run, or in its last hook (`teardown`). The module then runs in one process, and
+        another Trainer may shard it in another way. Parameters of other stages and sharded parameters are new objects,
+        without gradients; the optimizers of the run still have the old ones. `trainer.save_checkpoint` still saves the
+        optimizer states. States of metrics that steps update stay on the last stage.
 
         Raises:
-            ValueError: If layers were divided by styles of torch or by the user; on every rank.
+            ValueError: If layers were sharded by styles of torch or by the user; on every rank.
             RuntimeError: If the processes are no longer connected.
         """
         if self._attached is None:
@@ -999,7 +994,7 @@ class HybridStrategy(ReplicaCollectives):
     @outside_of_steps
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The undivided optimizer's state on rank 0, empty on other ranks; for a directory, this rank's."""
+        """Return the full optimizer state on rank 0 and an empty one elsewhere; for a directory, this rank's part."""
         return self.attached.checkpointer.optimizer_state(optimizer)
 
     @override

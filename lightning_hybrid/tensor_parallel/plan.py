@@ -241,8 +241,8 @@ def _expand(module: nn.Module, requested: UserPlan, axes: Sequence[str]) -> dict
         if not matching:
             close = difflib.get_close_matches(pattern, names, n=3, cutoff=0.4) or names[:8]
             raise ValueError(
-                f"The pattern {pattern!r} of tensor_parallel_plan matches no module of {type(module).__name__} (a '*'"
-                f" stands for anything between two dots). There are, for example, {', '.join(map(repr, close))}."
+                f"The pattern {pattern!r} of tensor_parallel_plan matches no module of {type(module).__name__} ('*'"
+                f" matches anything between two dots). There are, for example, {', '.join(map(repr, close))}."
             )
         styles.update(dict.fromkeys([first[id(layers[name])] for name in matching], style))
     return styles

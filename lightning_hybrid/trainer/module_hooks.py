@@ -1,4 +1,4 @@
-"""The optional hooks of a LightningModule: what it may define, and needs not."""
+"""The optional hooks of a LightningModule."""
 
 from __future__ import annotations
 
@@ -12,31 +12,30 @@ from lightning_hybrid.distributed.failure import WrongUseError
 
 
 class ModuleHooks(Protocol):
-    """What a LightningModule may define beside Lightning's own hooks; each one alone, unless it says otherwise.
+    """Optional hooks of a LightningModule, in addition to Lightning's own. Define any of them.
 
-    Nothing has to be inherited. A module that does inherit from this class for its type checker has to define all.
+    Do not inherit from this class, unless a type checker needs it: then define all of them.
 
     Attributes:
-        pipeline_body: The dotted name of the list of layers that is divided into stages, such as ``"model.layers"``, or
-            names of lists and layers in the order in which they are called; the argument ``body`` of `HybridStrategy`
-            goes before it.
+        pipeline_body: Dotted name of the layer list that is split into stages, such as ``"model.layers"``, or names of
+            lists and layers in the order of their calls. The argument ``body`` of `HybridStrategy` overrides it.
     """
 
     pipeline_body: str | Sequence[str]
 
     def microbatch_weight(self, microbatch: Any) -> float | Tensor:
-        """The normaliser of the loss of a microbatch, such as its number of unmasked tokens; by default its samples.
+        """Return the weight of the loss of a microbatch, such as its number of unmasked tokens. Default: its samples.
 
         :func:`count_tokens` makes this method.
 
         Args:
-            microbatch: What `training_step` gets as its batch.
+            microbatch: The batch argument of `training_step`.
 
         Returns:
-            What the microbatch counts in the loss of the batch: at least 0, as a number or a tensor with one element.
-            Weights are summed over the replicas too, and over the batches of ``accumulate_grad_batches``, so that the
-            gradients are those of one process on the joined batch. Means that `training_step` logs count likewise.
-            Where it is 0, the loss has to be a number all the same: divide by at least 1.
+            The weight, at least 0, as a number or a tensor with one element. Weights are also summed over the replicas
+            and over the batches of ``accumulate_grad_batches``, so that gradients equal one process on the joined
+            batch. Means that `training_step` logs have the same weights. If the weight is 0, the loss must still be
+            finite: divide by at least 1.
         """
 
     def split_batch(self, batch: Any, num_microbatches: int) -> Sequence[Any]:
@@ -47,16 +46,16 @@ class ModuleHooks(Protocol):
         :func:`split_samples` make this method.
 
         Args:
-            batch: As the loader gives it.
+            batch: The batch of the loader.
             num_microbatches: The requested number.
 
         Returns:
-            The microbatches, at least one; the same number on every rank of a model group. A microbatch counts in the
-            loss by its samples, for graphs by the number of graphs, or by :meth:`microbatch_weight`.
+            The microbatches, at least one; the same number on every rank of a model group. The weight of a microbatch
+            is its number of samples (of graphs, for graphs), or :meth:`microbatch_weight`.
         """
 
     def split_body_input(self, x: Any, num_microbatches: int) -> Sequence[Any]:
-        """Split what the body is called with in an evaluation step; together with :meth:`join_body_output`.
+        """Split the input of the body in an evaluation step. Needs :meth:`join_body_output`.
 
         Args:
             x: The input of the body for the whole batch.
@@ -64,38 +63,37 @@ class ModuleHooks(Protocol):
         """
 
     def join_body_output(self, outputs: list[Any]) -> Any:
-        """Join what the body returned for each microbatch of an evaluation step.
+        """Join the outputs of the body for the microbatches of an evaluation step.
 
         Args:
-            outputs: By microbatch.
+            outputs: The output for each microbatch.
         """
 
     def tensor_parallel_plan(self) -> Mapping[str, Any] | None:
-        """How layers are shared by tensor-parallel ranks, where ``tensor_parallel_plan="auto"``.
+        """Return the plan of the module, which ``tensor_parallel_plan="auto"`` uses.
 
         Returns:
-            A style by name of module, where ``*`` stands for anything between two dots; a mapping as an attribute is
-            as good as a method.
+            A mapping from module names to styles, where ``*`` matches anything between two dots. An attribute with such
+            a mapping works too.
         """
 
 
 def count_tokens(
     key: str | int | None = None, *, ignore_index: int = -100, shift: bool = False
 ) -> Callable[[Any], Tensor]:
-    """Make a `microbatch_weight` that counts the tokens in a loss: the labels that cross-entropy does not ignore.
+    """Make a `microbatch_weight` that counts the labels which cross-entropy does not ignore.
 
     Args:
-        key: Where the labels are in a batch: a key of a mapping, an attribute, or the index in a tuple; ``None`` if the
-            batch is the tensor of labels.
-        ignore_index: The label that does not count; as for `torch.nn.CrossEntropyLoss`.
-        shift: Whether the model predicts the next token, and shifts the labels itself, as causal language models of
-            transformers do: then the first label of each sequence does not count.
+        key: Key, attribute or index of the labels in a batch; ``None`` if the batch is the tensor of labels.
+        ignore_index: The label that is not counted, as for `torch.nn.CrossEntropyLoss`.
+        shift: If True, the first label of each sequence is not counted, as for causal language models of transformers,
+            which shift the labels.
 
     Returns:
         A function of a microbatch that returns a number of tokens, shape ``()``, int64.
 
     Raises:
-        TypeError: If `key` is none of these.
+        TypeError: If `key` has another type.
 
     Example::
 
@@ -112,7 +110,7 @@ def count_tokens(
 
 @dataclass(frozen=True)
 class _TokenCount:
-    """What `count_tokens` returns: no function, which would become a method of the class that it is assigned in."""
+    """The result of `count_tokens`. A function would become a method of the class that it is assigned in."""
 
     key: str | int | None
     ignore_index: int

@@ -36,7 +36,7 @@ from lightning_hybrid.trainer.layer_exchange import DifferentStepsError, LayerEx
 
 # So many steps are followed around a chain, of a sanity check and the first batch.
 _MOST_USES = 16
-_OTHERWISE, _WRITES = "does not call {} exactly once, as a whole", "writes parameters beside {}"
+_OTHERWISE, _WRITES = "does not call {} exactly once, as a whole", "writes parameters outside of {}"
 _CALLED_ONCE = "but zero_stage=3 lets go of its parameters after each call: use HybridStrategy(zero_frees='step')."
 
 

@@ -817,8 +817,8 @@ def _check_graphs(outputs: Sequence[Any], num_microbatches: int, *, each: bool) 
         return
     raise WrongUseError(
         "The loss of `training_step` has no graph, so nothing would be trained: no parameter that it depends on"
-        " requires a gradient, or it was detached, or made anew. Return the loss that the model computed; where a batch"
-        " has nothing to learn from, return it times 0. Where all is frozen, leave training out."
+        " requires a gradient, or it was detached or copied into a new tensor. Return the loss that the model computed;"
+        " for a batch without targets, return it times 0. If all parameters are frozen, do not train."
     )
 
 

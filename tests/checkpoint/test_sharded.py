@@ -398,7 +398,7 @@ def test_what_grows_meanwhile_is_saved_as_it_was(ranks: Pools, tmp_path: Path) -
 
 
 def test_two_ways_of_asynchronous_saving_are_refused() -> None:
-    with pytest.raises(ValueError, match="both write checkpoints beside"):
+    with pytest.raises(ValueError, match="both write checkpoints in the background"):
         make_trainer_alone(plugins=[AsyncCheckpointIO()], async_save=True)
     with pytest.raises(ValueError, match=r"plugins=\[Plugin\(\)\]"):
         make_trainer_alone(plugins=[AsyncCheckpointIO(Plugin())])
@@ -553,7 +553,7 @@ def load_damaged(layout: Any, path: str) -> tuple[str, str]:
         (PP2, "empty", "cannot be read"),
         (PP2, "bit", "c.ckpt is damaged: the tensor 'state_dict.steps' is not what was written (CRC-32"),
         (SHARDED, "bit of the index", ".metadata is damaged: the index is not what was written (CRC-32)"),
-        (SHARDED, "unfinished", "no complete checkpoint"),
+        (SHARDED, "unfinished", "not a complete checkpoint"),
         (SHARDED, "missing shard", "lacks the file"),
         (SHARDED, "short shard", "is damaged"),
         (

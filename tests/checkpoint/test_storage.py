@@ -319,7 +319,7 @@ def damaged(path: Path, fault: str) -> None:
     [
         ("missing shard", ValueError, "lacks the file '__1_0.distcp', .* bytes or more, on "),
         ("short shard", ValueError, "'__1_0.distcp' has .* bytes of"),
-        ("unfinished", ValueError, "no complete checkpoint"),
+        ("unfinished", ValueError, "not a complete checkpoint"),
         ("short metadata", ValueError, "metadata cannot be read"),
         ("nothing", FileNotFoundError, "not found"),
     ],

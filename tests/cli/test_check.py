@@ -229,7 +229,7 @@ def test_random_numbers_are_those_of_the_same_microbatches() -> None:
         (Contrastive, {"num_microbatches": 2}, "couples the samples", "num_microbatches=1"),
         (UnweightedTokens, {**PP2, "num_microbatches": 2}, "over something else than samples", "`microbatch_weight("),
         (Sum, {"num_microbatches": 2}, "the loss is a sum over samples", 'loss_reduction="sum"'),
-        (LogsProduct, {"num_microbatches": 2}, "logged values are no means over the samples: square", "`reduce_fx`"),
+        (LogsProduct, {"num_microbatches": 2}, "logged values are not means over the samples: square", "`reduce_fx`"),
         (DependsOnStages, PP2, "with pipeline_parallel_size=1 the numbers are those", "lightning-hybrid plan"),
         (frame_modules.FrameDrops, PP2, "the step draws random numbers", "Switch off"),
         (modules.Noisy, {"data_parallel_size": 2}, "the step draws random numbers", "Switch off"),
@@ -291,9 +291,10 @@ def test_weights_of_microbatches_are_found() -> None:
         (Crashes, r"(?s)Rank 1 of 2 raised IndexError: index 2 is out of bounds.*in loss"),
         (
             Crashes,
-            r"(?s)test_check.py\", line \d+, in loss.*In one process the step runs, so it is about the layout\. Check",
+            r"(?s)test_check.py\", line \d+, in loss.*The step runs in one process, so the layout causes the error\. "
+            "Check",
         ),
-        (Fails, r"(?s)in one process: Rank 0 of 1 raised KeyError.*in loss.*without any layout: run it with `Trainer"),
+        (Fails, r"(?s)in one process: Rank 0 of 1 raised KeyError.*in loss.*without any layout\. Run it with `Trainer"),
         (Hangs, r"(?s)took longer than its limit.*in training_step"),
         (Dies, r"Rank 1 of 2 died \(exit code -9\)"),
     ],

@@ -296,7 +296,7 @@ def damage(path: Path, kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "complaint"),
     [
-        ("unfinished", "no complete checkpoint: it has no file '.metadata'"),
+        ("unfinished", "not a complete checkpoint: it has no file '.metadata'"),
         ("metadata", ".metadata cannot be read: UnpicklingError"),
         ("meta.pt", "meta.pt is damaged, or was not written completely"),
         ("missing", "lacks the file '__0_0.distcp'"),
@@ -320,7 +320,7 @@ def test_what_is_no_directory_of_shards_is_one_line(tmp_path: Path, capsys: pyte
     torch.save({}, file)
     assert f"{file} is a file, not a directory of shards" in refused(capsys, file, tmp_path / "new.ckpt")
     assert "Checkpoint not found" in refused(capsys, tmp_path / "nowhere", tmp_path / "new.ckpt")
-    assert "is no complete checkpoint" in refused(capsys, tmp_path, tmp_path / "new.ckpt")
+    assert "is not a complete checkpoint" in refused(capsys, tmp_path, tmp_path / "new.ckpt")
     assert "is a directory; name a file" in refused(capsys, tmp_path, tmp_path)
 
 

@@ -274,14 +274,14 @@ def wrong(fault: str, folder: Path) -> list[str]:
 
 
 FAULTS = {
-    "damaged": "is no checkpoint, or was not written completely",
+    "damaged": "is not a complete checkpoint",
     "no weights": "has no weights: tensors by name, alone or as 'state_dict'. It has ['epoch']",
     "no checkpoint": "Checkpoint not found",
-    "empty directory": "is no complete checkpoint",
+    "empty directory": "is not a complete checkpoint",
     "no configuration": "There is no configuration at",
-    "torn configuration": "is no configuration of a model",
-    "no size": "'5XB' is no size in bytes, such as 5GB",
-    "size of nothing": "'0' is no size in bytes",
+    "torn configuration": "is not a configuration of a model",
+    "no size": "'5XB' is not a size in bytes, such as 5GB",
+    "size of nothing": "'0' is not a size in bytes",
     "prefix": "begins with 'net.'",
 }
 

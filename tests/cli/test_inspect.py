@@ -145,8 +145,8 @@ def test_no_tensor_is_read(tmp_path: Path) -> None:
     ("kind", "complaint"),
     [
         ("nothing", "Checkpoint not found"),
-        ("truncated", "900 bytes, is no checkpoint, or was not written completely"),
-        ("text", "is no checkpoint"),
+        ("truncated", "900 bytes, is not a complete checkpoint"),
+        ("text", "is not a complete checkpoint"),
         ("zip", "cannot be read"),
         ("tensor", "holds 1 tensor, 3 elements, 12 bytes, not a checkpoint"),
         ("unfinished", "it has no file '.metadata'"),

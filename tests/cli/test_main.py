@@ -117,8 +117,8 @@ def test_another_closed_pipe_is_an_error(monkeypatch: pytest.MonkeyPatch, capfd:
         (["timeline", "--ranks", "0"], "num_ranks is 0"),
         (["timeline", "--chunks", "0"], "num_chunks is 0"),
         (["timeline", "--ranks", "4", "--nodes", "3"], "4 ranks are not 3 nodes of equally many"),
-        (["timeline", "--extra-in-flight", "1,x"], "'1,x' is no number, no list such as 0,2,0, and not auto"),
-        (["timeline", "--network-bandwidth", "0"], "'0' is no number above 0"),
+        (["timeline", "--extra-in-flight", "1,x"], "'1,x' is not a number, a list such as 0,2,0, or auto"),
+        (["timeline", "--network-bandwidth", "0"], "'0' is not a number above 0"),
         (["timeline", "--schedule", "1f1b", "--chunks", "2"], "num_chunks is 2"),
         (["timeline", "--svg", "/nowhere/x.svg"], "cannot write --svg /nowhere/x.svg"),
         (["fit", "--config", "nowhere.yaml"], "nowhere.yaml"),
@@ -381,7 +381,7 @@ def test_of_several_sizes_the_plan_is_that_of_the_first_that_goes_with_the_proce
     assert "3 processes cannot be divided by any of the sizes" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["memory", "--config", config, "--ranks", "6"])
-    assert "global_batch_size=64 is no whole number of batches" in capsys.readouterr().err
+    assert "global_batch_size=64 is not a multiple of" in capsys.readouterr().err
 
 
 def test_plan_shows_which_stages_are_on_which_node(capsys: pytest.CaptureFixture[str]) -> None:
@@ -434,7 +434,7 @@ def test_a_dry_check_runs_the_step_on_shapes(capsys: pytest.CaptureFixture[str])
     words = ["check", "--dry", "--config", str(DEMO), "--trainer.devices", "4"]
     main(words)
     found = capsys.readouterr().out
-    assert found.startswith("The layout can be trained. Whether its numbers are those of one process")
+    assert found.startswith("The layout can be trained. Its numbers were not compared with one process")
     main([*words, "--json"])
     assert json.loads(capsys.readouterr().out)["trains"]
     with pytest.raises(SystemExit) as ended:

@@ -41,7 +41,7 @@ def test_the_yaml_starts_the_ranks_on_their_nodes_with_the_strategy(capsys: pyte
     pasted = yaml.safe_load(text[text.index("\ntrainer:") : text.index("\n\nWhy")])["trainer"]
     assert (pasted["num_nodes"], pasted["devices"]) == (2, 2)
     assert pasted["strategy"]["init_args"]["tensor_parallel_plan"] == plan
-    assert "lease" not in pasted["strategy"]["init_args"]
+    assert "heartbeat_timeout" not in pasted["strategy"]["init_args"]
     strategy = HybridStrategy(**pasted["strategy"]["init_args"])
     assert strategy.settings.num_microbatches == pasted["strategy"]["init_args"]["num_microbatches"]
     first = next(line.split() for line in text.splitlines() if line.startswith("1  "))

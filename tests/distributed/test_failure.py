@@ -485,7 +485,7 @@ def watched(store: Any, rank: int, size: int = 2, **arguments: Any) -> tuple[Fai
         meetings=meetings,
     )
     arguments = {
-        "leases": None,
+        "heartbeats": None,
         "abort": list,
         "interrupt": pytest.fail,
         "end": pytest.fail,
@@ -602,11 +602,11 @@ def test_a_rank_that_has_gone_is_named_although_nobody_waits_for_it() -> None:
 
 def test_a_rank_that_is_busy_or_not_in_the_run_has_not_gone() -> None:
     """A connection may be closed that says nothing about the ranks, while one of them lets no other thread run."""
-    for late in ("answers the second roll", "renews its lease", "is between two runs"):
+    for late in ("answers the second roll", "sends a heartbeat", "is between two runs"):
         store, lost = dist.HashStore(), [0]
         _, watch = watched(store, 0, num_lost=lambda lost=lost: lost[0], abort=pytest.fail)
         other, answers = watched(store, 1)
-        store.set(other.key("lease/1"), "1")
+        store.set(other.key("heartbeat/1"), "1")
         if late == "is between two runs":
             store.delete_key(other.key("process/1"))
         lost[0] = 1
@@ -615,8 +615,8 @@ def test_a_rank_that_is_busy_or_not_in_the_run_has_not_gone() -> None:
             watch.look()  # it has not answered
             if late == "answers the second roll":
                 answers.look()
-            elif late == "renews its lease":
-                store.set(other.key("lease/1"), "2")
+            elif late == "sends a heartbeat":
+                store.set(other.key("heartbeat/1"), "2")
             for _ in range(3):
                 watch.look()
 
@@ -1031,7 +1031,7 @@ def test_after_sigterm_a_rank_that_stands_still_ends_all(sleep: float) -> None:
         wait(30)
     look()
     look()
-    text = "SIGTERM came, and the batch does not end: rank 1 stands still at"
+    text = "SIGTERM came, and the batch does not end: rank 1 is stuck at"
     assert text in look()[0]
     assert text in str(told[0]), "it hears of it where it stands"
 

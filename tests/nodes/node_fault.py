@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from random import Random
 
-LEASE = 6.0  # seconds
+HEARTBEAT_TIMEOUT = 6.0  # seconds
 #: (data, pipeline) parallel size; the last stages are on the second machine.
 LAYOUTS = {"pp2": (1, 2), "dp2 pp2": (2, 2)}
 #: A process of a machine ends, or all of them.
@@ -75,7 +75,7 @@ class Fault:
     @property
     def limit(self) -> float:
         """Seconds in which they end."""
-        return LEASE + 5 if self.kind in SILENT else 5.0
+        return HEARTBEAT_TIMEOUT + 5 if self.kind in SILENT else 5.0
 
     def __str__(self) -> str:
         who = f"rank {self.rank}" if self.hit == {self.rank} else f"node{self.machine(self.rank)}"
@@ -98,7 +98,7 @@ def draw(number: int, kinds: list[str] | None = None) -> Fault:
     fault.delay = chance.uniform(0, 1.0 if fault.place == "set-up" else 0.15)
     fault.rank = chance.randrange(fault.size)
     # TCP says again what was lost after twice the time of before, so a cable that is back may be used only later.
-    fault.seconds = chance.uniform(0.1, 0.45) * LEASE
+    fault.seconds = chance.uniform(0.1, 0.45) * HEARTBEAT_TIMEOUT
     fault.filled = chance.randrange(150_000)
     if fault.kind == "store killed":
         fault.rank = 0

@@ -1,8 +1,8 @@
 """Ranks that work for long, far apart, while nothing is wrong: python -m tests.nodes.quiet [MINUTES [SECONDS]].
 
-With the lease that is usual, and 50 ms from one machine to the other, a rank works for 50 s at a time while the other
-one waits for it: in training, in validation and while it saves; now it lets other threads run, now it does not, as
-a library's C that keeps the lock of the interpreter. None of that may end the run.
+With the usual heartbeat timeout, and 50 ms from one machine to the other, a rank works for 50 s at a time while the
+other one waits for it: in training, in validation and while it saves; now it lets other threads run, now it does not,
+as a library's C that keeps the lock of the interpreter. None of that may end the run.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_hybrid.strategy import launch
 from tests.faults.forks import fork, tell
-from tests.nodes.node_fault import FULL, LAYOUTS, LEASE, Fault
+from tests.nodes.node_fault import FULL, HEARTBEAT_TIMEOUT, LAYOUTS, Fault
 from tests.training_jobs import Regression, loader, make_trainer
 
 SMALL = 300_000  # bytes of the disk: about eight checkpoints
@@ -110,7 +110,11 @@ def train(job: Job, rank: int) -> None:
         launch.connect_processes = _telling(launch.connect_processes, partial(comes.come, "set-up", rank))
         saver = ModelCheckpoint(job.checkpoints, filename="{step}", every_n_train_steps=2, save_top_k=-1)
         trainer = make_trainer(
-            {"data_parallel_size": data, "pipeline_parallel_size": pipeline, "lease": timedelta(seconds=LEASE)},
+            {
+                "data_parallel_size": data,
+                "pipeline_parallel_size": pipeline,
+                "heartbeat_timeout": timedelta(seconds=HEARTBEAT_TIMEOUT),
+            },
             devices=fault.size // 2,
             num_nodes=2,
             callbacks=[comes, saver],

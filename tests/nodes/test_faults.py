@@ -12,7 +12,7 @@ from tests.nodes.machines import why_not
 from tests.nodes.node_fault import FULL, KINDS, LAYOUTS, MENDED, PLACES, Fault, draw
 
 FAULTS = [
-    # Before the lease held in the set-up, these took the 30 minutes of a collective.
+    # Before heartbeats began in the set-up, these took the 30 minutes of a collective.
     Fault(1, "machine stopped", place="set-up", rank=1, delay=0.1),
     Fault(2, "cable cut", place="set-up", rank=0, delay=0.2),
     Fault(3, "rank killed", place="set-up", rank=1, delay=0.1),

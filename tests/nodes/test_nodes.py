@@ -66,14 +66,14 @@ def test_machines_that_are_far_apart_are_as_one_process(
     ended = outputs(machines.lightning(words(layout, tmp_path), processes=1))
     assert [code for code, _ in ended] == [0, 0], ended
     assert_same(trained(tmp_path), one_process(8))
-    told = re.findall(r"'auto': \[(\d+)\] .* takes up to ([\d.]+) ms between machines", ended[0][1])
+    told = re.findall(r"'auto': \[(\d+)\] .* takes up to ([\d.]+) ms between nodes", ended[0][1])
     assert len(told) == (1 if extra == "auto" else 0)
     for chosen, milliseconds in told:  # of four microbatches, two are in flight without more
         assert int(chosen) == 2
         assert 1e3 * delay <= float(milliseconds) < 3e3 * delay
 
 
-LEASE = 6.0
+HEARTBEAT_TIMEOUT = 6.0
 
 
 @far_apart
@@ -82,7 +82,7 @@ LEASE = 6.0
 @pytest.mark.parametrize("number", [1, 2])
 def test_a_machine_that_falls_silent_ends_all(machines: Machines, tmp_path: Path, lost: str, number: int) -> None:
     """With the first machine the store is lost too. Who stands still is let go on for the others to read why."""
-    run = words({**PP2, "lease": LEASE}, tmp_path, str(tmp_path / "checkpoints"))
+    run = words({**PP2, "heartbeat_timeout": HEARTBEAT_TIMEOUT}, tmp_path, str(tmp_path / "checkpoints"))
     started = machines.lightning(run, processes=1)
     while not (tmp_path / "checkpoints" / "last.ckpt").exists():
         assert started[0].poll() is None
@@ -96,12 +96,12 @@ def test_a_machine_that_falls_silent_ends_all(machines: Machines, tmp_path: Path
     seconds = time.monotonic() - begin
     machines.signal(number, signal.SIGCONT)
     ((_, of_lost),) = outputs([started[number - 1]])
-    silent = "Silent for 6 s, so stopped, cut off or without power: rank 1 (on node2)"
+    silent = "No heartbeat for 6 s, so stopped, cut off or without power: rank 1 (on node2)"
     no_store = "The store of all ranks does not answer: rank 0 (on node1)"
     assert (no_store if number == 1 else silent) in text
     assert other.returncode
     assert started[number - 1].returncode, of_lost
-    assert seconds < 60  # eight minutes without a lease; 10 s here, on a machine that does nothing else
+    assert seconds < 60  # eight minutes without heartbeats; 10 s here, on a machine that does nothing else
     if lost == "its cable is cut":
         assert (silent if number == 1 else no_store) in of_lost
 
@@ -109,12 +109,12 @@ def test_a_machine_that_falls_silent_ends_all(machines: Machines, tmp_path: Path
 @far_apart
 @pytest.mark.thorough
 def test_a_cable_that_is_mended_in_time_ends_nothing(machines: Machines, tmp_path: Path) -> None:
-    run = words({**PP2, "lease": LEASE}, tmp_path, str(tmp_path / "checkpoints"))
+    run = words({**PP2, "heartbeat_timeout": HEARTBEAT_TIMEOUT}, tmp_path, str(tmp_path / "checkpoints"))
     started = machines.lightning(run, processes=1)
     while not (tmp_path / "checkpoints" / "last.ckpt").exists():
         assert started[0].poll() is None
     machines.cut(2)
-    time.sleep(LEASE / 2)
+    time.sleep(HEARTBEAT_TIMEOUT / 2)
     machines.mend(2)
     ended = outputs(started)
     assert [code for code, _ in ended] == [0, 0], ended

@@ -35,8 +35,8 @@ class Dies(Callback):
 def main(layout: str, folder: str, checkpoints: str = "", dies_at: str = "-1") -> None:
     """Train, and leave the weights in a folder."""
     arguments = json.loads(layout)
-    if "lease" in arguments:
-        arguments["lease"] = timedelta(seconds=arguments["lease"])
+    if "heartbeat_timeout" in arguments:
+        arguments["heartbeat_timeout"] = timedelta(seconds=arguments["heartbeat_timeout"])
     dies = Dies(int(dies_at))
     saver = ModelCheckpoint(checkpoints, every_n_train_steps=1, save_last=True) if checkpoints else None
     devices, num_nodes = (int(os.environ[name]) for name in ("LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"))

@@ -96,7 +96,7 @@ def test_what_has_no_value_is_of_no_use_after_the_chain() -> None:
         with before.at_layers(torch.ones(2)):
             assert (torch.ones(2) + 1).tolist() == [2, 2]
         assert module.embed.weight.device == CPU
-        with pytest.raises(WrongUseError, match="uses a value that is on another stage"):
+        with pytest.raises(WrongUseError, match="uses a tensor from another pipeline stage"):
             hidden.sum()
         with pytest.raises(WrongUseError, match="`mul` uses a parameter around the chain that another stage has"):
             torch.ones(4) * module.embed.bias

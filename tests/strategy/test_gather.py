@@ -290,7 +290,7 @@ def refused(layout: dict[str, Any], what: str) -> str:
     ("layout", "what", "text"),
     [
         (TP2, "styles of torch", "'body.0.0' was divided by a style of torch"),
-        (PP2, "in the run", "was made whole by `strategy.gather_module\\(\\)` during the run"),
+        (PP2, "in the run", "`strategy.gather_module\\(\\)` gathered the module during the run"),
         (PP2, "a failure", "mine"),
     ],
 )

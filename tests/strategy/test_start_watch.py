@@ -20,7 +20,7 @@ from tests.training_jobs import PP2, Regression, loader, make_trainer
 
 def raised(check: Callable[..., None]) -> tuple[str, bool]:
     """What a rank raises that does something else in the place of the first check; whether it has groups then."""
-    trainer = make_trainer({**PP2, "lease": timedelta(seconds=4)})
+    trainer = make_trainer({**PP2, "heartbeat_timeout": timedelta(seconds=4)})
     with mock.patch.object(checks, "check_ranks", check), pytest.raises(Exception, match=r".") as error:
         trainer.fit(Regression(), loader())
     return str(error.value), dist.is_initialized()
@@ -102,4 +102,4 @@ def stops(folder: str) -> tuple[str, bool]:
 def test_a_rank_that_is_stopped_in_the_set_up_is_named(ranks: Pools, tmp_path: Path) -> None:
     """Nobody was silent before all had begun a run: it took the time of a collective."""
     (text, _), _ = ranks(2, lightning=True).run(stops, str(tmp_path), timeout=60)
-    assert text.startswith("Silent for 4 s, so stopped, cut off or without power: rank 1 (on ")
+    assert text.startswith("No heartbeat for 4 s, so stopped, cut off or without power: rank 1 (on ")

@@ -100,7 +100,7 @@ def test_the_strategy_has_names(ranks: Pools, size: int, name: str) -> None:
 
 @pytest.mark.rows(1)
 def test_an_unknown_name_is_refused_with_those_that_there_are() -> None:
-    with pytest.raises(ValueError, match=r"'hybrid_pp_3': its part 'pp' is no size. .*'hybrid_dp2_tp2_pp4'"):
+    with pytest.raises(ValueError, match=r"'hybrid_pp_3': its part 'pp' is not a size. .*'hybrid_dp2_tp2_pp4'"):
         make_trainer(None, strategy="hybrid_pp_3", devices=3)
 
 
@@ -176,7 +176,7 @@ def test_every_argument_can_be_written_in_yaml(tmp_path: Path) -> None:
         "process_group_backend": "gloo",
         "timeout": "0:10:00",
         "stall_timeout": "0:03:00",
-        "lease": "0:01:00",
+        "heartbeat_timeout": "0:01:00",
         "detect_desync": True,
         "on_nonfinite": "skip",
     }

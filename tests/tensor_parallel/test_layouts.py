@@ -235,7 +235,7 @@ def test_operators_without_a_rule_for_layouts_say_what_to_do(
     for text in ranks(2, lightning=True).run(failed, fails, layout):
         assert "aten._cdist_forward.default does not have a sharding strategy registered" in text  # torch's own
         assert text.count("here: 'S(0)' over tensor_parallel and 'B' over tensor_parallel") == 1
-        assert "`x.full_tensor()` has all of it on each rank" in text
+        assert "`x.full_tensor()` is the full tensor on each rank" in text
 
 
 def mixed_up() -> str:
@@ -251,7 +251,7 @@ def mixed_up() -> str:
 
 def test_plain_tensors_beside_one_in_a_layout_say_what_to_do(ranks: Pools) -> None:
     (text,) = ranks(1).run(mixed_up)
-    assert text.count("Lay out the plain ones too") == 1
+    assert text.count("Distribute the plain tensors too") == 1
 
 
 # -- parameters, by a plan ---------------------------------------------------------------------------------------------

@@ -158,7 +158,7 @@ def test_a_classifier_is_not_the_head_of_a_small_embedding() -> None:
     types, words, classifier = nn.Embedding(2, 8), nn.Embedding(64, 8), nn.Linear(8, 2)
     plan, reasons = auto(nn.ModuleList([types, words, classifier]))
     assert plan == {"1": "vocab"}
-    assert reasons["0"] == "has few rows (2) beside the largest embedding (64)"
+    assert reasons["0"] == "has few rows (2), compared with the largest embedding (64)"
 
 
 REFUSED: dict[str, tuple[Any, str]] = {

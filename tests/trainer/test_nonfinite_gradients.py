@@ -253,7 +253,7 @@ ANOMALIES: dict[tuple[Any, ...], str] = {
     ("forward", 5): "The forward of layer `body.5`, a Faulty, made NaNs",
     ("backward", 1): "The backward of layer `body.1`, a Faulty,",
     ("backward", 5): "The backward of layer `body.5`, a Faulty,",
-    ("batch",): "What goes into layer `embed`, a Linear, has NaNs already: they come from the batch",
+    ("batch",): "The input of layer `embed`, a Linear, has NaNs already: they come from the batch",
     ("loss",): "The loss is not finite",
 }
 

@@ -26,7 +26,7 @@ _BEGINS = b"PK\x03\x04"  # of a zip archive
 _SUM = struct.Struct("<8sI")  # behind an index: a mark, and the CRC-32 of all that is before
 _MARK = b"\0crc-32\0"
 _HEADER = 30  # bytes of a record's header before its name
-_CHANGED = "The disk, or a copy on the way, has changed it; take another checkpoint, or copy it anew."
+_CHANGED = "The disk or a copy has changed it. Use another checkpoint, or copy it again."
 _PICKLE = "data.pkl"  # the record that says which tensors are in the others
 
 

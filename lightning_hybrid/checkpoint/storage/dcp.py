@@ -98,8 +98,8 @@ class DistributedCheckpoint:
             raise FileNotFoundError(f"Checkpoint not found: {path}")
         if not (self.path / MARK).is_file():
             raise ValueError(
-                f"{path} is no complete checkpoint: it has no file {MARK!r}, which is written last. A save that was"
-                " interrupted may have left it; take another one."
+                f"{path} is not a complete checkpoint: it has no file {MARK!r}, which is written last. A save may have"
+                " been interrupted. Use another checkpoint."
             )
         mark = self.path / MARK
         with _reading(mark), mark.open("rb") as file:

@@ -130,9 +130,7 @@ def _read_index(path: Path) -> dict[str, str]:
         index = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
         return {str(name): str(file) for name, file in index.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(
-            f"{path} is no index of weights, or not a complete one: {type(error).__name__}: {error}"
-        ) from error
+        raise ValueError(f"{path} is not a complete index of weights: {type(error).__name__}: {error}") from error
 
 
 def _cuts(name: str) -> Iterator[tuple[str, str]]:

@@ -47,7 +47,8 @@ def open_tensors(path: Path) -> TensorFile:
     try:
         file: Any = safe_open(path, framework="pt")
     except SafetensorError as error:
-        raise ValueError(f"{path}, {path.stat().st_size} bytes, is no complete .safetensors file: {error}") from error
+        size = path.stat().st_size
+        raise ValueError(f"{path}, {size} bytes, is not a complete .safetensors file: {error}") from error
     shapes = {name: torch.Size(file.get_slice(name).get_shape()) for name in file.offset_keys()}
     return TensorFile(shapes, file.get_tensor)
 

@@ -71,7 +71,4 @@ def _run_dry(parser: ConfigParser, options: argparse.Namespace, overrides: Seque
     if options.json:
         print_json({"trains": True, "layout": result.layout})
     else:
-        print(
-            "The layout can be trained. Whether its numbers are those of one process has not been compared.\n\n"
-            f"{result.layout}"
-        )
+        print(f"The layout can be trained. Its numbers were not compared with one process.\n\n{result.layout}")

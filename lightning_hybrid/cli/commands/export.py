@@ -92,5 +92,5 @@ def _parse_bytes(text: str) -> int:
         else float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index((match[2] or " ").upper())
     )
     if number < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size in bytes, such as 5GB, 500MB or 2GiB")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size in bytes, such as 5GB, 500MB or 2GiB")
     return int(number)

@@ -15,7 +15,7 @@ def run(args: Sequence[str]) -> None:
         " and buffers. Nothing is started, and no device is needed: the step runs on shapes."
     )
     parser = ConfigParser("memory", description, "--data.batch_size 64")
-    parser.add_argument("--ranks", type=int, metavar="N", help="processes, instead of those of the configuration")
+    parser.add_argument("--ranks", type=int, metavar="N", help="number of processes (default: from the configuration)")
     parser.add_json()
     options, overrides = parser.parse_known_args(args)
 

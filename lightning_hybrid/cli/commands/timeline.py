@@ -40,7 +40,7 @@ def run(args: Sequence[str]) -> None:
     else:
         print(_text(timeline))
         if options.extra_in_flight == "auto":
-            print(f"extra in flight {list(links)} (microbatches more on their way over each link)")
+            print(f"extra in flight {list(links)} (extra microbatches in flight on each link)")
     if options.svg is not None:
         with parser.refusing(OSError, doing=f"cannot write --svg {options.svg}: "):
             options.svg.write_text(timeline.to_svg(), encoding="utf-8")
@@ -59,7 +59,7 @@ def _add_arguments(parser: Parser) -> None:
         type=_extra,
         default=0,
         metavar="N",
-        help="microbatches more on their way over each link, a number for each (0,2,0), or auto",
+        help="extra microbatches in flight on each link: an int, a list such as 0,2,0, or auto",
     )
     parser.add_argument(
         "--send", type=float, default=0.0, metavar="T", help="time of a message; a forward takes 1 (default: 0)"
@@ -106,7 +106,7 @@ def _extra(text: str) -> int | str | tuple[int, ...]:
     try:
         numbers = tuple(map(int, text.split(",")))
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number, no list such as 0,2,0, and not auto") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number, a list such as 0,2,0, or auto") from None
     return numbers if "," in text else numbers[0]
 
 
@@ -116,7 +116,7 @@ def _bandwidth(text: str) -> float:
     except ValueError:
         value = 0.0
     if not value > 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
     return value
 
 

@@ -340,6 +340,6 @@ _SAME_STEPS = (
     " nor freeze parameters on one rank only."
 )
 _SAME_LOGS = (
-    "What is reduced over the replicas (`sync_dist=True`, or a metric) is logged by all of them, in the same order:"
-    " also where a batch has nothing to log."
+    "All replicas must log the same values that are reduced over replicas (`sync_dist=True`, or a metric), in the"
+    " same order, also for a batch that has nothing to log."
 )

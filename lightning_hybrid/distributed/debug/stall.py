@@ -150,7 +150,7 @@ class StallWatch:
             self._called = now
             answer = self._answer(now, stack, position, is_waiting=is_waiting)
             self._store.set(self._key(f"answer/{self._rank}"), json.dumps(asdict(answer)))
-        elif self._store.check([self._key("goes on")]):
+        elif self._store.check([self._key("continues")]):
             self._round += 1
             self._called, self._next_call = None, now + self.timeout / 4
         elif now > self._called + self._patience and self._is_judge():
@@ -203,10 +203,10 @@ class StallWatch:
         culprits = find_culprits(answers)
         text = stall_text(answers, culprits)
         if self._since > self._called:  # something has finished while the others answered
-            self._store.set(self._key("goes on"), "")
+            self._store.set(self._key("continues"), "")
         elif culprits and all(answers[rank].state == WORKS for rank in culprits):
             print_error(f"[rank {self._rank}] {text} They wait until `timeout`.")
-            self._store.set(self._key("goes on"), "")
+            self._store.set(self._key("continues"), "")
         else:
             print_error(f"[rank {self._rank}] {text}\n{table(answers, culprits)}")
             self._failures.report_text(text, self._store)

@@ -257,10 +257,9 @@ class LeafReaders:
         question = self._loader, number, index, self._rank
         if made.numel() and not self._fetch.ask(self, self._source, question, made):
             raise WrongUseError(
-                f"A tensor of shape {tuple(like.shape)} in a batch is read on this rank, where no step has read it"
-                " before, so it was not sent, and it is gone or has been changed where it was loaded. Read it in the"
-                " first step with a batch of its form, such as by keeping a copy of it; or let every rank load its own"
-                " batches, HybridStrategy(broadcast_batches=False)."
+                f"This rank reads a tensor of shape {tuple(like.shape)} of a batch that it has not read before."
+                " The loading rank did not send it, and has dropped or changed it. Read it in the first step with such"
+                " a batch (for example, keep a copy of it), or set HybridStrategy(broadcast_batches=False)."
             )
         return made
 

@@ -296,9 +296,9 @@ class TreeBroadcast:
             packet = torch.cat([packet, self._messages.receive(length - self._length)])
         if about != self.about:
             raise WrongUseError(
-                f"What has come from rank {self._messages.source} of this model group is not what this rank waits for"
-                f" ({about}, not {self.about}): that one has iterated a loader, or computed a metric, and others have"
-                " not. Do so on all ranks or on none."
+                f"Ranks of a model group are out of step: rank {self._messages.source} sent {about}, and this rank"
+                f" expected {self.about}. Some ranks iterate a loader or compute a metric that others do not. Do it on"
+                " all ranks or on none."
             )
         self._length = max(_LEAST, length)
         return code, packet[_HEADER.size : _HEADER.size + num_pickled].numpy().tobytes(), packet

@@ -125,8 +125,8 @@ def _describe(waiting: Mapping[int, Waiting], stuck: set[int]) -> str:
 
 #: What to do where ranks do not do the same.
 ADVICE = (
-    "What talks to other ranks must be done on all of them: `self.log` in a hook, saving, `should_stop`, leaving an"
-    " epoch (-1 of `on_train_batch_start`), collectives of torch; and all must have equally many batches, the same"
+    "All ranks must make the same calls that communicate: `self.log` in a hook, saving, `should_stop`, leaving an"
+    " epoch (-1 of `on_train_batch_start`), collectives of torch. All ranks need the same number of batches, the same"
     " arguments and the same callbacks."
 )
 

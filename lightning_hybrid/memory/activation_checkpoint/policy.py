@@ -32,7 +32,7 @@ def check_recompute(recompute: Any, num_ranks: int, num_chunks: int) -> None:
         if recompute != "selective":
             raise ValueError(
                 f"recompute must be True, False, 'selective', 'auto', a number, or a list of names or numbers,"
-                f" got {recompute!r}. A name or a pattern stands in a list: recompute=[{recompute!r}]."
+                f" got {recompute!r}. Put a name or a pattern into a list: recompute=[{recompute!r}]."
             )
     elif isinstance(recompute, int):
         if recompute < 0:
@@ -40,7 +40,7 @@ def check_recompute(recompute: Any, num_ranks: int, num_chunks: int) -> None:
     elif isinstance(recompute, float):
         if not 0 < recompute <= 1:
             raise ValueError(
-                f"recompute={recompute} must be a share of the layers of each stage: above 0.0, up to 1.0."
+                f"recompute={recompute} must be a fraction of the layers of each stage: above 0.0, up to 1.0."
             )
     elif isinstance(recompute, (list, tuple)):
         _check_list(list(recompute), num_ranks * num_chunks if num_ranks > 1 else 1)
@@ -112,7 +112,7 @@ def _matching(patterns: list[str], module: nn.Module, body: str | None, units: S
         if not matching:
             close = difflib.get_close_matches(pattern, modules, n=3, cutoff=0.4) or list(modules)[:8]
             raise ValueError(
-                f"The pattern {pattern!r} of recompute matches no module of {type(module).__name__} (a '*' stands for"
+                f"The pattern {pattern!r} of recompute matches no module of {type(module).__name__} ('*' matches"
                 f" anything between two dots). There are, for example, {', '.join(map(repr, close))}."
             )
         for name in matching:

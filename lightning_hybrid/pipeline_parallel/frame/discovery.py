@@ -72,9 +72,9 @@ _WRITTEN, _ALIASES, _CHANGED, _MANY = 1_000_000, 2_000_000, 3_000_000, 500_000
 
 #: The usual reason why layers are called again with what they made, or their caches are used; and what to do.
 GENERATION = (
-    "In generation each token goes back into the first stage: do it in `validation_step`, `test_step` or"
-    " `predict_step`, where nothing has a gradient, without `context_parallel_size`; or after the run, when"
-    " `trainer.strategy.gather_module()` has made the model whole."
+    "Generation sends each token back into the first stage: call it in `validation_step`, `test_step` or"
+    " `predict_step`, without gradients and without `context_parallel_size`; or after the run and"
+    " `trainer.strategy.gather_module()`."
 )
 
 
@@ -387,8 +387,8 @@ class Discovery(TorchFunctionMode):
                     watches = self._watches.items()
                     self.escaped |= {(index, tap) for index, watch in watches for tap in watch.called()}
                 raise WrongUseError(
-                    f"{call} uses a tensor that a layer of the body made and did not return. What the code around the"
-                    f" layers needs of a layer has to be returned by it, not kept in an attribute. {GENERATION}"
+                    f"{call} uses a tensor that a layer of the body made and did not return. A layer must return every"
+                    f" tensor that code around the layers uses, instead of keeping it in an attribute. {GENERATION}"
                 )
             if id(leaf) in self._parameter_names:
                 call.parameters |= {self._parameter_names[id(leaf)]}
@@ -510,7 +510,7 @@ class Discovery(TorchFunctionMode):
         whole = {place: tensor for place, tensor in whole.items() if is_whole(tensor)}
         absent = [fake for fake in fakes if isinstance(fake, FakeTensor) and id(fake) not in given]
         if not (self._passes_lengths and whole) or any(map(is_whole, absent)):
-            raise ValueError("the numbers of absent values are needed")
+            raise ValueError("the numbers of fake tensors are needed")
         assert call.function is not None
         keeps = OF_LENGTHS.get(function_name(call.function), ())
 
@@ -521,7 +521,7 @@ class Discovery(TorchFunctionMode):
         (result, seen), (other, _) = attempt(torch.zeros), attempt(_counted)
         outputs = flatten(result)[0]
         if not all(isinstance(leaf, Tensor) for leaf in outputs) or _shapes(result) != _shapes(other):
-            raise ValueError("the numbers of absent values are needed")
+            raise ValueError("the numbers of fake tensors are needed")
         self._passed = number if self._passed is None else self._passed
         tensors = tuple(whole.values())
         touched, sources = frozenset(map(memory_of, tensors)), [*map(self._source, tensors)]

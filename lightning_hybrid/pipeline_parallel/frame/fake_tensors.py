@@ -81,9 +81,9 @@ def absent_text(what: str) -> str:
         what: What uses it.
     """
     return (
-        f"{what} uses a value that is on another stage, and did not use it when the step was first seen with a batch of"
-        " these shapes, or got it inside of an object. Hand it over as a tensor, or use"
-        " HybridStrategy(dynamic_shapes=True), which follows every step anew."
+        f"{what} uses a tensor from another pipeline stage that it did not use when a batch of these shapes was traced,"
+        " or that was hidden in an object. Pass it as a tensor argument, or set HybridStrategy(dynamic_shapes=True),"
+        " which traces every step."
     )
 
 

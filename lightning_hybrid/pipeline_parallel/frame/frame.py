@@ -577,8 +577,8 @@ class FrameCut:
             leaf = leaves.get(id(self._module.get_parameter(name)))
             if leaf is not None:
                 raise WrongUseError(
-                    f"The parameter {name!r} {lives_on_text(self.holders[name])}, and it does not travel to where the"
-                    f" step uses it now, as the tensor-parallel ranks share {leaf!r}. {KEEP_TEXT}"
+                    f"The parameter {name!r} {lives_on_text(self.holders[name])}. It cannot be sent to the stage that"
+                    f" uses it now, because {leaf!r} is sharded over tensor-parallel ranks. {KEEP_TEXT}"
                 )
 
     def _parameters_of(self, graph: Graph, routes: Sequence[Route], writes: Writes) -> tuple[frozenset[str], ...]:
@@ -714,7 +714,7 @@ class FrameCut:
         if not part.is_last and not running.missing:
             return running.sent
         if any(isinstance(leaf, FakeTensor) for leaf in flatten(value)[0]):
-            text = absent_text(f"What {type(self._module).__name__} returns")
+            text = absent_text(f"The result of {type(self._module).__name__}")
             raise PathChangedError(text, plan, running.number, is_same=True)
         if running.number < part.free_from:
             text = self._path_text(plan, running.number, "not made")
@@ -772,10 +772,10 @@ class FrameCut:
         expected = str(calls[number]) if number < len(calls) else "behind its end"
         found = repr(self._units[found][0]) if isinstance(found, int) else found
         return (
-            f"The step took another path than when it was first seen with a batch of these shapes: call {number} of"
-            f" {type(self._module).__name__} is {found}, and was {expected}. Every stage runs this code and has to take"
-            " the same path. Let it depend on the batch, on `self.training` or on what requires grad; where it depends"
-            " on anything else, use HybridStrategy(dynamic_shapes=True), which follows every step anew."
+            f"The step took another path than when a batch of these shapes was traced: call {number} of"
+            f" {type(self._module).__name__} is {found}, and was {expected}. All stages must take the same path. It may"
+            " depend on the batch, on `self.training` or on `requires_grad`; if it depends on anything else, set"
+            " HybridStrategy(dynamic_shapes=True), which traces every step."
         )
 
     def _written_text(self, plan: FramePlan, position: int) -> str:
@@ -804,10 +804,10 @@ class FrameCut:
         again = any(call.unit == index for call in plan.graph.calls)
         dynamic = "" if torch.is_grad_enabled() else f" {_FIRST_OF_SHAPES}"
         return (
-            f"The layer {self._units[index][0]!r} is called{' again' * again} after {plan.graph.needed} has asked for"
-            " the number of a value that another stage makes. What is called later must not depend on such a number:"
-            " decide by the batch, or keep the decision and the layers behind it in one layer of the body, which sees a"
-            " microbatch."
+            f"{plan.graph.needed} reads the value of a tensor that another pipeline stage computes, and the layer"
+            f" {self._units[index][0]!r} is called{' again' * again} after it. Code between pipelined layers cannot"
+            " depend on values of activations: decide by the batch, or move the decision and the layers behind it into"
+            " one layer of the body, which sees a microbatch."
             f"{f' {GENERATION}' * again}{dynamic}"
         )
 

@@ -161,7 +161,8 @@ def travel_text(step: str, travels: Iterable[Travel], holders: Mapping[str, Coll
     uses = [f"{name!r} of {_stages(holders[name])} on {_stages(stages)}" for name, stages in places]
     return (
         f"`{step}` uses parameters on stages that do not have them: {', '.join(uses)}. Parameters outside of the layers"
-        f" live where the first batch of training used them. These travel: {num_bytes:,} bytes a step. {KEEP_TEXT}"
+        f" live where the first batch of training used them. They are sent in each step: {num_bytes:,} bytes."
+        f" {KEEP_TEXT}"
     )
 
 
@@ -409,7 +410,7 @@ class _Router:
                     if where and not allowed:
                         raise WrongUseError(
                             f"{call} uses the parameter {name!r} on stage {stage}, but it"
-                            f" {lives_on_text(self._holders[name])}, and it does not travel {where}. {KEEP_TEXT}"
+                            f" {lives_on_text(self._holders[name])}, and it cannot be sent {where}. {KEEP_TEXT}"
                         )
 
     def check_rewritten(self) -> None:

@@ -416,9 +416,9 @@ class StatesOfStages:
         for (container, path), length in zip(self._containers.values(), lengths, strict=True):
             if len(container) != length:
                 raise WrongUseError(
-                    f"The step changes `{path}`, and did not when it was first seen with a batch of these shapes, so"
-                    " that each of several stages on a rank would change it. Change it in a hook, such as"
-                    " `on_train_batch_end`, or use HybridStrategy(dynamic_shapes=True), which follows every step anew."
+                    f"The step changes `{path}`, and did not when a batch of these shapes was traced, so each of"
+                    " several stages on a rank would change it. Change it in a hook, such as `on_train_batch_end`, or"
+                    " set HybridStrategy(dynamic_shapes=True), which traces every step."
                 )
 
     def _add_copies(self, stage: int, own: list[dict[str, Any]], places: Iterable[str]) -> None:

@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Literal, NamedTuple
 
 ChannelKey = tuple[int, int, Literal["activation", "gradient"]]
-"""Sender rank, receiver rank, and what travels."""
+"""Sender rank, receiver rank, and the kind of message."""
 
 
 class Kind(enum.Enum):

@@ -40,10 +40,10 @@ Key = str | int
 def split_rows(*offsets: Key) -> Any:
     """Make a `split_batch` for packed rows: it divides the documents into microbatches of about equal tokens.
 
-    Tensors with a row for each token, or of shape ``(1, tokens, ...)``, are split between documents, tensors with a row
-    for each document likewise; offsets begin with 0 again. Everything else goes unsplit to every microbatch, such as
-    ``max_seqlen``, which stays an upper bound. A microbatch counts by its tokens, as the loss is a mean over tokens; if
-    some labels are ignored, add ``microbatch_weight = lightning_hybrid.count_tokens(...)``.
+    Tensors with a row for each token, or of shape ``(1, tokens, ...)``, are split between documents, and so are tensors
+    with a row for each document; offsets begin with 0 again. Every microbatch receives everything else unsplit, such as
+    ``max_seqlen``, which stays an upper bound. The weight of a microbatch is its number of tokens, as the loss is a
+    mean over tokens; if some labels are ignored, add ``microbatch_weight = lightning_hybrid.count_tokens(...)``.
 
     Args:
         offsets: Where the offsets are in a batch, such as ``"cu_seqlens"``: a key of a mapping, an attribute, or the

@@ -14,7 +14,7 @@ from lightning_hybrid.distributed.failure_watch import FailureWatch
 from lightning_hybrid.distributed.messages.host_messages import shut_down_sockets
 from lightning_hybrid.distributed.process_group import has_nccl
 from lightning_hybrid.distributed.watch.connections import Connections
-from lightning_hybrid.distributed.watch.leases import Leases
+from lightning_hybrid.distributed.watch.heartbeats import Heartbeats
 from lightning_hybrid.distributed.watch.watched_thread import WatchedThread
 from lightning_hybrid.distributed.watch.watcher import Watcher
 
@@ -58,9 +58,9 @@ class StartWatch:
             self.failures.begin()  # before all else: who is cut off before it has said that it is there is waited for
         self.thread = WatchedThread()
         self.is_first_run = size > 1
-        stall, lease = config.seconds_to_stall, config.seconds_of_lease
+        stall, silence = config.seconds_to_stall, config.seconds_of_heartbeat
         given: dict[str, Any] = {"rank": rank, "size": size, "place": self.thread.place}
-        leases = None if lease is None else Leases(self.watched, self.failures.key, seconds=lease, **given)
+        heartbeats = None if silence is None else Heartbeats(self.watched, self.failures.key, seconds=silence, **given)
         self.failure_watch = FailureWatch(
             self.failures,
             self.watched,
@@ -68,7 +68,7 @@ class StartWatch:
             size=size,
             thread=self.thread,
             waits=None,
-            leases=leases,
+            heartbeats=heartbeats,
             abort=self._abort,
             interrupt=lambda exception: False,
             num_lost=connections.num_lost,
@@ -77,7 +77,7 @@ class StartWatch:
         self.watcher = Watcher(
             self.failure_watch.look,
             descriptors=self.failure_watch.descriptors,
-            patience=min(filter(None, (stall, lease)), default=None),
+            patience=min(filter(None, (stall, silence)), default=None),
             stuck=self.failure_watch.end_without_store,
         )
         if size > 1:

@@ -138,7 +138,9 @@ def _vocabulary(builder: PlanBuilder) -> None:
             if other != name and any(parameter is embedding.weight for parameter in layer._parameters.values())
         ]
         if not tied and _SMALL * embedding.num_embeddings <= most:
-            builder.reasons[name] = f"has few rows ({embedding.num_embeddings}) beside the largest embedding ({most})"
+            builder.reasons[name] = (
+                f"has few rows ({embedding.num_embeddings}), compared with the largest embedding ({most})"
+            )
         elif builder.add((name, "vocab"), *((other, "vocab") for other in tied), block=name) and linears and not tied:
             last = (linears[-1], "vocab")
             is_head = layers[last[0]].out_features == embedding.num_embeddings

@@ -399,7 +399,7 @@ def _required_arguments(host: nn.Module) -> dict[str, None]:
     ]
     unknown = [name for name in required if "mask" not in name]
     if unknown:
-        raise TypeError(f"it wants {unknown[0]!r} beside its input")
+        raise TypeError(f"it needs {unknown[0]!r} in addition to its input")
     return dict.fromkeys(required)
 
 

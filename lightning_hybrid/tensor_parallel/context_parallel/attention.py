@@ -194,7 +194,7 @@ class Region(TorchFunctionMode):
         given = MULTI_HEAD.bind(*args, **kwargs).arguments
         if given.get("need_weights", True):
             raise self.refuse(
-                "whose attention returns its weights, and no rank has those of all positions. Call"
+                "whose attention returns its weights, and no rank has the weights of all positions. Call"
                 " `nn.MultiheadAttention` with need_weights=False."
             )
         if given["bias_k"] is not None or given["bias_v"] is not None or given["add_zero_attn"]:

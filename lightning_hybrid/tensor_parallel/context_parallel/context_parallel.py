@@ -109,10 +109,10 @@ class ContextParallel:
         leaking = self._leaks.find(loss)
         if leaking is not None:
             raise WrongUseError(
-                f"context_parallel_size={self._group.size} divides the sequence in {leaking!r}, and a loss comes out of"
-                " it by another way than its result: what a layer keeps as an attribute, such as the balancing loss of"
-                " a router, is of one share of the sequence. Compute it from what the layer returns, or from logits of"
-                " each position that a forward hook collects; or use context_parallel_size=1."
+                f"context_parallel_size={self._group.size} shards the sequence in {leaking!r}, and the loss uses a"
+                " tensor that the layer keeps as an attribute, such as the balancing loss of a router. It covers"
+                " one sequence shard. Compute it from the outputs of the layer, or from logits of each position"
+                " that a forward hook collects; or use context_parallel_size=1."
             )
         return value
 

@@ -156,10 +156,10 @@ class Trial:
             if isinstance(error, (WrongUseError, torch.OutOfMemoryError)):
                 raise
             raise region.refuse(
-                f"which fails on a share of {short.shares.length} positions"
+                f"which fails on a sequence shard of {short.shares.length} positions"
                 f" ({type(error).__name__}: {' '.join(str(error).split())})."
-                " What it is given for the whole sequence, and does not go to `F.scaled_dot_product_attention`, must go"
-                " by positions: an attention written by hand has no share of its mask (of transformers:"
+                " Its arguments for the whole sequence must either go to `F.scaled_dot_product_attention` or have a"
+                " value for each position: the mask of a hand-written attention is not sharded (transformers: use"
                 " attn_implementation='sdpa')."
             ) from error
         pairs = [(each, short.shares.own(whole, dim)) for whole, (each, dim) in zip(expected, found, strict=True)]
@@ -336,10 +336,10 @@ def mixing_text(culprit: str) -> str:
     """What is said of a layer, or of a part of it, that mixes positions; `culprit` names it, in a relative clause."""
     return (
         f"{culprit} mixes positions in another way than by `F.scaled_dot_product_attention`: a convolution or pooling"
-        " over time, a recurrent layer, statistics of the batch, or attention written by hand, perhaps. On a share"
-        " it gives other numbers than on the whole sequence. Use that function; name what does not mix positions as"
-        " the body, such as HybridStrategy(body=['layers.*.attention', 'layers.*.mlp']): what stands beside it gets"
-        " whole sequences; or use context_parallel_size=1."
+        " over time, a recurrent layer, statistics of the batch, or attention written by hand, perhaps. On a sequence"
+        " shard it computes other numbers than on the whole sequence. Use that function; or name the modules that do"
+        " not mix positions as the body, such as HybridStrategy(body=['layers.*.attention', 'layers.*.mlp']): all other"
+        " modules get whole sequences; or use context_parallel_size=1."
     )
 
 

@@ -221,7 +221,7 @@ def _check_axes(tensor: DTensor, layout: object, placements: Mapping[str, Placem
         for new, old in zip(placements.values(), tensor.placements, strict=True)
     ):
         raise ValueError(
-            f"The layout {layout!r} asks for partial sums of a tensor that is there: nothing is to be summed."
+            f"The layout {layout!r} has 'P' (partial sum), which an existing tensor cannot have. Use 'S(dim)' or 'B'."
         )
 
 

@@ -16,13 +16,13 @@ from lightning_hybrid.tensor_parallel.layouts.layout import layout_text
 _NO_STRATEGY = re.compile(r"Operator (\S+) does not have a sharding strategy|^(aten\S+)\s+Sharding propagation failed")
 _MIXED = re.compile(r"(\S+) got mixed torch\.Tensor and DTensor")
 _PLAIN = (
-    "Compute with plain tensors there: `x.full_tensor()` has all of it on each rank, `x.to_local()` what lies on this"
-    " one, and `strategy.distribute(result, layout)` lays the result out. Where tensor_parallel_plan lays out"
-    " parameters ('S(0)'), leave those of this module whole: 'B'."
+    "Compute with plain tensors there: `x.full_tensor()` is the full tensor on each rank, `x.to_local()` the local"
+    " shard, and `strategy.distribute(result, layout)` shards the result. If tensor_parallel_plan shards parameters"
+    " of this module ('S(0)'), replicate them: 'B'."
 )
 _ALIKE = (
-    "Lay out the plain ones too, such as by `strategy.distribute(x, 'B')` over the same axes, or make the other one"
-    " plain: `x.full_tensor()`."
+    "Distribute the plain tensors too, such as by `strategy.distribute(x, 'B')` over the same axes, or make the other"
+    " tensor plain: `x.full_tensor()`."
 )
 _TORCH = str(Path(torch.__file__).parent)
 

@@ -77,9 +77,7 @@ class AnomalyDetector:
                     given_nan, _ = _look_at(_floating((args, kwargs)))
                     text = f"The forward of {self._named(layer)}, made NaNs"
                     if given_nan:
-                        text = (
-                            f"What goes into {self._named(layer)}, has NaNs already: they come from the batch, or from"
-                        )
+                        text = f"The input of {self._named(layer)}, has NaNs already: they come from the batch, or from"
                         text += " code before it"
                     raise RuntimeError(f"{text}{self._where}.{self._first_infinity}")
                 if not is_finite and not self._first_infinity:

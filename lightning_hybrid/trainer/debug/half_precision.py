@@ -65,7 +65,7 @@ def _look_at_averages(trainer: Trainer, module: LightningModule) -> None:
         names = ", ".join(f"`{name}`" for name, _ in averages[:_MOST])
         rank_zero_warn(
             f"Averages of weights are kept in half precision: {names}. Each update moves them by a small part of a"
-            " difference, which half precision rounds away, so that they stand still. Average in float32:"
+            " difference, which half precision rounds away, so that they never change. Average in float32:"
             " `HybridStrategy(master_weights=True)` with Lightning's `EMAWeightAveraging`, or precision='bf16-mixed'."
         )
 

@@ -274,7 +274,7 @@ def structure_text(signature: Any) -> str:
         signature: The signature of a microbatch of it.
     """
     return (
-        f"The loss of microbatches like {signature_text(signature)} is not compared with that of their batch,"
+        f"The loss of microbatches like {signature_text(signature)} is not compared with the loss of their batch,"
         " because batches of the first steps had other structures. If the loss is not a mean over samples, write a"
         " method `microbatch_weight(self, microbatch)` that returns the number by which it is divided, or set"
         " `num_microbatches=1`."

@@ -191,9 +191,9 @@ class LabelWatch:
         if key is not None:
             self._looks = 0
             rank_zero_warn(
-                f"The batch has labels that are ignored (-100 in {key!r}), and microbatches have unequal numbers of the"
-                " others, but microbatches count by their samples. If the loss is a mean over labels, it and its"
-                " gradients are not those of the whole batch. Write"
+                f"The batch has labels that are ignored (-100 in {key!r}), and microbatches have unequal numbers of"
+                " other labels, but they are weighted by their samples. If the loss is a mean over labels, the loss and"
+                " its gradients differ from the whole batch. Write"
                 f" `microbatch_weight = lightning_hybrid.count_tokens({key!r})` into {type(self._module).__name__};"
                 " with `shift=True` for causal language models of transformers, which shift their labels themselves."
             )

@@ -116,9 +116,9 @@ def cannot_text(why: str) -> str:
         why: The reason: a verb phrase with the step as its subject.
     """
     return (
-        "The step took another path than before with a batch of these shapes, and cannot be done again: it"
-        f" {why}. What is put back are gradients, attributes, containers of up to {_MOST_ENTRIES} entries and buffers"
-        f" of up to {_MOST_ELEMENTS} elements; not parameters, tensors of the batch, and gradients of earlier batches"
-        " where a path changes for the first time. Use HybridStrategy(dynamic_shapes=True), which follows every step"
-        " anew."
+        "The step took another path than before with a batch of these shapes, and cannot be repeated: it"
+        f" {why}. Gradients, attributes, containers of up to {_MOST_ENTRIES} entries and buffers of up to"
+        f" {_MOST_ELEMENTS} elements are restored; parameters, tensors of the batch, and gradients of earlier batches"
+        " are not when a path changes for the first time. Set HybridStrategy(dynamic_shapes=True), which traces every"
+        " step."
     )

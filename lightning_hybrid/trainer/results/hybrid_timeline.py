@@ -20,21 +20,21 @@ _SHARES = {"wait": ("wait",), "messages": ("send", "receive"), "reduce": ("reduc
 
 
 class HybridTimeline(Callback):
-    """Records when each action of chosen training batches begins and ends, on every rank.
+    """Callback that records the start and end of each action of some training batches, on every rank.
 
-    For each of these batches rank 0 writes ``batch-N.json``, a trace that https://ui.perfetto.dev and
-    ``chrome://tracing`` open, and ``batch-N.svg``: the step of the first replica as it has run, below what the
-    simulator says of the same times. Shares of the time of a rank are logged, as means over the ranks:
-    ``timeline/bubble`` (neither forward nor backward), ``timeline/wait`` (for messages), ``timeline/messages``
-    (handing them over), ``timeline/reduce`` (gradients that did not travel beside backward) and
-    ``timeline/optimizer``; the last four are shares of the time from the first action to the end of the batch.
+    For each of these batches rank 0 writes ``batch-N.json``, a trace for https://ui.perfetto.dev and
+    ``chrome://tracing``, and ``batch-N.svg``: the measured step of the first replica, below the simulated step with the
+    same times. These shares of a rank's time are logged, as means over the ranks: ``timeline/bubble`` (neither forward
+    nor backward), ``timeline/wait`` (for messages), ``timeline/messages`` (sending and receiving), ``timeline/reduce``
+    (reduction of gradients that did not overlap with backward) and ``timeline/optimizer``. The last four are shares of
+    the time from the first action to the end of the batch.
 
-    All ranks meet before such a batch, so that their clocks begin together. Other batches are not touched. The
-    Trainer's profiler does not hear of the actions of a batch that is recorded.
+    All ranks synchronize before such a batch, so that their clocks start together. Other batches are not affected. The
+    Trainer's profiler does not record the actions of a recorded batch.
 
     Args:
-        batches: Numbers of training batches since training began, from 0. The first ones are slower than later ones.
-        dirpath: Folder of the files; ``timeline`` in the Trainer's ``default_root_dir`` by default.
+        batches: Numbers of training batches since the start of training, from 0. The first batches are slower.
+        dirpath: Folder of the files; by default ``timeline`` in the Trainer's ``default_root_dir``.
 
     Raises:
         ValueError: If a number is negative.
@@ -52,10 +52,10 @@ class HybridTimeline(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Whether there is anything to record.
+        """Check that there are actions to record.
 
         Raises:
-            ValueError: If there is no schedule.
+            ValueError: If the strategy runs no schedule.
         """
         if not getattr(getattr(trainer.strategy, "run", None), "has_actions", False):
             raise ValueError(

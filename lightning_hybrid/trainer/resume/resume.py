@@ -301,6 +301,6 @@ def _prepare_validation(trainer: Trainer, states: list[Any] | None) -> None:
 
 
 _ACCUMULATING = (
-    "The checkpoint was written between two optimizer steps. Gradients are not part of it: the next step goes without"
-    " those of the batches before. `ModelCheckpoint(every_n_train_steps=...)` saves at optimizer steps."
+    "The checkpoint was written between two optimizer steps. It does not contain gradients: the next step lacks the"
+    " gradients of the earlier batches. `ModelCheckpoint(every_n_train_steps=...)` saves at optimizer steps."
 )

@@ -67,8 +67,8 @@ def in_new_batches(
             raise ValueError(
                 f"The checkpoint was written after {used} samples of an epoch, {before.num_samples} with each batch of"
                 f" all replicas. Now an optimizer step takes {at_once}: {now.num_samples} with each batch x"
-                f" {trainer.accumulate_grad_batches} accumulated. {used} is no multiple of {at_once}, so no step begins"
-                f" behind these samples. With HybridStrategy(global_batch_size=...) one always does. {_INSTEAD}"
+                f" {trainer.accumulate_grad_batches} accumulated. {used} is not a multiple of {at_once}, so no step"
+                f" begins after these samples. With HybridStrategy(global_batch_size=...) one always does. {_INSTEAD}"
             )
         batches = min(used // now.num_samples, batches)
     _set_batches(trainer, batches)

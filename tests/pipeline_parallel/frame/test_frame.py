@@ -1296,7 +1296,7 @@ def test_a_module_between_layers_whose_shapes_depend_on_values_is_refused() -> N
         return x.pow(2).mean()
 
     cut = cut_of(model, 2, [(f"blocks.{at}", each) for at, each in enumerate(model.blocks)])
-    with pytest.raises(WrongUseError, match="has asked for the number of a value"):
+    with pytest.raises(WrongUseError, match="reads the value of a tensor"):
         check(model, step, (inputs(),), 2, cut)
     assert "forward" not in vars(model.between)
 
@@ -1411,7 +1411,7 @@ def test_a_value_that_was_not_used_before_is_not_there() -> None:
     cut = cut_of(model, 3)
     play(cut, model, model, (inputs(),), 3)
     model.late = True
-    with pytest.raises(WrongUseError, match=r"`mean` at test_frame.py:\d+ uses a value that is on another stage"):
+    with pytest.raises(WrongUseError, match=r"`mean` at test_frame.py:\d+ uses a tensor from another pipeline stage"):
         play(cut, model, model, (inputs(),), 3)
 
 
@@ -1812,7 +1812,7 @@ def lengths_of_values(self: Model, x: Tensor, lengths: Tensor) -> Tensor:
 @pytest.mark.parametrize("step", [shape_of_values, lengths_of_values])
 def test_shapes_that_absent_values_decide_are_refused(step: Callable[..., Tensor]) -> None:
     model, batch = Model(2), (torch.randn(4, 9, WIDTH), torch.tensor([8, 7, 9, 5]))
-    with pytest.raises(WrongUseError, match=r"'blocks.1' is called after .* has asked for the number"):
+    with pytest.raises(WrongUseError, match=r"reads the value of a tensor .* layer 'blocks.1' is called after it"):
         check(model, partial(step, model), batch, 2)
 
 
@@ -1905,7 +1905,9 @@ def test_what_was_not_used_before_cannot_be_used_after_the_last_layer(where: str
         plan = cut.find_plan(0, step, (x,), seed)
         sent = cut.run(plan, 0, step, (x,), None, seed=seed, random=drawing)
         late = True
-        with pytest.raises(WrongUseError, match=r"^`\w+` at test_frame.py:\d+ uses a value that is on another stage"):
+        with pytest.raises(
+            WrongUseError, match=r"^`\w+` at test_frame.py:\d+ uses a tensor from another pipeline stage"
+        ):
             cut.run(plan, 1, step, (x,), sent, seed=seed, random=drawing)
     assert buffer.abs().sum() == 0
 

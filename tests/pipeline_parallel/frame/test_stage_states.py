@@ -307,7 +307,9 @@ def test_a_container_that_is_changed_later_is_refused() -> None:
         return model.body(x)
 
     chunks(model, step, [[x]], cut=cut)
-    with pytest.raises(WrongUseError, match=r"changes `part\.listed`, and did not when it was first seen"):
+    with pytest.raises(
+        WrongUseError, match=r"changes `part\.listed`, and did not when a batch of these shapes was traced"
+    ):
         chunks(model, step, [[x]], cut=cut)
 
 

@@ -209,7 +209,7 @@ def test_an_epoch_that_has_no_batch_left_for_more_replicas_is_over(ranks: Pools,
 @pytest.mark.parametrize(
     ("kind", "place", "texts"),
     [
-        ("plain", "end 0.2", ["after 12 samples", "takes 8", "12 is no multiple of 8", "global_batch_size"]),
+        ("plain", "end 0.2", ["after 12 samples", "takes 8", "12 is not a multiple of 8", "global_batch_size"]),
         ("own batches", "end 0.1", ["it cannot be said which samples", "no batch sampler of its own"]),
         ("stream", "end 0.1", ["it cannot be said which samples", "no iterable data set"]),
         ("several", "end 0.1", ["it cannot be said which samples", "not several"]),

@@ -1,4 +1,4 @@
-"""Who gives no sign for the length of a lease is found, and nobody else."""
+"""Ranks that send no heartbeat within the timeout are found, and no other rank."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import pytest
 import torch.distributed as dist
 
 from lightning_hybrid.distributed.failure import FailureStore
-from lightning_hybrid.distributed.watch import leases as module
-from lightning_hybrid.distributed.watch.leases import Leases
+from lightning_hybrid.distributed.watch import heartbeats as module
+from lightning_hybrid.distributed.watch.heartbeats import Heartbeats
 from tests.pool import Pools
 from tests.training_jobs import PP2, Regression, loader, make_trainer
 
@@ -40,8 +40,10 @@ class Ranks:
         for rank, each in enumerate(self.failures):
             if rank not in late:
                 each.begin()
-        self._leases = [
-            Leases(self._store, failures.key, rank=rank, size=size, seconds=SECONDS, place=lambda: "step (train.py:3)")
+        self._heartbeats = [
+            Heartbeats(
+                self._store, failures.key, rank=rank, size=size, seconds=SECONDS, place=lambda: "step (train.py:3)"
+            )
             for rank, failures in enumerate(self.failures)
         ]
 
@@ -50,8 +52,8 @@ class Ranks:
         found: dict[int, list[int]] = {}
         for _ in range(seconds):
             self._clock.now += 1
-            for rank, leases in enumerate(self._leases):
-                silent = leases.look() if rank not in without else []
+            for rank, heartbeats in enumerate(self._heartbeats):
+                silent = heartbeats.look() if rank not in without else []
                 if silent:
                     found.setdefault(rank, silent)
         return found
@@ -59,7 +61,7 @@ class Ranks:
 
 @pytest.fixture
 def clock() -> Any:
-    """The one of the leases."""
+    """The clock of the heartbeats."""
     with mock.patch.object(module, "time", clock := Clock()):
         yield clock
 
@@ -132,7 +134,7 @@ def test_who_has_come_to_the_end_of_the_run_may_be_silent(clock: Clock) -> None:
 
 
 class Stopping(Regression):
-    """Rank 1 is stopped in a step; who reads its lease is not."""
+    """Rank 1 is stopped in a step; the rank that reads its heartbeat is not."""
 
     def __init__(self, folder: str) -> None:
         super().__init__()
@@ -154,14 +156,14 @@ class Stopping(Regression):
 def stopped(folder: str) -> tuple[str, float]:
     start = time.monotonic()
     with pytest.raises(Exception, match=r".") as error:
-        make_trainer({**PP2, "lease": timedelta(seconds=4)}).fit(Stopping(folder), loader())
+        make_trainer({**PP2, "heartbeat_timeout": timedelta(seconds=4)}).fit(Stopping(folder), loader())
     return str(error.value), time.monotonic() - start
 
 
 def test_a_rank_whose_process_is_stopped_is_named(ranks: Pools, tmp_path: Path) -> None:
     """It is let go on then, and ends with the same text."""
     (text, seconds), (of_stopped, _) = ranks(2, lightning=True).run(stopped, str(tmp_path), timeout=60)
-    assert "Silent for 4 s, so stopped, cut off or without power: rank 1 (on " in text
+    assert "No heartbeat for 4 s, so stopped, cut off or without power: rank 1 (on " in text
     assert "Rank 1 was last seen at " in text
     assert of_stopped == text
     assert seconds < 30
