@@ -50,14 +50,14 @@ def rows_of(page: str) -> dict[int, str]:
 
 
 def test_each_feature_of_lightning_has_its_row_and_each_row_its_tests() -> None:
-    features, tests = rows_of("lightning-features.md"), marked()
+    features, tests = rows_of("reference/lightning-features.md"), marked()
     for number, line in rows_of("project/lightning-features-tests.md").items():
         assert sorted(re.findall(r"`(test_\w+::\w+)`", line)) == sorted(tests.get(number, [])), f"row {number}: {line}"
         assert number in tests or "| waits |" in features[number], f"row {number} has no test"
 
 
 def test_each_feature_of_lightning_works_or_is_refused() -> None:
-    for line in rows_of("lightning-features.md").values():
+    for line in rows_of("reference/lightning-features.md").values():
         _, _, behaviour, works, _, _ = line.split("|")
         assert behaviour.strip()
         assert re.match(r" (yes|refused|waits)\b", works), line

@@ -535,7 +535,7 @@ def test_metrics_of_callbacks_count_each_sample_once(ranks: Pools, name: str) ->
         assert_same(result, expected)
 
 
-LOGGING = (Path(__file__).parent.parent / "docs" / "logging.md").read_text()
+LOGGING = (Path(__file__).parent.parent / "docs" / "guides" / "logging.md").read_text()
 
 
 def documented_example(layout: Layout, batch_size: int) -> dict[str, Any]:

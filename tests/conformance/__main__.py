@@ -25,7 +25,7 @@ def main(words: list[str] | None = None) -> int:
     arguments = _parse(words)
     checkout = os.environ.get(VARIABLE)
     if not checkout:
-        print(f"SKIPPED: {VARIABLE}, a checkout of Lightning's repository, is not set; see docs/conformance.md")
+        print(f"SKIPPED: {VARIABLE}, a checkout of Lightning's repository, is not set; see docs/project/conformance.md")
         return 0
     files = arguments.files or files_of(Path(checkout), stages=arguments.stages)
     with tempfile.TemporaryDirectory(prefix="conformance-") as scratch:
