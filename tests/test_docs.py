@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+import runpy
 from collections import defaultdict
 from pathlib import Path
 
@@ -152,6 +153,11 @@ def test_errors_in_the_reference_are_those_of_the_program() -> None:
 def test_pictures_are_what_the_program_draws() -> None:
     picture = (DOCS / "images" / "interleaved_1f1b.svg").read_text()
     assert picture == simulate(build("interleaved_1f1b", 4, 8, 2)).to_svg()
+
+
+def test_images_are_what_the_script_draws() -> None:
+    for name, content in runpy.run_path(str(DOCS / "draw_images.py"))["images"]().items():
+        assert (DOCS / "images" / name).read_text() == content, name
 
 
 def test_files_that_documents_name_exist() -> None:
