@@ -162,7 +162,7 @@ def test_images_are_what_the_script_draws() -> None:
 
 def test_files_that_documents_name_exist() -> None:
     """Files of the package, in the tables of ways and in the reading order."""
-    for path in (DOCS / "understand" / "house.md", DOCS / "architecture.md"):
+    for path in (DOCS / "project" / "package.md", DOCS / "project" / "architecture.md"):
         names = re.findall(r"`((?:\w+/)+(?:\w+\.py)?)`", path.read_text())
         assert names
         for name in names:
