@@ -1,4 +1,4 @@
-"""Draws the house into `docs/architecture.md`, from the source: which file is where, and which wing imports which.
+"""Draws the package into `docs/project/architecture.md`, from the source: each file, and which wing imports which.
 
 ``python docs/draw_house.py`` writes it; with ``--check`` it only says whether what is written is what is so.
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "lightning_hybrid"
-DOCUMENT = ROOT / "docs" / "architecture.md"
+DOCUMENT = ROOT / "docs" / "project" / "architecture.md"
 BEGIN, END = "<!-- drawn by docs/draw_house.py -->", "<!-- end of the drawing -->"
 
 # From the top; what stands on one line may not import each other, but for what the contracts in `pyproject.toml` say.

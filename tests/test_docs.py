@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+import runpy
 from collections import defaultdict
 from pathlib import Path
 
@@ -154,9 +155,14 @@ def test_pictures_are_what_the_program_draws() -> None:
     assert picture == simulate(build("interleaved_1f1b", 4, 8, 2)).to_svg()
 
 
+def test_images_are_what_the_script_draws() -> None:
+    for name, content in runpy.run_path(str(DOCS / "draw_images.py"))["images"]().items():
+        assert (DOCS / "images" / name).read_text() == content, name
+
+
 def test_files_that_documents_name_exist() -> None:
     """Files of the package, in the tables of ways and in the reading order."""
-    for path in (DOCS / "understand" / "house.md", DOCS / "architecture.md"):
+    for path in (DOCS / "project" / "package.md", DOCS / "project" / "architecture.md"):
         names = re.findall(r"`((?:\w+/)+(?:\w+\.py)?)`", path.read_text())
         assert names
         for name in names:
