@@ -217,7 +217,7 @@ def _candidates_text(module: nn.Module) -> str:
             " `__init__` or in `configure_model`, or name them with HybridStrategy(body=['first', 'second', ...])."
         )
     shares = [
-        f"{name!r} ({len(list(found[name].children()))} layers, {100 * _count(found[name]) / total:.0f} % of the"
+        f"{name!r} ({len(list(found[name].children()))} layers, {100 * _count(found[name]) / total:.0f}% of the"
         " parameters)"
         for name in largest
     ]

@@ -509,14 +509,11 @@ def stages_text(
     shown = stage_map if is_followed else expect_outside(module, stage_map)
     is_estimate = shown is not stage_map
     if is_estimate:
-        where = (
-            "on stages that are guessed by the order in which the module makes them: the first batch of training shows"
-            " which stages use them"
-        )
+        where = "stages estimated, final after the first training batch"
     elif stage_map.is_followed:
-        where = "on the stages that use them in the first batch of training"
+        where = "on the stages that use them in the first training batch"
     else:
-        where = "on the first and the last stage, which sum their gradients"
+        where = "on the first and the last stage, with summed gradients"
     rows = stage_rows(module, body.layers, shown)
     holders = stage_holders(sizes, settings.rank_order, hosts) if len(set(hosts)) > 1 else ()
     table = stage_table(rows, body.name, is_estimate=is_estimate, holders=holders)
@@ -541,9 +538,9 @@ def fragment_text(module: nn.Module, body: Body) -> str | None:
     if sum(count for _, count in parts) <= _LARGEST_REST * total:
         return None
     largest = sorted(parts, key=lambda entry: -entry[1])[:5]
-    shares = ", ".join(f"{name!r} ({100 * count / total:.0f} %)" for name, count in largest)
+    shares = ", ".join(f"{name!r} ({100 * count / total:.0f}%)" for name, count in largest)
     return (
-        f"{100 * sum(count for _, count in parts) / total:.0f} % of the parameters of {type(module).__name__} are"
-        f" outside of {body.name!r}, which is divided into stages, so that several stages hold and compute them:"
-        f" {shares}. If there are layers among these, name all that are to be divided: HybridStrategy(body=[...])."
+        f"{100 * sum(count for _, count in parts) / total:.0f}% of the parameters of {type(module).__name__} are outside"
+        f" of the pipelined layers {body.name!r}, so several stages hold and compute them: {shares}. If some of these"
+        " modules are layers, name all layers of the pipeline: HybridStrategy(body=[...])."
     )

@@ -134,7 +134,7 @@ def stage_table(
     cells: list[tuple[str, ...]] = [("stage", *where, f"layers of {body!r}", "", *titles, "parameters", "share")]
     for row in rows:
         layers = f"{row.layers.start}-{row.layers.stop - 1}" if len(row.layers) > 1 else f"{row.layers.start}"
-        share = f"{100 * row.share:.1f} %"
+        share = f"{100 * row.share:.1f}%"
         place = holders[row.rank] if holders else (str(row.rank),)
         cells.append((str(row.stage), *place, layers, row.kinds, *_numbers([row], has_outside), share))
     cells.append(("total", *("" for _ in where), "", "", *_numbers(rows, has_outside), ""))
@@ -156,7 +156,7 @@ def outside_text(module: nn.Module, layers: Sequence[nn.Module], where: str) -> 
         where: On which stages they are.
     """
     total, outside = _count([module]), sum(count for _, count in outside_parts(module, layers))
-    return f"outside: {outside:,} parameters ({100 * outside / total:.1f} % of the model), {where}" if outside else ""
+    return f"not in layers: {outside:,} parameters ({100 * outside / total:.1f}%), {where}" if outside else ""
 
 
 def placed_text(outside: Mapping[str, Collection[int]]) -> str:
@@ -166,7 +166,7 @@ def placed_text(outside: Mapping[str, Collection[int]]) -> str:
         outside: Their stages, by name.
     """
     places = [f"{name} on stage {' and '.join(map(str, sorted(stages)))}" for name, stages in outside.items()]
-    return f"Used outside of the layers, and kept there alone: {', '.join(places)}"
+    return f"Parameters outside of the layers: {', '.join(places)}"
 
 
 def outside_parts(module: nn.Module, layers: Sequence[nn.Module]) -> list[tuple[str, int]]:
@@ -255,7 +255,7 @@ def plan_table(plan: Plan, module: nn.Module) -> str:
         rows.append((row.name, row.style, full, local))
     rows = fold_numbered(rows) + [(name, type(style).__name__, "", "") for name, style in plan.torch_styles.items()]
     table = text_table([("module", "style", "full", "local"), *rows])
-    share = f"divided: {100 * divided_share(plan, module):.1f} % of the parameters"
+    share = f"sharded: {100 * divided_share(plan, module):.1f}% of the parameters"
     return "\n".join([table, share, *_whole(plan, module)])
 
 
@@ -301,15 +301,15 @@ def _whole(plan: Plan, module: nn.Module) -> list[str]:
         alike = sum(other == reason for other in plan.reasons.values()) > 1
         key = pattern_of(name) if alike else name, reason
         counts[key] = counts.get(key, 0) + own
-    lines = [f"{name} stays whole: it {reason} ({100 * n / total:.1f} %)" for (name, reason), n in counts.items()]
+    lines = [f"not sharded: {name} {reason} ({100 * n / total:.1f}%)" for (name, reason), n in counts.items()]
     unknown: Counter[str] = Counter()
     for name, parameter in module.named_parameters():
         if parameter.ndim > 1 and id(parameter) in sizes:
             block = module.get_submodule(".".join(name.split(".")[:-2]))
             unknown[type(block).__name__] += sizes.pop(id(parameter))
     if unknown:
-        listed = ", ".join(f"{kind} ({100 * count / total:.1f} %)" for kind, count in unknown.most_common(_MOST))
-        lines.append(f"whole, because nothing in the plan divides them: weights in {listed}")
+        listed = ", ".join(f"{kind} ({100 * count / total:.1f}%)" for kind, count in unknown.most_common(_MOST))
+        lines.append(f"not sharded (no matching plan entry): weights in {listed}")
     return lines
 
 
@@ -342,7 +342,7 @@ def layout_text(sizes: Mapping[str, int], schedule: Schedule, *, bubble: float) 
     chunks = f", {schedule.num_chunks} chunks per rank" if schedule.num_chunks > 1 else ""
     return (
         f"{layout}; schedule {schedule.name!r}{chunks}, {schedule.num_microbatches} microbatches,"
-        f" bubble {100 * bubble:.1f} %"
+        f" bubble {100 * bubble:.1f}%"
     )
 
 

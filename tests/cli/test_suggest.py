@@ -138,7 +138,7 @@ def test_what_does_not_fit_is_said_with_what_it_would_take() -> None:
 
 def test_layouts_that_leave_most_layers_whole_are_told_apart() -> None:
     text = report_of(Layout(1, 2, 1), 0.039)
-    assert "Of the parameters tensor 2 divides 3.9 %, and each rank holds all others" in text
+    assert "Of the parameters tensor 2 divides 3.9%, and each rank holds all others" in text
     assert "tensor_parallel_plan" in text
     for other in (report_of(Layout(1, 2, 1), 0.5), report_of(Layout(2, 1, 1), 0.039)):
         assert "Of the parameters" not in other

@@ -89,7 +89,7 @@ def test_a_module_that_is_a_sequential_itself() -> None:
 def test_candidates_are_listed_the_largest_five() -> None:
     lists = {f"list{n}": nn.ModuleList([nn.Linear(n, n)]) for n in range(1, 8)}
     module = Model(**lists, head=nn.Linear(100, 100))
-    with pytest.raises(ValueError, match=r"part of the 10,268 param.*'list7' \(1 layers, 1 %.*'list3'") as error:
+    with pytest.raises(ValueError, match=r"part of the 10,268 param.*'list7' \(1 layers, 1%.*'list3'") as error:
         find_body(module, None, 2)
     assert "'list2'" not in str(error.value)
     assert "HybridStrategy(body='...')" in str(error.value)

@@ -136,7 +136,7 @@ def test_microbatches_and_bubble_are_those_of_the_batch_that_was_split(kind: typ
     """The loader's batches have 8 samples: they make no 32 microbatches."""
     first = dry(lambda: kind(100, 8, 4), 2, num_microbatches=32).layout.splitlines()[0]
     assert "8 microbatches" in first
-    assert f"bubble {100 * (2 - 1) / (8 + 2 - 1):.1f} %" in first  # (p - 1) / (m + p - 1)
+    assert f"bubble {100 * (2 - 1) / (8 + 2 - 1):.1f}%" in first  # (p - 1) / (m + p - 1)
 
 
 # -- balance -----------------------------------------------------------------------------------------------------------
@@ -293,23 +293,20 @@ def test_what_stands_between_layers_counts_with_those_that_follow() -> None:
 def test_the_table_has_what_is_outside_and_a_total() -> None:
     lines = described(Language(50, 8, 6), 3)
     assert lines[1:] == [
-        "stage  rank  layers of 'blocks'             in layers  outside, estimated  parameters   share",
-        "---------------------------------------------------------------------------------------------",
-        "    0     0  0-1                 2 x Block      1,536                 400       1,936  35.7 %",
-        "    1     1  2-3                 2 x Block      1,536                   0       1,536  28.3 %",
-        "    2     2  4-5                 2 x Block      1,536                 416       1,952  36.0 %",
+        "stage  rank  layers of 'blocks'             in layers  outside, estimated  parameters  share",
+        "--------------------------------------------------------------------------------------------",
+        "    0     0  0-1                 2 x Block      1,536                 400       1,936  35.7%",
+        "    1     1  2-3                 2 x Block      1,536                   0       1,536  28.3%",
+        "    2     2  4-5                 2 x Block      1,536                 416       1,952  36.0%",
         "total                                           4,608                 816       5,424",
-        "outside: 816 parameters (15.0 % of the model), on stages that are guessed by the order in which the module"
-        " makes them: the first batch of training shows which stages use them",
+        "not in layers: 816 parameters (15.0%), stages estimated, final after the first training batch",
     ]
 
 
 def test_around_a_chain_that_is_not_followed_nothing_is_estimated() -> None:
     lines = described(Chain(50, 8, 6), 3, dynamic_shapes=True)
     assert lines[1].split()[-4:] == ["layers", "outside", "parameters", "share"]
-    assert lines[-1] == (
-        "outside: 816 parameters (15.0 % of the model), on the first and the last stage, which sum their gradients"
-    )
+    assert lines[-1] == "not in layers: 816 parameters (15.0%), on the first and the last stage, with summed gradients"
 
 
 def test_a_list_with_the_name_of_a_chain_puts_what_is_outside_where_it_is_used() -> None:
@@ -324,10 +321,10 @@ def test_without_anything_outside_there_is_one_number() -> None:
             self.layers = nn.Sequential(*[nn.Linear(2, 2, bias=False) for _ in range(4)])
 
     assert described(Alone(), 2)[1:] == [
-        "stage  rank  layers of 'layers'              parameters   share",
-        "---------------------------------------------------------------",
-        "    0     0  0-1                 2 x Linear           8  50.0 %",
-        "    1     1  2-3                 2 x Linear           8  50.0 %",
+        "stage  rank  layers of 'layers'              parameters  share",
+        "--------------------------------------------------------------",
+        "    0     0  0-1                 2 x Linear           8  50.0%",
+        "    1     1  2-3                 2 x Linear           8  50.0%",
         "total                                                16",
     ]
 
@@ -342,7 +339,7 @@ def test_memory_knows_where_the_step_uses_them() -> None:
     assert [row[1] for row in columns("\n".join(described(make(), 3, **arguments)))] == ["800", "0", "16"]
     found = dry(make, 3, **arguments)
     assert [row[1] for row in columns(found.layout)] == ["400", "0", "416"]
-    assert "on the stages that use them in the first batch" in found.layout
+    assert "on the stages that use them in the first training batch" in found.layout
     assert "estimated" not in found.layout
     totals = [4 * int(row[2].replace(",", "")) for row in columns(found.layout)]
     assert [usage.parameters for usage in found.memory] == totals

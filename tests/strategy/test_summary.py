@@ -75,12 +75,12 @@ def test_stages_as_text() -> None:
     text = stage_table(rows_of(Encoder(100), STAGES, 2), "net.body", is_estimate=False)
     assert text == "\n".join(
         [
-            "stage  rank  layers of 'net.body'                parameters   share",
-            "-------------------------------------------------------------------",
-            "    0     0  0-2                   3 x Linear        20,000  40.0 %",
-            "    1     1  3                     Linear            10,000  20.0 %",
-            "    2     0  4-5                   ReLU, Linear      10,000  20.0 %",
-            "    3     1  6                     Linear            10,000  20.0 %",
+            "stage  rank  layers of 'net.body'                parameters  share",
+            "------------------------------------------------------------------",
+            "    0     0  0-2                   3 x Linear        20,000  40.0%",
+            "    1     1  3                     Linear            10,000  20.0%",
+            "    2     0  4-5                   ReLU, Linear      10,000  20.0%",
+            "    3     1  6                     Linear            10,000  20.0%",
             "total                                                50,000",
         ]
     )
@@ -91,12 +91,12 @@ def test_stages_on_several_machines_as_text() -> None:
     holders = stage_holders({"dp": 2, "tp": 2, "pp": 2}, "dp-pp-tp", hosts)
     assert stage_table(rows_of(Encoder(100), STAGES, 2), "", is_estimate=False, holders=holders) == "\n".join(
         [
-            "stage     ranks  node          layers of ''                parameters   share",
-            "-----------------------------------------------------------------------------",
-            "    0  0-1, 4-5  node0, node1  0-2           3 x Linear        20,000  40.0 %",
-            "    1  2-3, 6-7  node0, node1  3             Linear            10,000  20.0 %",
-            "    2  0-1, 4-5  node0, node1  4-5           ReLU, Linear      10,000  20.0 %",
-            "    3  2-3, 6-7  node0, node1  6             Linear            10,000  20.0 %",
+            "stage     ranks  node          layers of ''                parameters  share",
+            "----------------------------------------------------------------------------",
+            "    0  0-1, 4-5  node0, node1  0-2           3 x Linear        20,000  40.0%",
+            "    1  2-3, 6-7  node0, node1  3             Linear            10,000  20.0%",
+            "    2  0-1, 4-5  node0, node1  4-5           ReLU, Linear      10,000  20.0%",
+            "    3  2-3, 6-7  node0, node1  6             Linear            10,000  20.0%",
             "total                                                          50,000",
         ]
     )
@@ -122,7 +122,7 @@ def test_memory_as_text() -> None:
     assert memory_table(usages) == "\n".join(
         [
             "MiB              parameters  gradients  optimizer  activations  buffers     total",
-            "---------------------------------------------------------------------------------",
+            "--------------------------------------------------------------------------------",
             "pipeline rank 0        1.00       0.50       2.00     1,024.00     0.00  1,027.50",
             "pipeline rank 1        1.00       0.50       2.00       512.00     0.00    515.50",
         ]
@@ -134,7 +134,7 @@ def test_unknown_memory_as_text_with_peaks() -> None:
     assert memory_table(usages, [2**30, 2**29]) == "\n".join(
         [
             "MiB              parameters  gradients  optimizer  buffers  allocator's peak",
-            "----------------------------------------------------------------------------",
+            "---------------------------------------------------------------------------",
             "pipeline rank 0        1.00       0.50       2.00     0.00          1,024.00",
             "pipeline rank 1        1.00       0.50          ?     0.00            512.00",
         ]
@@ -144,13 +144,13 @@ def test_unknown_memory_as_text_with_peaks() -> None:
 def test_the_layout_in_one_line() -> None:
     text = layout_text({**SIZES, "pp": 4}, build("1f1b", 4, 8), bubble=3 / 11)
     assert text == (
-        "Layout: data 2 x tensor 1 x pipeline 4 = 8 processes; schedule '1f1b', 8 microbatches, bubble 27.3 %"
+        "Layout: data 2 x tensor 1 x pipeline 4 = 8 processes; schedule '1f1b', 8 microbatches, bubble 27.3%"
     )
 
 
 def test_the_layout_with_several_chunks() -> None:
     text = layout_text({**SIZES, "pp": 2}, build("interleaved_1f1b", 2, 4, 2), bubble=0.1)
-    assert text.endswith("; schedule 'interleaved_1f1b', 2 chunks per rank, 4 microbatches, bubble 10.0 %")
+    assert text.endswith("; schedule 'interleaved_1f1b', 2 chunks per rank, 4 microbatches, bubble 10.0%")
 
 
 def test_the_layout_without_a_pipeline() -> None:
@@ -183,7 +183,7 @@ def test_the_plan_as_text() -> None:
         ["*.0", "(2)", "colwise", "16x8", "16", "8x8", "8"],
         ["*.2", "(2)", "rowwise", "8x16", "8x8"],
         ["2", "attention", "24x8", "24", "8x8", "12x8", "12", "8x4"],
-        ["divided:", "97.2", "%", "of", "the", "parameters"],  # all but three biases of 8
+        ["sharded:", "97.2%", "of", "the", "parameters"],  # all but three biases of 8
     ]
 
 
@@ -199,7 +199,7 @@ def test_layers_of_other_shapes_have_lines_of_their_own() -> None:
 
 
 def test_the_plan_says_what_stays_whole_and_why() -> None:
-    assert "stays whole" not in plan_table(make_plan(both := pair(), "auto", 2, sequence_parallel=False), both)
+    assert "not sharded" not in plan_table(make_plan(both := pair(), "auto", 2, sequence_parallel=False), both)
     text = plan_table(make_plan(both := pair(), "auto", 3, sequence_parallel=False), both)
-    assert text.splitlines()[2] == "divided: 0.0 % of the parameters"
-    assert text.splitlines()[3].startswith("0 stays whole: it has 'weight' of shape (16, 8)")
+    assert text.splitlines()[2] == "sharded: 0.0% of the parameters"
+    assert text.splitlines()[3].startswith("not sharded: 0 has 'weight' of shape (16, 8)")

@@ -96,7 +96,7 @@ def _whole_lines(sizes: Collection[int], divided: Mapping[int, float]) -> list[s
     shares = {size: divided[size] for size in sorted(sizes) if 0 < divided.get(size, 0.0) < _MOSTLY_WHOLE}
     if not shares:
         return []
-    listed = ", ".join(f"tensor {size} divides {100 * share:.1f} %" for size, share in shares.items())
+    listed = ", ".join(f"tensor {size} divides {100 * share:.1f}%" for size, share in shares.items())
     text = (
         f"Of the parameters {listed}, and each rank holds all others: see what `plan` says with tensor_parallel_size"
         f" {min(shares)}, and give the layers a tensor_parallel_plan."
