@@ -27,7 +27,7 @@ PACKAGE = ROOT / "lightning_hybrid"
 MOST = {"users": 885, "maintainers": 1711}
 
 #: Pages for maintainers.
-PROJECT_PAGES = ("docs/architecture.md", "docs/lightning-internals.md", "docs/conformance.md", "docs/project/")
+PROJECT_PAGES = ("docs/conformance.md", "docs/project/")
 
 _Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
