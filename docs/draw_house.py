@@ -1,6 +1,6 @@
-"""Draws the package into `docs/project/architecture.md`, from the source: each file, and which wing imports which.
+"""Writes the list of files and the import counts of the package into `docs/project/architecture.md`.
 
-``python docs/draw_house.py`` writes it; with ``--check`` it only says whether what is written is what is so.
+``python docs/draw_house.py`` writes them; with ``--check`` it fails if the page is out of date.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "lightning_hybrid"
 DOCUMENT = ROOT / "docs" / "project" / "architecture.md"
-BEGIN, END = "<!-- drawn by docs/draw_house.py -->", "<!-- end of the drawing -->"
+BEGIN, END = "<!-- written by docs/draw_house.py -->", "<!-- end -->"
 
-# From the top; what stands on one line may not import each other, but for what the contracts in `pyproject.toml` say.
-WINGS = (
+# From the top. A subpackage imports only from those below it.
+SUBPACKAGES = (
     "cli",
     "strategy",
     "trainer",
@@ -30,24 +30,24 @@ WINGS = (
     "distributed",
     "config",
 )
-WIDTH = 118
+WIDTH = 88
 
 
-def wing_of(path: Path) -> str:
-    """The wing, or the file at the top."""
+def package_of(path: Path) -> str:
+    """Return the subpackage, or the file at the top."""
     return path.relative_to(PACKAGE).with_suffix("").parts[0]
 
 
 def first_line(path: Path, width: int) -> str:
-    """What a file says of itself: its first sentence, or as many clauses of it as there is room for."""
+    """Return the first line of the docstring, or as many of its clauses as fit."""
     text = (ast.get_docstring(ast.parse(path.read_text())) or "").split("\n")[0].rstrip(".")
     while len(text) > width:
         text = re.split(r"[:;,](?=[^:;,]*$)", text)[0] if re.search("[:;,]", text) else text[: width - 3] + "..."
     return text
 
 
-def imported_wings(path: Path) -> Iterator[str]:
-    """The wings that a file imports from, once for each import statement."""
+def imported_packages(path: Path) -> Iterator[str]:
+    """Return the subpackages that a file imports from, once for each import statement."""
     for node in ast.walk(ast.parse(path.read_text())):
         names = []
         if isinstance(node, ast.Import):
@@ -57,53 +57,50 @@ def imported_wings(path: Path) -> Iterator[str]:
         yield from (name.split(".")[1] for name in names if name.startswith(f"{PACKAGE.name}."))
 
 
-def rooms() -> str:
-    """Each wing as a box with its files."""
+def files() -> str:
+    """Return each subpackage with its files."""
     lines = []
-    for wing in WINGS:
-        top = PACKAGE / wing
-        lines.append(f"┌─ {wing} " + "─" * (WIDTH - len(wing) - 5) + "┐")
+    for package in SUBPACKAGES:
+        top = PACKAGE / package
+        lines += [f"── {package} " + "─" * (WIDTH - len(package) - 4)]
         paths = sorted(top.rglob("*.py")) if top.is_dir() else [top.with_suffix(".py")]
-        folders = sorted({path.parent for path in paths}, key=lambda folder: (folder != top, folder))
-        for folder in folders:
-            if folder != top and top.is_dir():
-                title = f"{folder.relative_to(top)}/"
-                lines.append(f"│ {title:<{WIDTH - 4}} │")
+        for folder in sorted({path.parent for path in paths}, key=lambda folder: (folder != top, folder)):
             indent = "" if folder in (top, PACKAGE) else "  "
+            if indent:
+                lines.append(f"{folder.relative_to(top)}/")
             for path in (path for path in paths if path.parent == folder and path.name != "__init__.py"):
-                text = f"{indent}{path.stem:<{24 - len(indent)}} {first_line(path, WIDTH - 29)}"
-                lines.append(f"│ {text:<{WIDTH - 4}} │")
-        lines.append("└" + "─" * (WIDTH - 2) + "┘")
+                lines.append(f"{indent}{path.stem:<{24 - len(indent)}} {first_line(path, WIDTH - 25)}".rstrip())
     return "\n".join(lines)
 
 
-def arrows() -> str:
-    """How many import statements go from the wing of a row to that of a column."""
-    counts = Counter((wing_of(path), wing) for path in PACKAGE.rglob("*.py") for wing in imported_wings(path))
-    width = max(map(len, WINGS))
-    lines = [" " * width + "".join(f"{wing[:9]:>10}" for wing in WINGS[1:])]
-    for row, wing in enumerate(WINGS[:-1]):
-        others = enumerate(WINGS[1:], start=1)
-        cells = ["" if column <= row else str(counts[wing, other] or "·") for column, other in others]
-        lines.append(f"{wing:<{width}}" + "".join(f"{cell:>10}" for cell in cells))
+def imports() -> str:
+    """Return the number of import statements from the subpackage of a row to that of a column."""
+    counts = Counter((package_of(path), other) for path in PACKAGE.rglob("*.py") for other in imported_packages(path))
+    names = [name.removesuffix("_parallel") for name in SUBPACKAGES]
+    width = max(map(len, names))
+    lines = [" " * width + "".join(f"{name[:7]:>8}" for name in names[1:])]
+    for row, package in enumerate(SUBPACKAGES[:-1]):
+        others = enumerate(SUBPACKAGES[1:], start=1)
+        cells = ["" if column <= row else str(counts[package, other] or "·") for column, other in others]
+        lines.append(f"{names[row]:<{width}}" + "".join(f"{cell:>8}" for cell in cells))
     return "\n".join(line.rstrip() for line in lines)
 
 
-def drawing() -> str:
-    """All that is drawn."""
-    title = "Import statements, from the wing of a row to that of a column:"
-    return f"{BEGIN}\n\n```\n{rooms()}\n```\n\n{title}\n\n```\n{arrows()}\n```\n\n{END}"
+def written() -> str:
+    """Return the part of the page that is written here."""
+    title = "Import statements, from the subpackage of a row to the subpackage of a column:"
+    return f"{BEGIN}\n\n```\n{files()}\n```\n\n{title}\n\n```\n{imports()}\n```\n\n{END}"
 
 
 def main() -> None:
-    """Draw, or check."""
+    """Write the page, or check it."""
     text = DOCUMENT.read_text()
     before, after = text.split(BEGIN)[0], text.split(END)[1]
-    drawn = f"{before}{drawing()}{after}"
+    new = f"{before}{written()}{after}"
     if "--check" not in sys.argv:
-        DOCUMENT.write_text(drawn)
-    elif drawn != text:
-        sys.exit(f"{DOCUMENT.relative_to(ROOT)} shows an older house; run `python docs/draw_house.py`.")
+        DOCUMENT.write_text(new)
+    elif new != text:
+        sys.exit(f"{DOCUMENT.relative_to(ROOT)} is out of date; run `python docs/draw_house.py`.")
 
 
 if __name__ == "__main__":

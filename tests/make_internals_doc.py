@@ -1,4 +1,4 @@
-"""Makes `docs/lightning-internals.md` from `trainer/lightning_internals.py`: `python -m tests.make_internals_doc`."""
+"""Makes `docs/project/lightning-internals.md` from docstrings: `python -m tests.make_internals_doc`."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from pathlib import Path
 
 from lightning_hybrid.trainer import lightning_internals
 
-FILE = Path(__file__).parent.parent / "docs" / "lightning-internals.md"
+FILE = Path(__file__).parent.parent / "docs" / "project" / "lightning-internals.md"
 
 _HEAD = """# What this package uses of Lightning's insides
 
 Lightning has no public API for some things that a strategy with a pipeline has to know or to change. All that is
 private is in one file,
-[`trainer/lightning_internals.py`](../lightning_hybrid/trainer/lightning_internals.py), and
-[`tests/test_lightning_contract.py`](../tests/test_lightning_contract.py) tries each function of it alone: when a new
+[`trainer/lightning_internals.py`](../../lightning_hybrid/trainer/lightning_internals.py), and
+[`tests/test_lightning_contract.py`](../../tests/test_lightning_contract.py) tries each function of it alone: when a new
 version of Lightning or torchmetrics moves something, a test says within seconds what, and this table says what for.
 
 This page is made from the docstrings of that file: `python -m tests.make_internals_doc`.

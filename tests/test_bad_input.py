@@ -17,7 +17,7 @@ from tests.pool import Pools
 from tests.training_jobs import PP2, Losses, Regression, assert_same, make_trainer, together, weights
 
 ROOT = Path(__file__).parent.parent
-PAGE = ROOT / "docs" / "reference" / "bad-input.md"
+PAGE = ROOT / "docs" / "project" / "bad-input.md"
 
 
 class Pair(NamedTuple):

@@ -1,4 +1,4 @@
-"""`docs/coming-from.md`: every line that it offers runs, and the important ones do what they say."""
+"""The pages of `docs/migrate/`: every line that they offer runs, and the important ones do what they say."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ from tests.test_logging_features import Memory
 from tests.training_jobs import Regression, assert_same, loader, make_trainer, plain, together, weights
 
 ROOT = Path(__file__).parent.parent
-DOCUMENT = ROOT / "docs" / "coming-from.md"
-TEXT = DOCUMENT.read_text(encoding="utf-8")
+DOCUMENTS = sorted((ROOT / "docs" / "migrate").glob("*.md"))
+TEXT = "\n".join(document.read_text(encoding="utf-8") for document in DOCUMENTS)
 
-# -- reading the document ---------------------------------------------------------------------------------------------
+# -- reading the documents --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Row:
 
     @property
     def has_code(self) -> bool:
-        return not self.cell.startswith(("nothing to write", "no counterpart"))
+        return not self.cell.startswith(("not needed", "not available"))
 
     @property
     def lines(self) -> list[Line]:
@@ -73,15 +73,16 @@ class Row:
 
 
 CODE = r"(in `\w+`: )?`[^`]+`"
-CELL = re.compile(rf"nothing to write(: [^`]+)?|no counterpart: [^`]+|{CODE}(<br>{CODE})*")
+CELL = re.compile(rf"not needed: [^`]+|not available: [^`]+|{CODE}(<br>{CODE})*")
 
 
 def read_rows() -> list[Row]:
     rows, chapter = [], ""
-    for line in TEXT.splitlines():
+    lines = TEXT.splitlines()
+    for line, following in zip(lines, [*lines[1:], ""], strict=True):
         if line.startswith("## "):
             chapter = line[3:]
-        elif line.startswith("| ") and not line.startswith(("| there |", "| what |")):
+        elif line.startswith("| ") and not following.startswith("|---"):
             names, _, cell = (cell.strip() for cell in line.strip("|").split(" | "))
             rows.append(Row(chapter, names, cell))
     return rows
@@ -139,7 +140,9 @@ OFFERED = {
 
 
 def test_every_name_has_a_row() -> None:
-    assert len(ROWS) == len(re.findall(r"^\| (?!there|what \|)", TEXT, re.MULTILINE))
+    assert len(ROWS) == len(re.findall(r"^\| .*\n(?!\|---)", TEXT, re.MULTILINE))
+    assert len(re.findall(r"^\| .* \|$", TEXT, re.MULTILINE)) == len(ROWS) + TEXT.count("\n|---|---|---|\n")
+    assert TEXT.count("\n|---") == TEXT.count("\n|---|---|---|\n")
     for chapter, names in OFFERED.items():
         offered = " ".join(row.names for row in ROWS if row.chapter.startswith(chapter))
         assert [name for name in names.split() if name not in offered] == [], chapter
