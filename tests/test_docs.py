@@ -89,7 +89,7 @@ def test_the_readme_is_short() -> None:
 
 
 def test_the_job_file_of_the_page_goes_on_as_that_of_the_examples() -> None:
-    page = next(block.text for block in blocks(DOCS / "start" / "many-nodes.md") if "#SBATCH" in block.text)
+    page = next(block.text for block in blocks(DOCS / "guides" / "slurm.md") if "#SBATCH" in block.text)
     example = (ROOT / "examples" / "slurm" / "train.sh").read_text()
     own = r"# (A training|  sbatch|The config)|CONFIG=|export PYTHONPATH|srun |    --trainer|#SBATCH --(nt|cpu)"
     expected = [line for line in example.splitlines() if not re.match(own, line)]

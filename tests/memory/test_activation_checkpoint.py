@@ -609,7 +609,7 @@ def drop(x: Tensor, p: float = 0.1) -> Tensor:
 
 
 def formula(recompute: Any, s: int, b: int, h: int, a: int, e: int, attention: str = "written") -> float:
-    """Bytes that a layer of `Paper` keeps, with `e` bytes for a number; see docs/memory.md."""
+    """Bytes that a layer of `Paper` keeps, `e` for each number, as in docs/concepts/activation-checkpointing.md."""
     scores = a * s * s * b if attention == "written" else 0
     if recompute is True:
         return e * s * b * h

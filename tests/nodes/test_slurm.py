@@ -73,7 +73,7 @@ def test_the_job_file_of_the_page_goes_on_with_the_lines_for_a_script(
 ) -> None:
     """Only sizes are others, there is no GPU, and steps take a while."""
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
-    page = blocks(DOCS / "start" / "many-nodes.md")
+    page = blocks(DOCS / "guides" / "slurm.md")
     job = next(block.text for block in page if "#SBATCH" in block.text)
     (tmp_path / "job.sh").write_text(re.sub(r"^(#SBATCH --gpus|source ).*\n", "", job, flags=re.MULTILINE))
     script = next(block.text for block in page if "SLURM_NNODES" in block.text and block.language == "python")
