@@ -253,12 +253,13 @@ class DryRunStrategy(SingleDeviceStrategy):
         self._body, self._stage_map = None, StageMap(None, (), (range(0),), 1)
         if self.sizes[2] > 1:
             self._body, self._stage_map = layout.find_stages(module, self._config, self.sizes[2])
-        tensor_ranks = self._tensor_ranks() if self.sizes[1] > 1 else None  # a mesh reads the values of tensors
+        # Before fake tensors come: blocks are tried with numbers, and a mesh reads the values of tensors.
+        plan = layout.find_plan(module, self._config, self.sizes[1], self._body) if self.sizes[1] > 1 else None
+        tensor_ranks = self._tensor_ranks() if plan is not None else ()
         with nullcontext() if self._has_values else self._without_memory():
             if not self._has_values:
                 _replace_meta_tensors(module)
-            if tensor_ranks is not None:
-                plan = layout.find_plan(module, self._config, self.sizes[1], self._body)
+            if plan is not None:
                 self._plan_table = plan_table(plan, module)
                 self._stage_map = layout.with_plan(self._stage_map, self._body, plan, module)
                 plan.apply(module, *tensor_ranks, torch.device("cpu"))
