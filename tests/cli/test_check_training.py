@@ -104,7 +104,7 @@ def test_layers_that_cannot_set_their_values_are_named() -> None:
 def test_the_model_of_the_documents(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    found = {block.language: block.text for block in blocks(DOCS / "how-to" / "choose-a-layout.md")}
+    found = {block.language: block.text for block in blocks(DOCS / "start" / "choose-a-layout.md")}
     (tmp_path / "gpt.py").write_text(found["python"])
     (tmp_path / "gpt.yaml").write_text(found["yaml"])
     monkeypatch.syspath_prepend(str(tmp_path))
