@@ -28,7 +28,6 @@ _IRRELEVANT: dict[str, Any] = {
     "gather_module_on_teardown": False,
     "global_batch_size": None,
     "process_group_backend": "gloo",
-    "compare_microbatches": False,  # here all of training is compared
 }
 _WITHOUT_STAGES = {"pipeline_parallel_size": 1, "num_chunks": 1, "schedule": "1f1b", "partition": "uniform"}
 _ONE_DIMENSION = {"tensor_parallel_mode": "1d", "tensor_parallel_depth": 1}
@@ -184,7 +183,7 @@ def check(
         layout["data_parallel_size"] = 1
     with TemporaryDirectory(prefix="lightning-hybrid-") as directory:
         training = Training(make_module, make_data or (lambda: None), steps, arguments, settings, Path(directory))
-        return _Check(training, layout, time_limit, progress).result()
+        return _Check(training, layout, settings.auto_microbatches, time_limit, progress).result()
 
 
 @dataclass(frozen=True)
@@ -199,6 +198,7 @@ class _Check:
 
     training: Training
     layout: dict[str, Any]
+    chooses_microbatches: bool  # whether a run may choose one microbatch instead of those of the layout
     time_limit: float
     progress: Callable[[str], None]
     experiments: list[Experiment] = field(default_factory=list)
@@ -280,8 +280,13 @@ class _Check:
         return compare(reference, ranks, steps=self.training.steps, replicas=replicas)
 
     def train(self, layout: Mapping[str, Any], *, fixed_statistics: bool = False) -> list[TrainingRecord]:
-        """What every rank of a layout sees."""
-        function = partial(self.training.under_layout, layout, fixed_statistics=fixed_statistics)
+        """Train under a layout, and return the record of every rank."""
+        given = dict(layout)
+        if self.chooses_microbatches and layout["num_microbatches"] == self.num_microbatches:
+            given["num_microbatches"] = "auto"
+        if layout["data_parallel_size"] * self.training.accumulated > 1:
+            given["compare_microbatches"] = False  # one process takes the plain mean over these batches, as DDP does
+        function = partial(self.training.under_layout, given, fixed_statistics=fixed_statistics)
         return self.run(f"under {_layout_text(layout)}", function, math.prod(_sizes(layout).values()))
 
     def notes(self) -> tuple[str, ...]:

@@ -540,7 +540,7 @@ def fragment_text(module: nn.Module, body: Body) -> str | None:
     largest = sorted(parts, key=lambda entry: -entry[1])[:5]
     shares = ", ".join(f"{name!r} ({100 * count / total:.0f}%)" for name, count in largest)
     return (
-        f"{100 * sum(count for _, count in parts) / total:.0f}% of the parameters of {type(module).__name__} are outside"
-        f" of the pipelined layers {body.name!r}, so several stages hold and compute them: {shares}. If some of these"
-        " modules are layers, name all layers of the pipeline: HybridStrategy(body=[...])."
+        f"{100 * sum(count for _, count in parts) / total:.0f}% of the parameters of {type(module).__name__} are"
+        f" outside of the pipelined layers {body.name!r}, so several stages hold and compute them: {shares}. If some"
+        " of these modules are layers, name all layers of the pipeline: HybridStrategy(body=[...])."
     )

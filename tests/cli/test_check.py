@@ -30,6 +30,8 @@ from tests import frame_modules, modules, tensor_modules
 
 ROOT = Path(__file__).parent.parent.parent
 PP2: dict[str, Any] = {"pipeline_parallel_size": 2, "num_microbatches": 4}
+#: Microbatches are averaged as they are.
+PLAIN_MEANS: dict[str, Any] = {"num_microbatches": 2, "compare_microbatches": False}
 
 
 class Contrastive(modules.Around):
@@ -227,10 +229,10 @@ def test_random_numbers_are_those_of_the_same_microbatches() -> None:
     [
         (modules.Normalised, {**PP2, "num_microbatches": 3}, "8 layers take the statistics", "GroupNorm"),
         (Contrastive, {"num_microbatches": 2}, "couples the samples", "num_microbatches=1"),
-        (UnweightedTokens, {**PP2, "num_microbatches": 2}, "over something else than samples", "`microbatch_weight("),
-        (Sum, {"num_microbatches": 2}, "the loss is a sum over samples", 'loss_reduction="sum"'),
+        (UnweightedTokens, {**PP2, **PLAIN_MEANS}, "over something else than samples", "`microbatch_weight("),
+        (Sum, PLAIN_MEANS, "the loss is a sum over samples", 'loss_reduction="sum"'),
         (LogsProduct, {"num_microbatches": 2}, "logged values are not means over the samples: square", "`reduce_fx`"),
-        (DependsOnStages, PP2, "with pipeline_parallel_size=1 the numbers are those", "lightning-hybrid plan"),
+        (DependsOnStages, PP2, "with pipeline_parallel_size=1 the numbers equal one process", "lightning-hybrid plan"),
         (frame_modules.FrameDrops, PP2, "the step draws random numbers", "Switch off"),
         (modules.Noisy, {"data_parallel_size": 2}, "the step draws random numbers", "Switch off"),
         (modules.Noisy, {"data_parallel_size": 2}, "the step draws random numbers", "may come with the batch: make"),
@@ -245,6 +247,21 @@ def test_why(module: type[LightningModule], layout: dict[str, Any], reason: str,
     first = result.differences[0]
     assert first.step == 1
     assert f"Different, first in {first.name} of step 1" in str(result)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("module", "layout"),
+    [
+        (UnweightedTokens, {**PP2, "num_microbatches": 2}),  # weighted by their tokens
+        (Sum, {"num_microbatches": 2}),  # summed
+        (Contrastive, {"pipeline_parallel_size": 2}),  # one microbatch is chosen
+    ],
+    ids=lambda value: value.__name__ if isinstance(value, type) else "",
+)
+def test_losses_that_a_run_recognizes_are_equal(module: type[LightningModule], layout: dict[str, Any]) -> None:
+    result = check(module, **layout)
+    assert result.equal, str(result)
 
 
 def with_noise(samples: list[Tensor]) -> tuple[Tensor, Tensor]:
@@ -273,7 +290,7 @@ def test_noise_that_comes_with_the_batch_is_the_same(layout: dict[str, Any]) -> 
 @pytest.mark.distributed
 def test_weights_of_microbatches_are_found() -> None:
     """The shares of tokens, which the loss is divided by."""
-    result = check(UnweightedTokens, num_microbatches=2)
+    result = check(UnweightedTokens, **PLAIN_MEANS)
     torch.manual_seed(0)
     _, targets = next(iter(modules.TokenWeighted().train_dataloader()))
     tokens = [int((part >= 0).sum()) for part in targets.chunk(2)]

@@ -38,7 +38,7 @@ _SHARE_OF_TIMEOUT = 0.8  # of the time that others wait for the first rank
 _MOST_SHOWN = 3
 _BY_HAND = (
     "Give the layout by hand, such as HybridStrategy(pipeline_parallel_size=2): `lightning-hybrid suggest` and"
-    " docs/how-to/choose-a-layout.md help."
+    " docs/start/choose-a-layout.md help."
 )
 
 
