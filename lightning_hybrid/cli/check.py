@@ -62,16 +62,16 @@ _ALONE = "in one process"
 
 @dataclass(frozen=True)
 class CheckResult:
-    """What :func:`lightning_hybrid.check` found.
+    """Result of :func:`lightning_hybrid.check`.
 
     Attributes:
         layout: The layout, in words.
-        comparisons: All values, in the order in which they came to be.
-        tolerance: The largest relative difference of values that are equal.
-        notes: What was done to the module so that it can be compared.
-        experiments: Where values differ, what was tried to find out why.
-        reason: What they show.
-        remedy: What to do about it.
+        comparisons: All values, in the order in which they were computed.
+        tolerance: The largest relative difference of equal values.
+        notes: Changes of the module that made it comparable.
+        experiments: Trainings that were tried to find the cause of a difference.
+        reason: The cause of a difference.
+        remedy: The remedy.
     """
 
     layout: str
@@ -84,12 +84,12 @@ class CheckResult:
 
     @property
     def differences(self) -> tuple[Comparison, ...]:
-        """The values that differ, the first one first."""
+        """The values that differ, in their order."""
         return tuple(each for each in self.comparisons if each.difference > self.tolerance)
 
     @property
     def equal(self) -> bool:
-        """Whether the layout trains with the numbers of one process."""
+        """Whether the layout equals one process."""
         return not self.differences
 
     @property
@@ -98,7 +98,7 @@ class CheckResult:
         return max(self.comparisons, key=lambda each: each.difference)
 
     def as_dict(self) -> dict[str, Any]:
-        """What programs ask for: numbers, texts, lists and dictionaries; a number that is not finite is ``None``."""
+        """Return numbers, strings, lists and dictionaries for programs. Numbers that are not finite are ``None``."""
         found = {"equal": self.equal, **asdict(self)}
         for row in (*found["comparisons"], *found["experiments"]):
             row.update(
@@ -139,9 +139,9 @@ def check(
 ) -> CheckResult:
     """Train a module in one process and under a layout, and compare.
 
-    Both train in float64 on the CPU, on the same batches of the user's loader, in processes of their own that are
-    copies of this one. Dropout is set to 0 where modules keep its probability in an attribute. Where there are several
-    replicas, each gets batches of its own, and one process takes the mean over them, as Lightning's DDP does.
+    Both train in float64 on the CPU, on the same batches of the loader, in copies of this process. Dropout is set to 0
+    if modules keep its probability in an attribute. Several replicas each get their own batches, and one process takes
+    the mean over these batches, as Lightning's DDP does.
 
     Example::
 
@@ -149,20 +149,20 @@ def check(
 
     Args:
         make_module: Makes the module; a class or a closure.
-        make_data: Makes what `Trainer.fit` takes as data. ``None`` if the module has loaders.
+        make_data: Makes the data of `Trainer.fit`. ``None`` if the module has loaders.
         steps: Optimizer steps.
         trainer: ``accumulate_grad_batches``, ``gradient_clip_val`` and ``gradient_clip_algorithm`` of the Trainer.
         time_limit: Seconds that each training may take.
-        progress: Called with what is being trained, before it is.
-        layout: Arguments of `HybridStrategy`. ``data_parallel_size="auto"`` is 1, of a list of sizes the first is
-            taken, and ``global_batch_size`` is left out: what is accumulated, ``trainer`` says.
+        progress: Called with a description of each training before it starts.
+        layout: Arguments of `HybridStrategy`. ``data_parallel_size="auto"`` is 1, a list of sizes is its first entry,
+            and ``global_batch_size`` is ignored: ``trainer`` has the number of accumulated batches.
 
     Returns:
-        What was compared and, where it differs, why.
+        The compared values and, if they differ, the cause.
 
     Raises:
         ValueError, TypeError: If an argument is not possible, or the losses of one process are not finite.
-        RankError: If one process or the layout does not train: the module is refused, or fails.
+        RankError: If one process or the layout does not train.
         RuntimeError: If this system cannot copy a process.
     """
     if not isinstance(steps, int) or steps < 1:

@@ -20,16 +20,17 @@ _OVER_REPLICAS: tuple[Callable[[Sequence[float]], float], ...] = (lambda v: sum(
 
 @dataclass(frozen=True)
 class Comparison:
-    """One value of both trainings.
+    """A value of both trainings.
 
     Attributes:
-        step: The optimizer step, from 1; ``None`` for what there is at the end.
+        step: The optimizer step, from 1; ``None`` for values at the end.
         name: ``"loss"``, ``"gradient norm"``, ``"log NAME"``, ``"weight NAME"`` or ``"buffer NAME"``.
-        expected: In one process; the norm of a tensor, ``nan`` if there is no such value.
-        actual: Under the layout, likewise. Of several batches of a step both are the mean.
-        difference: How much they differ, relative to what is expected; of tensors the norm of their difference over the
-            norm of the expected one, so tensors of equal norms may differ. What it is divided by is at least 1e-3, for
-            a tensor of N numbers 1e-3 times the root of N. Of several batches the largest one.
+        expected: The value in one process; the norm of a tensor; ``nan`` if it has no such value. The mean over several
+            batches of a step.
+        actual: The value under the layout, in the same way.
+        difference: The relative difference from the expected value. For tensors, the norm of the difference over the
+            norm of the expected tensor, so tensors of equal norms may differ. The divisor is at least 1e-3, for a
+            tensor of N numbers 1e-3 times the root of N. The largest difference of several batches of a step.
     """
 
     step: int | None
@@ -45,8 +46,8 @@ def compare(
     """Compare a training under a layout with one process.
 
     Args:
-        reference: One process, whose consecutive batches are those of the replicas.
-        ranks: What every rank saw.
+        reference: The record of one process, whose consecutive batches are the batches of the replicas.
+        ranks: The record of every rank.
         steps: The number of optimizer steps.
         replicas: The data-parallel size.
 

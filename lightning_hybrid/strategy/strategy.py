@@ -137,7 +137,7 @@ class HybridStrategy(ReplicaCollectives):
             ``True``: every layer. ``"selective"``: every layer, but results of matrix products and attention are kept.
             An int: that many layers of each stage. A float: that fraction of them. A list of ints: one for each stage.
             A list of module names, where ``*`` matches anything between two dots.
-        offload: What is kept on the host while the device does not need it. ``"activations"``, ``"optimizer"`` (its
+        offload: Tensors that are kept on the host while the device does not need them. ``"activations"``, ``"optimizer"`` (its
             states), or a list of both. No effect on the CPU.
         float32_gradients: If True, gradients of half-precision parameters (``precision="bf16-true"``) are summed over
             microbatches and ranks in float32.
@@ -178,7 +178,7 @@ class HybridStrategy(ReplicaCollectives):
             not a mean over samples, ``num_microbatches="auto"`` uses one microbatch; a number that you set is kept,
             with a warning. A mean over targets is weighted by their number, also over replicas. If
             False, microbatches and replicas are averaged without a comparison.
-        on_nonfinite: What happens if a gradient is not finite before an optimizer step, on any rank. ``"raise"`` an
+        on_nonfinite: Action if a gradient is not finite before an optimizer step, on any rank. ``"raise"`` an
             error on every rank; ``"skip"`` the step, which keeps parameters and optimizer states, and log
             ``"skipped_steps"``; ``"ignore"`` it, with one warning. With ``precision="16-mixed"`` the gradient scaler
             skips such steps.
