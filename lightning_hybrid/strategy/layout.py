@@ -149,15 +149,23 @@ def _find_stages_if_any(
     return None, StageMap(None, (), (range(0),), 1)
 
 
-def find_stages(module: LightningModule, settings: HybridConfig, num_ranks: int) -> tuple[Body, StageMap]:
+def find_stages(
+    module: LightningModule, settings: HybridConfig, num_ranks: int, body: Body | None = None
+) -> tuple[Body, StageMap]:
     """The body, and which stage gets which layers.
+
+    Args:
+        module: The user's module.
+        settings: The settings.
+        num_ranks: The number of pipeline ranks.
+        body: The body for so many stages, if it has been found.
 
     Raises:
         ValueError: If there is no body, or it has fewer layers than there are stages.
         TypeError: If the body cannot be divided.
     """
     num_stages = num_ranks * settings.num_chunks
-    body = find_layers(module, settings, num_stages)
+    body = body or find_layers(module, settings, num_stages)
     weights = _weights(module, settings, body)
     ends = [0, *accumulate(body.rows)]
     of_rows = [sum(weights[first:end]) for first, end in pairwise(ends)]

@@ -98,8 +98,9 @@ def run(args: Sequence[str]) -> None:
                 step = LoaderStep(profile.batch_size, *others)
             model = CostModel(profile, machine, step)
             space = SearchSpace(context=contexts, some_layers=True)
-            how = FOUND_UNSEEN if options.keep_batch else {}
-            found = search(model, options.ranks, refuse=profile.refuse, space=space, progress=progress, **how)
+            how = dict(FOUND_UNSEEN) if options.keep_batch else {}
+            how |= {"refuse": profile.refuse, "prepared": profile.recorded_ahead, "progress": progress}
+            found = search(model, options.ranks, space=space, **how)
     configured = find_configured(cli, profile.batch_size)
     if options.json:
         print_json(as_data(found, machine, step, configured, profile.divided_shares()))

@@ -94,7 +94,8 @@ class Problem:
             self.config.global_batch_size,
         )
         model = CostModel(profile, self.machine, step)
-        return search(model, self.num_ranks, refuse=profile.refuse, space=self.space, **FOUND_UNSEEN)
+        of_profile: Any = {"refuse": profile.refuse, "prepared": profile.recorded_ahead}
+        return search(model, self.num_ranks, space=self.space, **of_profile, **FOUND_UNSEEN)
 
 
 def choose_layout(
