@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from itertools import product
 from typing import Any
 
@@ -87,6 +87,7 @@ class ModuleProfile:
         self._run = run
         self._records: dict[Sharing, Record | str] = {}
         self._copies: Copies[Sharing, Record | str] = Copies({}, most=0, time_limit=0.0)
+        self._refusal = cache(self._find_refusal)
         self._stages: dict[Hashable, Sequence[StageCost]] = {}
         self._weights: dict[Hashable, Sequence[tuple[int, int]]] = {}
         self._contents: dict[Hashable, Sequence[_Content]] = {}
@@ -97,7 +98,7 @@ class ModuleProfile:
         sizes = [size for size in self._contexts if size > 1 and num_ranks % size == 0]
         return [WHOLE, *(each for each in product(sizes, KINDS) if not self._refusal(False, *each, mode))]
 
-    def _refusal(self, recompute: Any, size: int, kind: str, mode: str) -> str:
+    def _find_refusal(self, recompute: Any, size: int, kind: str, mode: str) -> str:
         """Why sequences are not shared so, whatever the module is; nothing if they may be."""
         config = self._config
         divides = config.sequence_parallel
