@@ -421,9 +421,19 @@ def find_plan(module: LightningModule, settings: HybridConfig, size: int, body: 
     grid = grid_shape(settings.tensor_parallel_mode, size, settings.tensor_parallel_depth)
     axes = stage_axes(settings.rank_order)
     plan = make_plan(module, requested, size, sequence_parallel=settings.sequence_parallel, grid=grid, axes=axes)
-    if body is not None and body.chain is None:
-        _check_plan(plan, module, body, _tensor_parallel(module))
+    if body is not None:
+        check_plan(plan, module, body)
     return plan
+
+
+def check_plan(plan: Plan, module: LightningModule, body: Body) -> None:
+    """Check that layers can be shared as a plan says together with a body.
+
+    Raises:
+        ValueError: If they cannot.
+    """
+    if body.chain is None:
+        _check_plan(plan, module, body, _tensor_parallel(module))
 
 
 def with_plan(stage_map: StageMap, body: Body | None, plan: Plan | None, module: LightningModule) -> StageMap:

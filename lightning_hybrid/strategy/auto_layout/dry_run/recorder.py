@@ -84,9 +84,9 @@ class Recorder(DryRunStrategy):
         """Find all cuts before layers are shared: they are those of the whole module."""
         self._making.close()
         module, config, (data, tensor, _) = self._module, self._config, self.sizes
-        plan = layouts.find_plan(module, config, tensor, None) if tensor > 1 else None
-        self.record = Record(0.0 if plan is None else divided_share(plan, module))
-        if plan is not None and not self.record.divided_share:  # nobody asks what its ranks do
+        self._plan = layouts.find_plan(module, config, tensor, None) if tensor > 1 else None
+        self.record = Record(0.0 if self._plan is None else divided_share(self._plan, module))
+        if self._plan is not None and not self.record.divided_share:  # nobody asks what its ranks do
             raise StopAfterFirstStepError
         self._planned: set[tuple[str, ...]] = set()  # layers that the plan can divide
         self._bodies: dict[int, Body] = {}
@@ -95,18 +95,22 @@ class Recorder(DryRunStrategy):
             (size, chunks) for size in divisors(data) for chunks in range(1, (MOST_CHUNKS if size > 1 else 1) + 1)
         ]
         for pipeline, chunks in numbers if self._only is None else [(self._only.pipeline, self._only.num_chunks)]:
-            self._cuts[pipeline, chunks] = self._find_cut(replace(config, num_chunks=chunks), pipeline, plan)
+            self._cuts[pipeline, chunks] = self._find_cut(replace(config, num_chunks=chunks), pipeline)
         super().setup(trainer)
 
-    def _find_cut(self, config: HybridConfig, pipeline: int, plan: Plan | None) -> _Cut | str:
-        module, tensor = self._module, self.sizes[1]
+    def _find_plan(self) -> Plan:
+        assert self._plan is not None
+        return self._plan
+
+    def _find_cut(self, config: HybridConfig, pipeline: int) -> _Cut | str:
+        module, plan = self._module, self._plan
         try:
             if pipeline > 1:
                 body, stage_map = layouts.find_stages(
                     module, config, pipeline, self._layers(pipeline * config.num_chunks)
                 )
-                if tensor > 1 and body.chain is None and body.names not in self._planned:
-                    layouts.find_plan(module, config, tensor, body)  # raises if the layers cannot be divided
+                if plan is not None and body.names not in self._planned:
+                    layouts.check_plan(plan, module, body)
                     self._planned.add(body.names)
                 return _Cut(body, layouts.expect_outside(module, layouts.with_plan(stage_map, body, plan, module)))
         except (ValueError, TypeError) as error:
