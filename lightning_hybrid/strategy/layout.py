@@ -149,15 +149,23 @@ def _find_stages_if_any(
     return None, StageMap(None, (), (range(0),), 1)
 
 
-def find_stages(module: LightningModule, settings: HybridConfig, num_ranks: int) -> tuple[Body, StageMap]:
+def find_stages(
+    module: LightningModule, settings: HybridConfig, num_ranks: int, body: Body | None = None
+) -> tuple[Body, StageMap]:
     """The body, and which stage gets which layers.
+
+    Args:
+        module: The user's module.
+        settings: The settings.
+        num_ranks: The number of pipeline ranks.
+        body: The body for so many stages, if it has been found.
 
     Raises:
         ValueError: If there is no body, or it has fewer layers than there are stages.
         TypeError: If the body cannot be divided.
     """
     num_stages = num_ranks * settings.num_chunks
-    body = find_layers(module, settings, num_stages)
+    body = body or find_layers(module, settings, num_stages)
     weights = _weights(module, settings, body)
     ends = [0, *accumulate(body.rows)]
     of_rows = [sum(weights[first:end]) for first, end in pairwise(ends)]
@@ -413,9 +421,19 @@ def find_plan(module: LightningModule, settings: HybridConfig, size: int, body: 
     grid = grid_shape(settings.tensor_parallel_mode, size, settings.tensor_parallel_depth)
     axes = stage_axes(settings.rank_order)
     plan = make_plan(module, requested, size, sequence_parallel=settings.sequence_parallel, grid=grid, axes=axes)
-    if body is not None and body.chain is None:
-        _check_plan(plan, module, body, _tensor_parallel(module))
+    if body is not None:
+        check_plan(plan, module, body)
     return plan
+
+
+def check_plan(plan: Plan, module: LightningModule, body: Body) -> None:
+    """Check that layers can be shared as a plan says together with a body.
+
+    Raises:
+        ValueError: If they cannot.
+    """
+    if body.chain is None:
+        _check_plan(plan, module, body, _tensor_parallel(module))
 
 
 def with_plan(stage_map: StageMap, body: Body | None, plan: Plan | None, module: LightningModule) -> StageMap:

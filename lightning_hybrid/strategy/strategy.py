@@ -137,8 +137,8 @@ class HybridStrategy(ReplicaCollectives):
             ``True``: every layer. ``"selective"``: every layer, but results of matrix products and attention are kept.
             An int: that many layers of each stage. A float: that fraction of them. A list of ints: one for each stage.
             A list of module names, where ``*`` matches anything between two dots.
-        offload: Tensors that are kept on the host while the device does not need them. ``"activations"``, ``"optimizer"`` (its
-            states), or a list of both. No effect on the CPU.
+        offload: Tensors that are kept on the host while the device does not need them. ``"activations"``,
+            ``"optimizer"`` (its states), or a list of both. No effect on the CPU.
         float32_gradients: If True, gradients of half-precision parameters (``precision="bf16-true"``) are summed over
             microbatches and ranks in float32.
         master_weights: If True, half-precision parameters (``precision="bf16-true"`` or ``"16-true"``) have float32

@@ -98,7 +98,7 @@ class ManualTrainingStep:
         with ExitStack() as undo:
             if self.anomaly is not None:
                 undo.enter_context(self.anomaly.batch())
-            # With ZeRO, optimizers update shards, so writes into gathered parameters are lost (see docs/reference/limits.md).
+            # With ZeRO, optimizers update shards, so writes into gathered parameters are lost (documented as a limit).
             if self._writes.watches and not self._grad_sync.zero.is_active:
                 undo.enter_context(self._writes.around(0, 1, optimizers))
             stepping = undo.enter_context(ExitStack())

@@ -124,7 +124,7 @@ def test_no_line_is_longer_than_a_terminal_is_wide(kind: type[Step]) -> None:
     text = as_text(Suggestions((cost,), (losers,), 12345, 678), Machine(), kind(4096), CONFIGURED, {8: 0.01})
     lines = [line for line in text.splitlines() if not line.startswith("#")]
     assert max(map(len, lines)) <= 100
-    assert "Fits: the fullest rank of the fastest layout holds 79.00 GiB of 80.00 GiB." in lines
+    assert "Fits: the fastest layout needs up to 79.00 GiB of 80.00 GiB on a rank." in lines
     assert all(word in text for word in ("4 all_gather"[2:], "2.5d depth 2", "interleaved_1f1b x 4 +", "layers 10-12"))
 
 
@@ -138,10 +138,12 @@ def test_what_does_not_fit_is_said_with_what_it_would_take() -> None:
 
 def test_layouts_that_leave_most_layers_whole_are_told_apart() -> None:
     text = report_of(Layout(1, 2, 1), 0.039)
-    assert "Of the parameters tensor 2 divides 3.9%, and each rank holds all others" in text
+    assert "Each rank holds most parameters in full: tensor_parallel_size=2 shards 3.9% of them." in " ".join(
+        text.split()
+    )
     assert "tensor_parallel_plan" in text
     for other in (report_of(Layout(1, 2, 1), 0.5), report_of(Layout(2, 1, 1), 0.039)):
-        assert "Of the parameters" not in other
+        assert "Each rank holds most" not in other
 
 
 def test_a_layout_that_barely_fits_is_marked() -> None:

@@ -6,8 +6,11 @@ import json
 import math
 import os
 import random
+import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -33,7 +36,7 @@ from lightning_hybrid.strategy.auto_layout.cost_model import CostModel, StageCos
 from lightning_hybrid.strategy.auto_layout.machine import Machine
 from lightning_hybrid.strategy.auto_layout.measure import measure_machine
 from lightning_hybrid.strategy.auto_layout.module_profile import ModuleProfile
-from lightning_hybrid.strategy.auto_layout.process_copy import run_in_copy
+from lightning_hybrid.strategy.auto_layout.process_copy import Copies, ProcessCopy, run_in_copy
 from lightning_hybrid.strategy.auto_layout.request import search_space
 from lightning_hybrid.strategy.auto_layout.search import FOUND_UNSEEN, SearchSpace, layouts, search
 from lightning_hybrid.trainer.precision import scale_half
@@ -282,6 +285,69 @@ def test_what_a_copy_raises_is_raised_here_and_in_time() -> None:
     with pytest.raises(TimeoutError, match="longer than"):
         run_in_copy(lambda: time.sleep(60), time_limit=0.2)
     assert time.monotonic() - start < 10
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_copies_give_what_their_functions_return_however_few_run_at_a_time() -> None:
+    functions = {number: partial(pow, number, 2) for number in range(5)}
+    with Copies(functions, most=2, time_limit=60) as copies:
+        assert [copies.take(number) for number in (3, 0, 4, 1, 2)] == [9, 0, 16, 1, 4]
+        assert copies.take(7) is None
+
+
+def test_a_copy_that_fails_gives_nothing_and_the_others_run() -> None:
+    def fail() -> int:
+        raise KeyError("gone")
+
+    functions: dict[str, Callable[[], int]] = {"fails": fail, "dies": lambda: os._exit(1), "works": lambda: 1}
+    with Copies(functions, most=1, time_limit=60) as copies:
+        assert [copies.take(name) for name in functions] == [None, None, 1]
+
+
+def test_no_copy_is_left_after_an_error() -> None:
+    functions = {number: partial(time.sleep, 600) for number in range(3)}
+    copies: Copies[int, None] = Copies(functions, most=2, time_limit=600)
+    running: list[int] = []
+
+    def interrupted() -> None:
+        with copies:
+            running.extend(children_of(os.getpid()))
+            raise KeyboardInterrupt
+
+    before = set(children_of(os.getpid()))
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert len(set(running) - before) == 2
+    assert set(children_of(os.getpid())) <= before
+    assert copies.take(2) is None, "those that waited do not begin"
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not end a process with its parent")
+def test_copies_of_a_copy_end_with_it() -> None:
+    reading, writing = os.pipe()
+
+    def outer() -> None:
+        with Copies({0: partial(time.sleep, 600), 1: partial(time.sleep, 600)}, most=2, time_limit=600):
+            os.write(writing, f"{children_of(os.getpid())}".encode())
+            time.sleep(600)
+
+    copy = ProcessCopy(outer, time_limit=600)
+    inner = json.loads(os.read(reading, 100))
+    assert len(inner) == 2
+    assert all(map(is_alive, inner))
+    copy.end()
+    while any(map(is_alive, inner)):  # the test's own limit ends it
+        time.sleep(0.01)
 
 
 # -- the choice --------------------------------------------------------------------------------------------------------
@@ -554,7 +620,7 @@ class Nothing(IterableDataset[Any]):
 @pytest.mark.parametrize(
     ("kind", "text"),
     [
-        ("by hand", "ByHand optimizes by hand"),
+        ("by hand", "ByHand uses manual optimization"),
         ("no batch", "was not trained with any batch"),
         ("no training", "`train_dataloader` must be implemented"),
     ],

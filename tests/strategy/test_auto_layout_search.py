@@ -19,8 +19,9 @@ from lightning_hybrid import HybridStrategy
 from lightning_hybrid.config import HybridConfig
 from lightning_hybrid.memory.account import MemoryUsage
 from lightning_hybrid.pipeline_parallel.schedules import build
+from lightning_hybrid.strategy.auto_layout import module_profile
 from lightning_hybrid.strategy.auto_layout.arguments import arguments
-from lightning_hybrid.strategy.auto_layout.candidates import Layout, Step
+from lightning_hybrid.strategy.auto_layout.candidates import Layout, Step, arrangements
 from lightning_hybrid.strategy.auto_layout.cost_model import CostModel, StageCost
 from lightning_hybrid.strategy.auto_layout.dry_run import traces
 from lightning_hybrid.strategy.auto_layout.dry_run.dry_run import DryRunStrategy, dry_run
@@ -904,5 +905,57 @@ class ByHand(Blocks):
 
 
 def test_a_module_that_optimizes_by_hand_is_refused() -> None:
-    with pytest.raises(ValueError, match="ByHand optimizes by hand"):
+    with pytest.raises(ValueError, match="ByHand uses manual optimization"):
         _ = make_profile(ByHand).batch_size
+
+
+# -- in copies of the process ------------------------------------------------------------------------------------------
+
+SHARED = [
+    Layout(4 // size, size, 1, tensor_mode=mode, tensor_depth=depth)
+    for size in (1, 2, 4)
+    for mode, depth in arrangements(size)
+]
+
+
+def test_a_step_is_recorded_in_copies_as_it_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    here, ahead = make_profile(Blocked, contexts=(1, 2)), make_profile(Blocked, contexts=(1, 2))
+    expected = [here.record_or_error(layout.sharing) for layout in SHARED]
+    monkeypatch.setattr(module_profile, "num_processors", lambda: len(SHARED))
+    with ahead.recorded_ahead(SHARED):
+        monkeypatch.setattr(module_profile, "run_first_step", lambda *_, **__: pytest.fail("it ran here"))
+        assert [ahead.record_or_error(layout.sharing) for layout in SHARED] == expected
+    assert ahead.divided_shares() == here.divided_shares()
+
+
+class Fussy(Blocks):
+    error: Exception
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        strategy = self.trainer.strategy
+        assert isinstance(strategy, DryRunStrategy)
+        if strategy.sizes[1] > 1:
+            raise self.error
+        return super().configure_optimizers()
+
+
+class Refusing(Fussy):
+    error = TypeError("it shares nothing")
+
+
+class Failing(Fussy):
+    error = KeyError("gone")
+
+
+def test_an_error_in_a_copy_is_the_error_here() -> None:
+    plan, layout = {"body.*.linear1": "colwise", "body.*.linear2": "rowwise"}, Layout(2, 2, 1)
+    given: Any = {"machine": Machine(), "precision": Precision(), "contexts": (1,)}
+    for cls, is_ahead in itertools.product((Refusing, Failing), (False, True)):
+        config = open_config(tensor_parallel_plan=plan)
+        found = ModuleProfile(lambda cls=cls: (cls(), None), config, 4, **given)  # type: ignore[misc]
+        with found.recorded_ahead([layout] if is_ahead else []):
+            if cls is Refusing:
+                assert found.refuse(layout) == ("layers cannot be shared", "it shares nothing")
+            else:
+                with pytest.raises(KeyError, match="gone"):
+                    found.refuse(layout)

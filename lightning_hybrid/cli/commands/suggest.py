@@ -12,11 +12,10 @@ from lightning_hybrid.cli.parser import ConfigParser, positive, print_json
 from lightning_hybrid.strategy.auto_layout.machine import Machine, parse_quantity
 
 _DESCRIPTION = (
-    "Try the layouts of so many ranks: sizes, arrangement of ranks that share layers, context parallelism,"
-    " microbatches, schedule, stage of ZeRO, recomputation; what else the configuration says holds for all of them."
-    " Print the fastest that fit, by an account of their memory and a simulation of their steps, and why the others are"
-    " not among them. Nothing is started, and no device is needed: the step runs on shapes. What a device and its links"
-    " can do are arguments; by default they are those of an A100 of 80 GiB."
+    "Estimate memory and step time of every layout of so many ranks (sizes, tensor-parallel mode, context parallelism,"
+    " microbatches, schedule, ZeRO stage, activation checkpointing), and print the fastest that fit, with reasons for"
+    " rejecting the rest. Other settings of the configuration apply to all layouts. Nothing is started, and no device is"
+    " needed: the step runs on shapes. Describe the hardware with the options below (default: A100 of 80 GiB)."
 )
 # The sizes of the configuration give way to those that are tried.
 _UNDIVIDED = {
@@ -37,17 +36,17 @@ _UNDIVIDED = {
 }
 # Arguments of a machine: option, what it is, the unit of its value.
 _MACHINE = {
-    "memory": ("memory of a device that a run may use; leave some for what libraries need", "B"),
-    "flops": ("operations in a second that products of matrices reach", "FLOP"),
-    "memory_bandwidth": ("between a device and its memory, in a second", "B"),
-    "node_bandwidth": ("what a rank sends inside a node in a second", "B"),
-    "network_bandwidth": ("what a rank sends to another node in a second", "B"),
+    "memory": ("memory of a device that a run may use; leave some for libraries", "B"),
+    "flops": ("floating-point rate that matrix products reach", "FLOP/s"),
+    "memory_bandwidth": ("bandwidth of the memory of a device", "B/s"),
+    "node_bandwidth": ("bandwidth of a rank within a node", "B/s"),
+    "network_bandwidth": ("bandwidth of a rank to another node", "B/s"),
 }
 _SECONDS = {
-    "operation_seconds": "the least that an operation takes",
-    "node_latency": "seconds until a message arrives inside a node",
-    "network_latency": "seconds until a message arrives in another node",
-    "collective_seconds": "what a collective takes beside its messages, until ranks that compute have met",
+    "operation_seconds": "shortest time of an operation, in seconds",
+    "node_latency": "latency of a message within a node, in seconds",
+    "network_latency": "latency of a message to another node, in seconds",
+    "collective_seconds": "fixed overhead of a collective, in seconds",
 }
 
 
@@ -98,8 +97,9 @@ def run(args: Sequence[str]) -> None:
                 step = LoaderStep(profile.batch_size, *others)
             model = CostModel(profile, machine, step)
             space = SearchSpace(context=contexts, some_layers=True)
-            how = FOUND_UNSEEN if options.keep_batch else {}
-            found = search(model, options.ranks, refuse=profile.refuse, space=space, progress=progress, **how)
+            how = dict(FOUND_UNSEEN) if options.keep_batch else {}
+            how |= {"refuse": profile.refuse, "prepared": profile.recorded_ahead, "progress": progress}
+            found = search(model, options.ranks, space=space, **how)
     configured = find_configured(cli, profile.batch_size)
     if options.json:
         print_json(as_data(found, machine, step, configured, profile.divided_shares()))
@@ -132,24 +132,24 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     samples.add_argument(
         "--keep-batch",
         action="store_true",
-        help="each replica gets batches as the loader gives them, whatever the layout, and the time of a sample counts:"
-        " what HybridStrategy(layout='auto') takes",
+        help="each replica gets a batch of the loader, whatever the layout, and layouts are ranked by the time of a"
+        " sample, as HybridStrategy(layout='auto') does",
     )
     parser.add_argument(
         "--max-tensor",
         type=positive,
         metavar="N",
-        help="the most ranks that share a layer (default: those of a node)",
+        help="largest tensor-parallel size (default: the ranks of a node)",
     )
     parser.add_argument(
         "--max-context",
         type=positive,
         metavar="N",
-        help="the most ranks that share a sequence (default: those of a node, where each gets 1024 positions or more)",
+        help="largest context-parallel size (default: the ranks of a node, if each gets 1024 positions or more)",
     )
     for name, (text, unit) in _MACHINE.items():
         default = getattr(usual, name)
-        shown = f"{default / 2**30:g}GiB" if name == "memory" else f"{default / 1e9:g}G{unit}"
+        shown = f"{default / 2**30:g}GiB" if name == "memory" else _readable(default, unit)
         parser.add_argument(
             f"--{name.replace('_', '-')}",
             type=_quantity,
@@ -170,21 +170,25 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_share,
         default=usual.overlap,
         metavar="X",
-        help="share of computing beside which messages are sent: gradients, a ring's blocks (default: %(default)g)",
+        help="fraction of compute that overlaps with messages: gradients, blocks of a ring (default: %(default)g)",
     )
     parser.add_argument(
         "--measure",
         action="store_true",
-        help="time forwards in one process, here, on the processor; otherwise their operations are counted",
+        help="measure forwards in one process on this CPU, instead of counting their operations",
     )
+
+
+def _readable(value: float, unit: str) -> str:
+    """Return a rate with its unit, such as 156TFLOP/s."""
+    prefix, size = ("T", 1e12) if value >= 1e13 else ("G", 1e9)
+    return f"{value / size:g}{prefix}{unit}"
 
 
 def _machine(options: argparse.Namespace) -> Machine:
     nodes = options.nodes or -(-options.ranks // Machine.ranks_per_node)
     if options.ranks % nodes:
-        raise ValueError(
-            f"{options.ranks} ranks are not {nodes} nodes of equally many; choose --nodes so that it divides --ranks."
-        )
+        raise ValueError(f"--ranks {options.ranks} cannot be split evenly over --nodes {nodes}.")
     given = {field.name: getattr(options, field.name) for field in fields(Machine) if hasattr(options, field.name)}
     return Machine(**{**given, "ranks_per_node": options.ranks // nodes})
 

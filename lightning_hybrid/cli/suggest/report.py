@@ -85,7 +85,7 @@ def _fits_text(found: Suggestions, machine: Machine) -> str:
     """Return the line that says whether a layout fits, with its memory."""
     memory = f"{machine.memory / 2**30:,.2f} GiB"
     if found.best:
-        return f"Fits: the fullest rank of the fastest layout holds {found.best[0].bytes / 2**30:,.2f} GiB of {memory}."
+        return f"Fits: the fastest layout needs up to {found.best[0].bytes / 2**30:,.2f} GiB of {memory} on a rank."
     smallest = [group for group in found.losers if group.reason == DOES_NOT_FIT]
     needed = f" The smallest takes {smallest[0].text}." if smallest else ""
     return f"Does not fit: no layout can be used with {memory} on each device.{needed}"
@@ -96,10 +96,10 @@ def _whole_lines(sizes: Collection[int], divided: Mapping[int, float]) -> list[s
     shares = {size: divided[size] for size in sorted(sizes) if 0 < divided.get(size, 0.0) < _MOSTLY_WHOLE}
     if not shares:
         return []
-    listed = ", ".join(f"tensor {size} divides {100 * share:.1f}%" for size, share in shares.items())
+    listed = ", ".join(f"tensor_parallel_size={size} shards {100 * share:.1f}%" for size, share in shares.items())
     text = (
-        f"Of the parameters {listed}, and each rank holds all others: see what `plan` says with tensor_parallel_size"
-        f" {min(shares)}, and give the layers a tensor_parallel_plan."
+        f"Each rank holds most parameters in full: {listed} of them. `plan` with tensor_parallel_size={min(shares)} shows"
+        " why; write a tensor_parallel_plan for the layers."
     )
     return ["", *_wrapped(text)]
 
@@ -157,14 +157,14 @@ def _costs_table(best: Sequence[Cost], machine: Machine, step: Step) -> str:
 def _legend(best: Sequence[Cost], machine: Machine) -> list[str]:
     """Return the explanations of the columns."""
     parts = [
-        "batch: samples that the loader of each replica gives, in so many microbatches; GiB: of the fullest rank;"
-        " tensor, context, pipeline, data: GiB that a rank sends in a step to ranks that share its layers or sequences,"
-        " to other stages, and of gradients and parameters"
+        "batch: samples of each replica, in so many microbatches; GiB: memory of the rank with the highest memory;"
+        " tensor, context, pipeline, data: GiB that a rank sends in a step for tensor, context, pipeline and data"
+        " parallelism"
     ]
     if any(isinstance(cost.layout.recompute, tuple) for cost in best):
         parts.append("recompute: how many layers of a stage run again")
     if any(cost.layout.extra_in_flight for cost in best):
-        parts.append("schedule +: more microbatches on their way over some links (extra_in_flight)")
+        parts.append("schedule +: extra microbatches in flight on some links (extra_in_flight)")
     if any(_is_tight(cost, machine) for cost in best):
         parts.append(_TIGHT_TEXT)
     return parts

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Hashable, Iterator, Sequence
+from functools import cache
 
 from torch import nn
 
@@ -60,19 +61,20 @@ def find_units(module: nn.Module, num_stages: int) -> Units:
     Returns:
         The units with their names; nothing if there is no list of any size.
     """
-    total = max(1, _count(module))
+    count = cache(_count)
+    total = max(1, count(module))
     beside = _lists_beside_teachers(module)
     containers = beside or list(_containers(module, "", total)) or _lone(module)
     units = [member for name, part in containers for member in _members(name, part)]
-    units = [(name, part) for name, part in units if _count(part)]
+    units = [(name, part) for name, part in units if count(part)]
     closed: set[nn.Module] = set()
     while True:
         size, index = max(
-            ((_count(part), at) for at, (_, part) in enumerate(units) if part not in closed), default=(0, -1)
+            ((count(part), at) for at, (_, part) in enumerate(units) if part not in closed), default=(0, -1)
         )
         if index < 0 or (len(units) >= num_stages and size * num_stages <= _TOO_LARGE * total):
             return _disjoint(units)
-        inner = [member for name, part in _inner(*units[index]) for member in _members(name, part) if _count(member[1])]
+        inner = [member for name, part in _inner(*units[index]) for member in _members(name, part) if count(member[1])]
         if inner:
             units[index : index + 1] = inner
         else:
@@ -178,6 +180,8 @@ def frozen_copies(module: nn.Module) -> Iterator[tuple[str, str]]:
     Yields:
         The names of the copy and of its original; a copy inside of a frozen module is a part of that one.
     """
+    if all(parameter.requires_grad for parameter in module.parameters()):
+        return  # nothing is frozen: to count the parameters of every module takes long
     named = [(name, part) for name, part in module.named_modules() if name and _count(part)]
     frozen: dict[str, nn.Module] = {}
     outermost = ""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 
 from lightning_hybrid.pipeline_parallel.links.link import StepTimes
-from lightning_hybrid.pipeline_parallel.schedules import build_unproven
+from lightning_hybrid.pipeline_parallel.schedules import Schedule, build_unproven
 from lightning_hybrid.pipeline_parallel.timeline import simulate
 
 #: A share of a step that is not worth the memory of another microbatch.
@@ -25,6 +25,7 @@ def choose_extra(
     most: Sequence[float] | None = None,
     *,
     patience: float = math.inf,
+    build: Callable[[str, int, int, int, tuple[int, ...]], Schedule] = build_unproven,
 ) -> tuple[int, ...]:
     """The smallest numbers with which a step takes as long as with any, by the simulator.
 
@@ -41,6 +42,7 @@ def choose_extra(
         num_microbatches: Of a step.
         most: For each rank, how many more it has memory for; ``None`` for any number.
         patience: Seconds after which links that have not been looked at keep what is surely enough.
+        build: Makes a schedule, as :func:`~..schedules.build_unproven`.
 
     Returns:
         A number for each link between neighbouring ranks; zeros where more would gain less than :data:`NOT_WORTH`.
@@ -54,12 +56,12 @@ def choose_extra(
 
     @cache
     def seconds(extra: tuple[int, ...]) -> float:
-        schedule = build_unproven(name, num_ranks, number, num_chunks, extra)
+        schedule = build(name, num_ranks, number, num_chunks, extra)
         timeline = simulate(schedule, send=times.send, duration=times.duration, occupied=times.occupied)
         return timeline.makespan
 
     # What no number in flight changes: the step without any messages.
-    schedule = build_unproven(name, num_ranks, number, num_chunks, nothing)
+    schedule = build(name, num_ranks, number, num_chunks, nothing)
     undelayed = simulate(schedule, duration=times.duration).makespan
     if seconds(nothing) <= (1 + NOT_WORTH) * undelayed:
         return nothing

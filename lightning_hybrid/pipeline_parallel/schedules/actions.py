@@ -124,10 +124,10 @@ class Schedule:
 
     def receive_for(self, action: Action) -> Action | None:
         """The receive that the computation ``action`` waits for; ``None`` if all that it needs is made on its rank."""
-        neighbour = self._neighbour(action)
-        if neighbour is None or self.num_ranks == 1:
+        is_forward = action.kind is Kind.F
+        if self.num_ranks == 1 or action.stage == (0 if is_forward else self.num_stages - 1):
             return None
-        return Action(action.stage, Kind.RECV_F if action.kind is Kind.F else Kind.RECV_B, action.microbatch)
+        return Action(action.stage, Kind.RECV_F if is_forward else Kind.RECV_B, action.microbatch)
 
     def send_for(self, action: Action) -> Action | None:
         """The send whose message ``action`` works on; ``None`` if it is no computation, or needs no message."""
@@ -148,9 +148,10 @@ class Schedule:
 
     def channel(self, message: Action) -> ChannelKey:
         """The channel over which a send or a receive goes: sender rank, receiver rank, and what travels."""
-        send = self.counterpart(message) if message.kind.is_receive else message
-        receiver = self.rank_of(self.counterpart(send).stage)
-        return self.rank_of(send.stage), receiver, "activation" if send.kind is Kind.SEND_F else "gradient"
+        kind, step = _COUNTERPARTS[message.kind]
+        here, there = self.rank_of(message.stage), self.rank_of(message.stage + step)
+        what: Literal["activation", "gradient"] = "activation" if Kind.SEND_F in (kind, message.kind) else "gradient"
+        return (there, here, what) if message.kind.is_receive else (here, there, what)
 
     def waiting(self, positions: Iterable[int]) -> list[str]:
         """Who waits where if each rank has come to this position of its list; empty if all are at the end."""

@@ -12,6 +12,11 @@ MOST_CHUNKS = 4
 RECOMPUTE: tuple[bool | str, ...] = (False, "selective", True)
 
 
+def divisors(number: int) -> list[int]:
+    """Return the divisors of a number, in ascending order."""
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+
+
 @dataclass(frozen=True)
 class Layout:
     """What is chosen. The sizes and options are arguments of `HybridStrategy`."""

@@ -94,7 +94,8 @@ class Problem:
             self.config.global_batch_size,
         )
         model = CostModel(profile, self.machine, step)
-        return search(model, self.num_ranks, refuse=profile.refuse, space=self.space, **FOUND_UNSEEN)
+        of_profile: Any = {"refuse": profile.refuse, "prepared": profile.recorded_ahead}
+        return search(model, self.num_ranks, space=self.space, **of_profile, **FOUND_UNSEEN)
 
 
 def choose_layout(
@@ -235,11 +236,11 @@ def _text(found: Suggestions, config: HybridConfig, machine: Machine, seconds: f
 def _link_text(machine: Machine) -> str:
     inside = f"{1e6 * machine.node_latency:,.0f} us, {machine.node_bandwidth / 1e9:,.2f} GB/s"
     between = f"{1e6 * machine.network_latency:,.0f} us, {machine.network_bandwidth / 1e9:,.2f} GB/s"
-    return inside if inside == between else f"{inside} in a machine, {between} from one to another"
+    return inside if inside == between else f"{inside} within a node, {between} between nodes"
 
 
 def _table(best: tuple[Cost, ...]) -> str:
-    rows: list[tuple[str, ...]] = [("", "layout", "samples a step", "ms a step", "samples/s", "fullest rank")]
+    rows: list[tuple[str, ...]] = [("", "layout", "samples a step", "ms a step", "samples/s", "highest memory")]
     for number, cost in enumerate(best, 1):
         assert cost.seconds is not None
         step = f"{1e3 * cost.seconds:,.2f}", f"{1 / cost.seconds_of_sample:,.0f}"

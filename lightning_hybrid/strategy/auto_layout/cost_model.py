@@ -81,7 +81,7 @@ from lightning_hybrid.pipeline_parallel.links.link import Link, StepTimes
 from lightning_hybrid.pipeline_parallel.timeline import simulate
 from lightning_hybrid.strategy.auto_layout.candidates import Layout, Step
 from lightning_hybrid.strategy.auto_layout.machine import NO_MESSAGES, Machine, Messages, in_ring
-from lightning_hybrid.strategy.auto_layout.schedule_cache import in_flight_of, schedule_of
+from lightning_hybrid.strategy.auto_layout.schedule_cache import most_saved, schedule_of
 
 _BACKWARD = 2.0  # forwards that a backward takes
 
@@ -238,7 +238,7 @@ class CostModel:
             room = self.machine.memory - _known_bytes(usage)
             most.append(room // saved if saved and isfinite(room) else inf)
         far = StepTimes(times.forwards, times.backwards, *kept)
-        extra = choose_extra(layout.schedule, far, layout.pipeline, layout.num_microbatches, most)
+        extra = choose_extra(layout.schedule, far, layout.pipeline, layout.num_microbatches, most, build=schedule_of)
         more = replace(layout, extra_in_flight=extra if any(extra) else ())
         memory = self._memory(more)
         if max(map(_known_bytes, memory)) > self.machine.memory:  # groups of interleaved microbatches are larger
@@ -306,17 +306,11 @@ class CostModel:
         return found
 
     def _memory(self, layout: Layout) -> tuple[MemoryUsage, ...]:
-        saved = [int(stage.saved) for stage in self.stages(layout)]
-        in_flight = in_flight_of(*layout.schedule_key)
+        saved = tuple(int(stage.saved) for stage in self.stages(layout))
+        ranks = zip(self.profile.held(layout), most_saved(layout.schedule_key, saved), strict=True)
         return tuple(
-            MemoryUsage(
-                usage.parameters,
-                usage.gradients,
-                usage.optimizer,
-                max(sum(count * saved[stage] for stage, count in counts.items()) for counts in in_flight[rank]),
-                usage.buffers,
-            )
-            for rank, usage in enumerate(self.profile.held(layout))
+            MemoryUsage(usage.parameters, usage.gradients, usage.optimizer, activations, usage.buffers)
+            for usage, activations in ranks
         )
 
     def _times(self, layout: Layout) -> StepTimes:

@@ -127,5 +127,5 @@ def parse_quantity(text: str) -> float:
         r"(\d+(?:\.\d+)?(?:e\d+)?)\s*(?:([kmgtp])(i?))?(?:B|FLOPS?)?(?:/s)?", text.strip(), re.IGNORECASE
     )
     if match is None or float(match[1]) <= 0:
-        raise ValueError(f"{text!r} is no quantity such as 80GiB, 300GB or 156TFLOP")
+        raise ValueError(f"{text!r} is not a quantity such as 80GiB, 300GB or 156TFLOP")
     return float(float(match[1]) * (1024 if match[3] else 1000) ** _PREFIXES[(match[2] or "").lower()])

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import cache, partial
 from itertools import product
 from typing import Any
 
@@ -17,14 +18,18 @@ from lightning_hybrid.strategy.auto_layout.candidates import Layout
 from lightning_hybrid.strategy.auto_layout.cost_model import StageCost
 from lightning_hybrid.strategy.auto_layout.dry_run.dry_run import run_first_step
 from lightning_hybrid.strategy.auto_layout.dry_run.place_cost import PlaceCost, StagePart, cost_of_place
-from lightning_hybrid.strategy.auto_layout.dry_run.recorder import WHOLE, Recorder, Share
+from lightning_hybrid.strategy.auto_layout.dry_run.record import WHOLE, Record, Share
+from lightning_hybrid.strategy.auto_layout.dry_run.recorder import Recorder
 from lightning_hybrid.strategy.auto_layout.dry_run.saved_tensors import labels_of_stages
 from lightning_hybrid.strategy.auto_layout.dry_run.traces import Trace, value_at, value_between
 from lightning_hybrid.strategy.auto_layout.machine import Machine
+from lightning_hybrid.strategy.auto_layout.process_copy import Copies, num_processors
 from lightning_hybrid.tensor_parallel.context_parallel.attention import KINDS
 from lightning_hybrid.tensor_parallel.context_parallel.context_parallel import check_context_parallel
 
-_UNSHARED = (1, "1d", 1)  # nobody shares layers
+Sharing = tuple[int, str, int]  # of layers: see `Layout.sharing`
+_UNSHARED: Sharing = (1, "1d", 1)  # nobody shares layers
+_MOST_SECONDS = 600.0  # of a copy of the process, before its step runs here
 #: Positions: where ranks would have fewer of a sequence, nobody shares it unasked.
 LEAST_SHARE = 1024
 
@@ -64,34 +69,36 @@ class ModuleProfile:
         **trainer: Any,
     ) -> None:
         self._machine, self._config, self._is_measured = machine, config, measure
-        self._accumulated = int(trainer.get("accumulate_grad_batches", 1))
         self._least = only.sharing if only else _UNSHARED
         open_config = replace(config, recompute=False, num_chunks=1, context_parallel_size=1)
 
-        def run(tensor: int, mode: str, depth: int) -> Recorder:
+        least_share = LEAST_SHARE if contexts is None else 0
+        self._contexts = range(1, machine.ranks_per_node + 1) if contexts is None else contexts
+
+        def run(sharing: Sharing) -> Record:
+            tensor, mode, depth = sharing
             sizes = (num_ranks // tensor, tensor, 1)
             shared = replace(open_config, tensor_parallel_mode=mode, tensor_parallel_depth=depth)
             shares = [(only.context, only.context_kind)] if only else self._shares(num_ranks // tensor, mode)
             here = {"only": only, "shares": shares, "least_share": least_share, "measure": measure and tensor == 1}
             make_strategy: Callable[..., Recorder] = partial(Recorder, shared, sizes, **here)  # type: ignore[arg-type]
-            return run_first_step(make, make_strategy, precision=precision, **trainer)
+            return run_first_step(make, make_strategy, precision=precision, **trainer).record
 
-        self._recorder = lru_cache(maxsize=None)(run)
+        self._run = run
+        self._records: dict[Sharing, Record | str] = {}
+        self._copies: Copies[Sharing, Record | str] = Copies({}, most=0, time_limit=0.0)
+        self._refusal = cache(self._find_refusal)
         self._stages: dict[Hashable, Sequence[StageCost]] = {}
-        self._held_bytes: dict[Hashable, Sequence[MemoryUsage]] = {}
         self._weights: dict[Hashable, Sequence[tuple[int, int]]] = {}
         self._contents: dict[Hashable, Sequence[_Content]] = {}
         self._place_costs: dict[Hashable, PlaceCost] = {}
-        self._errors: dict[tuple[int, str, int], str] = {}
-        self._contexts = range(1, machine.ranks_per_node + 1) if contexts is None else contexts
-        least_share = LEAST_SHARE if contexts is None else 0
 
     def _shares(self, num_ranks: int, mode: str) -> list[Share]:
         """Return the divisions of sequences over a number of ranks, under a `tensor_parallel_mode`."""
         sizes = [size for size in self._contexts if size > 1 and num_ranks % size == 0]
         return [WHOLE, *(each for each in product(sizes, KINDS) if not self._refusal(False, *each, mode))]
 
-    def _refusal(self, recompute: Any, size: int, kind: str, mode: str) -> str:
+    def _find_refusal(self, recompute: Any, size: int, kind: str, mode: str) -> str:
         """Why sequences are not shared so, whatever the module is; nothing if they may be."""
         config = self._config
         divides = config.sequence_parallel
@@ -103,6 +110,43 @@ class ModuleProfile:
             return str(error)
         return ""
 
+    @contextmanager
+    def recorded_ahead(self, layouts: Iterable[Layout]) -> Iterator[None]:
+        """Record the step for some layouts while entered, in copies of this process beside it.
+
+        Args:
+            layouts: The layouts that will be asked for, in this order.
+        """
+        self._record(self._least)  # first and alone: it may be timed, and fills caches that the copies share
+        sharings = dict.fromkeys(layout.sharing for layout in layouts)
+        functions = {each: partial(self._find, each) for each in sharings if each not in self._records}
+        with Copies(functions, most=num_processors(), time_limit=_MOST_SECONDS) as self._copies:
+            yield
+
+    def _record(self, sharing: Sharing) -> Record:
+        found = self.record_or_error(sharing)
+        if isinstance(found, str):
+            raise ValueError(found)
+        return found
+
+    def record_or_error(self, sharing: Sharing) -> Record | str:
+        """Return the record of the step where ranks share layers in one way, or why they cannot."""
+        if sharing not in self._records:
+            self._records[sharing] = self._copies.take(sharing) or self._find(sharing)
+        return self._records[sharing]
+
+    def _find(self, sharing: Sharing) -> Record | str:
+        tensor, mode, depth = sharing
+        if tensor == 1:
+            return self._run(sharing)
+        try:
+            check_grid(mode, [tensor], depth, sequence_parallel=self._config.sequence_parallel)
+            record = self._run(sharing)
+        except (ValueError, TypeError) as error:
+            return str(error)
+        plan, beside = self._config.tensor_parallel_plan, "" if mode == "1d" else f" with tensor_parallel_mode={mode!r}"
+        return record if record.divided_share else f"tensor_parallel_plan={plan!r} divides nothing of it{beside}"
+
     @property
     def batch_size(self) -> int:
         """The samples of a batch of the loader.
@@ -110,46 +154,37 @@ class ModuleProfile:
         Raises:
             ValueError, TypeError: As at the start of training.
         """
-        return self._recorder(*self._least).batch_size
+        return self._record(self._least).batch_size
 
     def refuse(self, layout: Layout) -> tuple[str, str] | None:
         """Why the module cannot be divided by a layout: in short, and in full; ``None`` if it can."""
-        if layout.sharing not in self._errors:
-            self._errors[layout.sharing] = self._find_error(*layout.sharing)
-        if error := self._errors[layout.sharing]:
-            return "layers cannot be shared", error
-        recorder = self._recorder(*layout.sharing)
+        self._copies.advance()
+        record = self.record_or_error(layout.sharing)
+        if isinstance(record, str):
+            return "layers cannot be shared", record
         if layout.context > 1 and (error := self._share_error(layout)):
             return "sequences cannot be shared", error
-        if error := recorder.cut_error(layout):
+        if error := record.cut_error(layout):
             return "layers cannot be divided into so many stages", error
-        if error := recorder.trace_error(layout):
+        if error := record.trace_error(layout):
             return "layers cannot run again", error
         return None
 
     def divided_shares(self) -> dict[int, float]:
         """The share of the parameters that ranks in a line divide, by their number: of those asked for so far."""
-        sizes = [size for (size, mode, _), error in self._errors.items() if size > 1 and mode == "1d" and not error]
-        return {size: self._recorder(size, "1d", 1).divided_share for size in sizes}
+        return {
+            size: record.divided_share
+            for (size, mode, _), record in self._records.items()
+            if size > 1 and mode == "1d" and isinstance(record, Record)
+        }
 
     def _share_error(self, layout: Layout) -> str:
         refused = self._refusal(layout.recompute, layout.context, layout.context_kind, layout.tensor_mode)
         if refused or layout.sharing == self._least:
-            return refused or self._recorder(*layout.sharing).share_error(layout)
+            return refused or self._record(layout.sharing).share_error(layout)
         # Layers that are divided are not tried, as what their ranks send has no numbers.
-        whole = _with_sharing(layout, *self._least)
-        return self._recorder(*whole.sharing).share_error(whole) or self._recorder(*layout.sharing).share_error(layout)
-
-    def _find_error(self, tensor: int, mode: str, depth: int) -> str:
-        if tensor == 1:
-            return ""
-        try:
-            check_grid(mode, [tensor], depth, sequence_parallel=self._config.sequence_parallel)
-            share = self._recorder(tensor, mode, depth).divided_share
-        except (ValueError, TypeError) as error:
-            return str(error)
-        plan, beside = self._config.tensor_parallel_plan, "" if mode == "1d" else f" with tensor_parallel_mode={mode!r}"
-        return "" if share else f"tensor_parallel_plan={plan!r} divides nothing of it{beside}"
+        whole = _with_sharing(layout, self._least)
+        return self._record(whole.sharing).share_error(whole) or self._record(layout.sharing).share_error(layout)
 
     def stages(self, layout: Layout, samples: int) -> Sequence[StageCost]:
         """Return the costs of the stages, see `Profile`; equal stages share one object."""
@@ -162,24 +197,21 @@ class ModuleProfile:
 
     def held(self, layout: Layout) -> Sequence[MemoryUsage]:
         """As :class:`~lightning_hybrid.strategy.auto_layout.cost_model.Profile` says."""
-        number = min(layout.num_microbatches, 2)  # one, or several
-        key = layout.sharing, layout.pipeline, layout.num_chunks, layout.data, layout.zero_stage, number
-        if key not in self._held_bytes:
-            self._held_bytes[key] = self._find_held(layout, master_weights=self._config.master_weights)
-        return self._held_bytes[key]
+        return self._record(layout.sharing).held(layout, master_weights=self._config.master_weights)
 
     def weights(self, layout: Layout) -> Sequence[tuple[int, int]]:
         """As :class:`~lightning_hybrid.strategy.auto_layout.cost_model.Profile` says."""
         number = min(layout.num_microbatches, 2)
         key = layout.sharing, layout.pipeline, layout.num_chunks, layout.data, number
         if key not in self._weights:
-            usages = self._find_held(replace(layout, zero_stage=0), master_weights=False)  # which are not sent
+            # Master copies are not sent.
+            usages = self._record(layout.sharing).held(replace(layout, zero_stage=0), master_weights=False)
             self._weights[key] = [(usage.parameters, usage.gradients) for usage in usages]
         return self._weights[key]
 
     def num_layers(self, layout: Layout) -> Sequence[int]:
         """As :class:`~lightning_hybrid.strategy.auto_layout.cost_model.Profile` says."""
-        return [len(positions) for positions in self._recorder(*layout.sharing).cut(layout).positions]
+        return [len(positions) for positions in self._record(layout.sharing).cut(layout).positions]
 
     def _stage_cost(self, content: _Content, samples: int) -> StageCost:
         """Add up the labels of a stage, for a microbatch of so many samples."""
@@ -205,9 +237,9 @@ class ModuleProfile:
             for label, number in part.kinds.items():
                 yield self._cost_of_place(part.traces, samples, label, part.layout) * number
             return
-        whole = _with_sharing(replace(part.layout, context=WHOLE[0], context_kind=WHOLE[1]), *_UNSHARED)
-        recorder = self._recorder(*_UNSHARED)
-        timings, traces = recorder.timings(whole), recorder.traces(whole)
+        whole = _with_sharing(replace(part.layout, context=WHOLE[0], context_kind=WHOLE[1]), _UNSHARED)
+        record = self._record(_UNSHARED)
+        timings, traces = record.timings(whole), record.traces(whole)
         for label in part.labels:
             measured = value_between(samples, [(each.samples, each.seconds.get(label, 0.0)) for each in timings])
             counted = self._cost_of_place(traces, samples, label, whole).forward
@@ -215,7 +247,7 @@ class ModuleProfile:
             yield cost.with_forward(measured / counted * cost.forward if counted else 0.0)
 
     def _cost_of_place(self, traces: Sequence[Trace], samples: int, label: Hashable, layout: Layout) -> PlaceCost:
-        key = id(traces), samples, label, layout.recompute, layout.context_kind  # recorders keep their traces
+        key = id(traces), samples, label, layout.recompute, layout.context_kind  # records keep their traces
         if key not in self._place_costs:
             self._place_costs[key] = cost_of_place(traces, samples, label, layout, self._machine)
         return self._place_costs[key]
@@ -230,18 +262,15 @@ class ModuleProfile:
         return self._contents[key]
 
     def _find_contents(self, layout: Layout) -> Iterator[_Content]:
-        recorder = self._recorder(*layout.sharing)
-        positions = recorder.cut(layout).positions
+        record = self._record(layout.sharing)
+        positions = record.cut(layout).positions
         for stage, labels in enumerate(labels_of_stages(positions)):
             parts = [
-                StagePart.of(part, of_part, recorder.traces(part))
+                StagePart.of(part, of_part, record.traces(part))
                 for part, of_part in _parts(layout, stage, labels, positions[stage])
             ]
             last = positions[stage][-1] if positions[stage] else None
             yield _Content(parts, [trace.outputs.get(last, 0) for trace in parts[0].traces])
-
-    def _find_held(self, layout: Layout, master_weights: bool) -> tuple[MemoryUsage, ...]:
-        return self._recorder(*layout.sharing).held(layout, self._accumulated, master_weights=master_weights)
 
 
 @dataclass(frozen=True, eq=False)
@@ -265,7 +294,8 @@ class _Content:
         return *parts, *self.outputs
 
 
-def _with_sharing(layout: Layout, tensor: int, mode: str, depth: int) -> Layout:
+def _with_sharing(layout: Layout, sharing: Sharing) -> Layout:
+    tensor, mode, depth = sharing
     return replace(layout, tensor=tensor, tensor_mode=mode, tensor_depth=depth)
 
 

@@ -1,4 +1,4 @@
-"""A function that runs in a copy of this process, so that it leaves no trace in this one."""
+"""Functions that run in copies of this process, so that they leave no trace in this one, and beside each other."""
 
 from __future__ import annotations
 
@@ -13,61 +13,155 @@ import struct
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Mapping
 from contextlib import suppress
-from typing import Any, NoReturn, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 import torch
 
 from lightning_hybrid.distributed.process_group import leave_groups_to_parent
 
+_K = TypeVar("_K", bound=Hashable)
 _T = TypeVar("_T")
 _LENGTH = struct.Struct("Q")
 _PR_SET_PDEATHSIG = 1  # of Linux
 _CHUNK = 1 << 16  # bytes
+_FOR_PARENT = (signal.SIGTERM, signal.SIGINT)
 _GRACE = 5.0  # seconds after which a copy that nobody ends does it itself
 
 
 def run_in_copy(function: Callable[[], _T], *, time_limit: float) -> _T:
-    """Run a function in a copy of this process, on the host, with one thread, no process group and no output.
+    """Run a function in a copy of this process and wait for it, see :class:`ProcessCopy`."""
+    return ProcessCopy(function, time_limit=time_limit).result()
+
+
+class ProcessCopy(Generic[_T]):
+    """A copy of this process that runs a function, on the host, with one thread, no process group and no output.
+
+    It begins at once, and ends with this process at the latest.
 
     Args:
         function: Any callable, closures too. What it returns is pickled.
         time_limit: Seconds after which the copy is ended.
 
-    Returns:
-        What the function returned.
-
     Raises:
-        ValueError, TypeError: As the function raised them.
-        TimeoutError: If it took too long.
-        RuntimeError: If it raised something else or died, or this system cannot copy a process.
+        RuntimeError: If this system cannot copy a process.
     """
-    if not hasattr(os, "fork"):
-        raise RuntimeError(f"{sys.platform} cannot copy a process (fork).")
-    reading, writing = os.pipe()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # the copy needs none of the other threads
-        pid = os.fork()
-    if pid == 0:
-        _live(function, writing, time_limit)
-    os.close(writing)
-    try:
-        message = _read(reading, time.monotonic() + time_limit)
-    finally:
-        os.close(reading)
-        os.kill(pid, signal.SIGKILL)
+
+    def __init__(self, function: Callable[[], _T], *, time_limit: float) -> None:
+        if not hasattr(os, "fork"):
+            raise RuntimeError(f"{sys.platform} cannot copy a process (fork).")
+        self._time_limit, self._deadline = time_limit, time.monotonic() + time_limit
+        self._reading, writing = os.pipe()
+        parent = os.getpid()
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _FOR_PARENT)  # until the copy ignores them
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)  # the copy needs none of the other threads
+                self._pid = os.fork()
+            if self._pid == 0:
+                _live(function, parent, writing, time_limit)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            os.close(writing)
+
+    @property
+    def is_late(self) -> bool:
+        """True after the time limit."""
+        return time.monotonic() > self._deadline
+
+    def fileno(self) -> int:
+        """Return the file that can be read when there is a result, for `select`."""
+        return self._reading
+
+    def result(self) -> _T:
+        """Wait for the function, and return what it returned.
+
+        Raises:
+            ValueError, TypeError: As the function raised them.
+            TimeoutError: If it took too long.
+            RuntimeError: If it raised something else or died.
+        """
+        try:
+            message = _read(self._reading, self._deadline)
+        finally:
+            self.end()
+        if message is None:
+            raise TimeoutError(f"It took longer than {self._time_limit:.0f} s.")
+        if not message:
+            raise RuntimeError("The copy of the process died.")
+        result, error = pickle.loads(message)
+        if error is not None:
+            raise error
+        value: _T = result
+        return value
+
+    def end(self) -> None:
+        """End the copy. To be called once."""
+        os.close(self._reading)
+        os.kill(self._pid, signal.SIGKILL)
         with suppress(ChildProcessError):  # somebody else has waited for it
-            os.waitpid(pid, 0)
-    if message is None:
-        raise TimeoutError(f"It took longer than {time_limit:.0f} s.")
-    if not message:
-        raise RuntimeError("The copy of the process died.")
-    result, error = pickle.loads(message)
-    if error is not None:
-        raise error
-    value: _T = result
-    return value
+            os.waitpid(self._pid, 0)
+
+
+class Copies(Generic[_K, _T]):
+    """Functions that run in copies of this process while entered.
+
+    Args:
+        functions: The functions by key, in the order in which they begin.
+        most: How many run at a time.
+        time_limit: Seconds after which a copy is ended.
+    """
+
+    def __init__(self, functions: Mapping[_K, Callable[[], _T]], *, most: int, time_limit: float) -> None:
+        self._waiting, self._most, self._time_limit = dict(functions), most, time_limit
+        self._running: dict[_K, ProcessCopy[_T]] = {}
+        self._results: dict[_K, _T] = {}
+
+    def __enter__(self) -> Copies[_K, _T]:
+        self._begin()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._waiting.clear()
+        while self._running:
+            self._running.popitem()[1].end()
+
+    def advance(self) -> None:
+        """Let others begin in the place of those that have ended."""
+        if self._waiting:
+            self._collect(0.0)
+
+    def take(self, key: _K) -> _T | None:
+        """Wait for a function and return its result; ``None`` if no copy has run it to its end."""
+        while key in self._running or key in self._waiting:
+            self._collect(1.0)
+        return self._results.pop(key, None)
+
+    def _collect(self, seconds: float) -> None:
+        """Keep the results that come within so many seconds."""
+        ready = select.select(self._running.values(), [], [], seconds)[0]
+        for key, copy in list(self._running.items()):
+            if copy in ready or copy.is_late:
+                del self._running[key]
+                with suppress(Exception):  # whatever it is, where the function is run again it is raised again
+                    self._results[key] = copy.result()
+        self._begin()
+
+    def _begin(self) -> None:
+        while self._waiting and len(self._running) < self._most:
+            key = next(iter(self._waiting))
+            try:
+                self._running[key] = ProcessCopy(self._waiting[key], time_limit=self._time_limit)
+            except (RuntimeError, OSError):  # this system cannot copy a process, or not now
+                self._waiting.clear()
+                return
+            del self._waiting[key]
+
+
+def num_processors() -> int:
+    """Return how many processors this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _read(file: int, deadline: float) -> bytes | None:
@@ -83,10 +177,10 @@ def _read(file: int, deadline: float) -> bytes | None:
     return received[_LENGTH.size :]
 
 
-def _live(function: Callable[[], Any], writing: int, time_limit: float) -> NoReturn:
+def _live(function: Callable[[], Any], parent: int, writing: int, time_limit: float) -> NoReturn:
     """The life of the copy."""
     try:
-        _settle(time_limit)
+        _settle(parent, time_limit)
         result, error = function(), None
     except (ValueError, TypeError) as raised:
         result, error = None, type(raised)(str(raised)) if type(raised) in (ValueError, TypeError) else _other(raised)
@@ -105,13 +199,16 @@ def _other(error: BaseException) -> RuntimeError:
     return RuntimeError(f"{type(error).__name__}: {error}")
 
 
-def _settle(time_limit: float) -> None:
+def _settle(parent: int, time_limit: float) -> None:
     """Be apart from the parent."""
     gc.freeze()  # garbage of the parent may hold groups, and to free one is to wait for threads that were not copied
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)  # they are meant for the parent, which ends this one
+    if os.getppid() != parent:  # it died before that
+        os._exit(1)
+    for number in _FOR_PARENT:  # which ends this one
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _FOR_PARENT)
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):
         os.dup2(nowhere, stream)

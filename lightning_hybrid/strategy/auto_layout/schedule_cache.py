@@ -15,6 +15,20 @@ def schedule_of(name: str, num_ranks: int, num_microbatches: int, num_chunks: in
 
 
 @cache
+def most_saved(schedule_key: tuple[str, int, int, int, tuple[int, ...]], saved: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the most bytes of activations that each rank holds at a time; all ZeRO stages share them.
+
+    Args:
+        schedule_key: The arguments of :func:`schedule_of`.
+        saved: The bytes that each stage keeps of a microbatch.
+    """
+    return tuple(
+        max(sum(count * saved[stage] for stage, count in counts.items()) for counts in peaks)
+        for peaks in in_flight_of(*schedule_key)
+    )
+
+
+@cache
 def in_flight_of(
     name: str, num_ranks: int, num_microbatches: int, num_chunks: int, extra: tuple[int, ...]
 ) -> list[list[dict[int, int]]]:

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import product
 from math import inf
 from typing import Any
 
 from lightning_hybrid.config import grid_shape
-from lightning_hybrid.strategy.auto_layout.candidates import MOST_CHUNKS, RECOMPUTE, Layout, Step, arrangements
+from lightning_hybrid.strategy.auto_layout.candidates import (
+    MOST_CHUNKS,
+    RECOMPUTE,
+    Layout,
+    Step,
+    arrangements,
+    divisors,
+)
 from lightning_hybrid.strategy.auto_layout.cost_model import Cost, CostModel
 from lightning_hybrid.tensor_parallel.context_parallel.attention import KINDS
 
@@ -99,13 +107,13 @@ class SearchSpace:
             max_tensor: The most ranks that share a layer, unless it is said which.
             max_context: The most ranks that share a sequence, likewise.
         """
-        for tensor in _divisors(num_ranks):
+        for tensor in divisors(num_ranks):
             if tensor not in self.tensor if self.tensor is not None else tensor > max_tensor:
                 continue
-            for context in _divisors(num_ranks // tensor):
+            for context in divisors(num_ranks // tensor):
                 if context not in self.context if self.context is not None else context > max_context:
                     continue
-                for pipeline in _divisors(num_ranks // tensor // context):
+                for pipeline in divisors(num_ranks // tensor // context):
                     data = num_ranks // tensor // context // pipeline
                     if _is_in(pipeline, self.pipeline) and _is_in(data, self.data):
                         yield data, tensor, pipeline, context
@@ -190,15 +198,12 @@ def microbatch_numbers(pipeline: int, samples: int) -> list[int]:
     return numbers
 
 
-def _divisors(number: int) -> list[int]:
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
-
-
 def search(
     model: CostModel,
     num_ranks: int,
     *,
     refuse: Callable[[Layout], tuple[str, str] | None],
+    prepared: Callable[[Iterable[Layout]], AbstractContextManager[None]] = lambda layouts: nullcontext(),
     space: SearchSpace = EVERYTHING,
     num_best: int = 5,
     as_good: float = 0.01,
@@ -215,6 +220,7 @@ def search(
         model: The costs.
         num_ranks: Of the run.
         refuse: Says why a module cannot be divided by a layout, in short and in full; ``None`` if it can.
+        prepared: Makes a context for layouts that are going to be weighed, in which they are.
         space: What is tried.
         num_best: How many are wanted.
         as_good: The share of the time of the fastest by which a simpler layout may be slower, to come before it.
@@ -226,14 +232,15 @@ def search(
     too_big: list[Cost] = []
     fitting: list[Cost] = []
     every = list(layouts(num_ranks, step, *most, space))
-    for number, layout in enumerate(every):
-        progress("Weighing layouts", number, len(every))
-        reason = refuse(layout)
-        if reason is not None:
-            refused.setdefault(reason[0], []).append((layout, reason[1]))
-            continue
-        cost = model.estimate(layout)
-        (fitting if cost.bytes <= machine.memory else too_big).append(cost)
+    with prepared(every):
+        for number, layout in enumerate(every):
+            progress("Weighing layouts", number, len(every))
+            reason = refuse(layout)
+            if reason is not None:
+                refused.setdefault(reason[0], []).append((layout, reason[1]))
+                continue
+            cost = model.estimate(layout)
+            (fitting if cost.bytes <= machine.memory else too_big).append(cost)
     ranking = _Ranking(model, num_best, progress)
     ranking.add(fitting)
     if space.some_layers:
@@ -281,7 +288,7 @@ class _Ranking:
                 self.left += waiting[number:]
                 break
             self.simulated.append(self._model.simulate(cost))
-            self._progress("Simulating those that fit, at most", len(self.simulated), self.num_layouts)
+            self._progress("Simulating layouts that fit, at most", len(self.simulated), self.num_layouts)
             self._best = heapq.nsmallest(self._num_best, [*self._best, self.simulated[-1]], key=_rank)
 
     def sorted(self, as_good: float) -> list[Cost]:

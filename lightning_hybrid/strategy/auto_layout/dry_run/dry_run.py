@@ -61,6 +61,7 @@ from lightning_hybrid.tensor_parallel.context_parallel.mappings import ContextGr
 from lightning_hybrid.tensor_parallel.grid.blocks import Grid
 from lightning_hybrid.tensor_parallel.layers import original_classes
 from lightning_hybrid.tensor_parallel.mappings import TensorGroup
+from lightning_hybrid.tensor_parallel.plan import Plan
 from lightning_hybrid.tensor_parallel.vocab_parallel import to_plain_tensors
 from lightning_hybrid.trainer.lightning_internals import set_device_mesh
 from lightning_hybrid.trainer.precision import keeps_gradients
@@ -254,17 +255,21 @@ class DryRunStrategy(SingleDeviceStrategy):
         if self.sizes[2] > 1:
             self._body, self._stage_map = layout.find_stages(module, self._config, self.sizes[2])
         # Before fake tensors come: blocks are tried with numbers, and a mesh reads the values of tensors.
-        plan = layout.find_plan(module, self._config, self.sizes[1], self._body) if self.sizes[1] > 1 else None
-        tensor_ranks = self._tensor_ranks() if plan is not None else ()
+        plan = self._find_plan() if self.sizes[1] > 1 else None
+        tensor_ranks = None if plan is None else self._tensor_ranks()
         with nullcontext() if self._has_values else self._without_memory():
             if not self._has_values:
                 _replace_meta_tensors(module)
-            if plan is not None:
+            if plan is not None and tensor_ranks is not None:
                 self._plan_table = plan_table(plan, module)
                 self._stage_map = layout.with_plan(self._stage_map, self._body, plan, module)
                 plan.apply(module, *tensor_ranks, torch.device("cpu"))
             self.setup_optimizers(trainer)
             self.setup_precision_plugin()
+
+    def _find_plan(self) -> Plan:
+        """Return how layers are shared by the tensor-parallel ranks."""
+        return layout.find_plan(self._module, self._config, self.sizes[1], self._body)
 
     def _tensor_ranks(self) -> tuple[DeviceMesh, TensorGroup]:
         """The ranks that share layers, as a mesh and as a group; which numbers they have does not matter here."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -65,6 +65,29 @@ class Message:
     back: Messages = NO_MESSAGES
 
 
+def _lists() -> dict[Hashable, list[Any]]:
+    return defaultdict(list)
+
+
+@dataclass(frozen=True)
+class Counts:
+    """The operations and messages of a step, by the label of the place where it was.
+
+    Attributes:
+        operations: In order, by label.
+        messages: Among the ranks that share a layer, in order, by label.
+        context_messages: Among those that share sequences, likewise.
+    """
+
+    operations: dict[Hashable, list[Operation]] = field(default_factory=_lists)
+    messages: dict[Hashable, list[Message]] = field(default_factory=_lists)
+    context_messages: dict[Hashable, list[Message]] = field(default_factory=_lists)
+
+    def of(self, label: Hashable) -> tuple[Sequence[Operation], Sequence[Message], Sequence[Message]]:
+        """Return the operations of a label, its messages and those among the ranks that share sequences."""
+        return self.operations.get(label, ()), self.messages.get(label, ()), self.context_messages.get(label, ())
+
+
 class OperationCounter:
     """Records the operations of a step, by the label of the place where they are called.
 
@@ -74,18 +97,14 @@ class OperationCounter:
         grid: The ranks that share layers, where these are arranged in two or three dimensions; else ``None``.
 
     Attributes:
-        operations: In order, by label.
-        messages: Among the ranks that share a layer, in order, by label.
-        context_messages: Among those that share sequences, likewise.
+        counts: What it has recorded.
     """
 
     def __init__(
         self, place: Callable[[], Hashable], context_group: dist.ProcessGroup | None, grid: Grid | None
     ) -> None:
         self._place, self._context_group, self._grid = place, context_group, grid
-        self.operations: dict[Hashable, list[Operation]] = defaultdict(list)
-        self.messages: dict[Hashable, list[Message]] = defaultdict(list)
-        self.context_messages: dict[Hashable, list[Message]] = defaultdict(list)
+        self.counts = Counts()
         self._is_paused = False
 
     @contextmanager
@@ -102,7 +121,8 @@ class OperationCounter:
 
     def lists_of(self, place: Hashable) -> Sequence[list[Any]]:
         """Return what grows while the step is in a place: operations and messages."""
-        return self.operations[place], self.messages[place], self.context_messages[place]
+        counts = self.counts
+        return counts.operations[place], counts.messages[place], counts.context_messages[place]
 
     def enter_layer(self, place: Hashable, tensors: list[Tensor]) -> None:
         """A layer is about to get its share of what it is given whole: for these tensors gradients have to be sent.
@@ -117,11 +137,11 @@ class OperationCounter:
         for tensor in tensors:
             if tensor.requires_grad and not isinstance(tensor, ShardedSequence):
                 back = in_ring(self._context_group.size(), 1 if tensor is hidden else 2, tensor.nbytes)
-                self.context_messages[place].append(Message(back=back))
+                self.counts.context_messages[place].append(Message(back=back))
 
     def _record_read(self, sequence: ShardedSequence) -> None:
         """A sequence in shares is gathered, now if it has not been; its gradient needs no message."""
-        messages = self.context_messages[self._place()]
+        messages = self.counts.context_messages[self._place()]
         before = len(messages)
         sequence.read()
         messages[before:] = [Message(each.there) for each in messages[before:]]
@@ -141,12 +161,12 @@ class OperationCounter:
         is_attention = is_batched or name.startswith(_FUSED_ATTENTION)
         if moved:
             operation = Operation(flops, moved, flops > 0 and not is_batched, is_attention)
-            self.operations[self._place()].append(operation)
+            self.counts.operations[self._place()].append(operation)
 
     def _record_message(self, name: str, args: Any, tensors: list[Tensor]) -> None:
         group = dist.ProcessGroup.unbox(next(each for each in args if isinstance(each, ScriptObject)))
         is_context = group is self._context_group
-        messages = (self.context_messages if is_context else self.messages)[self._place()]
+        messages = (self.counts.context_messages if is_context else self.counts.messages)[self._place()]
         if name in _COLLECTIVES:
             there = in_ring(group.size(), _COLLECTIVES[name], max(tensor.nbytes for tensor in tensors))
             # What is exchanged goes back in backward, and what was gathered is reduce-scattered.
@@ -173,7 +193,7 @@ class OperationCounter:
         """
         assert self._grid is not None
         alike = self._grid.size // self._grid.shape.parts([self._grid.shape.outer.features])
-        self.messages[self._place()] += [Message(back=in_ring(alike, 2, vector.nbytes)) for vector in vectors]
+        self.counts.messages[self._place()] += [Message(back=in_ring(alike, 2, vector.nbytes)) for vector in vectors]
 
 
 def _hop(size: int, block: Tensor) -> Message:

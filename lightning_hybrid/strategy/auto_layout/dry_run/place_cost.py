@@ -69,8 +69,9 @@ def cost_of_place(
         machine: Says how long an operation takes.
     """
     recompute = layout.recompute if isinstance(label, int) else False
+    operations, messages, context_messages = zip(*(trace.counts.of(label) for trace in traces), strict=True)
     forward = again = beside = 0.0
-    for alike in _pairs([trace.counter.operations[label] for trace in traces]):
+    for alike in _pairs(operations):
         flops = value_at(samples, traces, [operation.flops for operation in alike])
         moved = value_at(samples, traces, [operation.bytes for operation in alike])
         seconds = max(flops / machine.flops, moved / machine.memory_bandwidth, machine.operation_seconds)
@@ -79,8 +80,8 @@ def cost_of_place(
             again += seconds
         if layout.context_kind == "ring" and alike[0].is_attention:  # of its blocks
             beside += seconds
-    tensor, tensor_back = _sums(samples, traces, [trace.counter.messages[label] for trace in traces])
-    context, context_back = _sums(samples, traces, [trace.counter.context_messages[label] for trace in traces])
+    tensor, tensor_back = _sums(samples, traces, messages)
+    context, context_back = _sums(samples, traces, context_messages)
     tensor_again = tensor.sent if recompute is True else 0.0
     context_again = context.sent if recompute else 0.0
     return PlaceCost(forward, again, beside, tensor, tensor_back, tensor_again, context, context_back, context_again)
@@ -116,7 +117,7 @@ class StagePart:
         return cls(layout, labels, traces, kinds, saved)
 
 
-def _sums(samples: int, traces: Sequence[Trace], rows: list[list[Message]]) -> tuple[Messages, Messages]:
+def _sums(samples: int, traces: Sequence[Trace], rows: Sequence[Sequence[Message]]) -> tuple[Messages, Messages]:
     """Add up the messages of a forward and those of its backward, for a number of samples."""
     there = back = NO_MESSAGES
     for alike in _pairs(rows):
@@ -125,7 +126,7 @@ def _sums(samples: int, traces: Sequence[Trace], rows: list[list[Message]]) -> t
     return there, back
 
 
-def _pairs(rows: list[list[Any]]) -> Iterable[tuple[Any, ...]]:
+def _pairs(rows: Sequence[Sequence[Any]]) -> Iterable[tuple[Any, ...]]:
     """Pair the same record of each trace; if the traces have other numbers of records, repeat those of the first."""
     if len({len(row) for row in rows}) == 1:
         return zip(*rows, strict=True)

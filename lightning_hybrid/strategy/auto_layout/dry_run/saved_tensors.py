@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from lightning_hybrid.pipeline_parallel.schedules import Kind, Schedule
 BEFORE, AFTER = "before the body", "after the body"
 
 Saved = dict[Hashable, dict[Hashable, int]]
-"""What a step saves for its backward: the bytes of each storage, by position of the layer, `BEFORE` or `AFTER`."""
+"""Saved tensors of a step: the bytes of each storage, by position of the layer, `BEFORE` or `AFTER`."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,23 @@ def labels_of_stages(stages: Sequence[range]) -> list[list[Hashable]]:
 def saved_bytes(saved: Saved, labels: Iterable[Hashable]) -> int:
     """The bytes of what is saved under any of these labels; a storage counts once."""
     return sum({key: size for label in labels for key, size in saved[label].items()}.values())
+
+
+def merged(saved: Saved) -> Saved:
+    """Merge the storages that are saved under the same labels, and number them: any labels need all of them or none."""
+    places, sizes = defaultdict[Hashable, list[int]](list), dict[Hashable, int]()
+    for place, storages in enumerate(saved.values()):
+        sizes |= storages
+        for key in storages:
+            places[key].append(place)
+    totals: Counter[tuple[int, ...]] = Counter()
+    for key, of_key in places.items():
+        totals[tuple(of_key)] += sizes[key]
+    found: list[dict[Hashable, int]] = [{} for _ in saved]
+    for number, (at, size) in enumerate(sorted(totals.items())):
+        for place in at:
+            found[place][number] = size
+    return dict(zip(saved, found, strict=True))
 
 
 @contextmanager

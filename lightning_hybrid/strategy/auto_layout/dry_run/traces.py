@@ -19,7 +19,7 @@ from lightning_hybrid.distributed.dtensor import to_local
 from lightning_hybrid.distributed.pytree import flatten
 from lightning_hybrid.memory.account import SavedTensorMeter
 from lightning_hybrid.pipeline_parallel.body import Body
-from lightning_hybrid.strategy.auto_layout.dry_run.operations import OperationCounter
+from lightning_hybrid.strategy.auto_layout.dry_run.operations import Counts, OperationCounter
 from lightning_hybrid.strategy.auto_layout.dry_run.saved_tensors import Saved
 from lightning_hybrid.tensor_parallel.context_parallel.division import sequence_dim_of
 from lightning_hybrid.tensor_parallel.context_parallel.sharded_sequence import ShardedSequence
@@ -32,14 +32,14 @@ class Trace:
 
     Attributes:
         samples: Of the microbatch.
-        counter: Operations and messages, by label of the place.
+        counts: Operations and messages, by label of the place.
         saved: What it saves for backward, by what runs again of the layers of the body.
         outputs: The bytes that each layer of the body returns, by position.
         length: The positions of the longest sequence that a layer of the body is given; 0 if there are none.
     """
 
     samples: int
-    counter: OperationCounter
+    counts: Counts
     saved: dict[bool | str, Saved]
     outputs: dict[Hashable, int]
     length: int
@@ -50,10 +50,9 @@ class Trace:
 
         Layers that repeat what another one did share its records.
         """
-        counted = (self.counter.operations, self.counter.messages, self.counter.context_messages)
         firsts: dict[Hashable, Hashable] = {}
         return {
-            label: firsts.setdefault((isinstance(label, int), *(tuple(each.get(label, ())) for each in counted)), label)
+            label: firsts.setdefault((isinstance(label, int), *map(tuple, self.counts.of(label))), label)
             for label in self.saved[False]
         }
 
