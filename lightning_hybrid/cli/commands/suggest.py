@@ -14,8 +14,8 @@ from lightning_hybrid.strategy.auto_layout.machine import Machine, parse_quantit
 _DESCRIPTION = (
     "Estimate memory and step time of every layout of so many ranks (sizes, tensor-parallel mode, context parallelism,"
     " microbatches, schedule, ZeRO stage, activation checkpointing), and print the fastest that fit, with reasons for"
-    " rejecting the rest. Other settings of the configuration apply to all layouts. Nothing is started, and no device is"
-    " needed: the step runs on shapes. Describe the hardware with the options below (default: A100 of 80 GiB)."
+    " rejecting the rest. Other settings of the configuration apply to all layouts. Nothing is started, and no device"
+    " is needed: the step runs on shapes. Describe the hardware with the options below (default: A100 of 80 GiB)."
 )
 # The sizes of the configuration give way to those that are tried.
 _UNDIVIDED = {

@@ -98,8 +98,8 @@ def _whole_lines(sizes: Collection[int], divided: Mapping[int, float]) -> list[s
         return []
     listed = ", ".join(f"tensor_parallel_size={size} shards {100 * share:.1f}%" for size, share in shares.items())
     text = (
-        f"Each rank holds most parameters in full: {listed} of them. `plan` with tensor_parallel_size={min(shares)} shows"
-        " why; write a tensor_parallel_plan for the layers."
+        f"Each rank holds most parameters in full: {listed} of them. `plan` with tensor_parallel_size={min(shares)}"
+        " shows why; write a tensor_parallel_plan for the layers."
     )
     return ["", *_wrapped(text)]
 
