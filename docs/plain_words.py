@@ -24,7 +24,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "lightning_hybrid"
 
 #: Findings by reader. Lower a number whenever there are fewer; never raise one.
-MOST = {"users": 885, "maintainers": 1711}
+MOST = {"users": 0, "maintainers": 1618}
 
 #: Pages for maintainers.
 PROJECT_PAGES = ("docs/project/",)
@@ -78,7 +78,7 @@ RULES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"\bleases?\b|\bgives? (?:a )?signs?\b|\bsigns? of life\b", "'heartbeat'"),
         (r"\boptimizes by hand\b", "'manual optimization'"),
         (r"\bfullest\b", "'rank with the highest memory'"),
-        (r"\b(?:pictures|the error stream)\b", "'images', 'stderr'"),
+        (r"(?<!five-)\b(?:pictures|the error stream)\b", "'images', 'stderr'"),
         (r"\bthe house\b|\bwings?\b", "'package', 'subpackage'"),
         (r"\bhalf weights?\b|\bmasters\b", "'half-precision weights', 'master weights'"),
     )

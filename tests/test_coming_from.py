@@ -478,8 +478,8 @@ def test_a_command_line_is_understood(
 @pytest.mark.parametrize(
     ("words", "cut"),
     [
-        ([], [("0-2", "6.1 %"), ("3-5", "93.9 %")]),
-        (["partition", "parameters"], [("0-3", "36.3 %"), ("4-5", "63.7 %")]),
+        ([], [("0-2", "6.1%"), ("3-5", "93.9%")]),
+        (["partition", "parameters"], [("0-3", "36.3%"), ("4-5", "63.7%")]),
         (["num_chunks", "2", "schedule", "interleaved_1f1b"], [("0", ""), ("1", ""), ("2-3", ""), ("4-5", "")]),
     ],
 )
@@ -495,7 +495,7 @@ def test_the_network_of_the_tutorial_is_cut_as_the_page_says(
     out = capsys.readouterr().out
     if not words:
         assert f"```\n$ lightning-hybrid plan --config resnet.yaml\n{out}```" in TEXT
-    stages = re.findall(r"^ +\d+ +\d+  ([\d-]+) .* ([\d.]+ %)$", out, re.MULTILINE)
+    stages = re.findall(r"^ +\d+ +\d+  ([\d-]+) .* ([\d.]+%)$", out, re.MULTILINE)
     assert [layers for layers, _ in stages] == [layers for layers, _ in cut]
     assert all(share == expected for (_, share), (_, expected) in zip(stages, cut, strict=True) if expected)
 
@@ -786,7 +786,7 @@ def test_parameters_of_each_stage_are_printed(ranks: Pools) -> None:
     layers, outside = 3 * (8 * 8 + 8), (6 * 8 + 8) + (8 * 3 + 3)
     for stage, result in enumerate(results):
         assert result["printed"] == f"number of parameters: {layers + outside} on pipeline stage {stage}\n"
-    line = "    1     1  3-5               3 x Sequential        216                  27         243  47.2 %\n"
+    line = "    1     1  3-5               3 x Sequential        216                  27         243  47.2%\n"
     assert line in results[0]["told"]
     assert "parameters" not in results[1]["told"]
 

@@ -430,8 +430,8 @@ def test_which_layers_are_recomputed(recompute: Any, expected: str) -> None:
     [
         ("full", ValueError, ["'full'", "'selective'", "['full']"]),
         (-1, ValueError, ["-1", "at least 0"]),
-        (0.0, ValueError, ["0.0", "share"]),
-        (1.5, ValueError, ["1.5", "share"]),
+        (0.0, ValueError, ["0.0", "fraction"]),
+        (1.5, ValueError, ["1.5", "fraction"]),
         (None, TypeError, ["None", "NoneType", "'selective'"]),
         ({"body": 1}, TypeError, ["dict"]),
         ([], ValueError, ["[]", "2 stages"]),
