@@ -252,7 +252,7 @@ LEFT: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "scales": (Scaled, OWN),
     "uses the first layer elsewhere": (Leaking, SAME),
     "calls twice": (Twice, "not called once"),
-    "wants more": (Picky, "wants 'context'"),
+    "wants more": (Picky, "needs 'context'"),
     "counts features": (Shaped, SAME),
     "a norm of all heads": (NormOfAll, SAME),
     "a forward of one layer alone": (replaced, "has 'fc1', a Linear with a `forward` that was put"),

@@ -171,7 +171,7 @@ def test_layouts_that_cannot_be_are_refused(ranks: Pools) -> None:
     assert "dimension 0 of a parameter of shape (3, 4) into 2 equal parts" in uneven
     assert "no optimizer can step" in summed
     assert "over data_parallel, tensor_parallel, but the tensor lies over tensor_parallel" in axes
-    assert "nothing is to be summed" in partial
+    assert "an existing tensor cannot have" in partial
 
 
 # -- in steps ----------------------------------------------------------------------------------------------------------

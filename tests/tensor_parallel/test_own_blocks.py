@@ -82,7 +82,7 @@ def test_a_proposal_that_could_not_be_tried_says_so() -> None:
     _, reasons = auto(Picky())
     assert proposal(reasons["0"]) == {"*.fc1": "colwise", "*.fc2": "rowwise"}
     assert (
-        "it is untested, as the block cannot be tried on its own (it wants 'context' beside its input), but"
+        "it is untested, as the block cannot be tried on its own (it needs 'context' in addition to its input), but"
         in reasons["0"]
     )
 
