@@ -84,6 +84,17 @@ def test_pages_speak_the_language_of_the_field(page: Path) -> None:
     assert [match[0] for match in JARGON.finditer(page.read_text())] == []
 
 
+def test_no_long_text_stands_twice() -> None:
+    """More than 30 words in a row, without code and what the program writes."""
+    seen: dict[tuple[str, ...], str] = {}
+    for page in PAGES:
+        text = re.sub(r"<!-- written:.*?<!-- end -->|^( *)(```+).*?^\1\2 *$", "", page.read_text(), flags=re.S | re.M)
+        words = re.findall(r"[\w`'.]+", text.lower())
+        for start in range(len(words) - 30):
+            other = seen.setdefault(tuple(words[start : start + 31]), page_id(page))
+            assert other == page_id(page), f"{page_id(page)}, {other}: {' '.join(words[start : start + 31])}"
+
+
 def test_the_readme_is_short() -> None:
     assert len(README.read_text().splitlines()) <= 120
 

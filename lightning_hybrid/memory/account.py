@@ -79,7 +79,7 @@ def peak_parameter_bytes(
 ) -> tuple[int, int]:
     """The most bytes of parameters, and of their gradients, during a training step.
 
-    The formulas are those of the table in ``docs/guides/out-of-memory.md``, for the first replica: no other has more.
+    ``docs/concepts/data-parallel.md`` has the formulas. No replica has more than the first one.
 
     Args:
         parameters: Those of a rank.

@@ -124,7 +124,7 @@ def held(layout: Mapping[str, Any]) -> dict[str, int]:
 
 
 def expected_bytes(stage: int, replicas: int) -> dict[str, float]:
-    """The formulas of docs/guides/out-of-memory.md, of float64 and AdamW, of a rank that has full shares."""
+    """The formulas of docs/concepts/data-parallel.md, of float64 and AdamW, of a rank that has full shares."""
     shapes = [parameter.shape for parameter in Regression(num_layers=4).parameters()]
     whole = 8 * sum(shape.numel() for shape in shapes)
     rows = [(RowShards.of(shape, replicas), shape) for shape in shapes]
