@@ -43,7 +43,7 @@ class FileIO(TorchCheckpointIO):
                 super().save_checkpoint(checkpoint, str(path))
         except (OSError, RuntimeError) as error:  # torch's own writer raises the latter
             raise OSError(
-                f"The checkpoint {path} could not be written; what was there before is as it was."
+                f"The checkpoint {path} could not be written. An earlier checkpoint at that path is unchanged."
                 f" rank 0: {type(error).__name__}: {error}"  # which writes files; its machine is to be looked at
             ) from error
         if isinstance(place, Path) or not (place / MARK).is_file():
@@ -81,8 +81,8 @@ class FileIO(TorchCheckpointIO):
                     " is damaged."
                 ) from error
             raise ValueError(
-                f"The checkpoint {file}, {file.stat().st_size} bytes, cannot be read: {type(error).__name__}: {error}"
-                " It is damaged, or was not written completely."
+                f"The checkpoint {file}, {file.stat().st_size} bytes, cannot be read: it is damaged, or was not written"
+                f" completely. {type(error).__name__}: {error}"
             ) from error
         if not mapped or not isinstance(checkpoint, dict):
             return checkpoint

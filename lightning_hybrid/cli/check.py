@@ -140,8 +140,8 @@ def check(
     """Train a module in one process and under a layout, and compare.
 
     Both train in float64 on the CPU, on the same batches of the loader, in copies of this process. Dropout is set to 0
-    if modules keep its probability in an attribute. Several replicas each get their own batches, and one process takes
-    the mean over these batches, as Lightning's DDP does.
+    if modules keep its probability in an attribute. Each replica gets its own batches, and the reference in one
+    process averages the gradients over all of these batches, which is the result of Lightning's DDP.
 
     Example::
 
@@ -382,8 +382,8 @@ class _Check:
         self.experiments.append(Experiment(text, weights.residual, equal=is_sum))
         if not is_sum:
             return _Explanation(
-                f"the loss couples the samples of a batch: no sum of the microbatches' gradients equals the batch's"
-                f" gradient (the best sum leaves {weights.residual:.0e} of it).",
+                f"the loss couples the samples of a batch: no weighted sum of the gradients of microbatches equals"
+                f" the gradient of the batch (the best sum has a relative error of {weights.residual:.0e}).",
                 "Use num_microbatches=1, or define `split_batch` to split where samples are independent.",
             )
         if max(abs(a - b) for a, b in zip(weights.found, weights.used, strict=True)) <= math.sqrt(self.tolerance):

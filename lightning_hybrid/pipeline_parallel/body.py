@@ -222,8 +222,8 @@ def _candidates_text(module: nn.Module) -> str:
         for name in largest
     ]
     return (
-        f"Candidates: {', '.join(shares)}. Name one with HybridStrategy(body='...') or a `pipeline_body` attribute, or"
-        " several, or the layers themselves, in a list."
+        f"Candidates: {', '.join(shares)}. Name one with HybridStrategy(body='...') or a `pipeline_body` attribute."
+        " A list may name several of them, or single layers."
     )
 
 

@@ -153,7 +153,7 @@ class HybridStrategy(ReplicaCollectives):
         async_save: If True, checkpoints are written in the background, from a copy on the host.
         gather_module_on_teardown: If True, every rank has the full module after a run, as after :meth:`gather_module`,
             so that it can be saved, called or exported as with DDP. If False, the module stays sharded. ``"auto"``
-            gathers it if each node has the memory for three copies in each of its processes; otherwise the log names
+            gathers it if each node has enough memory for three copies in each of its processes; otherwise the log names
             the method to call. The next run shards the module again.
         initial_weights: Source of the weights of a run that does not resume, as for :meth:`load_weights`.
         rank_order: Order of the axes in rank numbers, from the outermost to the innermost, whose ranks are consecutive.
@@ -629,7 +629,7 @@ class HybridStrategy(ReplicaCollectives):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        """One loader for each model group, over this replica's samples."""
+        """Return the loader of this rank: one rank of each model group loads the samples of its replica."""
         if self._world is None and self.sizes[0] == 1:
             return dataloader  # asked for before a run, such as for `Trainer.estimated_stepping_batches`
         return self.world.loaders(dataloader, self._module.trainer)

@@ -161,7 +161,10 @@ def test_a_save_that_fails_leaves_the_former_one(ranks: Pools, place: tuple[str,
     before = RemotePath(path).sizes()
     texts = ranks(2).run(write_and_fail, path, environment, victim)
     assert texts[0] == texts[1]
-    assert f"could not be written; what was there before is as it was. rank {victim}: OSError: no conn" in texts[0]
+    assert (
+        f"could not be written. An earlier checkpoint at that path is unchanged. rank {victim}: OSError: no conn"
+        in texts[0]
+    )
     assert RemotePath(path).sizes() == before
     assert ranks(2).run(found, path, environment)[0]["groups", 0, "lr"] == 0.1
 
@@ -200,7 +203,7 @@ def test_a_call_that_fails_at_the_end_leaves_a_checkpoint(
     texts = ranks(2).run(write_where_a_call_fails, path, call, is_done)
     fails = call == "write" and not is_done
     assert texts[0] == texts[1]
-    assert ("the store has not said; both are whole. rank 0: NotAnsweredError" in texts[0]) is fails
+    assert ("both are complete. rank 0: NotAnsweredError" in texts[0]) is fails
     for values in ranks(2).run(found, path, {}):
         assert values["groups", 0, "lr"] == (0.1 if fails else 0.2)
         assert torch.equal(values["model", "shared"], (1 if fails else 2) * torch.arange(4.0))

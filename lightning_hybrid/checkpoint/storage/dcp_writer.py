@@ -60,10 +60,12 @@ def write_directory(path: Place, entries: Mapping[TreePath, Any], extra: Any, gr
         if dist.get_rank(group) == 0:
             writer.rollback()
         failures = [f"rank {rank}: {type(cause).__name__}: {cause}" for rank, (cause, _) in error.failures.items()]
-        before = "what was there before is as it was"
+        before = "An earlier checkpoint at that path is unchanged"
         if any(isinstance(cause, NotAnsweredError) for cause, _ in error.failures.values()):
-            before = "whether it counts now or what was there before, the store has not said; both are whole"
-        raise OSError(f"The checkpoint {path} could not be written; {before}. {'; '.join(failures[:4])}") from error
+            before = (
+                "The store did not confirm which checkpoint counts now, this one or the earlier one; both are complete"
+            )
+        raise OSError(f"The checkpoint {path} could not be written. {before}. {'; '.join(failures[:4])}") from error
 
 
 class NotAnsweredError(OSError):

@@ -112,7 +112,7 @@ def _matching(patterns: list[str], module: nn.Module, body: str | None, units: S
         if not matching:
             close = difflib.get_close_matches(pattern, modules, n=3, cutoff=0.4) or list(modules)[:8]
             raise ValueError(
-                f"The pattern {pattern!r} of recompute matches no module of {type(module).__name__} ('*' matches"
+                f"The recompute pattern {pattern!r} matches no module of {type(module).__name__} ('*' matches"
                 f" anything between two dots). There are, for example, {', '.join(map(repr, close))}."
             )
         for name in matching:

@@ -121,7 +121,7 @@ def choose_layout(
     """
     memory = usable_memory(device, config.memory_limit)
     if config.searched == ("recompute",) and math.isinf(memory):
-        rank_zero_info("recompute='auto': nothing is computed again, as no memory_limit is given for the host.")
+        rank_zero_info("recompute='auto': no activations are recomputed, because no memory_limit is set on the CPU.")
         return ChosenLayout(sizes, {"recompute": False})
     start = time.monotonic()
     machine = measure_machine(device, _dtype(module, module.trainer), num_nodes, memory)

@@ -45,7 +45,7 @@ class PathChanges:
             self.follows_first = True
             rank_zero_warn(
                 f"`training_step` has taken {_MANY} new paths in {step - self._new[0] + 1} batches, for reasons that"
-                " are not in the batch, such as a counter or Python's `random`. From now on each batch is followed"
+                " are not in the batch, such as a counter or Python's `random`. From now on each batch is traced"
                 " before it is trained with, which takes 10 to 200 ms for each microbatch."
-                " HybridStrategy(dynamic_shapes=True) does so from the first batch on, and has to do none again."
+                " HybridStrategy(dynamic_shapes=True) does this from the first batch on, so that no batch is repeated."
             )
