@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from lightning_utilities.core import rank_zero
 from torch import Tensor, nn
+from torchmetrics import MeanSquaredError
 
 from tests import frame_modules, tensor_frame_modules
 from tests.modules import Example
@@ -44,6 +46,41 @@ def trained(name: str, layout: dict[str, Any] | None) -> dict[str, Tensor]:
     if layout is None:
         return {name: value.detach().clone() for name, value in module.state_dict().items()}
     return dict(trainer.strategy.lightning_module_state_dict())
+
+
+class Measured(Example):
+    """A metric is called in validation, which writes its states."""
+
+    def build(self) -> None:
+        super().build()
+        self.error = MeanSquaredError()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        self.log("error", self.error(self(x), y))
+
+
+def told(kind: type[Example]) -> list[str]:
+    """The lines of the log of a run that say that the chain is opened."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = rank_zero.log
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    torch.manual_seed(0)
+    module = kind(batch_size=8).double()
+    make_trainer({"pipeline_parallel_size": 2, "num_microbatches": 2}, max_steps=1, max_epochs=-1).fit(module)
+    logger.setLevel(level)
+    logger.removeHandler(handler)
+    return [line for line in lines if "any code may call its layers now" in line]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("kind", "number"), [(Measured, 0), (frame_modules.TwoViews, 1)])
+def test_a_chain_stays_one_beside_a_metric_in_validation(ranks: Pools, kind: type[Example], number: int) -> None:
+    assert len(ranks(2, lightning=True).run(told, kind, timeout=90)[0]) == number
 
 
 @pytest.mark.distributed

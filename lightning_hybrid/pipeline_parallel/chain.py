@@ -19,7 +19,7 @@ from lightning_hybrid.distributed.tensor_metadata import METADATA, getters
 from lightning_hybrid.pipeline_parallel.frame.decisions import apply
 from lightning_hybrid.pipeline_parallel.frame.fake_tensors import FakeMode, FakeTensor, fake_like
 from lightning_hybrid.pipeline_parallel.frame.frame import FrameCut
-from lightning_hybrid.pipeline_parallel.frame.graph import function_name
+from lightning_hybrid.pipeline_parallel.frame.graph import Graph, function_name
 from lightning_hybrid.pipeline_parallel.frame.operators import Operators, memory_of
 from lightning_hybrid.pipeline_parallel.frame.routes import find_routes_around
 from lightning_hybrid.pipeline_parallel.frame.writes import Writes
@@ -163,6 +163,11 @@ class ChainCalls(FrameCut):
             if redirected is not None:
                 table["forward"] = redirected
         return self._whole > 1 or self._single > 0, writes, stops
+
+    def _follow(self, *arguments: Any) -> tuple[Graph, bool]:
+        """Follow the step once, and count its calls; a step that writes states of the module is followed again."""
+        self._whole = self._single = 0
+        return super()._follow(*arguments)
 
     def _call_whole(self, x: Any) -> Any:
         self._whole += 1
