@@ -87,7 +87,7 @@ def test_layers_on_the_meta_device_have_the_same_values(module: type[modules.Exa
 
 @pytest.mark.distributed
 def test_microbatches_of_a_module_on_the_meta_device() -> None:
-    result = check(Sum, num_microbatches=2)
+    result = check(Sum, num_microbatches=2, compare_microbatches=False)
     assert "the loss is a sum over samples" in result.reason, str(result)
 
 

@@ -75,7 +75,7 @@ def desync_watch(store: Any, rank: int, timeout: float = 30.0) -> DesyncWatch:
         ),
         (
             (("step", "a"), ("epoch", "a")),
-            "`what comes next` is not the same on every rank: step on rank 0; epoch on rank 1. What talks to other",
+            "`what comes next` is not the same on every rank: step on rank 0; epoch on rank 1. All ranks must make",
         ),
     ],
     ids=["alike", "another value", "another place"],
