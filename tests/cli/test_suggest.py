@@ -172,9 +172,9 @@ def test_the_command_gives_data_and_says_that_nothing_fits(capsys: pytest.Captur
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["--ranks", "8", "--nodes", "3"], "8 ranks are not 3 nodes"),
-        (["--ranks", "0"], "no number of at least 1"),
-        (["--ranks", "2", "--memory", "much"], "no quantity such as 80GiB"),
+        (["--ranks", "8", "--nodes", "3"], "--ranks 8 cannot be split evenly over --nodes 3"),
+        (["--ranks", "0"], "not a number of at least 1"),
+        (["--ranks", "2", "--memory", "much"], "not a quantity such as 80GiB"),
         (["--ranks", "2", "--overlap", "2"], "no share between 0 and 1"),
     ],
 )

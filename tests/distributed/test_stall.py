@@ -197,7 +197,7 @@ def test_who_loads_saves_or_compiles_works_although_it_computes_nothing(stack: l
         store.set(failures.key("stall/0/call"), "")
         clock.now += 3
         watch.look()  # answers
-        store.set(failures.key("stall/0/goes on"), "")
+        store.set(failures.key("stall/0/continues"), "")
         for _ in range(20):
             clock.now += 3
             watch.look()

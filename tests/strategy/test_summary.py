@@ -122,7 +122,7 @@ def test_memory_as_text() -> None:
     assert memory_table(usages) == "\n".join(
         [
             "MiB              parameters  gradients  optimizer  activations  buffers     total",
-            "--------------------------------------------------------------------------------",
+            "---------------------------------------------------------------------------------",
             "pipeline rank 0        1.00       0.50       2.00     1,024.00     0.00  1,027.50",
             "pipeline rank 1        1.00       0.50       2.00       512.00     0.00    515.50",
         ]
@@ -134,7 +134,7 @@ def test_unknown_memory_as_text_with_peaks() -> None:
     assert memory_table(usages, [2**30, 2**29]) == "\n".join(
         [
             "MiB              parameters  gradients  optimizer  buffers  allocator's peak",
-            "---------------------------------------------------------------------------",
+            "----------------------------------------------------------------------------",
             "pipeline rank 0        1.00       0.50       2.00     0.00          1,024.00",
             "pipeline rank 1        1.00       0.50          ?     0.00            512.00",
         ]
