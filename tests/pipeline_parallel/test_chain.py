@@ -113,5 +113,5 @@ def test_the_next_step_begins_anew() -> None:
 
 def test_the_chain_is_not_called_with_what_has_no_value() -> None:
     module, before = lacking(), CodeBefore(CPU)
-    with before, pytest.raises(WrongUseError, match="What the chain is called with is computed from a parameter"):
+    with before, pytest.raises(WrongUseError, match="The input of the chain is computed from a parameter"):
         before.at_layers(module.embed(torch.ones(5, 4))).__enter__()
