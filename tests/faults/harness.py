@@ -60,7 +60,7 @@ class Ending:
         if fault.launcher != "fork" and fault.kind == "sleep+sigint":  # its first rank is interrupted, or all are
             return bool(self.texts) and all(_INTERRUPTED.search(text) for text in self.texts.values())
         if fault.kind == "sleep+sigterm" and -signal.SIGTERM not in self.codes:  # else it came before a run: it kills
-            return all(f"rank {fault.rank} stands still" in text for text in self.texts.values())
+            return all(f"rank {fault.rank} is stuck at" in text for text in self.texts.values())
         if fault.kind == "sigterm":  # before a run has begun, it kills; and so it does a worker that gets it too
             names = rf"^SIGTERMException|\brank {fault.rank}\b|^RuntimeError: DataLoader worker"
             return all(re.search(names, text) for text in self.texts.values())

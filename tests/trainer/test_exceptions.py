@@ -90,8 +90,8 @@ def test_a_refusal_without_a_line_of_the_user_is_its_text(ranks: Pools) -> None:
     """There were nine lines of this package above it."""
     for text in ranks(2, lightning=True).run(printed, Decides):
         assert re.fullmatch(
-            r"\[rank\d\]: ValueError: The layer 'body\.\d' is called after `__bool__` at test_exceptions\.py:\d+ has"
-            r" asked for the number of a value that another stage makes\. .*\n",
+            r"\[rank\d\]: ValueError: `__bool__` at test_exceptions\.py:\d+ reads the value of a tensor that another"
+            r" pipeline stage computes, and the layer 'body\.\d' is called after it\. .*\n",
             text,
         )
 
