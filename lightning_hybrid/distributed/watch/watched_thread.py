@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -78,11 +79,20 @@ def read_stack(thread: int, *, groups: bool = False) -> list[StackCall]:
 
 
 def _read_stack(thread: int, groups: bool) -> list[StackCall]:
-    frame, calls = sys._current_frames().get(thread), []
-    while frame is not None:
-        ranks = _ranks_of(frame) if groups and Path(frame.f_code.co_filename).name == _COLLECTIVES else None
-        calls.append(StackCall(frame.f_code, (id(frame), frame.f_lasti), ranks))
-        frame = frame.f_back
+    # `f_back` makes a frame object for a call of the other thread. In CPython 3.11 this may first collect garbage, and
+    # finalizers release the GIL: the call returns meanwhile, and `f_back` continues in its freed memory. So collection
+    # is off until the stack is read.
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        frame, calls = sys._current_frames().get(thread), []
+        while frame is not None:
+            ranks = _ranks_of(frame) if groups and Path(frame.f_code.co_filename).name == _COLLECTIVES else None
+            calls.append(StackCall(frame.f_code, (id(frame), frame.f_lasti), ranks))
+            frame = frame.f_back
+    finally:
+        if collects:
+            gc.enable()
     return calls
 
 
