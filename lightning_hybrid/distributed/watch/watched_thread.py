@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import linecache
 import os
 import signal
 import sys
@@ -116,6 +117,11 @@ def is_slow(stack: Sequence[StackCall]) -> bool:
     return any(each.file.startswith(_SLOW) for each in stack)
 
 
+def _calls_wait(call: StackCall) -> bool:
+    """Return whether a function polls for messages, which is named `wait...`, or its current line calls `.wait()`."""
+    return call.code.co_name.startswith("wait") or ".wait(" in linecache.getline(call.file, call.line)
+
+
 class WatchedThread:
     """The thread that a run is on. :meth:`look` is called again and again; the rest says what was seen.
 
@@ -123,7 +129,7 @@ class WatchedThread:
         seconds_still: How long the thread has been at one place and has computed nothing.
         in_collective: Whether it is in one of torch's functions for ranks that talk to each other.
         waits: Whether it may wait for other ranks, as :func:`may_wait` says.
-        awaits: Whether it waits for what it started before, in a function of this package that is named so.
+        awaits: Whether it waits in a function of this package for messages or collectives that it started before.
     """
 
     def __init__(self) -> None:
@@ -161,7 +167,7 @@ class WatchedThread:
             return
         self.in_collective = stack[0].file.startswith(_TORCH)
         self.waits = may_wait(stack)
-        self.awaits = self.waits and not self.in_collective and stack[0].code.co_name.startswith("wait")
+        self.awaits = self.waits and not self.in_collective and _calls_wait(stack[0])
         now, computed = time.monotonic(), self._computed()
         position = stack[0].position
         if position != self._position or computed > self._computed_before + _MOST_COMPUTED:
