@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import linecache
 import os
 import signal
@@ -18,6 +17,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from lightning_hybrid.distributed.watch.collector import without_collector
 from lightning_hybrid.distributed.watch.sleep import seconds_of_sleep
 
 _TORCH, _PACKAGE = (f"{path}{os.sep}" for path in (Path(dist.__file__).parent, Path(__file__).parents[2]))
@@ -36,7 +36,9 @@ _MOST_COMPUTED = 0.05  # seconds in which it does not compute more than this
 
 
 #: Held while a stack is read: who has the frame of a call has its variables too, and keeps alive what they refer to.
-READING = threading.Lock()
+READING = threading.RLock()  # reentrant: a signal's handler may fork
+# A fork in the middle of a reading would leave the lock held, and the collector off, in the new process.
+os.register_at_fork(before=READING.acquire, after_in_parent=READING.release, after_in_child=READING.release)
 
 
 class StackCall(NamedTuple):
@@ -75,25 +77,15 @@ def read_stack(thread: int, *, groups: bool = False) -> list[StackCall]:
         thread: As `threading.get_ident` names it.
         groups: Whether to ask for the groups of functions of `torch.distributed`.
     """
-    with READING:
-        return _read_stack(thread, groups)
-
-
-def _read_stack(thread: int, groups: bool) -> list[StackCall]:
+    calls = list[StackCall]()
     # `f_back` makes a frame object for a call of the other thread. In CPython 3.11 this may first collect garbage, and
-    # finalizers release the GIL: the call returns meanwhile, and `f_back` continues in its freed memory. So collection
-    # is off until the stack is read.
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        frame, calls = sys._current_frames().get(thread), []
+    # finalizers release the GIL: the call returns meanwhile, and `f_back` continues in its freed memory.
+    with READING, without_collector():
+        frame = sys._current_frames().get(thread)
         while frame is not None:
             ranks = _ranks_of(frame) if groups and Path(frame.f_code.co_filename).name == _COLLECTIVES else None
             calls.append(StackCall(frame.f_code, (id(frame), frame.f_lasti), ranks))
             frame = frame.f_back
-    finally:
-        if collects:
-            gc.enable()
     return calls
 
 

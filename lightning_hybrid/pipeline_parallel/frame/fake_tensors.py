@@ -87,24 +87,8 @@ def absent_text(what: str) -> str:
     )
 
 
-@contextmanager
-def without_collector() -> Iterator[None]:
-    """Free no cycles of objects while entered, unless :func:`collect_new` asks for it: on every rank alike.
-
-    Otherwise the number of objects that a rank has made would decide which values are still there. A pass over all
-    objects of the process, which takes 0.2 s, does not come here either.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
 def collect_new() -> None:
-    """Free the cycles of objects that were made since :func:`without_collector` was entered.
+    """Free the cycles of objects that were made since :func:`~.collector.without_collector` was entered.
 
     Not while a watcher reads the stack of this thread, as that keeps the variables of calls that are over.
     """
