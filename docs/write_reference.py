@@ -25,7 +25,8 @@ from unittest import mock
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from lightning_hybrid import HybridStrategy, ModuleHooks  # noqa: E402
+import lightning_hybrid  # noqa: E402
+from lightning_hybrid import Faults, HybridStrategy, Launch, ModuleHooks, Tuning  # noqa: E402
 from lightning_hybrid.cli.main import COMMANDS, LIGHTNING_COMMANDS  # noqa: E402
 from lightning_hybrid.cli.parser import PROGRAM, Parser  # noqa: E402
 
@@ -35,6 +36,7 @@ except ImportError:  # Python 3.10, where pytest and Sphinx bring the same thing
     import tomli as tomllib
 
 DOCS = ROOT / "docs"
+GROUPS = (Faults, Launch, Tuning)  # of arguments
 PLACE = re.compile(r"<!-- written: (\w+)(.*?) -->\n.*?<!-- end -->", re.DOTALL)
 
 # -- docstrings --------------------------------------------------------------------------------------------------------
@@ -96,20 +98,25 @@ HOMES = homes()
 
 
 def arguments(page: Path, *names: str) -> Iterator[str]:
-    """Arguments of `HybridStrategy`, a heading each."""
-    texts, parameters = Docstring(HybridStrategy, page).items("Args"), inspect.signature(HybridStrategy).parameters
+    """Arguments of `HybridStrategy`, or parts of its groups, a heading each."""
+    texts: dict[str, str] = {}
+    parameters: dict[str, inspect.Parameter] = {}
+    for kind in (HybridStrategy, *GROUPS):
+        texts |= Docstring(kind, page).items("Args")
+        parameters |= inspect.signature(kind).parameters
     for name in names:
         parameter = parameters[name]
         yield f"### `{name}`"
         yield f"`{as_type(parameter.annotation)}`, by default `{as_value(parameter.default)}`. {texts[name]}"
 
 
-def argument_table(page: Path) -> Iterator[str]:
-    """All arguments of `HybridStrategy`, a row each."""
-    texts = Docstring(HybridStrategy, page).items("Args")
+def argument_table(page: Path, name: str = "HybridStrategy") -> Iterator[str]:
+    """All arguments of `HybridStrategy`, or of one of its groups, a row each."""
+    kind = getattr(lightning_hybrid, name)
+    texts = Docstring(kind, page).items("Args")
     rows = [
-        f"| [`{name}`](#{name}) | `{as_value(parameter.default)}` | {first_sentence(texts[name])} |"
-        for name, parameter in inspect.signature(HybridStrategy).parameters.items()
+        f"| [`{argument}`](#{argument}) | `{as_value(parameter.default)}` | {first_sentence(texts[argument])} |"
+        for argument, parameter in inspect.signature(kind).parameters.items()
     ]
     yield "\n".join(["| argument | default | |", "|---|---|---|", *rows])
 

@@ -10,6 +10,7 @@ from lightning_hybrid.version import __version__
 
 if TYPE_CHECKING:
     from lightning_hybrid.cli.check import check
+    from lightning_hybrid.config import Faults, Launch, Tuning
     from lightning_hybrid.pipeline_parallel.splitting.splitters import (
         split_graphs,
         split_rows,
@@ -21,9 +22,12 @@ if TYPE_CHECKING:
     from lightning_hybrid.trainer.results.hybrid_timeline import HybridTimeline
 
 __all__ = [
+    "Faults",
     "HybridStrategy",
     "HybridTimeline",
+    "Launch",
     "ModuleHooks",
+    "Tuning",
     "__version__",
     "check",
     "count_tokens",
@@ -35,9 +39,12 @@ __all__ = [
 
 # Torch and Lightning take seconds to import, and not every command needs them: each name is imported when it is used.
 _HOMES = {
+    "Faults": "config",
     "HybridStrategy": "strategy.strategy",
     "HybridTimeline": "trainer.results.hybrid_timeline",
+    "Launch": "config",
     "ModuleHooks": "trainer.module_hooks",
+    "Tuning": "config",
     "check": "cli.check",
     "count_tokens": "trainer.module_hooks",
     "split_graphs": "pipeline_parallel.splitting.splitters",

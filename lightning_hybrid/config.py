@@ -1,4 +1,4 @@
-"""The arguments of `HybridStrategy`, resolved: plain data that every wing may import."""
+"""The arguments of `HybridStrategy`, with their defaults and checks."""
 
 from __future__ import annotations
 
@@ -6,17 +6,23 @@ import difflib
 import functools
 import inspect
 import itertools
-import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from datetime import timedelta
+from operator import attrgetter
 from pathlib import Path
-from typing import ParamSpec
+from types import NoneType, UnionType
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
 
+import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.tensor.parallel import ParallelStyle
 
+_T = TypeVar("_T")
 _P = ParamSpec("_P")
+_Class = TypeVar("_Class", bound=type)
+_Config = TypeVar("_Config", bound="HybridConfig")
 
 #: Which layers are recomputed: see `HybridStrategy`.
 Recompute = bool | int | float | str | list[int] | list[str]
@@ -25,77 +31,457 @@ Recompute = bool | int | float | str | list[int] | list[str]
 #: anything between two dots.
 UserPlan = Mapping[str, str | Mapping[str, str] | ParallelStyle]
 
-# What `checks.check_arguments` reads of a field: the types of its value.
-_BOOL = {"kinds": (bool,)}
-_STR = {"kinds": (str,)}
-_OPTIONAL_STR = {"kinds": (str, type(None))}
-_OPTIONAL_TIME = {"kinds": (timedelta, type(None))}
+#: Short names, as in ``rank_order``, and the names of the axes, as Lightning spells them.
+AXES = {"dp": "data_parallel", "tp": "tensor_parallel", "pp": "pipeline_parallel", "cp": "context_parallel"}
+#: Those that every mesh has; the others only where they divide something.
+USUAL_AXES = ("dp", "tp", "pp")
+
+_LEAST_HEARTBEAT = timedelta(seconds=3)
+_WORDS: dict[Any, str] = {
+    int: "an integer",
+    float: "a number",
+    list[int]: "a list of integers",
+    list[str]: "a list of names",
+    NoneType: "None",
+}
+
+_VALUES: dict[Any, tuple[Any, ...]] = {bool: (True, False), NoneType: (None,)}
+
+# -- constructors ------------------------------------------------------------------------------------------------------
+
+
+def takes(
+    config: Callable[_P, _Config],
+) -> Callable[[Callable[[_T, _Config], None]], Callable[Concatenate[_T, _P], None]]:
+    """Let a constructor have the signature of a dataclass, and take the instance that is made of its arguments.
+
+    Args:
+        config: The dataclass.
+    """
+
+    def decorate(init: Callable[[_T, _Config], None]) -> Callable[Concatenate[_T, _P], None]:
+        @functools.wraps(config.__init__, assigned=("__annotations__",))
+        def __init__(self: _T, /, *args: _P.args, **kwargs: _P.kwargs) -> None:
+            init(self, config(*args, **kwargs))
+
+        return __init__
+
+    return decorate
+
+
+def suggests_names(kind: _Class) -> _Class:
+    """Let the constructor of a class name the argument that an unknown one is probably meant to be.
+
+    Args:
+        kind: A class whose constructor has a name for every argument.
+    """
+    init = kind.__init__  # type: ignore[misc]
+    parameters = dict(itertools.islice(inspect.signature(init).parameters.items(), 1, None))
+
+    @functools.wraps(init)
+    def checked(self: Any, *args: Any, **kwargs: Any) -> None:
+        for name in kwargs:
+            if name not in parameters:
+                advice = suggestion(name, parameters) or f"There are {', '.join(parameters)}."
+                raise TypeError(f"{kind.__name__} has no argument {name!r}; {advice}")
+        init(self, *args, **kwargs)
+
+    kind.__init__ = checked  # type: ignore[misc]
+    return kind
+
+
+def suggestion(name: str, parameters: Mapping[str, inspect.Parameter]) -> str:
+    """Return where an unknown argument belongs, or which one is probably meant; nothing if neither is known.
+
+    Args:
+        name: The unknown argument.
+        parameters: The arguments that there are.
+    """
+    owners = group_of_parts(parameters)
+    close = [name] if name in owners else difflib.get_close_matches(name, [*parameters, *owners], n=1)
+    if not close:
+        return ""
+    if close[0] not in owners:
+        return f"did you mean {close[0]!r}?"
+    group = owners[close[0]]
+    written = f"{group}={type(parameters[group].default).__name__}({close[0]}=...)"
+    return f"`{name}` is a part of `{group}`: {written}" if name in owners else f"did you mean {written}?"
+
+
+def group_of_parts(parameters: Mapping[str, inspect.Parameter]) -> dict[str, str]:
+    """Return the group of each argument that is a part of one: a group has a dataclass as its default."""
+    defaults = {group: each.default for group, each in parameters.items() if is_dataclass(each.default)}
+    return {part.name: group for group, default in defaults.items() for part in fields(default)}
+
+
+def check_types(arguments: Any) -> None:
+    """Check that the fields of a dataclass have values of their types.
+
+    Args:
+        arguments: The instance.
+
+    Raises:
+        TypeError: If a value has another type.
+        ValueError: If it is not one of the values that there are.
+    """
+    group = f"{type(arguments).__name__.lower()}." if isinstance(arguments, _Group) else ""
+    of_fields = _kinds(type(arguments))  # type: ignore[arg-type]
+    for each in fields(arguments):
+        value, kinds = getattr(arguments, each.name), of_fields[each.name]
+        if any(_is_of(value, kind) for kind in kinds):
+            continue
+        options = [option for kind in kinds for option in get_args(kind) if get_origin(kind) is Literal]
+        plain = [kind for kind in kinds if get_origin(kind) is not Literal]
+        name, text = f"{group}{each.name}", f"got {value!r} ({type(value).__name__})"
+        if not plain or (int not in plain and type(value) in map(type, options)):
+            values = [*options, *(value for kind in plain for value in _VALUES[kind])]
+            words = [f"one of {', '.join(map(repr, values))}"] if len(values) > 2 else [*map(repr, values)]
+            raise ValueError(f"{name} must be {' or '.join(words)}, {text}.")
+        words = [*(_WORDS.get(kind, (get_origin(kind) or kind).__name__) for kind in plain), *map(repr, options)]
+        raise TypeError(f"{name} must be {' or '.join(words)}{each.metadata.get('advice', '')}, {text}.")
+
+
+@functools.cache
+def _kinds(kind: type) -> dict[str, tuple[Any, ...]]:
+    """The types that each field of a dataclass may have."""
+    hints = get_type_hints(kind)
+    unions = UnionType, Union
+    return {name: get_args(hint) if get_origin(hint) in unions else (hint,) for name, hint in hints.items()}
+
+
+def _is_of(value: Any, kind: Any) -> bool:
+    if get_origin(kind) is Literal:
+        return any(type(value) is type(option) and value == option for option in get_args(kind))  # 1 == 1.0 == True
+    if kind in (int, float):
+        return isinstance(value, (int, kind)) and not isinstance(value, bool)
+    plain = get_origin(kind) or kind
+    return isinstance(value, (list, tuple) if plain is list else plain)
+
+
+def as_duration(value: float | timedelta | None) -> timedelta | None:
+    """Return a time that may be given in seconds."""
+    return timedelta(seconds=value) if isinstance(value, (int, float)) else value
+
+
+def check_duration(name: str, value: float | timedelta | None) -> None:
+    """Check that a time is positive.
+
+    Args:
+        name: Of the argument.
+        value: The time, in seconds if it is a number.
+
+    Raises:
+        ValueError: If it is not.
+    """
+    duration = as_duration(value)
+    if duration is not None and duration <= timedelta(0):
+        raise ValueError(f"{name} must be positive, or None; got {value!r}.")
+
+
+def parse_quantity(text: str) -> float:
+    """A number with a unit such as ``80GiB``, ``300GB`` or ``156TFLOP``.
+
+    Raises:
+        ValueError: If it is none above 0.
+
+    Example:
+        >>> parse_quantity("2KiB")
+        2048.0
+    """
+    match = re.fullmatch(
+        r"(\d+(?:\.\d+)?(?:e\d+)?)\s*(?:([kmgtp])(i?))?(?:B|FLOPS?)?(?:/s)?", text.strip(), re.IGNORECASE
+    )
+    if match is None or float(match[1]) <= 0:
+        raise ValueError(f"{text!r} is not a quantity such as 80GiB, 300GB or 156TFLOP")
+    return float(float(match[1]) * (1024 if match[3] else 1000) ** " kmgtp".index((match[2] or " ").lower()))
+
+
+# -- arguments ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, repr=False)  # jsonargparse takes no other base classes
+class _Group:
+    """A group of arguments; only values other than the defaults are printed."""
+
+    def __repr__(self) -> str:
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        given = [f"{name}={value!r}" for name, value in values.items() if value != getattr(type(self), name)]
+        return f"{type(self).__name__}({', '.join(given)})"
+
+
+@suggests_names
+@dataclass(frozen=True, repr=False)
+class Faults(_Group):
+    """Detection of faults: lost ranks, ranks that wait for each other, ranks that differ, gradients without a value.
+
+    Args:
+        heartbeat_timeout: Time without a heartbeat after which a rank is lost (a stopped process, a cut network, a lost
+            node). It is named, and all ranks exit. Busy ranks send heartbeats too. ``None``: off. At least 3 seconds.
+        stall_timeout: Time after which the job ends if ranks wait for each other and none makes progress. A table shows
+            where each rank is, and names the rank that the others wait for. It does not fire while that rank computes,
+            loads, saves or compiles. At most 80% of ``timeout``. ``None``: off.
+        detect_desync: If True, checksums are compared before each training batch: of the batch in each model group, of
+            parameters over replicas and stages that hold them, and of the random state. It is slow, for debugging.
+            Settings that determine messages between ranks are always compared.
+        on_nonfinite: Action if a gradient is not finite before an optimizer step, on any rank. ``"raise"`` an
+            error on every rank; ``"skip"`` the step, which keeps parameters and optimizer states, and log
+            ``"skipped_steps"``; ``"ignore"`` it, with one warning. With ``precision="16-mixed"`` the gradient scaler
+            skips such steps.
+        compare_microbatches: If True, the first training step compares the loss of some samples in one microbatch with
+            their loss in two, forward only. A loss that is a sum over samples is then summed. For a loss that is
+            not a mean over samples, ``num_microbatches="auto"`` uses one microbatch; a number that you set is kept,
+            with a warning. A mean over targets is weighted by their number, also over replicas. If
+            False, microbatches and replicas are averaged without a comparison.
+
+    Raises:
+        ValueError, TypeError: If an argument is not possible.
+    """
+
+    heartbeat_timeout: float | timedelta | None = timedelta(minutes=1)
+    stall_timeout: float | timedelta | None = timedelta(minutes=8)
+    detect_desync: bool = False
+    on_nonfinite: Literal["raise", "skip", "ignore"] = "ignore"
+    compare_microbatches: bool = True
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        check_duration("faults.stall_timeout", self.stall_timeout)
+        heartbeat = as_duration(self.heartbeat_timeout)
+        if heartbeat is not None and heartbeat < _LEAST_HEARTBEAT:
+            raise ValueError(
+                f"`faults.heartbeat_timeout` must be at least {_LEAST_HEARTBEAT}, or None, as ranks send heartbeats up"
+                f" to two seconds apart; got {heartbeat}."
+            )
+
+
+@suggests_names
+@dataclass(frozen=True, repr=False)
+class Launch(_Group):
+    """Start of the processes, and their order.
+
+    Args:
+        start_method: How the processes of a node start, unless a launcher such as `torchrun` starts them. ``"popen"``
+            runs the script once for each process. ``"fork"``, ``"spawn"`` and ``"forkserver"`` call the Trainer's
+            function in worker processes, and return weights, metrics and the path of the best checkpoint. ``"auto"``:
+            ``"fork"`` in a notebook, else ``"popen"``.
+        process_group_backend: Backend of the process groups. Default: nccl on CUDA, gloo on the CPU.
+        rank_order: Order of the axes in rank numbers, from the outermost to the innermost, whose ranks are consecutive.
+            For example ``"pp-dp-tp"``. With context parallelism ``cp`` is one of the axes; outside of ``tp`` by
+            default.
+
+    Raises:
+        ValueError, TypeError: If an argument is not possible.
+    """
+
+    start_method: Literal["auto", "popen", "spawn", "fork", "forkserver"] = "auto"
+    process_group_backend: str | None = None
+    rank_order: str = "pp-dp-tp"
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        if sorted(self.rank_order.split("-")) not in (sorted(USUAL_AXES), sorted(AXES)):
+            raise ValueError(
+                f"launch.rank_order must name the axes {', '.join(USUAL_AXES)} once each, from the outermost to the"
+                " innermost, joined by '-', such as 'pp-dp-tp'; and cp, where context_parallel_size > 1. Got"
+                f" {self.rank_order!r}."
+            )
+        backend = self.process_group_backend
+        names = [] if backend is None else [part.rpartition(":")[2] for part in backend.split(",")]
+        known = [name for name in dist.Backend.backend_list if name != dist.Backend.UNDEFINED]
+        if unknown := [name for name in names if name.lower() not in known]:
+            raise ValueError(
+                f"launch.process_group_backend={backend!r} names {unknown[0]!r}; there are"
+                f" {', '.join(map(repr, known))}, one alone, or one for each kind of device, such as"
+                " 'cpu:gloo,cuda:nccl'."
+            )
+
+
+@suggests_names
+@dataclass(frozen=True, repr=False)
+class Tuning(_Group):
+    """Trade of memory for speed, and of memory for precision.
+
+    Args:
+        extra_in_flight: Extra microbatches in flight at each stage boundary, to hide network latency between nodes. An
+            int applies to all boundaries; a list has one value for each boundary between neighboring pipeline ranks.
+            It costs the activations of as many microbatches on the ranks before the boundary; results are bitwise
+            identical. ``"auto"`` measures the links between nodes in the first three steps, and then uses the smallest
+            value that hides them and for which CUDA devices have memory; 0 within a node.
+        reshard_after_forward: When ZeRO stage 3 reshards the parameters of a layer, as in FSDP2. ``True``: after each
+            forward and each backward of the layer, which takes the least memory. ``False``: after its last backward of
+            a step, so that the microbatches of a step share one all-gather. ``"auto"``: ``False`` with several
+            microbatches, else ``True``.
+        float32_gradients: If True, gradients of half-precision parameters (``precision="bf16-true"``) are summed over
+            microbatches and ranks in float32.
+        memory_limit: Memory of a device that a searched layout may use. ``"80GiB"``, ``"24GB"`` or a number of bytes.
+            Default: all memory of a CUDA device, no limit on the CPU. Leave some for libraries.
+
+    Raises:
+        ValueError, TypeError: If an argument is not possible.
+    """
+
+    extra_in_flight: int | list[int] | Literal["auto"] = 0
+    reshard_after_forward: bool | Literal["auto"] = "auto"
+    float32_gradients: bool = False
+    memory_limit: float | str | None = None
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        extra = self.extra_in_flight
+        for number in () if isinstance(extra, str) else (extra,) if isinstance(extra, int) else extra:
+            if not _is_of(number, int):
+                raise TypeError(
+                    f"tuning.extra_in_flight must be an integer or a list of integers or 'auto', got {extra!r}."
+                )
+            if number < 0:
+                raise ValueError(f"tuning.extra_in_flight must be at least 0, got {extra!r}.")
+        if self.memory_bytes is not None and not self.memory_bytes > 0:
+            raise ValueError(f"tuning.memory_limit must be above 0 bytes, got {self.memory_limit!r}.")
+
+    @property
+    def memory_bytes(self) -> float | None:
+        """The bytes of a device that a run may use; ``None`` without a limit."""
+        if not isinstance(self.memory_limit, str):
+            return self.memory_limit
+        try:
+            return parse_quantity(self.memory_limit)
+        except ValueError:
+            raise ValueError(
+                f"tuning.memory_limit must be a quantity such as '80GiB' or '24GB', got {self.memory_limit!r}."
+            ) from None
 
 
 @dataclass(frozen=True)
 class HybridConfig:
-    """The arguments of `HybridStrategy`, resolved, apart from the sizes of the axes."""
+    """The arguments of `HybridStrategy`, as they are given: it documents them."""
 
-    schedule: str = field(metadata=_STR)
-    num_microbatches: int
-    auto_microbatches: bool  # whether there may be fewer of them for the sake of batch norm
-    num_chunks: int
-    searched: tuple[str, ...]  # arguments that are found at the start; until then others stand for them
-    memory_limit: float | None  # bytes of a device that what is found may use
-    extra_in_flight: int | list[int] | str = field(metadata={"kinds": (int, list, tuple, str)})
-    partition: str | list[int] = field(metadata={"kinds": (str, list, tuple)})
-    body: str | list[str] | None = field(metadata={"kinds": (str, list, tuple, type(None))})
-    tensor_parallel_mode: str
-    tensor_parallel_depth: int
-    tensor_parallel_plan: UserPlan | str | None = field(metadata={"kinds": (str, dict, type(None))})
-    sequence_parallel: bool = field(metadata=_BOOL)
-    context_parallel_size: int
-    context_parallel: str = field(metadata=_STR)
-    zero_stage: int
-    global_batch_size: int | None
-    zero_frees: str
-    recompute: Recompute
-    offload: tuple[str, ...]
-    float32_gradients: bool = field(metadata=_BOOL)
-    master_weights: bool = field(metadata=_BOOL)
-    broadcast_batches: bool = field(metadata=_BOOL)
-    loss_reduction: str
-    dynamic_shapes: bool = field(metadata=_BOOL)
-    save_distributed_checkpoint: bool = field(metadata=_BOOL)
-    async_save: bool = field(metadata=_BOOL)
-    gather_module_on_teardown: bool | str = field(metadata={"kinds": (bool, str)})
-    initial_weights: str | Path | None = field(metadata={"kinds": (str, Path, type(None))})
-    rank_order: str = field(metadata=_STR)
-    start_method: str
-    process_group_backend: str | None = field(metadata=_OPTIONAL_STR)
-    timeout: timedelta | None = field(metadata=_OPTIONAL_TIME)
-    stall_timeout: timedelta | None = field(metadata=_OPTIONAL_TIME)
-    heartbeat_timeout: timedelta | None = field(metadata=_OPTIONAL_TIME)
-    detect_desync: bool = field(metadata=_BOOL)
-    compare_microbatches: bool = field(metadata=_BOOL)
-    on_nonfinite: str
+    data_parallel_size: int | Literal["auto"] = "auto"
+    tensor_parallel_size: int | list[int] | Literal["auto"] = 1
+    pipeline_parallel_size: int | list[int] | Literal["auto"] = 1
+    num_microbatches: int | Literal["auto"] = "auto"
+    schedule: str | None = None
+    num_chunks: int | Literal["auto"] = 1
+    partition: str | list[int] = "uniform"
+    body: str | list[str] | None = None
+    tensor_parallel_mode: Literal["1d", "2d", "2.5d", "3d"] = "1d"
+    tensor_parallel_depth: int = 1
+    tensor_parallel_plan: dict[str, str | dict[str, str]] | str | None = "auto"
+    sequence_parallel: bool = False
+    context_parallel_size: int = field(default=1, metadata={"advice": " (layout='auto' finds one)"})
+    context_parallel: Literal["ulysses", "ring", "all_gather"] = "ulysses"
+    global_batch_size: int | None = None
+    zero_stage: Literal[0, 1, 2, 3, "auto"] = 0
+    recompute: bool | int | float | str | list[int] | list[str] = False
+    offload: str | list[str] | None = None
+    master_weights: bool = False
+    broadcast_batches: bool = True
+    loss_reduction: Literal["mean", "sum"] = "mean"
+    dynamic_shapes: bool = False
+    save_distributed_checkpoint: bool = False
+    async_save: bool = False
+    gather_module_on_teardown: bool | Literal["auto"] = "auto"
+    initial_weights: str | Path | None = None
+    timeout: float | timedelta | None = timedelta(minutes=10)
+    layout: Literal["auto"] | None = None
+    faults: Faults = Faults()
+    launch: Launch = Launch()
+    tuning: Tuning = Tuning()
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        check_duration("timeout", self.timeout)
+
+    def changed(self: _Config, arguments: Mapping[str, Any]) -> _Config:
+        """Return the same with other values, by name; ``"tuning.memory_limit"`` is a part of a group."""
+        changes: dict[str, Any] = {}
+        for name, value in arguments.items():
+            group, _, part = name.partition(".")
+            changes[group] = replace(changes.get(group, getattr(self, group)), **{part: value}) if part else value
+        return replace(self, **changes)
+
+    def by_name(self) -> dict[str, Any]:
+        """Return the value of each argument, parts of groups with a dot in their names."""
+        names = [each.name for each in fields(HybridConfig)]
+        groups = {name: fields(value) for name in names if is_dataclass(value := getattr(self, name))}
+        flat = [name for name in names if name not in groups]
+        parts = [f"{name}.{each.name}" for name, of_group in groups.items() for each in of_group]
+        return {name: attrgetter(name)(self) for name in (*flat, *parts)}
+
+
+@dataclass(frozen=True)
+class Settings(HybridConfig):
+    """The arguments of a run, with numbers in place of open arguments.
+
+    Attributes:
+        requested: The arguments as they were given.
+        searched: Names of the arguments that a search finds at the start; they have provisional values.
+    """
+
+    num_microbatches: int = 1
+    schedule: str = "1f1b"
+    num_chunks: int = 1
+    zero_stage: Literal[0, 1, 2, 3] = 0
+    requested: HybridConfig = HybridConfig()
+    searched: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Check nothing: the given arguments have been checked, and a search makes thousands of these."""
+
+    @classmethod
+    def of(cls, requested: HybridConfig, provisional: HybridConfig, searched: tuple[str, ...]) -> Settings:
+        """Return the settings of arguments, with provisional values of the searched ones."""
+        values: dict[str, Any] = vars(provisional) | {"requested": requested, "searched": searched}
+        if provisional.num_microbatches == "auto":
+            values["num_microbatches"] = usual_microbatches(preferred(values["pipeline_parallel_size"]))
+        return cls(**values)
+
+    @property
+    def requested_sizes(self) -> tuple[Any, Any, Any]:
+        """(data, tensor, pipeline) parallel size as they were given."""
+        given = self.requested
+        return given.data_parallel_size, given.tensor_parallel_size, given.pipeline_parallel_size
+
+    @property
+    def auto_microbatches(self) -> bool:
+        """True if batch norm or the loss may reduce the number of microbatches."""
+        return self.requested.num_microbatches == "auto"
+
+    @property
+    def offloaded(self) -> tuple[str, ...]:
+        """The kinds of tensors that are kept on the host."""
+        return (self.offload,) if isinstance(self.offload, str) else tuple(self.offload or ())
+
+    @property
+    def axis_order(self) -> str:
+        """The order of the axes that divide something: see :func:`with_context_axis`."""
+        return with_context_axis(self.launch.rank_order, self.context_parallel_size)
 
     def extra_of_links(self, num_ranks: int) -> tuple[int, ...]:
-        """:attr:`extra_in_flight` for each link between neighbouring ranks of a pipeline; with ``"auto"`` none yet."""
-        extra = 0 if isinstance(self.extra_in_flight, str) else self.extra_in_flight
+        """`extra_in_flight` for each link between neighbouring ranks of a pipeline; with ``"auto"`` none yet."""
+        extra = 0 if isinstance(self.tuning.extra_in_flight, str) else self.tuning.extra_in_flight
         return (extra,) * (num_ranks - 1) if isinstance(extra, int) else tuple(extra)
+
+    @property
+    def time_limit(self) -> timedelta | None:
+        """How long a collective may take; ``None`` for torch's own limit."""
+        return as_duration(self.timeout)
 
     @property
     def seconds_to_time_out(self) -> float:
         """How long a collective may take."""
-        return (self.timeout or default_pg_timeout).total_seconds()
+        return (self.time_limit or default_pg_timeout).total_seconds()
 
     @property
     def seconds_to_stall(self) -> float | None:
         """How long nothing may finish: some time before a collective gives up, after which nobody can be asked."""
-        if self.stall_timeout is None:
-            return None
-        return min(self.stall_timeout.total_seconds(), 0.8 * self.seconds_to_time_out)
+        limit = as_duration(self.faults.stall_timeout)
+        return None if limit is None else min(limit.total_seconds(), 0.8 * self.seconds_to_time_out)
 
     @property
     def seconds_of_heartbeat(self) -> float | None:
         """How long a rank may give no sign."""
-        return None if self.heartbeat_timeout is None else self.heartbeat_timeout.total_seconds()
+        limit = as_duration(self.faults.heartbeat_timeout)
+        return None if limit is None else limit.total_seconds()
 
     @property
     def shares_casts(self) -> bool:
@@ -105,7 +491,11 @@ class HybridConfig:
     @property
     def frees_early(self) -> bool:
         """Whether stage 3 of ZeRO lets go of a layer after each use."""
-        return self.zero_frees == "microbatch" or (self.zero_frees == "auto" and self.num_microbatches == 1)
+        reshards = self.tuning.reshard_after_forward
+        return self.num_microbatches == 1 if reshards == "auto" else reshards
+
+
+# -- sizes -------------------------------------------------------------------------------------------------------------
 
 
 def choices(size: int | Sequence[int]) -> tuple[int, ...]:
@@ -138,260 +528,3 @@ def with_context_axis(rank_order: str, context_parallel_size: int) -> str:
 def usual_microbatches(pipeline_parallel_size: int) -> int:
     """How many microbatches ``"auto"`` is."""
     return 4 * pipeline_parallel_size if pipeline_parallel_size > 1 else 1
-
-
-def resolve_sizes(
-    world_size: int,
-    data_parallel_size: int | str,
-    tensor_parallel_size: int | Sequence[int],
-    pipeline_parallel_size: int | Sequence[int],
-    context_parallel_size: int = 1,
-) -> tuple[int, int, int]:
-    """The sizes of the axes that every mesh has: of those allowed, the first that go with the number of processes.
-
-    The first pipeline parallel size is tried with each tensor parallel size in turn, then the second one, and so on.
-
-    Args:
-        world_size: The number of processes.
-        data_parallel_size: The number of replicas, or ``"auto"`` for all that the other two axes leave.
-        tensor_parallel_size: The number of ranks that share each layer, or those that are allowed.
-        pipeline_parallel_size: The number of ranks that share the layers, or those that are allowed.
-        context_parallel_size: The number of ranks that share each sequence.
-
-    Returns:
-        (data, tensor, pipeline) parallel size; their product, times ``context_parallel_size``, is ``world_size``.
-
-    Raises:
-        ValueError: If no sizes multiply to ``world_size``.
-
-    Example:
-        >>> resolve_sizes(8, "auto", 2, 2)
-        (2, 2, 2)
-        >>> resolve_sizes(6, "auto", 1, [4, 2])
-        (3, 1, 2)
-    """
-    allowed = choices(pipeline_parallel_size), choices(tensor_parallel_size)
-    for pipeline, tensor in itertools.product(*allowed):
-        replicas, rest = divmod(world_size, tensor * pipeline * context_parallel_size)
-        if not rest and data_parallel_size in ("auto", replicas):
-            return replicas, tensor, pipeline
-    context = f" x context_parallel_size ({context_parallel_size})" if context_parallel_size > 1 else ""
-    if max(map(len, allowed)) > 1:
-        raise ValueError(
-            f"{world_size} processes cannot be divided by any of the sizes that are allowed: pipeline_parallel_size"
-            f" {list(allowed[0])}, tensor_parallel_size {list(allowed[1])}, data_parallel_size {data_parallel_size!r}"
-            f"{context}."
-            f" Add sizes whose product divides {world_size}, such as 1, or start another number of processes."
-        )
-    pipeline, tensor = preferred(pipeline_parallel_size), preferred(tensor_parallel_size)
-    model = tensor * pipeline * context_parallel_size
-    if world_size % model:
-        raise ValueError(
-            f"{world_size} processes cannot be divided into model groups of tensor_parallel_size"
-            f" ({tensor}) x pipeline_parallel_size ({pipeline}){context} = {model} ranks. Set"
-            f" `Trainer(devices=..., num_nodes=...)` to a multiple of {model}, or choose sizes whose product divides"
-            f" {world_size}."
-        )
-    data = int(data_parallel_size)
-    raise ValueError(
-        f"data_parallel_size ({data}) x tensor_parallel_size ({tensor}) x pipeline_parallel_size"
-        f" ({pipeline}){context} = {data * model}, but there are {world_size} processes. Set"
-        f" data_parallel_size={world_size // model} or 'auto', or start {data * model} processes."
-    )
-
-
-#: How tensor-parallel ranks are arranged.
-TENSOR_PARALLEL_MODES = ("1d", "2d", "2.5d", "3d")
-
-
-@dataclass(frozen=True)
-class BlockLayout:
-    """How an activation, seen as a matrix, lies in blocks over a grid of ranks.
-
-    Attributes:
-        rows: The axes over which rows (samples) are divided, the outermost first.
-        features: The axis over which features are divided.
-    """
-
-    rows: tuple[str, ...]
-    features: str
-
-
-@dataclass(frozen=True)
-class GridShape:
-    """The arrangement of tensor-parallel ranks in two or three dimensions.
-
-    An axis is called as the groups of ranks along it are in the papers and in Colossal-AI. 2 x 2 ranks, and 2 x 2 x 2::
-
-        2d, 2.5d (depth 2)                      3d
-        depth 0   0 1    depth 1   4 5          output 0   0 1    output 1   4 5      weight: to the right
-                  2 3              6 7                     2 3               6 7      input:  down
-
-        row      [0,1] [2,3] [4,5] [6,7]        weight   [0,1] [2,3] [4,5] [6,7]
-        column   [0,2] [1,3] [4,6] [5,7]        input    [0,2] [1,3] [4,6] [5,7]
-        depth    [0,4] [1,5] [2,6] [3,7]        output   [0,4] [1,5] [2,6] [3,7]
-
-    Attributes:
-        mode: One of :data:`TENSOR_PARALLEL_MODES`, but for the first.
-        axes: Names and sizes, the outermost first.
-        outer: The layout of what enters a pair of layers, and leaves it.
-        inner: The layout between the two layers of a pair.
-    """
-
-    mode: str
-    axes: tuple[tuple[str, int], ...]
-    outer: BlockLayout
-    inner: BlockLayout
-
-    @property
-    def size(self) -> int:
-        """The number of ranks."""
-        return self.parts(name for name, _ in self.axes)
-
-    def parts(self, names: Iterable[str]) -> int:
-        """Into how many parts several axes divide something."""
-        return math.prod(dict(self.axes)[name] for name in names)
-
-    def index(self, rank: int, names: Iterable[str]) -> int:
-        """Which of these parts a tensor-parallel rank has."""
-        index = 0
-        coordinates = self.coordinates(rank)
-        for name in names:
-            index = index * dict(self.axes)[name] + coordinates[name]
-        return index
-
-    def coordinates(self, rank: int) -> dict[str, int]:
-        """Where a tensor-parallel rank is, by axis."""
-        found: dict[str, int] = {}
-        for name, size in reversed(self.axes):
-            rank, found[name] = divmod(rank, size)
-        return found
-
-    def ranks_along(self, names: Collection[str]) -> list[int]:
-        """The tensor-parallel ranks that differ from the first one along some axes alone."""
-        coordinates = [self.coordinates(rank) for rank in range(self.size)]
-        others = [name for name, _ in self.axes if name not in names]
-        return [rank for rank, at in enumerate(coordinates) if not any(at[name] for name in others)]
-
-    @property
-    def mesh_axes(self) -> dict[str, tuple[str, ...]]:
-        """The axes of the mesh over which parameters lie, by name.
-
-        Of a cube, a weight has one of its sides divided over ``"output"``, and the other over ``"input"`` and
-        ``"weight"``, which are one axis there: what torch finds out about tensors over three axes takes it minutes.
-        """
-        parts = [("output",), ("input", "weight")] if self.mode == "3d" else [(name,) for name, _ in self.axes]
-        return {"_".join(axes): axes for axes in parts}
-
-    def groups(self) -> list[tuple[str, ...]]:
-        """The axes along which ranks work together: each alone, and those over which the rows of a layout lie."""
-        rows = [layout.rows for layout in (self.outer, self.inner)]
-        return list(dict.fromkeys([*((name,) for name, _ in self.axes), *rows]))
-
-
-def grid_shape(mode: str, size: int, depth: int = 1) -> GridShape | None:
-    """The arrangement of tensor-parallel ranks; ``None`` for ``"1d"``, where they are in a line, and for a single one.
-
-    Args:
-        mode: One of :data:`TENSOR_PARALLEL_MODES`.
-        size: The number of tensor-parallel ranks.
-        depth: Of ``"2.5d"``: how many squares there are.
-
-    Raises:
-        ValueError: If they cannot be arranged so.
-
-    Example:
-        >>> grid_shape("2.5d", 8, 2).axes
-        (('depth', 2), ('column', 2), ('row', 2))
-    """
-    if mode == "1d" or size == depth == 1:
-        return None
-    power, number = (3, 1) if mode == "3d" else (2, depth)
-    edge = next(edge for edge in itertools.count(1) if number * (edge + 1) ** power > size)
-    if number * edge**power != size:
-        form = {"2d": "a square", "2.5d": f"tensor_parallel_depth ({depth}) x a square", "3d": "a cube"}[mode]
-        near = [number * each**power for each in (edge, edge + 1)]
-        near = near[:1] if near[0] > size else near
-        raise ValueError(
-            f"tensor_parallel_mode={mode!r} needs a tensor_parallel_size that is {form}, got {size}. The nearest"
-            f" {'is' if len(near) == 1 else 'are'} {' and '.join(map(str, near))}."
-        )
-    if mode == "3d":
-        outer, inner = BlockLayout(("input", "weight"), "output"), BlockLayout(("output", "weight"), "input")
-        return GridShape(mode, tuple((name, edge) for name in ("output", "input", "weight")), outer, inner)
-    layout = BlockLayout(("depth", "column") if mode == "2.5d" else ("column",), "row")
-    axes = (("depth", depth),) if mode == "2.5d" else ()
-    return GridShape(mode, (*axes, ("column", edge), ("row", edge)), layout, layout)
-
-
-def check_grid(mode: str, sizes: Iterable[int], depth: int, *, sequence_parallel: bool) -> None:
-    """Check how tensor-parallel ranks are to be arranged.
-
-    Args:
-        mode: One of :data:`TENSOR_PARALLEL_MODES`.
-        sizes: The numbers of ranks that are allowed.
-        depth: As of :func:`grid_shape`.
-        sequence_parallel: Whether sequences are divided.
-
-    Raises:
-        ValueError: If these do not go together.
-    """
-    if depth > 1 and mode != "2.5d":
-        raise ValueError(
-            f"tensor_parallel_depth={depth} is a number of squares, as tensor_parallel_mode='2.5d' has several; got"
-            f" tensor_parallel_mode={mode!r}. Leave it out, or use '2.5d'."
-        )
-    if mode != "1d" and sequence_parallel:
-        raise ValueError(
-            f"sequence_parallel=True divides activations over ranks in a line; tensor_parallel_mode={mode!r} has them"
-            " divided already, over samples and features. Leave one of the two out."
-        )
-    for size in sizes:
-        grid_shape(mode, size, depth)
-
-
-def accumulated_batches(global_batch_size: int, batch_size: int, data_parallel_size: int) -> int:
-    """How many batches of each replica make an optimizer step.
-
-    Args:
-        global_batch_size: Samples of an optimizer step, of all replicas.
-        batch_size: Of the loader, on each replica.
-        data_parallel_size: The number of replicas.
-
-    Raises:
-        ValueError: If that is no whole number.
-
-    Example:
-        >>> accumulated_batches(64, 8, 2)
-        4
-    """
-    at_once = batch_size * data_parallel_size
-    if global_batch_size % at_once:
-        sizes = [size for size in range(1, batch_size) if not global_batch_size % (size * data_parallel_size)]
-        advice = f" or let a batch have {sizes[-1]} samples" if sizes else ""
-        raise ValueError(
-            f"global_batch_size={global_batch_size} is not a multiple of {at_once}: {data_parallel_size} replicas take"
-            f" a batch of {batch_size} samples each. Set it to a multiple of {at_once},{advice} or choose another"
-            " number of replicas."
-        )
-    return global_batch_size // at_once
-
-
-def suggests_names(init: Callable[_P, None]) -> Callable[_P, None]:
-    """Let a constructor name the argument that an unknown one is probably meant to be.
-
-    Args:
-        init: An ``__init__`` whose arguments all have names.
-    """
-    names = list(inspect.signature(init).parameters)[1:]
-
-    @functools.wraps(init)
-    def checked(*args: _P.args, **kwargs: _P.kwargs) -> None:
-        for name in kwargs:
-            if name not in names:
-                close = difflib.get_close_matches(name, names, n=1)
-                advice = f"did you mean {close[0]!r}?" if close else f"There are {', '.join(names)}."
-                raise TypeError(f"HybridStrategy has no argument {name!r}; {advice}")
-        init(*args, **kwargs)
-
-    return checked

@@ -28,7 +28,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from examples.lamb import Lamb
-from lightning_hybrid import HybridStrategy
+from lightning_hybrid import Faults, HybridStrategy, Launch, Tuning
 from lightning_hybrid.cli.hybrid_cli import HybridCLI
 from lightning_hybrid.cli.main import main
 from lightning_hybrid.distributed.dtensor import full_tensor, is_tensor_parallel
@@ -41,6 +41,8 @@ DOCUMENTS = sorted((ROOT / "docs" / "migrate").glob("*.md"))
 TEXT = "\n".join(document.read_text(encoding="utf-8") for document in DOCUMENTS)
 
 # -- reading the documents --------------------------------------------------------------------------------------------
+
+GROUPS: dict[str, Any] = {"Faults": Faults, "Launch": Launch, "Tuning": Tuning}  # of arguments
 
 
 @dataclass(frozen=True)
@@ -285,7 +287,7 @@ class Writes:
         self.names: dict[str, Any] = {"dataset": dataset, **loaders}
         for block in blocks("python"):
             exec(block, self.names)
-        self.names.update(HybridStrategy=self._make_strategy, Trainer=self.arguments.update)
+        self.names.update(GROUPS, HybridStrategy=self._make_strategy, Trainer=self.arguments.update)
 
     def _make_strategy(self, **arguments: Any) -> None:
         self.strategy = meant(**arguments)
@@ -391,7 +393,8 @@ def trainings(row: Row) -> list[list[Line]]:
 
 def sizes_of(lines: list[Line]) -> dict[str, Any]:
     """The sizes of axes that a strategy among these lines names; without one, those of the usual pipeline."""
-    named = [eval(line.code, {"HybridStrategy": meant}) for line in lines if line.code.startswith("HybridStrategy(")]
+    names = {**GROUPS, "HybridStrategy": meant}
+    named = [eval(line.code, names) for line in lines if line.code.startswith("HybridStrategy(")]
     arguments = named[0] if named else {"pipeline_parallel_size": 2}
     return {name: size for name, size in arguments.items() if name.endswith("_parallel_size") and size != "auto"}
 
@@ -511,7 +514,7 @@ def test_yaml_makes_a_training(block: str, tmp_path: Path, monkeypatch: pytest.M
         cli = HybridCLI(args=words, run=False, save_config_callback=None)
     assert isinstance(cli.trainer.strategy, HybridStrategy)
     arguments = yaml.safe_load(block)["trainer"]["strategy"]["init_args"]
-    assert cli.trainer.strategy._requested_sizes[2] == arguments["pipeline_parallel_size"]
+    assert cli.trainer.strategy.settings.requested.pipeline_parallel_size == arguments["pipeline_parallel_size"]
     assert hasattr(cli.model, "body")
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, Dataset
 
+from lightning_hybrid import Faults
 from lightning_hybrid.trainer.losses.loss_terms import LossTerms, common_count
 from tests.pool import Pools
 from tests.trainer.losses.test_loss_weights import LAYOUTS, Seen, size_of
@@ -389,7 +390,8 @@ def test_other_losses_stay_as_they_are(ranks: Pools, name: str) -> None:
     """Bit by bit, and from the second step on with as many collectives."""
     pool = ranks(2, lightning=True)
     found, losses, counts = pool.run(fit_variant, name, DP2, BATCH)[0]
-    expected, plain, least = pool.run(fit_variant, name, {**DP2, "compare_microbatches": False}, BATCH)[0]
+    arguments = {**DP2, "faults": Faults(compare_microbatches=False)}
+    expected, plain, least = pool.run(fit_variant, name, arguments, BATCH)[0]
     assert all(torch.equal(value, expected[key]) for key, value in found.items())
     assert torch.equal(torch.stack(losses), torch.stack(plain))
     assert counts[1:] == least[1:]
@@ -401,7 +403,7 @@ def test_the_hook_of_the_module_has_precedence(ranks: Pools, more: dict[str, Any
     """Which counts samples here."""
     pool = ranks(2 * more.get("pipeline_parallel_size", 1), lightning=True)
     found = pool.run(fit_variant, "hook", {**DP2, **more}, BATCH)
-    expected = pool.run(fit_variant, "masked", {**DP2, **more, "compare_microbatches": False}, BATCH)
+    expected = pool.run(fit_variant, "masked", {**DP2, **more, "faults": Faults(compare_microbatches=False)}, BATCH)
     for (values, _, _), (others, _, _) in zip(found, expected, strict=True):
         torch.testing.assert_close(values, others, rtol=1e-10, atol=1e-12)
 

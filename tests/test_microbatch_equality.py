@@ -15,6 +15,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
+from lightning_hybrid import Faults, Tuning
 from tests.coupled_losses import (
     COUPLED,
     Loss,
@@ -155,10 +156,10 @@ def test_the_same_around_a_sequential(ranks: Pools) -> None:
 ZERO_3 = {"data_parallel_size": 2, "zero_stage": 3}
 
 
-@pytest.mark.parametrize("frees", ["step", "microbatch"])
-def test_parameters_that_are_gathered_are_those_of_the_step(ranks: Pools, frees: str) -> None:
+@pytest.mark.parametrize("reshards", [False, True])
+def test_parameters_that_are_gathered_are_those_of_the_step(ranks: Pools, reshards: bool) -> None:
     """A forward that left parameters as they were before they were gathered would find differences everywhere."""
-    layout = {**ZERO_3, "zero_frees": frees, "num_microbatches": 2}
+    layout = {**ZERO_3, "tuning": Tuning(reshard_after_forward=reshards), "num_microbatches": 2}
     mean, kept = (found["texts"] for found in ranks(2, lightning=True).run(fit, layout, [mean_of_samples, dice])[0])
     assert not mean
     assert len(kept) == 1
@@ -175,7 +176,7 @@ def test_a_number_that_was_set_is_kept_and_said(ranks: Pools, layout: dict[str, 
 
 
 def test_the_comparison_can_be_switched_off(ranks: Pools) -> None:
-    layout = {"pipeline_parallel_size": 2, "compare_microbatches": False}
+    layout = {"pipeline_parallel_size": 2, "faults": Faults(compare_microbatches=False)}
     (found,) = ranks(2, lightning=True).run(fit, layout, [contrastive])[0]
     assert not found["texts"]
     assert found["losses"] != pytest.approx(fit(None, [contrastive])[0]["losses"], rel=1e-3)

@@ -16,7 +16,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
 
-from lightning_hybrid import HybridStrategy
+from lightning_hybrid import HybridStrategy, Launch
 from lightning_hybrid.strategy.launch import check_copying
 
 ROOT = Path(__file__).parent.parent
@@ -33,7 +33,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_hybrid
-from lightning_hybrid import HybridStrategy
+from lightning_hybrid import HybridStrategy, Launch
 
 
 class Model(LightningModule):
@@ -110,7 +110,8 @@ def test_a_notebook_trains_a_pipeline_and_gets_back_what_was_trained(tmp_path: P
 
 SCRIPT = """
 if __name__ == "__main__":
-    strategy = HybridStrategy(pipeline_parallel_size=2, start_method=sys.argv[1], **json.loads(sys.argv[3]))
+    launch = Launch(start_method=sys.argv[1])
+    strategy = HybridStrategy(pipeline_parallel_size=2, launch=launch, **json.loads(sys.argv[3]))
     print("FOUND", outcome(*trained(sys.argv[2], 2, strategy)))
 """
 
@@ -144,7 +145,7 @@ def test_weights_of_a_module_that_stays_divided_do_not_come_back_and_that_is_sai
 def test_in_a_notebook_a_launcher_of_scripts_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(INTERACTIVE, True)
     for start_method in ("popen", "spawn"):
-        strategy = HybridStrategy(pipeline_parallel_size=2, start_method=start_method)  # type: ignore[arg-type]
+        strategy = HybridStrategy(pipeline_parallel_size=2, launch=Launch(start_method=start_method))  # type: ignore[arg-type]
         with pytest.raises(MisconfigurationException, match="not compatible with an interactive environment"):
             Trainer(accelerator="cpu", devices=2, strategy=strategy)
 

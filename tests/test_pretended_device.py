@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_hybrid import HybridStrategy
+from lightning_hybrid import Faults, HybridStrategy, Launch
 from lightning_hybrid.checkpoint.snapshot import snapshot
 from lightning_hybrid.distributed import dtensor
 from lightning_hybrid.memory.offload import Offload
@@ -203,7 +203,7 @@ class Case:
 PP2: dict[str, Any] = {"pipeline_parallel_size": 2}
 CASES = {
     "pp2": Case(PP2),
-    "pp2, over gloo": Case({**PP2, "process_group_backend": "gloo"}),
+    "pp2, over gloo": Case({**PP2, "launch": Launch(process_group_backend="gloo")}),
     "pp2, interleaved": Case({**PP2, "schedule": "interleaved_1f1b", "num_chunks": 2}),
     "pp2, all of it": Case(
         {**PP2, "offload": ["activations", "optimizer"], "recompute": True, "dynamic_shapes": True},
@@ -416,7 +416,7 @@ def early_receives(settings: dict[str, Any], accumulated: int) -> list[bool]:
 
     how: dict[str, Any] = {"accumulate_grad_batches": accumulated, "limit_val_batches": 0, "num_nodes": 2}
     with pretended_device(), patch.object(Engine, "run", noting):
-        gpu_fits.fit(HybridStrategy(**settings, compare_microbatches=False), **how)
+        gpu_fits.fit(HybridStrategy(**settings, faults=Faults(compare_microbatches=False)), **how)
     assert len(ran) == 12
     early = [build(each.name, each.num_ranks, each.num_microbatches, each.num_chunks) for each in ran]
     return [one.actions == other.actions for one, other in zip(ran, early, strict=True)]

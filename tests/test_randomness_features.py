@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch import Callback, seed_everything
 from torch import Tensor, nn
 
+from lightning_hybrid import Faults
 from lightning_hybrid.pipeline_parallel.frame.fake_tensors import FakeTensor
 from tests.pool import Pools
 from tests.training_jobs import LAYOUTS, PP2, Losses, Regression, assert_same, loader, make_trainer, weights
@@ -136,7 +137,9 @@ def dropped(layout: Layout, seed: int) -> dict[str, Any]:
     for index, layer in enumerate(module.body):
         layer[2].register_forward_hook(keep(index))
     # The comparison of microbatches runs forwards without dropout, which hooks see too.
-    make_trainer({**layout, "compare_microbatches": False}, callbacks=[losses]).fit(module, loader(8, 32))
+    make_trainer({**layout, "faults": Faults(compare_microbatches=False)}, callbacks=[losses]).fit(
+        module, loader(8, 32)
+    )
     return {"masks": masks, "losses": losses.values}
 
 

@@ -13,6 +13,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_hybrid import Tuning
 from lightning_hybrid.pipeline_parallel.frame.units import has_teacher
 from tests.pool import Pools
 from tests.teacher_modules import BYOL, MODULES, PATCHES, ForeachBYOL
@@ -226,7 +227,7 @@ WITHOUT_PIPELINE = {
     "zero 1": {"data_parallel_size": 2, "num_microbatches": 2, "zero_stage": 1},
     "zero 3": {"data_parallel_size": 2, "num_microbatches": 2, "zero_stage": 3},
     "zero 3 microbatch": {
-        "data_parallel_size": 2, "num_microbatches": 2, "zero_stage": 3, "zero_frees": "microbatch",
+        "data_parallel_size": 2, "num_microbatches": 2, "zero_stage": 3, "tuning": Tuning(reshard_after_forward=True),
     },
     "zero 1 whole": {"data_parallel_size": 2, "zero_stage": 1, "num_microbatches": 1},
     "zero 3 whole": {"data_parallel_size": 2, "zero_stage": 3, "num_microbatches": 1},
@@ -269,7 +270,7 @@ PIPELINES = {
     },
     "pp 2 x zero 3 microbatch": {
         "pipeline_parallel_size": 2, "data_parallel_size": 2, "num_microbatches": 2, "zero_stage": 3,
-        "zero_frees": "microbatch",
+        "tuning": Tuning(reshard_after_forward=True),
     },
 }  # fmt: skip
 CHAINS: list[Job] = [
@@ -296,7 +297,7 @@ METHODS = {
     "tensor": {"tensor_parallel_size": 2},
     "zero 1": {"data_parallel_size": 2, "zero_stage": 1},
     "zero 2": {"data_parallel_size": 2, "zero_stage": 2},
-    "zero 3": {"data_parallel_size": 2, "zero_stage": 3, "zero_frees": "step"},
+    "zero 3": {"data_parallel_size": 2, "zero_stage": 3, "tuning": Tuning(reshard_after_forward=False)},
 }
 
 

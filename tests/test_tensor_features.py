@@ -25,6 +25,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from examples.lamb import Lamb
+from lightning_hybrid import Faults
 from lightning_hybrid.distributed.dtensor import full_tensor, is_sharded, to_local
 from lightning_hybrid.pipeline_parallel.p2p import Channel
 from tests import tensor_modules as zoo
@@ -438,7 +439,7 @@ def boundary_bytes(sequence_parallel: bool) -> int:
 
     send = Channel.send
     with mock.patch.object(Channel, "send", counting):
-        layout = {**TP2_PP2, "sequence_parallel": sequence_parallel, "compare_microbatches": False}
+        layout = {**TP2_PP2, "sequence_parallel": sequence_parallel, "faults": Faults(compare_microbatches=False)}
         make_trainer(layout, max_steps=2, limit_val_batches=0).fit(made(zoo.Encoders))
     return sent
 

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader, DistributedSampler
 
-from lightning_hybrid import HybridStrategy
+from lightning_hybrid import HybridStrategy, Launch, Tuning
 from lightning_hybrid.distributed.dtensor import full_tensor, is_tensor_parallel
 from lightning_hybrid.distributed.random import derive_seed, seed_generators
 from lightning_hybrid.distributed.tensor_metadata import METADATA
@@ -96,7 +96,7 @@ class Layout:
     rank_order: str = "pp-dp-tp"
     partition: str = "uniform"
     zero: int = 0
-    frees: str = "auto"
+    reshards: bool | str = "auto"
     recompute: bool | str = False
     context: int = 1
     context_kind: str = "ulysses"
@@ -379,7 +379,7 @@ FRAME_LAYOUTS: dict[str, Layout] = _named(
         Layout("frame_pp2_chunks2", pipeline=2, chunks=2, microbatches=4),
         Layout("frame_zero1", pipeline=2, data=2, microbatches=4, zero=1),
         Layout("frame_zero3", pipeline=2, data=2, microbatches=4, zero=3),
-        Layout("frame_zero3_early", pipeline=2, data=2, microbatches=3, zero=3, frees="microbatch"),
+        Layout("frame_zero3_early", pipeline=2, data=2, microbatches=3, zero=3, reshards=True),
     ]
 )
 
@@ -485,7 +485,7 @@ TENSOR_FRAME_LAYOUTS: dict[str, Layout] = _named(
 
 #: What replicas divide, under every kind of layout that has some.
 ZERO_LAYOUTS: dict[str, Layout] = _named(
-    replace(layout, name=f"{layout.name}_zero{stage}{'_early' * (frees == 'microbatch')}", zero=stage, frees=frees)
+    replace(layout, name=f"{layout.name}_zero{stage}{'_early' * (reshards is True)}", zero=stage, reshards=reshards)
     for layout in [
         Layout("dp2", data=2),
         Layout("dp4", data=4),
@@ -496,7 +496,7 @@ ZERO_LAYOUTS: dict[str, Layout] = _named(
         Layout("tp2_dp2_sequence", tensor=2, data=2, sequence_parallel=True),
         Layout("tp2_pp2_dp2", tensor=2, pipeline=2, data=2, microbatches=4),
     ]
-    for stage, frees in ((1, "auto"), (2, "auto"), (3, "step"), (3, "microbatch"))
+    for stage, reshards in ((1, "auto"), (2, "auto"), (3, False), (3, True))
 )
 
 
@@ -743,10 +743,10 @@ def arguments_of(layout: Layout) -> dict[str, Any]:
         "data_parallel_size": layout.data,
         "num_chunks": layout.chunks,
         "num_microbatches": layout.microbatches,
-        "rank_order": layout.rank_order,
+        "launch": Launch(rank_order=layout.rank_order),
         "partition": layout.partition,
         "zero_stage": layout.zero,
-        "zero_frees": layout.frees,
+        "tuning": Tuning(reshard_after_forward=layout.reshards),
         "recompute": layout.recompute,
         "context_parallel_size": layout.context,
         "context_parallel": layout.context_kind,

@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from benchmarks.block import Block
 from benchmarks.memory.live_tensors import LiveTensors
 from benchmarks.ratios import interval
-from lightning_hybrid import HybridStrategy
+from lightning_hybrid import HybridStrategy, Tuning
 
 REPLICAS = 2
 BATCHES_PER_ROUND = 6
@@ -131,7 +131,7 @@ class Contender:
 #: What is compared: our arguments, and whether FSDP2 frees parameters after forward.
 KINDS: dict[str, tuple[dict[str, Any], bool]] = {
     "parameters gathered twice a step": ({"zero_stage": 3}, True),
-    "parameters gathered once a step": ({"zero_stage": 3, "zero_frees": "step"}, False),
+    "parameters gathered once a step": ({"zero_stage": 3, "tuning": Tuning(reshard_after_forward=False)}, False),
     "gradients and states only": ({"zero_stage": 2}, False),
 }
 

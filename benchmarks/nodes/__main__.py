@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.step.__main__ import Size, measure
+from lightning_hybrid import Tuning
 from lightning_hybrid.pipeline_parallel.engine import Engine
 from tests.nodes.machines import Machines, outputs, why_not
 
@@ -43,7 +44,7 @@ class ScheduleTime:
 def compare(microbatches: int, extra: int, rounds: int) -> dict[str, Any]:
     """Two stages on two machines, eight blocks of width 32."""
     spent = ScheduleTime()
-    found = measure(Size(32, 8, 4, 4, microbatches), 1, None, rounds, extra_in_flight=extra)
+    found = measure(Size(32, 8, 4, 4, microbatches), 1, None, rounds, tuning=Tuning(extra_in_flight=extra))
     outside: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(outside, found["ms_ours"] - 1e3 * spent.seconds / spent.steps)
     return {"microbatches": microbatches, "extra_in_flight": extra, **found, "ms_outside_schedule": outside}

@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from benchmarks.block import Block
 from benchmarks.ratios import interval
 from lightning_hybrid import HybridStrategy
-from lightning_hybrid.strategy.auto_layout.arguments import arguments
+from lightning_hybrid.strategy.auto_layout.arguments import arguments, keywords
 from lightning_hybrid.strategy.auto_layout.candidates import Layout, Step
 from lightning_hybrid.strategy.auto_layout.cost_model import CostModel
 from lightning_hybrid.strategy.auto_layout.machine import Machine
@@ -103,7 +103,7 @@ class Model(LightningModule):
 def strategy(layout: Layout) -> HybridStrategy:
     """As a user writes it."""
     plan: Any = PLAN if layout.tensor > 1 else "auto"
-    return HybridStrategy(**arguments(layout), tensor_parallel_plan=plan)
+    return HybridStrategy(**keywords(arguments(layout)), tensor_parallel_plan=plan)
 
 
 # -- what is predicted -------------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from lightning_hybrid.checkpoint.storage.background import BackgroundWriter
 from lightning_hybrid.checkpoint.storage.checksums import verify
 from lightning_hybrid.checkpoint.storage.disks import at_hand, check_shared
 from lightning_hybrid.checkpoint.storage.remote import Place, is_directory, place_of
-from lightning_hybrid.config import HybridConfig
+from lightning_hybrid.config import Settings
 from lightning_hybrid.distributed.agreement import agree
 from lightning_hybrid.distributed.dtensor import to_local
 from lightning_hybrid.distributed.mesh import Mesh
@@ -66,7 +66,7 @@ class Checkpointer:
         module: LightningModule,
         stage_map: StageMap,
         mesh: Mesh,
-        settings: HybridConfig,
+        settings: Settings,
         training_state: TrainingState,
         optimizers: OptimizerStates,
     ) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_hybrid.config import HybridConfig
+from lightning_hybrid.config import Settings
 from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.pipeline_parallel.stage_map import StageMap
 from lightning_hybrid.version import __version__
@@ -40,7 +40,7 @@ def check_kind(found: Any, path: Any) -> None:
     raise ValueError(f"{path} is not a checkpoint of a Trainer: it holds {what}.")
 
 
-def make_metadata(mesh: Mesh, settings: HybridConfig, stage_map: StageMap) -> dict[str, Any]:
+def make_metadata(mesh: Mesh, settings: Settings, stage_map: StageMap) -> dict[str, Any]:
     """The versions and the layout, of plain values.
 
     Args:
@@ -56,7 +56,7 @@ def make_metadata(mesh: Mesh, settings: HybridConfig, stage_map: StageMap) -> di
         "num_chunks": settings.num_chunks,
         "num_microbatches": settings.num_microbatches,
         "schedule": settings.schedule,
-        "rank_order": settings.rank_order,
+        "rank_order": settings.axis_order,
         "body": stage_map.body,
         "layers_of_stages": [len(layers) for layers in stage_map.stages] if stage_map.body is not None else [],
     }

@@ -23,7 +23,8 @@ from lightning_hybrid.checkpoint.storage.dcp import MODEL, OPTIMIZERS, Distribut
 from lightning_hybrid.checkpoint.storage.dcp_writer import write_directory
 from lightning_hybrid.checkpoint.storage.remote import Place
 from lightning_hybrid.checkpoint.tree_paths import insert, tree_of, value_at, without
-from lightning_hybrid.distributed.mesh import AXES, Mesh
+from lightning_hybrid.config import AXES
+from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.distributed.messages.tree_broadcast import broadcast_object
 from lightning_hybrid.distributed.pytree import TreePath, flatten_with_path
 from lightning_hybrid.pipeline_parallel.placeholders import PlaceholderBuffer, is_placeholder

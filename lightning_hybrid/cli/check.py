@@ -13,7 +13,7 @@ from typing import Any
 from lightning_hybrid.cli.check_training import MakeData, MakeModule, MicrobatchWeights, Training, TrainingRecord
 from lightning_hybrid.cli.comparison import Comparison, compare, comparison_table, interleaved
 from lightning_hybrid.cli.local_ranks import RankError, run_ranks
-from lightning_hybrid.config import preferred
+from lightning_hybrid.config import Faults, Launch, preferred
 from lightning_hybrid.strategy.strategy import HybridStrategy
 
 #: The largest relative difference of two trainings that are equal, and where the step computes in float32. Rounding is
@@ -27,7 +27,6 @@ _IRRELEVANT: dict[str, Any] = {
     "async_save": False,
     "gather_module_on_teardown": False,
     "global_batch_size": None,
-    "process_group_backend": "gloo",
 }
 _WITHOUT_STAGES = {"pipeline_parallel_size": 1, "num_chunks": 1, "schedule": "1f1b", "partition": "uniform"}
 _ONE_DIMENSION = {"tensor_parallel_mode": "1d", "tensor_parallel_depth": 1}
@@ -172,13 +171,14 @@ def check(
     arguments = {"accumulate_grad_batches": 1, **(trainer or {})}
     if unknown := sorted(set(arguments) - set(_TRAINER_ARGUMENTS)):
         raise ValueError(f"trainer takes {', '.join(_TRAINER_ARGUMENTS)}; got {', '.join(unknown)}.")
-    layout = {**layout, **_IRRELEVANT}
+    launch = replace(layout.get("launch", Launch()), process_group_backend="gloo")
+    layout = {**layout, **_IRRELEVANT, "launch": launch}
     for name in ("tensor_parallel_size", "pipeline_parallel_size"):
         layout[name] = preferred(layout.get(name, 1))
     settings = HybridStrategy(**layout).settings
     if settings.searched:
         raise ValueError(f"Give a layout to be checked: {', '.join(settings.searched)} would be found at the start.")
-    layout["num_microbatches"] = settings.num_microbatches
+    layout |= {"num_microbatches": settings.num_microbatches, "schedule": settings.schedule}
     if layout.get("data_parallel_size", "auto") == "auto":
         layout["data_parallel_size"] = 1
     with TemporaryDirectory(prefix="lightning-hybrid-") as directory:
@@ -285,7 +285,8 @@ class _Check:
         if self.chooses_microbatches and layout["num_microbatches"] == self.num_microbatches:
             given["num_microbatches"] = "auto"
         if layout["data_parallel_size"] * self.training.accumulated > 1:
-            given["compare_microbatches"] = False  # one process takes the plain mean over these batches, as DDP does
+            faults = layout.get("faults", Faults())  # one process takes the plain mean over these batches, as DDP does
+            given["faults"] = replace(faults, compare_microbatches=False)
         function = partial(self.training.under_layout, given, fixed_statistics=fixed_statistics)
         return self.run(f"under {_layout_text(layout)}", function, math.prod(_sizes(layout).values()))
 

@@ -7,13 +7,15 @@ import re
 import sys
 from collections.abc import Iterator
 from importlib import import_module
-from inspect import signature
+from inspect import Parameter, signature
 from pathlib import Path
 from typing import Any
 
 from lightning_hybrid.cli.parser import did_you_mean
+from lightning_hybrid.config import group_of_parts
 
 _CLASS = re.compile(r"^( *)- Problem with given class_path '([^']+)':\n((?:\1 +[^- \n].*\n?)+)", re.MULTILINE)
+_UNKNOWN_PART = re.compile(r"(?:Group '|unrecognized arguments: --)(\w+)(?:' does not accept option '|\.)(\w+)")
 _NAMED = re.compile(r"^ *- Problem with given class_path", re.MULTILINE)
 
 
@@ -40,9 +42,15 @@ def _joined(text: str) -> str:
 def _of_class(path: str, problem: str) -> str:
     """Return the error of a class in the configuration, or of its options."""
     if option := re.fullmatch(r"Option '([\w.]+)' is not accepted", problem):
-        names = list(_options(path))
+        parameters = _options(path)
+        names, groups = list(parameters), group_of_parts(parameters)
         meant = did_you_mean(option[1], names) or f". It has {', '.join(names)}"
+        if group := groups.get(option[1]):
+            meant = f"; it is a part of `{group}`: {group}.{option[1]}"
         return f"{path} has no option {option[1]!r}{meant}"
+    if option := _UNKNOWN_PART.match(problem):
+        parts = [part for part, group in group_of_parts(_options(path)).items() if group == option[1]]
+        return f"{path} has no option '{option[1]}.{option[2]}'{did_you_mean(option[2], parts)}"
     if attribute := re.fullmatch(r"module '([\w.]+)' has no attribute '(\w+)'", problem):
         return f"there is no {path}: {problem}{did_you_mean(attribute[2], _names(attribute[1]))}"
     if module := re.fullmatch(r"No module named '([\w.]+)'", problem):
@@ -58,18 +66,18 @@ def _meant(option: str, known: list[str]) -> str:
     return did_you_mean(option, known) or ("" if first in heads else did_you_mean(first, heads))
 
 
-def _options(path: str) -> Iterator[str]:
-    """Return the names of the arguments of a class and of its base classes."""
+def _options(path: str) -> dict[str, Parameter]:
+    """Return the arguments of a class and of its base classes."""
     owner, _, name = path.rpartition(".")
     kind: Any = getattr(import_module(owner), name)
-    found: dict[str, None] = {}
+    found: dict[str, Parameter] = {}
     for base in kind.__mro__[:-1]:
         parameters = signature(base.__init__).parameters.values() if "__init__" in vars(base) else ()
         named = [each for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
-        found |= dict.fromkeys(each.name for each in named if each.name != "self")
+        found |= {each.name: each for each in named if each.name not in ("self", *found)}
         if parameters and not any(each.kind == each.VAR_KEYWORD for each in parameters):
             break  # it takes nothing else
-    yield from found
+    return found
 
 
 def _names(owner: str) -> Iterator[str]:

@@ -36,6 +36,10 @@ class SaveConfigBesideLogs(SaveConfigCallback):
             super().setup(trainer, pl_module, stage)
 
 
+#: On a command line, with zeros between words: a part of a group of the strategy's arguments that gets no value.
+_NO_PART = re.compile(r"(?<![^\0])(--trainer\.strategy\.(?:init_args\.)?(?!init_args\b)\w+)\.(\w+)([=\0])null(?![^\0])")
+
+
 class HybridCLIParser(LightningArgumentParser):
     """A parser that prints an error in one line, with the name that was probably meant and without the usage.
 
@@ -48,6 +52,14 @@ class HybridCLIParser(LightningArgumentParser):
         if Path(sys.argv[0]).name == "__main__.py":  # `python -m lightning_hybrid`
             kwargs.setdefault("prog", PROGRAM)
         super().__init__(*args, **kwargs)
+
+    def parse_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, *others: Any, **kwargs: Any
+    ) -> Any:
+        """Parse the command line; ``null`` for a part of a group becomes a mapping: jsonargparse would read "None"."""
+        words = sys.argv[1:] if args is None else args
+        text = _NO_PART.sub(r"\1\3{\2: null}", "\0".join(words))
+        return super().parse_args(text.split("\0") if words else [], *others, **kwargs)
 
     def print_usage(self, file: Any = None) -> None:
         """Print nothing: a hundred options of usage would hide the error."""

@@ -443,7 +443,7 @@ def silent_text(names: Sequence[str], seconds: float) -> str:
     return (
         f"No heartbeat for {seconds:.0f} s, so stopped, cut off or without power: {', '.join(names[:_MOST])}. If a rank"
         " computes that long without letting other threads of Python run, increase"
-        " `HybridStrategy(heartbeat_timeout=...)`."
+        " `HybridStrategy(faults=Faults(heartbeat_timeout=...))`."
     )
 
 

@@ -16,17 +16,12 @@ from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_hybrid.config import GridShape
+from lightning_hybrid.config import AXES
+from lightning_hybrid.distributed.grid_shape import GridShape
 from lightning_hybrid.distributed.messages.host_messages import HostMessages, connect
 from lightning_hybrid.distributed.messages.posted_broadcast import PostedBroadcast
 from lightning_hybrid.distributed.messages.tree_broadcast import TreeBroadcast
 from lightning_hybrid.distributed.process_group import GroupRef, device_backends, make_group, set_timeout
-
-#: Short names, as in ``rank_order``, and the names of the axes, as Lightning spells them.
-AXES = {"dp": "data_parallel", "tp": "tensor_parallel", "pp": "pipeline_parallel", "cp": "context_parallel"}
-#: Those that every mesh has; the others only where they divide something.
-USUAL_AXES = ("dp", "tp", "pp")
-
 
 #: Tags of what travels between two stages through the control group.
 STAGE_TAGS: dict[Literal["activation", "gradient"], int] = {"activation": 1, "gradient": 2}
@@ -394,9 +389,9 @@ class Mesh:
             The group that this rank is in; ``None`` if it is in none.
         """
         ranks = self._ranks[sorted(pipeline_ranks)]
-        partition = ranks.permute(1, 3, 0, 2).flatten(0, 1) if of_replica else ranks.permute(3, 0, 1, 2)
-        partition = partition.flatten(1)
-        reference = self._find_group(partition, backend)
+        rank_groups = ranks.permute(1, 3, 0, 2).flatten(0, 1) if of_replica else ranks.permute(3, 0, 1, 2)
+        rank_groups = rank_groups.flatten(1)
+        reference = self._find_group(rank_groups, backend)
         return None if reference is None else reference()
 
     def spans_machines(self, *pipeline_ranks: int) -> bool:
@@ -422,24 +417,24 @@ class Mesh:
         reference = self._find_group(ranks, use="messages")
         return None if reference is None else reference()
 
-    def _group(self, partition: Tensor, *args: Any, **kwargs: Any) -> GroupRef:
-        """As :meth:`_find_group`, of a partition of all ranks."""
-        reference = self._find_group(partition, *args, **kwargs)
+    def _group(self, rank_groups: Tensor, *args: Any, **kwargs: Any) -> GroupRef:
+        """As :meth:`_find_group`, of groups that have all ranks."""
+        reference = self._find_group(rank_groups, *args, **kwargs)
         assert reference is not None
         return reference
 
     def _find_group(
-        self, partition: Tensor, backend: str | None = None, *, use: str = "", connects_when_used: bool = False
+        self, rank_groups: Tensor, backend: str | None = None, *, use: str = "", connects_when_used: bool = False
     ) -> GroupRef | None:
         """The one of some disjoint groups that this rank is in, made where there is none of these ranks.
 
         Args:
-            partition: The global ranks, shape (groups, ranks of each).
+            rank_groups: The global ranks, shape (groups, ranks of each).
             backend: Of the groups; ``None`` for the one of the world.
             use: Groups of the same ranks for something else are others. Each request for ``"messages"`` is.
             connects_when_used: As in :func:`make_group`.
         """
-        ranks: list[list[int]] = partition.sort(1).values.tolist()
+        ranks: list[list[int]] = rank_groups.sort(1).values.tolist()
         request = tuple(map(tuple, ranks)), backend, use, self._timeout
         if use == "messages":
             self._requests[request] += 1

@@ -150,7 +150,7 @@ def equally_many_groups(most: int) -> Iterator[None]:
 
 
 def make_group(
-    partition: Sequence[Sequence[int]],
+    rank_groups: Sequence[Sequence[int]],
     *,
     backend: str | None = None,
     timeout: timedelta | None = None,
@@ -169,7 +169,7 @@ def make_group(
     communicators one after the other, so a receive that is posted early would hold up every collective behind it.
 
     Args:
-        partition: The global ranks of each group. Inside it they are sorted.
+        rank_groups: The global ranks of each group. Inside it they are sorted.
         backend: Of the groups; ``None`` for the one of the world.
         timeout: Of the groups; ``None`` for that of torch.
         carries_messages: Whether these are messages between stages: with NCCL they go before what the device computes
@@ -177,7 +177,7 @@ def make_group(
         connects_when_used: Whether NCCL makes the communicators, for which each takes memory of the device, only for
             the first operation.
     """
-    group = _make_group(partition, backend, timeout, carries_messages, connects_when_used)
+    group = _make_group(rank_groups, backend, timeout, carries_messages, connects_when_used)
     if group is not None:
         _MADE[:] = [*(made for made in _MADE if made() is not None), weakref.ref(group)]
     return group
@@ -207,23 +207,23 @@ def abort_groups() -> None:
 
 
 def _make_group(
-    partition: Sequence[Sequence[int]],
+    rank_groups: Sequence[Sequence[int]],
     backend: str | None,
     timeout: timedelta | None,
     carries_messages: bool,
     connects_when_used: bool,
 ) -> dist.ProcessGroup | None:
     rank = dist.get_rank()
-    own = next((list(ranks) for ranks in partition if rank in ranks), None)
+    own = next((list(ranks) for ranks in rank_groups if rank in ranks), None)
     options = _message_options(timeout) if carries_messages and backend is None and has_nccl() else None
     if backend is None and _can_split() and not connects_when_used:
-        return _split_world(partition, timeout, options)
+        return _split_world(rank_groups, timeout, options)
     if not _can_meet(backend):  # then torch needs all ranks for each group
         groups = [
-            dist.new_group(list(ranks), timeout=timeout, backend=backend, pg_options=options) for ranks in partition
+            dist.new_group(list(ranks), timeout=timeout, backend=backend, pg_options=options) for ranks in rank_groups
         ]
-        return next((group for group, ranks in zip(groups, partition, strict=True) if rank in ranks), None)
-    if any(len(ranks) > 1 for ranks in partition):
+        return next((group for group, ranks in zip(groups, rank_groups, strict=True) if rank in ranks), None)
+    if any(len(ranks) > 1 for ranks in rank_groups):
         _even_out()
     if own is None:
         if _EVEN:
@@ -261,7 +261,7 @@ def _can_split() -> bool:
 
 
 def _split_world(
-    partition: Sequence[Sequence[int]], timeout: timedelta | None, options: Any
+    rank_groups: Sequence[Sequence[int]], timeout: timedelta | None, options: Any
 ) -> dist.ProcessGroup | None:
     arguments: dict[str, Any] = {"timeout": timeout, "pg_options": options}
     if len(set(device_backends().values())) > 1:  # tensors of the host travel too, by gloo: its members meet by name
@@ -270,7 +270,7 @@ def _split_world(
             arguments["backend"] = "cuda:nccl"  # messages stay on the device
         else:
             arguments["pg_options"] = None
-    group: dist.ProcessGroup | None = dist.split_group(split_ranks=[list(ranks) for ranks in partition], **arguments)
+    group: dist.ProcessGroup | None = dist.split_group(split_ranks=[list(ranks) for ranks in rank_groups], **arguments)
     return group
 
 

@@ -12,7 +12,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_hybrid.config import HybridConfig
+from lightning_hybrid.config import Settings
 from lightning_hybrid.data_parallel.zero.param import RowShards, find_owners, unsharded_shape
 from lightning_hybrid.data_parallel.zero.shard_module import own_parameters
 from lightning_hybrid.distributed.dtensor import is_zero_sharded, to_local
@@ -135,7 +135,7 @@ class MemoryEstimator:
             )
         return self._described[id(parameter)]
 
-    def usage(self, held: HeldTensors, config: HybridConfig, *, num_replicas: int, num_backwards: int) -> MemoryUsage:
+    def usage(self, held: HeldTensors, config: Settings, *, num_replicas: int, num_backwards: int) -> MemoryUsage:
         """Estimate the bytes of a rank of the first replica. No other replica holds more.
 
         Args:
@@ -153,9 +153,7 @@ class MemoryEstimator:
             self._counted[key] = self._count(held, config, num_replicas, single_backward=is_single)
         return self._counted[key]
 
-    def _count(
-        self, held: HeldTensors, config: HybridConfig, num_replicas: int, *, single_backward: bool
-    ) -> MemoryUsage:
+    def _count(self, held: HeldTensors, config: Settings, num_replicas: int, *, single_backward: bool) -> MemoryUsage:
         parameters, gradients = account.peak_parameter_bytes(
             [account.LocalParameter(p.shape, p.dtype.itemsize, p.grad_itemsize, p.layer) for p in held.parameters],
             num_replicas=num_replicas,

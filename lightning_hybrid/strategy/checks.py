@@ -11,9 +11,7 @@ import inspect
 import itertools
 import os
 import zlib
-from collections.abc import Collection, Mapping
-from dataclasses import fields
-from datetime import timedelta
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import lightning
@@ -29,90 +27,67 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS, Optimizer
 
-from lightning_hybrid.config import TENSOR_PARALLEL_MODES, HybridConfig, check_grid, choices
+from lightning_hybrid.config import AXES, HybridConfig, Settings, choices
 from lightning_hybrid.distributed.agreement import RankInfo, agree, check_equal
 from lightning_hybrid.distributed.dtensor import is_sharded
-from lightning_hybrid.distributed.mesh import AXES, USUAL_AXES, Mesh
+from lightning_hybrid.distributed.grid_shape import check_grid
+from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.distributed.module_names import join_names
 from lightning_hybrid.distributed.tensor_bytes import as_bytes
 from lightning_hybrid.memory.activation_checkpoint.policy import check_recompute
 from lightning_hybrid.memory.offload import check_offload
 from lightning_hybrid.pipeline_parallel.partition import STAGE_MARK, is_numbered, numbered
 from lightning_hybrid.pipeline_parallel.schedules import SCHEDULES
-from lightning_hybrid.tensor_parallel.context_parallel.attention import KINDS
 from lightning_hybrid.tensor_parallel.context_parallel.context_parallel import check_context_parallel
 from lightning_hybrid.tensor_parallel.plan import check_styles, plan_texts
 from lightning_hybrid.trainer.lightning_internals import validation_interval
 from lightning_hybrid.version import __version__
 
-_LEAST_HEARTBEAT = timedelta(seconds=3)
 _SIZES = ("tensor_parallel_size", "pipeline_parallel_size")  # one, or those that are allowed
-_BESIDE_CONTEXT = ("sequence_parallel", "recompute", "tensor_parallel_mode")
 _OTHERWISE = {"data_parallel_size": "auto", "num_microbatches": "auto", "global_batch_size": None, "num_chunks": "auto"}
 
 
-def check_arguments(**arguments: Any) -> None:
-    """Check the arguments of `HybridStrategy` by themselves.
+def check_arguments(config: HybridConfig) -> None:
+    """Check the arguments of `HybridStrategy` that have the right types: their values, and how they go together.
 
     Args:
-        arguments: As they were given.
+        config: The arguments, with provisional values of searched ones.
 
     Raises:
-        TypeError: If a value has the wrong type.
+        TypeError: If a value in a list has the wrong type.
         ValueError: If a value is not possible.
     """
-    for name in _SIZES:
-        _check_allowed(name, arguments[name])
-    _check_number("context_parallel_size", arguments["context_parallel_size"], " (layout='auto' finds one)")
+    sizes: dict[str, Any] = {name: getattr(config, name) for name in _SIZES}
+    for name, size in sizes.items():
+        _check_allowed(name, size)
+    for name in ("context_parallel_size", "tensor_parallel_depth"):
+        _check_number(name, getattr(config, name), "")
     for name, other in _OTHERWISE.items():
-        if arguments[name] != other:
-            _check_number(name, arguments[name], f" or {other!r}")
-    for name, kinds in ((field.name, field.metadata.get("kinds")) for field in fields(HybridConfig)):
-        if kinds is not None and not isinstance(arguments[name], kinds):
-            expected = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
-            raise TypeError(f"{name} must be {expected}, got {arguments[name]!r} ({type(arguments[name]).__name__}).")
-    for name in ("timeout", "stall_timeout"):
-        if arguments[name] is not None and arguments[name] <= timedelta(0):
-            raise ValueError(f"{name} must be positive, or None; got {arguments[name]!r}.")
-    if arguments["heartbeat_timeout"] is not None and arguments["heartbeat_timeout"] < _LEAST_HEARTBEAT:
-        raise ValueError(
-            f"`heartbeat_timeout` must be at least {_LEAST_HEARTBEAT}, or None, as ranks send heartbeats up to two"
-            f" seconds apart; got {arguments['heartbeat_timeout']}."
-        )
-    mode, depth = arguments["tensor_parallel_mode"], arguments["tensor_parallel_depth"]
-    _check_choice("tensor_parallel_mode", mode, TENSOR_PARALLEL_MODES)
-    _check_number("tensor_parallel_depth", depth, "")
-    sizes = choices(arguments["tensor_parallel_size"])
-    check_grid(mode, sizes, depth, sequence_parallel=arguments["sequence_parallel"])
-    _check_choice("schedule", arguments["schedule"], (*SCHEDULES, "auto"))  # which has been replaced
-    _check_choice("zero_stage", arguments["zero_stage"], (0, 1, 2, 3, "auto"))
-    _check_choice("zero_frees", arguments["zero_frees"], ("auto", "step", "microbatch"))
-    _check_choice("start_method", arguments["start_method"], ("auto", "popen", "spawn", "fork", "forkserver"))
-    _check_choice("on_nonfinite", arguments["on_nonfinite"], ("raise", "skip", "ignore"))
-    _check_choice("gather_module_on_teardown", arguments["gather_module_on_teardown"], ("auto", True, False))
-    _check_choice("loss_reduction", arguments["loss_reduction"], ("mean", "sum"))
-    _check_choice("context_parallel", arguments["context_parallel"], KINDS)
-    of_context = arguments["context_parallel_size"], arguments["context_parallel"]
-    others = {name: arguments[name] for name in _BESIDE_CONTEXT}
-    check_context_parallel(*of_context, **others)
-    if sorted(arguments["rank_order"].split("-")) not in (sorted(USUAL_AXES), sorted(AXES)):
-        raise ValueError(
-            f"rank_order must name the axes {', '.join(USUAL_AXES)} once each, from the outermost to the innermost,"
-            " joined by '-', such as 'pp-dp-tp'; and cp, where context_parallel_size > 1. Got"
-            f" {arguments['rank_order']!r}."
-        )
-    if (chunks := arguments["num_chunks"]) > 1 and arguments["schedule"] == "1f1b":
+        if getattr(config, name) != other:
+            _check_number(name, getattr(config, name), f" or {other!r}")
+    mode, depth, tensor = config.tensor_parallel_mode, config.tensor_parallel_depth, sizes["tensor_parallel_size"]
+    check_grid(mode, choices(tensor), depth, sequence_parallel=config.sequence_parallel)
+    if config.schedule not in (known := (*SCHEDULES, "auto")):  # which has been replaced
+        raise ValueError(f"schedule must be one of {', '.join(map(repr, known))}, got {config.schedule!r}.")
+    check_context_parallel(
+        config.context_parallel_size,
+        config.context_parallel,
+        sequence_parallel=config.sequence_parallel,
+        recompute=config.recompute,
+        tensor_parallel_mode=mode,
+    )
+    chunks = int(config.num_chunks)
+    if chunks > 1 and config.schedule == "1f1b":
         raise ValueError(f"schedule='1f1b' runs one chunk per rank, got num_chunks={chunks}. Leave out one of them.")
     for name in ("body", "initial_weights"):
-        if arguments[name] in ("", []):
-            raise ValueError(f"{name} must name something, or be None; got {arguments[name]!r}.")
-    check_styles(arguments["tensor_parallel_plan"])
-    _check_groups(arguments["process_group_backend"], arguments["timeout"])
-    check_offload(arguments["offload"])
-    for size in choices(arguments["pipeline_parallel_size"]):  # what is said for each stage must fit all of them
-        _check_in_flight({**arguments, "pipeline_parallel_size": size})
-        _check_partition({**arguments, "pipeline_parallel_size": size})
-        check_recompute(arguments["recompute"], size, arguments["num_chunks"])
+        if getattr(config, name) in ("", []):
+            raise ValueError(f"{name} must name something, or be None; got {getattr(config, name)!r}.")
+    check_styles(config.tensor_parallel_plan)
+    check_offload(config.offload)
+    for size in choices(sizes["pipeline_parallel_size"]):  # what is said for each stage must fit all of them
+        _check_in_flight(config, size)
+        _check_partition(config.partition, size, chunks)
+        check_recompute(config.recompute, size, chunks)
 
 
 def _check_allowed(name: str, value: Any) -> None:
@@ -133,58 +108,33 @@ def _check_number(name: str, value: Any, others: str) -> None:
         raise ValueError(f"{name} must be at least 1{others}, got {value}.")
 
 
-def _check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
-    if value not in choices or type(value) not in map(type, choices):  # 1 == 1.0 == True
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}.")
-
-
-def _check_in_flight(arguments: Mapping[str, Any]) -> None:
+def _check_in_flight(config: HybridConfig, num_ranks: int) -> None:
     """What is on its way over links between stages."""
-    extra, num_links = arguments["extra_in_flight"], arguments["pipeline_parallel_size"] - 1
+    extra, num_links = config.tuning.extra_in_flight, num_ranks - 1
     if extra == "auto":
         return
-    numbers = [extra] if isinstance(extra, int) else extra
-    for number in numbers:
-        if not isinstance(number, int) or isinstance(number, bool):
-            raise TypeError(f"extra_in_flight must be an integer, a list of integers or 'auto', got {extra!r}.")
-        if number < 0:
-            raise ValueError(f"extra_in_flight must be at least 0, got {extra!r}.")
     if not isinstance(extra, int) and len(extra) != num_links:
         raise ValueError(
-            f"extra_in_flight={list(extra)} has {len(extra)} numbers, but pipeline_parallel_size={num_links + 1} has"
+            f"tuning.extra_in_flight={list(extra)} has {len(extra)} numbers, but pipeline_parallel_size={num_ranks} has"
             f" {num_links} links between neighbouring ranks. Give one number for each, or one for all."
         )
-    if arguments["schedule"] == "gpipe" and any(numbers):
+    if config.schedule == "gpipe" and any([extra] if isinstance(extra, int) else extra):
         raise ValueError(
-            f"schedule='gpipe' has all microbatches in flight already, got extra_in_flight={extra!r}. Leave it out, or"
-            " use schedule='1f1b'."
+            f"schedule='gpipe' has all microbatches in flight already, got tuning.extra_in_flight={extra!r}. Leave it"
+            " out, or use schedule='1f1b'."
         )
 
 
-def _check_groups(backend: str | None, timeout: timedelta | None) -> None:
-    """Check the arguments of the process groups."""
-    if timeout is not None and timeout <= timedelta(0):
-        raise ValueError(f"timeout must be positive, or None for torch's own; got {timeout!r}.")
-    names = [] if backend is None else [part.rpartition(":")[2] for part in backend.split(",")]
-    known = [name for name in dist.Backend.backend_list if name != dist.Backend.UNDEFINED]
-    if unknown := [name for name in names if name.lower() not in known]:
-        raise ValueError(
-            f"process_group_backend={backend!r} names {unknown[0]!r}; there are {', '.join(map(repr, known))}, one"
-            " alone, or one for each kind of device, such as 'cpu:gloo,cuda:nccl'."
-        )
-
-
-def _check_partition(arguments: dict[str, Any]) -> None:
-    partition = arguments["partition"]
-    num_stages = arguments["pipeline_parallel_size"] * arguments["num_chunks"]
+def _check_partition(partition: str | Sequence[int], num_ranks: int, num_chunks: int) -> None:
+    num_stages = num_ranks * num_chunks
     if isinstance(partition, (list, tuple)) and is_numbered(partition):
         numbered(partition, len(partition), num_stages)
     elif isinstance(partition, (list, tuple)):
         if len(partition) != num_stages or not all(isinstance(count, int) and count >= 1 for count in partition):
             raise ValueError(
                 f"partition={list(partition)} must give the number of layers, at least 1, of each of the {num_stages}"
-                f" stages: pipeline_parallel_size ({arguments['pipeline_parallel_size']}) x num_chunks"
-                f" ({arguments['num_chunks']}). Or it gives the stage of each layer, and begins with 0."
+                f" stages: pipeline_parallel_size ({num_ranks}) x num_chunks ({num_chunks}). Or it gives the stage of"
+                " each layer, and begins with 0."
             )
     elif partition not in ("uniform", "parameters"):
         raise ValueError(
@@ -264,7 +214,7 @@ def check_trainer(trainer: Trainer, module: LightningModule, *, num_stages: int)
         )
 
 
-def check_ranks(settings: HybridConfig, sizes: tuple[int, int, int], trainer: Trainer) -> list[RankInfo]:
+def check_ranks(settings: Settings, sizes: tuple[int, int, int], trainer: Trainer) -> list[RankInfo]:
     """Compare on all ranks what they were given, where a difference would have some wait for the others for ever.
 
     Args:
@@ -278,7 +228,8 @@ def check_ranks(settings: HybridConfig, sizes: tuple[int, int, int], trainer: Tr
     Raises:
         ValueError: If something is not the same everywhere; on every rank.
     """
-    values = {field.name: repr(getattr(settings, field.name)) for field in fields(settings)}
+    values = {name: repr(value) for name, value in settings.by_name().items()}
+    values |= {"searched": repr(settings.searched), "auto_microbatches": repr(settings.auto_microbatches)}
     values |= plan_texts(settings.tensor_parallel_plan)
     values |= {f"{AXES[axis]}_size": str(size) for axis, size in zip(("dp", "tp", "pp"), sizes, strict=True)}
     values["initial_weights"] = "None" if settings.initial_weights is None else "given"  # each node has its paths
@@ -308,7 +259,7 @@ def check_tensor_groups(mesh: Mesh) -> None:
                 f"A tensor-parallel group is on several machines: ranks {', '.join(map(str, ranks))} are on"
                 f" {' and '.join(names)}. It adds up activations several times for each layer and microbatch, and waits"
                 " for each sum. Let tensor_parallel_size divide the ranks of a machine, and the tensor-parallel axis be"
-                " the innermost, as in rank_order='pp-dp-tp'."
+                " the innermost, as in launch.rank_order='pp-dp-tp'."
             )
             return
 
@@ -461,9 +412,9 @@ def check_nonfinite(on_nonfinite: str, scaler: object | None) -> None:
     """
     if scaler is not None and on_nonfinite == "raise":
         raise ValueError(
-            "HybridStrategy(on_nonfinite='raise') does not go with a precision that scales the loss, such as"
-            " '16-mixed': its scaler finds the largest scale by gradients that are not finite, and skips these steps."
-            " Use on_nonfinite='ignore', or precision 'bf16-mixed', which needs no scaling."
+            "HybridStrategy(faults=Faults(on_nonfinite='raise')) does not go with a precision that scales the loss,"
+            " such as '16-mixed': its scaler finds the largest scale by gradients that are not finite, and skips"
+            " these steps. Use faults.on_nonfinite='ignore', or precision 'bf16-mixed', which needs no scaling."
         )
 
 

@@ -45,7 +45,7 @@ def make_launcher(
         environment: The cluster.
         num_processes: On this node.
         num_nodes: The number of nodes.
-        start_method: As of `HybridStrategy`.
+        start_method: As of `Launch`.
     """
     if environment.creates_processes_externally:
         end_with_parent()
@@ -63,7 +63,7 @@ def check_copying(start_method: str, device: torch.device) -> None:
     """Check that worker processes can be copies of this one.
 
     Args:
-        start_method: As of `HybridStrategy`.
+        start_method: As of `Launch`.
         device: A device of the worker processes.
 
     Raises:
@@ -71,9 +71,10 @@ def check_copying(start_method: str, device: torch.device) -> None:
     """
     if start_method == "fork" and device.type == "cuda" and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         raise RuntimeError(
-            "This process uses CUDA already, so the processes that train cannot be copies of it (start_method='fork')."
-            " Restart the kernel, and use no GPU before the Trainer does: no `model.cuda()`, no"
-            " `torch.cuda.memory_allocated()`. `torch.cuda.device_count()` is allowed. A script has no such limit."
+            "This process uses CUDA already, so the processes that train cannot be copies of it"
+            " (launch.start_method='fork'). Restart the kernel, and use no GPU before the Trainer does: no"
+            " `model.cuda()`, no `torch.cuda.memory_allocated()`. `torch.cuda.device_count()` is allowed. A script has"
+            " no such limit."
         )
 
 

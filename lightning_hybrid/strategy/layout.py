@@ -11,9 +11,10 @@ from typing import Any
 from lightning.pytorch import LightningModule
 from torch import nn
 
-from lightning_hybrid.config import HybridConfig, UserPlan, grid_shape
+from lightning_hybrid.config import Settings, UserPlan
 from lightning_hybrid.data_parallel.zero.shard_module import listed_layers
 from lightning_hybrid.distributed.dtensor import is_tensor_parallel
+from lightning_hybrid.distributed.grid_shape import grid_shape
 from lightning_hybrid.memory.activation_checkpoint.policy import chosen_layers, is_by_name
 from lightning_hybrid.pipeline_parallel.body import Body, find_body
 from lightning_hybrid.pipeline_parallel.frame.fake_tensors import FakeMode
@@ -41,7 +42,7 @@ _LARGEST_REST = 0.2
 _LEAST_SHARE = 1e-3
 
 
-def is_cut(config: HybridConfig, sizes: tuple[int, int, int], module: nn.Module) -> bool:
+def is_cut(config: Settings, sizes: tuple[int, int, int], module: nn.Module) -> bool:
     """Whether steps run in stages, in microbatches, on shared layers or on shares of sequences, or losses have weights.
 
     Args:
@@ -52,7 +53,7 @@ def is_cut(config: HybridConfig, sizes: tuple[int, int, int], module: nn.Module)
     return max(sizes[1], config.context_parallel_size) > 1 or runs_backward(config, sizes, module)
 
 
-def runs_backward(config: HybridConfig, sizes: tuple[int, int, int], module: nn.Module) -> bool:
+def runs_backward(config: Settings, sizes: tuple[int, int, int], module: nn.Module) -> bool:
     """Return whether the strategy calls backward: with stages, several microbatches or `microbatch_weight`.
 
     Otherwise a step may call it, by manual optimization. The arguments are those of :func:`is_cut`.
@@ -61,7 +62,7 @@ def runs_backward(config: HybridConfig, sizes: tuple[int, int, int], module: nn.
     return max(sizes[2], config.num_microbatches) > 1 or weighs
 
 
-def sizes_by_axis(config: HybridConfig, sizes: tuple[int, int, int]) -> dict[str, int]:
+def sizes_by_axis(config: Settings, sizes: tuple[int, int, int]) -> dict[str, int]:
     """The sizes of the axes of a mesh, by their short names; of context parallelism only where there is any.
 
     Args:
@@ -73,7 +74,7 @@ def sizes_by_axis(config: HybridConfig, sizes: tuple[int, int, int]) -> dict[str
 
 
 def describe(
-    module: LightningModule, settings: HybridConfig, sizes: tuple[int, int, int], hosts: Sequence[str] = ()
+    module: LightningModule, settings: Settings, sizes: tuple[int, int, int], hosts: Sequence[str] = ()
 ) -> str:
     """The layout, the stages and the plan of shared layers, found out without any process.
 
@@ -94,9 +95,7 @@ def describe(
     return text if plan is None else f"{text}\n{plan_table(plan, module)}"
 
 
-def outline(
-    module: LightningModule, settings: HybridConfig, sizes: tuple[int, int, int], num_nodes: int
-) -> dict[str, Any]:
+def outline(module: LightningModule, settings: Settings, sizes: tuple[int, int, int], num_nodes: int) -> dict[str, Any]:
     """What :func:`describe` says, for programs: numbers, texts, lists and dictionaries.
 
     Args:
@@ -115,7 +114,7 @@ def outline(
     expected = expect_outside(module, with_plan(stage_map, body, plan, module))
     stages = [] if body is None else stage_rows(module, body.layers, expected)
     by_axis = sizes_by_axis(settings, sizes)
-    held = ranks_of_stages(by_axis, settings.rank_order)
+    held = ranks_of_stages(by_axis, settings.axis_order)
     of_node = math.prod(by_axis.values()) // num_nodes
     return {
         "data_parallel_size": data,
@@ -141,16 +140,14 @@ def outline(
     }
 
 
-def _find_stages_if_any(
-    module: LightningModule, settings: HybridConfig, num_ranks: int
-) -> tuple[Body | None, StageMap]:
+def _find_stages_if_any(module: LightningModule, settings: Settings, num_ranks: int) -> tuple[Body | None, StageMap]:
     if num_ranks > 1:
         return find_stages(module, settings, num_ranks)
     return None, StageMap(None, (), (range(0),), 1)
 
 
 def find_stages(
-    module: LightningModule, settings: HybridConfig, num_ranks: int, body: Body | None = None
+    module: LightningModule, settings: Settings, num_ranks: int, body: Body | None = None
 ) -> tuple[Body, StageMap]:
     """The body, and which stage gets which layers.
 
@@ -175,7 +172,7 @@ def find_stages(
     return body, _stage_map(module, settings, body, stages, num_ranks)
 
 
-def _marked_stages(module: nn.Module, settings: HybridConfig, body: Body) -> list[int] | None:
+def _marked_stages(module: nn.Module, settings: Settings, body: Body) -> list[int] | None:
     """The stage of each row of layers, if `pipeline_stage` of these, or of what holds them, says it.
 
     What is outside of the layers may be marked beside them; it lives where the step uses it.
@@ -259,21 +256,21 @@ def _numbered(marked: Sequence[int], body: Body, num_stages: int) -> list[range]
 
 
 def _stage_map(
-    module: nn.Module, settings: HybridConfig, body: Body, stages: tuple[range, ...], num_ranks: int
+    module: nn.Module, settings: Settings, body: Body, stages: tuple[range, ...], num_ranks: int
 ) -> StageMap:
     is_chain = body.chain is not None
     around = StageMap(body.name, body.names, stages, num_ranks, is_chain=is_chain)
     return replace(around, is_followed=not is_chain or _follows_chain(module, settings, around))
 
 
-def _follows_chain(module: nn.Module, settings: HybridConfig, stage_map: StageMap) -> bool:
+def _follows_chain(module: nn.Module, settings: Settings, stage_map: StageMap) -> bool:
     """Whether steps are followed around a chain: where something is gained by it, and once for all steps."""
     if settings.dynamic_shapes or not stage_map.body or FakeMode is None:
         return False
     return any(stage_map.is_outside(name) for name, _ in module.named_parameters())
 
 
-def _weights(module: nn.Module, settings: HybridConfig, body: Body) -> list[int]:
+def _weights(module: nn.Module, settings: Settings, body: Body) -> list[int]:
     """The parameters that each layer brings to its stage: its own, and what is expected beside it."""
     number = len(body.layers)
     alone = _stage_map(module, settings, body, tuple(range(at, at + 1) for at in range(number)), number)
@@ -285,7 +282,7 @@ def _weights(module: nn.Module, settings: HybridConfig, body: Body) -> list[int]
     return [sum(counts.values()) for counts in held]
 
 
-def find_layers(module: LightningModule, settings: HybridConfig, num_stages: int) -> Body:
+def find_layers(module: LightningModule, settings: Settings, num_stages: int) -> Body:
     """The body: an `nn.Sequential` that holds most of the parameters, or else the layers in lists of any kind.
 
     Raises:
@@ -297,9 +294,7 @@ def find_layers(module: LightningModule, settings: HybridConfig, num_stages: int
     return find_body(module, wanted, num_stages, spreads=not says_stages)
 
 
-def find_frames(
-    module: LightningModule, settings: HybridConfig, num_stages: int, body: Body | None = None
-) -> list[str]:
+def find_frames(module: LightningModule, settings: Settings, num_stages: int, body: Body | None = None) -> list[str]:
     """The names of the modules that hold the body: of the same ones with as many stages.
 
     Args:
@@ -386,7 +381,7 @@ def _expected_use(module: nn.Module, stage_map: StageMap) -> dict[str, frozenset
 
 
 def find_recomputed(
-    module: LightningModule, settings: HybridConfig, body: Body | None, stage_map: StageMap
+    module: LightningModule, settings: Settings, body: Body | None, stage_map: StageMap
 ) -> list[nn.Module]:
     """The layers that run again in backward.
 
@@ -402,7 +397,7 @@ def find_recomputed(
     return chosen_layers(settings.recompute, module, body, stages)
 
 
-def requested_plan(module: LightningModule, settings: HybridConfig) -> UserPlan | str | None:
+def requested_plan(module: LightningModule, settings: Settings) -> UserPlan | str | None:
     """The plan that the user asks for, as an argument of the strategy or by a method of the module."""
     hook = getattr(module, "tensor_parallel_plan", None)
     if settings.tensor_parallel_plan != "auto" or hook is None:
@@ -411,7 +406,7 @@ def requested_plan(module: LightningModule, settings: HybridConfig) -> UserPlan 
     return found
 
 
-def find_plan(module: LightningModule, settings: HybridConfig, size: int, body: Body | None) -> Plan:
+def find_plan(module: LightningModule, settings: Settings, size: int, body: Body | None) -> Plan:
     """How layers are shared by `size` ranks.
 
     Raises:
@@ -419,7 +414,7 @@ def find_plan(module: LightningModule, settings: HybridConfig, size: int, body: 
     """
     requested = requested_plan(module, settings)
     grid = grid_shape(settings.tensor_parallel_mode, size, settings.tensor_parallel_depth)
-    axes = stage_axes(settings.rank_order)
+    axes = stage_axes(settings.axis_order)
     plan = make_plan(module, requested, size, sequence_parallel=settings.sequence_parallel, grid=grid, axes=axes)
     if body is not None:
         check_plan(plan, module, body)
@@ -499,7 +494,7 @@ def _check_plan(plan: Plan, module: LightningModule, body: Body, divided: Sequen
 
 def stages_text(
     module: nn.Module,
-    settings: HybridConfig,
+    settings: Settings,
     sizes: Mapping[str, int],
     body: Body | None,
     stage_map: StageMap,
@@ -533,7 +528,7 @@ def stages_text(
     else:
         where = "on the first and the last stage, with summed gradients"
     rows = stage_rows(module, body.layers, shown)
-    holders = stage_holders(sizes, settings.rank_order, hosts) if len(set(hosts)) > 1 else ()
+    holders = stage_holders(sizes, settings.axis_order, hosts) if len(set(hosts)) > 1 else ()
     table = stage_table(rows, body.name, is_estimate=is_estimate, holders=holders)
     return "\n".join(filter(None, [line, table, outside_text(module, body.layers, where)]))
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_hybrid.checkpoint.weights.weights import Source, Weights
-from lightning_hybrid.config import HybridConfig
+from lightning_hybrid.config import Settings
 from lightning_hybrid.data_parallel.zero.param import is_shard
 from lightning_hybrid.data_parallel.zero.shard_module import shard_module, take_places, unshard_module
 from lightning_hybrid.data_parallel.zero.zero import NoZero, ZeroParameters
@@ -73,7 +73,7 @@ class ModuleParallelizer:
     def __init__(
         self,
         module: LightningModule,
-        settings: HybridConfig,
+        settings: Settings,
         mesh: Mesh,
         device: torch.device,
         seed: int,
@@ -230,7 +230,7 @@ class ModuleParallelizer:
         """What this rank will hold; of optimizers those of torch can be tried, as they ask nothing of other ranks."""
         tried = optimizers if all(type(each).__module__.startswith("torch.optim.") for each in optimizers) else None
         settings = self._settings
-        estimator = MemoryEstimator(self._module, tried, float32_gradients=settings.float32_gradients)
+        estimator = MemoryEstimator(self._module, tried, float32_gradients=settings.tuning.float32_gradients)
         stage_map = layout.expect_outside(self._module, self.stage_map)
         return estimator.usage(
             estimator.held(stage_map, self.own_layers(), self._mesh.pipeline_rank),
@@ -259,7 +259,7 @@ class ModuleParallelizer:
         if known is None and size == 1:
             plan = self._settings.tensor_parallel_plan
             if isinstance(plan, Mapping):
-                agree(lambda: check_names(self._module, plan, stage_axes(self._settings.rank_order)))
+                agree(lambda: check_names(self._module, plan, stage_axes(self._settings.axis_order)))
             return
         if known is not None and before != requested:
             raise ValueError(

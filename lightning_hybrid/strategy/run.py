@@ -26,13 +26,14 @@ from torch import nn
 from lightning_hybrid.checkpoint.checkpointer import Checkpointer
 from lightning_hybrid.checkpoint.optimizer_state import OptimizerStates
 from lightning_hybrid.checkpoint.parts import mark_parts, refuse_calls, refuse_parts
-from lightning_hybrid.config import HybridConfig, grid_shape
+from lightning_hybrid.config import Settings
 from lightning_hybrid.data_parallel.grad_sync import GradientSync
 from lightning_hybrid.data_parallel.master_weights import MasterWeights, NoMasterWeights
 from lightning_hybrid.distributed.agreement import RankInfo, agree
 from lightning_hybrid.distributed.debug.desync import Desync
 from lightning_hybrid.distributed.debug.stall import Position
 from lightning_hybrid.distributed.dtensor import is_zero_sharded
+from lightning_hybrid.distributed.grid_shape import grid_shape
 from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.distributed.messages.leaf_readers import LeafFetch
 from lightning_hybrid.distributed.mixed_operations import mixed_operations
@@ -106,7 +107,7 @@ class World:
 
     def __init__(
         self,
-        config: HybridConfig,
+        config: Settings,
         sizes: tuple[int, int, int],
         device: torch.device,
         start: StartWatch,
@@ -115,7 +116,11 @@ class World:
         self.config, self.sizes, self.device, self.seed = config, sizes, device, ranks[0].seed
         self.connections = connections = start.connections
         before, hosts = read_collectives().last, [each.host for each in ranks]
-        axes: dict[str, Any] = {"rank_order": config.rank_order, "device_type": device.type, "timeout": config.timeout}
+        axes: dict[str, Any] = {
+            "rank_order": config.axis_order,
+            "device_type": device.type,
+            "timeout": config.time_limit,
+        }
         grid = grid_shape(config.tensor_parallel_mode, sizes[1], config.tensor_parallel_depth)
         axes |= {"grid": grid, "writes_together": config.save_distributed_checkpoint}
         with connections.opened(), equally_many_groups(max(each.num_groups for each in ranks)):
@@ -366,14 +371,14 @@ class Run:
                 sync_batch_norm=sync_batch_norm,
                 adds_up=parallelizer.adds_up,
                 zero=zero,
-                float32_gradients=config.float32_gradients,
+                float32_gradients=config.tuning.float32_gradients,
                 rounds_gradients=not config.master_weights,
             )
             undo.callback(self.grad_sync.remove)
             with attached.master_weights.opened():
                 self.grad_sync.broadcast_parameters()
             world.in_flight.add(self.grad_sync)
-            self.offload = Offload(config.offload, world.device)
+            self.offload = Offload(config.offloaded, world.device)
             around_forwards = parallelizer.around_forwards(self.offload, self.grad_sync.local_parameters)
             self._make_steps(around_forwards, autocasts=autocasts)
             self._installed = undo.pop_all()

@@ -5,11 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import fields, replace
-from datetime import timedelta
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -30,20 +28,14 @@ from lightning_hybrid.checkpoint.file_io import FileIO
 from lightning_hybrid.checkpoint.ownership import Ownership
 from lightning_hybrid.checkpoint.storage.remote import dated
 from lightning_hybrid.checkpoint.weights.weights import Source
-from lightning_hybrid.config import (
-    HybridConfig,
-    preferred,
-    resolve_sizes,
-    suggests_names,
-    usual_microbatches,
-    with_context_axis,
-)
+from lightning_hybrid.config import HybridConfig, Settings, suggests_names, takes, usual_microbatches
 from lightning_hybrid.data_parallel.grad_clip import clip_by_total_norm, total_norm
 from lightning_hybrid.data_parallel.master_weights import MasterWeights
 from lightning_hybrid.distributed.dtensor import moving
 from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.distributed.process_group import has_nccl
+from lightning_hybrid.distributed.sizes import resolve_sizes
 from lightning_hybrid.distributed.watch.connections import Connections
 from lightning_hybrid.pipeline_parallel.batch_norm import batch_norms, limit_microbatches
 from lightning_hybrid.pipeline_parallel.placeholders import absent_gradients
@@ -73,6 +65,7 @@ from lightning_hybrid.trainer.optimization import GlobalBatch, ReplicaClosure, c
 from lightning_hybrid.trainer.precision import adapt, autocasts, check_master_weights, check_optimizer, scale_half
 
 
+@suggests_names
 class HybridStrategy(ReplicaCollectives):
     """Strategy that trains a LightningModule with data, tensor, context and pipeline parallelism.
 
@@ -97,11 +90,6 @@ class HybridStrategy(ReplicaCollectives):
         schedule: Order of the forwards and backwards of microbatches. ``"gpipe"``, ``"1f1b"`` or
             ``"interleaved_1f1b"``. Default: ``"1f1b"``, and ``"interleaved_1f1b"`` with several chunks.
         num_chunks: Number of stages on a rank. More than one needs ``"interleaved_1f1b"`` or ``"gpipe"``.
-        extra_in_flight: Extra microbatches in flight at each stage boundary, to hide network latency between nodes. An
-            int applies to all boundaries; a list has one value for each boundary between neighboring pipeline ranks.
-            It costs the activations of as many microbatches on the ranks before the boundary; results are bitwise
-            identical. ``"auto"`` measures the links between nodes in the first three steps, and then uses the smallest
-            value that hides them and for which CUDA devices have memory; 0 within a node.
         partition: How layers are assigned to stages. ``"uniform"``: equal counts. ``"parameters"``: the smallest
             possible largest stage, counting embedding and head. A list of stage sizes, such as ``[6, 7, 7, 4]``. A
             list of stage indices, one for each layer, starting at 0. Stages are counted over all ranks and chunks. A
@@ -131,16 +119,12 @@ class HybridStrategy(ReplicaCollectives):
             ``Trainer(accumulate_grad_batches=...)`` decides.
         zero_stage: ZeRO stage: what is sharded over replicas. 1: optimizer states; 2: also gradients; 3: also
             parameters.
-        zero_frees: When ZeRO stage 3 reshards the parameters of a layer. ``"step"``: after its last backward of a step.
-            ``"microbatch"``: after each forward and each backward. ``"auto"``: ``"step"`` with several microbatches.
         recompute: Activation checkpointing: which layers run again in backward, instead of keeping activations.
             ``True``: every layer. ``"selective"``: every layer, but results of matrix products and attention are kept.
             An int: that many layers of each stage. A float: that fraction of them. A list of ints: one for each stage.
             A list of module names, where ``*`` matches anything between two dots.
         offload: Tensors that are kept on the host while the device does not need them. ``"activations"``,
             ``"optimizer"`` (its states), or a list of both. No effect on the CPU.
-        float32_gradients: If True, gradients of half-precision parameters (``precision="bf16-true"``) are summed over
-            microbatches and ranks in float32.
         master_weights: If True, half-precision parameters (``precision="bf16-true"`` or ``"16-true"``) have float32
             master weights. Optimizers update these, with float32 gradients, and checkpoints hold them. With
             ``"16-true"`` the loss is scaled, as with ``"16-mixed"``.
@@ -156,41 +140,18 @@ class HybridStrategy(ReplicaCollectives):
             gathers it if each node has enough memory for three copies in each of its processes; otherwise the log names
             the method to call. The next run shards the module again.
         initial_weights: Source of the weights of a run that does not resume, as for :meth:`load_weights`.
-        rank_order: Order of the axes in rank numbers, from the outermost to the innermost, whose ranks are consecutive.
-            For example ``"pp-dp-tp"``. With context parallelism ``cp`` is one of the axes; outside of ``tp`` by
-            default.
-        start_method: How the processes of a node start, unless a launcher such as `torchrun` starts them. ``"popen"``
-            runs the script once for each process. ``"fork"``, ``"spawn"`` and ``"forkserver"`` call the Trainer's
-            function in worker processes, and return weights, metrics and the path of the best checkpoint. ``"auto"``:
-            ``"fork"`` in a notebook, else ``"popen"``.
-        process_group_backend: Backend of the process groups. Default: nccl on CUDA, gloo on the CPU.
-        timeout: Time after which a collective fails.
-        stall_timeout: Time after which the job ends if ranks wait for each other and none makes progress. A table shows
-            where each rank is, and names the rank that the others wait for. It does not fire while that rank computes,
-            loads, saves or compiles. At most 80% of ``timeout``. ``None``: off.
-        heartbeat_timeout: Time without a heartbeat after which a rank is lost (a stopped process, a cut network, a lost
-            node). It is named, and all ranks exit. Busy ranks send heartbeats too. ``None``: off. At least 3 seconds.
-        detect_desync: If True, checksums are compared before each training batch: of the batch in each model group, of
-            parameters over replicas and stages that hold them, and of the random state. It is slow, for debugging.
-            Settings that determine messages between ranks are always compared.
-        compare_microbatches: If True, the first training step compares the loss of some samples in one microbatch with
-            their loss in two, forward only. A loss that is a sum over samples is then summed. For a loss that is
-            not a mean over samples, ``num_microbatches="auto"`` uses one microbatch; a number that you set is kept,
-            with a warning. A mean over targets is weighted by their number, also over replicas. If
-            False, microbatches and replicas are averaged without a comparison.
-        on_nonfinite: Action if a gradient is not finite before an optimizer step, on any rank. ``"raise"`` an
-            error on every rank; ``"skip"`` the step, which keeps parameters and optimizer states, and log
-            ``"skipped_steps"``; ``"ignore"`` it, with one warning. With ``precision="16-mixed"`` the gradient scaler
-            skips such steps.
+        timeout: Time after which a collective fails. A number is in seconds, as for all times.
         layout: ``"auto"`` searches for the fastest layout at the start of a run. The search varies every argument of
             the layout that is left at its default: the sizes of tensor, pipeline and context parallelism,
             `tensor_parallel_mode` with its depth, `context_parallel`, `num_microbatches`, `schedule`, `num_chunks`,
-            `extra_in_flight`, `zero_stage` and `recompute`. Arguments that you set are kept; a list of sizes limits
-            the search to it. Rank 0 measures compute and links, estimates all layouts that fit `memory_limit`, and logs
-            the result as arguments to copy. ``"auto"`` for `tensor_parallel_size`, `pipeline_parallel_size`,
-            `schedule`, `num_chunks`, `zero_stage` or `recompute` searches that argument alone.
-        memory_limit: Memory of a device that a searched layout may use. ``"80GiB"``, ``"24GB"`` or a number of bytes.
-            Default: all memory of a CUDA device, no limit on the CPU. Leave some for libraries.
+            `tuning.extra_in_flight`, `zero_stage` and `recompute`. Arguments that you set are kept; a list of sizes
+            limits the search to it. Rank 0 measures compute and links, estimates all layouts that fit
+            `tuning.memory_limit`, and logs the result as arguments to copy. ``"auto"`` for `tensor_parallel_size`,
+            `pipeline_parallel_size`, `schedule`, `num_chunks`, `zero_stage` or `recompute` searches that argument
+            alone.
+        faults: Detection of faults of ranks and of numbers: see `Faults`.
+        launch: Start of the processes, and their order: see `Launch`.
+        tuning: Trade of memory for speed, and of memory for precision: see `Tuning`.
 
     Attributes:
         settings: The resolved arguments.
@@ -201,64 +162,12 @@ class HybridStrategy(ReplicaCollectives):
         ValueError, TypeError: If an argument is not possible.
     """
 
-    @suggests_names
-    def __init__(
-        self,
-        data_parallel_size: int | Literal["auto"] = "auto",
-        tensor_parallel_size: int | list[int] | Literal["auto"] = 1,
-        pipeline_parallel_size: int | list[int] | Literal["auto"] = 1,
-        num_microbatches: int | Literal["auto"] = "auto",
-        schedule: str | None = None,
-        num_chunks: int | Literal["auto"] = 1,
-        extra_in_flight: int | list[int] | Literal["auto"] = 0,
-        partition: str | list[int] = "uniform",
-        body: str | list[str] | None = None,
-        tensor_parallel_mode: Literal["1d", "2d", "2.5d", "3d"] = "1d",
-        tensor_parallel_depth: int = 1,
-        tensor_parallel_plan: dict[str, str | dict[str, str]] | str | None = "auto",
-        sequence_parallel: bool = False,
-        context_parallel_size: int = 1,
-        context_parallel: Literal["ulysses", "ring", "all_gather"] = "ulysses",
-        global_batch_size: int | None = None,
-        zero_stage: Literal[0, 1, 2, 3, "auto"] = 0,
-        zero_frees: Literal["auto", "step", "microbatch"] = "auto",
-        recompute: bool | int | float | str | list[int] | list[str] = False,
-        offload: str | list[str] | None = None,
-        float32_gradients: bool = False,
-        master_weights: bool = False,
-        broadcast_batches: bool = True,
-        loss_reduction: Literal["mean", "sum"] = "mean",
-        dynamic_shapes: bool = False,
-        save_distributed_checkpoint: bool = False,
-        async_save: bool = False,
-        gather_module_on_teardown: bool | Literal["auto"] = "auto",
-        initial_weights: str | Path | None = None,
-        rank_order: str = "pp-dp-tp",
-        start_method: Literal["auto", "popen", "spawn", "fork", "forkserver"] = "auto",
-        process_group_backend: str | None = None,
-        timeout: timedelta | None = timedelta(minutes=10),
-        stall_timeout: timedelta | None = timedelta(minutes=8),
-        heartbeat_timeout: timedelta | None = timedelta(minutes=1),
-        detect_desync: bool = False,
-        compare_microbatches: bool = True,
-        on_nonfinite: Literal["raise", "skip", "ignore"] = "ignore",
-        layout: Literal["auto"] | None = None,
-        memory_limit: int | float | str | None = None,
-    ) -> None:
-        if schedule is None:
-            schedule = "interleaved_1f1b" if type(num_chunks) is int and num_chunks > 1 else "1f1b"
-        arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
-        arguments |= resolve_open(arguments)
-        checks.check_arguments(**arguments)
-        usual = usual_microbatches(preferred(arguments["pipeline_parallel_size"]))
-        arguments["auto_microbatches"] = num_microbatches == "auto"
-        arguments["num_microbatches"] = usual if num_microbatches == "auto" else num_microbatches
-        arguments["rank_order"] = with_context_axis(rank_order, context_parallel_size)
-        arguments["offload"] = (offload,) if isinstance(offload, str) else tuple(offload or ())
-        self.settings = HybridConfig(**{field.name: arguments[field.name] for field in fields(HybridConfig)})
-        self._requested_sizes: tuple[Any, Any, Any] = (data_parallel_size, tensor_parallel_size, pipeline_parallel_size)
-        self._requested = self.settings
-        self._process_group_backend = self.settings.process_group_backend
+    @takes(HybridConfig)
+    def __init__(self, config: HybridConfig) -> None:
+        provisional, searched = resolve_open(config)
+        checks.check_arguments(provisional)
+        self.settings = self._requested = Settings.of(config, provisional, searched)
+        self._process_group_backend = self.settings.launch.process_group_backend
         self._world: World | None = None
         self._attached: AttachedModule | None = None
         self._run: Run | None = None
@@ -401,7 +310,7 @@ class HybridStrategy(ReplicaCollectives):
         environment.set_world_size(self.num_nodes * self.num_processes)  # Lightning's own knows no other number
         self._resolve(environment.world_size())
         numbers = self.num_processes, self.num_nodes
-        self._launcher = launch.make_launcher(self, environment, *numbers, self.settings.start_method)
+        self._launcher = launch.make_launcher(self, environment, *numbers, self.settings.launch.start_method)
 
     def _resolve(self, world_size: int) -> None:
         """Find the sizes of the axes; where they are open, nothing is divided until :meth:`_find_layout`."""
@@ -413,7 +322,7 @@ class HybridStrategy(ReplicaCollectives):
             self.sizes = (world_size, 1, 1)
         else:
             context = self.settings.context_parallel_size
-            self.sizes = resolve_sizes(world_size, *self._requested_sizes, context)
+            self.sizes = resolve_sizes(world_size, *self.settings.requested_sizes, context)
         if self.settings.auto_microbatches:
             self.settings = replace(self.settings, num_microbatches=usual_microbatches(self.sizes[2]))
 
@@ -451,7 +360,12 @@ class HybridStrategy(ReplicaCollectives):
                 self._start.close()
             self._world = self._start = None
             with self._connections.opened():
-                given = self.cluster_environment, self._process_group_backend, self.root_device, self.settings.timeout
+                given = (
+                    self.cluster_environment,
+                    self._process_group_backend,
+                    self.root_device,
+                    self.settings.time_limit,
+                )
                 self._process_group_backend = launch.start_groups(*given, watch=self._watch_start)
             if not has_nccl():  # whose connections come and go
                 self._connections.watch_opened(self.cluster_environment.main_port)
@@ -479,14 +393,12 @@ class HybridStrategy(ReplicaCollectives):
         from lightning_hybrid.strategy.auto_layout.choice import choose_layout  # what runs steps dry takes a while
 
         open_sizes = set(ALL_SIZES) & set(self.settings.searched)
-        sizes = self._requested_sizes if open_sizes else self.sizes
+        sizes = self.settings.requested_sizes if open_sizes else self.sizes
         given = self._module, self.root_device, self.precision_plugin, self.num_nodes
         found = choose_layout(self.settings, sizes, *given)
         self.sizes = found.sizes
         number = {"num_microbatches": usual_microbatches(self.sizes[2])} if self.settings.auto_microbatches else {}
-        self.settings = replace(self.settings, **{"searched": (), **number, **found.arguments})
-        order = with_context_axis(self.settings.rank_order, self.settings.context_parallel_size)
-        self.settings = replace(self.settings, rank_order=order)
+        self.settings = self.settings.changed({"searched": (), **number, **found.arguments})
         self._check_module(self._module)
 
     def _watch_start(self, stores: Stores) -> None:
@@ -572,8 +484,8 @@ class HybridStrategy(ReplicaCollectives):
         requested = self.settings.num_microbatches
         text = batch_text(size, replicas, accumulated, num_microbatches=num_microbatches, requested=requested)
         rank_zero_info(text)
-        if self.settings.offload and not self.run.offload.has_effect:
-            rank_zero_info(f"offload={list(self.settings.offload)} has no effect: the device is the host.")
+        if self.settings.offloaded and not self.run.offload.has_effect:
+            rank_zero_info(f"offload={list(self.settings.offloaded)} has no effect: the device is the host.")
         self.world.resume.restore(trainer)
 
     @override
@@ -656,7 +568,7 @@ class HybridStrategy(ReplicaCollectives):
         backward = not lightning_internals.skips_backward(trainer)
         scaler = getattr(self.precision_plugin, "scaler", None)
         epoch_loop, accumulated = trainer.fit_loop.epoch_loop, trainer.accumulate_grad_batches
-        if self.settings.detect_desync and self.world_size > 1:
+        if self.settings.faults.detect_desync and self.world_size > 1:
             DesyncDetector(self._module, self.mesh, self.world.streams)(args[0], epoch_loop.total_batch_idx)
         return run.training_step(
             *args,
@@ -808,15 +720,15 @@ class HybridStrategy(ReplicaCollectives):
     def _guard_steps(self) -> GradientWatch:
         """Return the watch that inspects gradients before an optimizer step."""
         scaler = getattr(self.precision_plugin, "scaler", None)
-        checks.check_nonfinite(self.settings.on_nonfinite, scaler)
+        checks.check_nonfinite(self.settings.faults.on_nonfinite, scaler)
         if scaler is not None:
             return NoGradientWatch()
-        if self.settings.on_nonfinite == "ignore":
+        if self.settings.faults.on_nonfinite == "ignore":
             is_first = partial(self.world.failures.is_first_to, "nonfinite gradients")
             return NonfiniteWarning(self._module, self.mesh.pipeline_rank, is_first)
         group = self.mesh.decision_group if self.settings.zero_stage else self.mesh.control_group
         return NonfiniteGuard(
-            self.settings.on_nonfinite,
+            self.settings.faults.on_nonfinite,
             self._module,
             lambda parameters, exponent: total_norm(parameters, exponent, **self._norm_arguments()),
             group,

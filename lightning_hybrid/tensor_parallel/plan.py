@@ -13,7 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
-from lightning_hybrid.config import GridShape, UserPlan
+from lightning_hybrid.config import UserPlan
+from lightning_hybrid.distributed.grid_shape import GridShape
 from lightning_hybrid.distributed.module_names import join_names, name_matches, named_tensors
 from lightning_hybrid.tensor_parallel.auto_plan.auto_plan import auto_plan
 from lightning_hybrid.tensor_parallel.grid.styles import GRID_STYLES, find_grid_style, find_regions

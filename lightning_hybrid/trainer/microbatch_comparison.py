@@ -28,7 +28,7 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
-from lightning_hybrid.config import HybridConfig
+from lightning_hybrid.config import Settings
 from lightning_hybrid.data_parallel.grad_sync import GradientSync
 from lightning_hybrid.distributed.agreement import all_gather_values
 from lightning_hybrid.distributed.class_losses import observed
@@ -97,8 +97,8 @@ __all__ = ["Forward", "MicrobatchComparison"]
 _T = TypeVar("_T")
 _Compare = Callable[[], list[Verdict]]
 _NOTE = (
-    "This happened in the comparison of microbatches with their batch. HybridStrategy(compare_microbatches=False)"
-    " leaves it out."
+    "This happened in the comparison of microbatches with their batch."
+    " HybridStrategy(faults=Faults(compare_microbatches=False)) leaves it out."
 )
 _MOST = 4  # comparisons: where a first one does not tell, or batches have other structures
 
@@ -148,7 +148,7 @@ class MicrobatchComparison:
             is compared too; it is traced anew, because its path may differ.
     """
 
-    def __init__(self, context: StepContext, grad_sync: GradientSync, config: HybridConfig) -> None:
+    def __init__(self, context: StepContext, grad_sync: GradientSync, config: Settings) -> None:
         self._context, self._grad_sync = context, grad_sync
         self._is_auto, self._given = config.auto_microbatches, config.loss_reduction
         self.loss_reduction = self._given
@@ -158,7 +158,7 @@ class MicrobatchComparison:
         self.explains = self.takes_one = False
         self._is_whole = config.num_microbatches == 1
         is_split = config.num_microbatches > 1 or context.mesh.data_parallel_size > 1
-        is_needed = config.compare_microbatches and is_split and config.loss_reduction == "mean"
+        is_needed = config.faults.compare_microbatches and is_split and config.loss_reduction == "mean"
         self._left = _MOST if is_needed else 0
         self._verdicts: dict[Hashable, Verdict] = {}  # by the structure of the batch
         self._structures, self._texts = set[Hashable](), set[str]()  # that were compared here, and on any rank

@@ -11,8 +11,8 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
 from torch import Tensor
 
-from lightning_hybrid.config import accumulated_batches
 from lightning_hybrid.distributed.agreement import agree, check_equal
+from lightning_hybrid.distributed.sizes import accumulated_batches
 from lightning_hybrid.trainer.run_callback import RunCallback
 
 

@@ -37,7 +37,10 @@ from lightning_hybrid.trainer.layer_exchange import DifferentStepsError, LayerEx
 # So many steps are followed around a chain, of a sanity check and the first batch.
 _MOST_USES = 16
 _OTHERWISE, _WRITES = "does not call {} exactly once, as a whole", "writes parameters outside of {}"
-_CALLED_ONCE = "but zero_stage=3 lets go of its parameters after each call: use HybridStrategy(zero_frees='step')."
+_CALLED_ONCE = (
+    "but zero_stage=3 lets go of its parameters after each call: use"
+    " HybridStrategy(tuning=Tuning(reshard_after_forward=False))."
+)
 
 
 def make_frame(module: nn.Module, body: Body, stage_map: StageMap, device: torch.device, **arguments: Any) -> FrameCut:

@@ -14,7 +14,7 @@ from lightning.pytorch import LightningModule
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
-from lightning_hybrid.config import HybridConfig
+from lightning_hybrid.config import Settings
 from lightning_hybrid.data_parallel.grad_sync import GradientSync, LeftOut, Rest
 from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.distributed.mesh import Mesh
@@ -83,7 +83,7 @@ class TrainingStep:
         self,
         context: StepContext,
         grad_sync: GradientSync,
-        config: HybridConfig,
+        config: Settings,
         *,
         place_parameters: Callable[[Mapping[str, Collection[int]] | None], None],
         shares_casts: bool,
@@ -94,7 +94,7 @@ class TrainingStep:
         self._is_placed = False
         self._grad_sync = grad_sync
         self.schedules = StepSchedules(config, context.mesh, context.engine, context.device)
-        self._traffic = TrafficWatch(context.mesh, context.engine, config.rank_order)
+        self._traffic = TrafficWatch(context.mesh, context.engine, config.axis_order)
         self._num_microbatches = num_microbatches = config.num_microbatches
         self._window = AccumulationWindow(context.device)
         self._left_out = LeftOut(context.mesh)
@@ -658,7 +658,7 @@ class UncutTrainingStep:
         grad_sync: GradientSync,
         mesh: Mesh,
         device: torch.device,
-        config: HybridConfig,
+        config: Settings,
         around_forwards: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self._module, self._grad_sync, self._around_forwards = module, grad_sync, around_forwards
@@ -666,7 +666,7 @@ class UncutTrainingStep:
         self.anomaly: AnomalyDetector | None = None
         self._left_out = LeftOut(mesh)
         self._rest: Rest | None = None
-        is_asked = config.compare_microbatches and config.loss_reduction == "mean"
+        is_asked = config.faults.compare_microbatches and config.loss_reduction == "mean"
         self._targets = ReplicaTargets(module, mesh, device, is_asked=is_asked)
         self._writes = ParameterWrites(module, grad_sync)
         # Elsewhere parameters are plain tensors, which torch knows to write; and optimizers by hand step shards.

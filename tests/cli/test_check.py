@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 import lightning_hybrid
+from lightning_hybrid import Faults
 from lightning_hybrid.cli.check import CheckResult, check
 from lightning_hybrid.cli.check_training import TrainingRecord
 from lightning_hybrid.cli.comparison import compare, interleaved
@@ -31,7 +32,7 @@ from tests import frame_modules, modules, tensor_modules
 ROOT = Path(__file__).parent.parent.parent
 PP2: dict[str, Any] = {"pipeline_parallel_size": 2, "num_microbatches": 4}
 #: Microbatches are averaged as they are.
-PLAIN_MEANS: dict[str, Any] = {"num_microbatches": 2, "compare_microbatches": False}
+PLAIN_MEANS: dict[str, Any] = {"num_microbatches": 2, "faults": Faults(compare_microbatches=False)}
 
 
 class Contrastive(modules.Around):

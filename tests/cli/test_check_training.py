@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lightning_hybrid import Faults
 from lightning_hybrid.cli.check import check
 from lightning_hybrid.cli.check_training.dropout import set_dropout_to_zero
 from lightning_hybrid.cli.check_training.step_watch import StepWatch
@@ -87,7 +88,7 @@ def test_layers_on_the_meta_device_have_the_same_values(module: type[modules.Exa
 
 @pytest.mark.distributed
 def test_microbatches_of_a_module_on_the_meta_device() -> None:
-    result = check(Sum, num_microbatches=2, compare_microbatches=False)
+    result = check(Sum, num_microbatches=2, faults=Faults(compare_microbatches=False))
     assert "the loss is a sum over samples" in result.reason, str(result)
 
 

@@ -390,7 +390,7 @@ def test_plan_shows_which_stages_are_on_which_node(capsys: pytest.CaptureFixture
     assert re.search(r"^stage +ranks +node +layers of 'body'", table, re.MULTILINE)
     assert re.search(r"^ +0 +0-7 +0 +0-3 .*\n +1 +8-15 +1 +4-7", table, re.MULTILINE)
     assert re.search(
-        r"With rank_order='pp-dp-tp' a step sends [\d.]+ MB between machines, and with .* [\d.]+ MB", table
+        r"With launch.rank_order='pp-dp-tp' a step sends [\d.]+ MB between machines, and with .* [\d.]+ MB", table
     )
 
 
@@ -398,7 +398,7 @@ def test_plan_compares_the_bytes_between_nodes_of_all_orders_of_axes(capsys: pyt
     words = ["--config", str(DEMO), "--trainer.devices", "4", "--trainer.num_nodes", "2"]
     found = {}
     for order in ("pp-dp-tp", "tp-dp-pp"):
-        main(["plan", "--json", *words, f"--trainer.strategy.init_args.rank_order={order}"])
+        main(["plan", "--json", *words, f"--trainer.strategy.init_args.launch.rank_order={order}"])
         found[order] = json.loads(capsys.readouterr().out)["between_nodes"]
     assert found["tp-dp-pp"]["tensor_bytes"] == found["tp-dp-pp"]["bytes"] > 4 * found["pp-dp-tp"]["bytes"] > 0
     assert found["pp-dp-tp"]["tensor_bytes"] == 0

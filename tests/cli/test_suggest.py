@@ -41,7 +41,7 @@ def test_the_yaml_starts_the_ranks_on_their_nodes_with_the_strategy(capsys: pyte
     pasted = yaml.safe_load(text[text.index("\ntrainer:") : text.index("\n\nWhy")])["trainer"]
     assert (pasted["num_nodes"], pasted["devices"]) == (2, 2)
     assert pasted["strategy"]["init_args"]["tensor_parallel_plan"] == plan
-    assert "heartbeat_timeout" not in pasted["strategy"]["init_args"]
+    assert "faults" not in pasted["strategy"]["init_args"]
     strategy = HybridStrategy(**pasted["strategy"]["init_args"])
     assert strategy.settings.num_microbatches == pasted["strategy"]["init_args"]["num_microbatches"]
     first = next(line.split() for line in text.splitlines() if line.startswith("1  "))
@@ -60,7 +60,7 @@ def found_with(layout: Layout, size: float) -> Suggestions:
 
 
 CONFIGURED = Configured(
-    16, {"zero_frees": "auto", "rank_order": "pp-dp-tp"}, {"sequence_parallel": True, "num_chunks": 2}
+    16, {"tuning.reshard_after_forward": "auto"}, {"sequence_parallel": True, "num_chunks": 2, "tuning.memory_limit": 8}
 )
 
 
@@ -71,8 +71,9 @@ def report_of(layout: Layout, share: float, size: float = 50.0) -> str:
 
 def test_what_is_not_varied_is_said_and_stays_in_the_yaml() -> None:
     text = report_of(Layout(1, 2, 1), 0.9)
-    assert "Not varied, as configured: zero_frees='auto', rank_order='pp-dp-tp'." in text
+    assert "Not varied, as configured: tuning.reshard_after_forward='auto'." in text
     assert "      sequence_parallel: true" in text
+    assert "      tuning:\n        memory_limit: 8" in text
     assert "num_chunks" not in text, "which is the layout's"
 
 

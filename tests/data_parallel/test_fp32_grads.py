@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_hybrid import Tuning
 from lightning_hybrid.data_parallel.fp32_grads import Float32Gradients
 from lightning_hybrid.distributed.dtensor import full_tensor
 from tests.pool import Pools
@@ -89,7 +90,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 def test_micro_batches_are_added_up_in_float32(ranks: Pools, layout: str) -> None:
     size, arguments = LAYOUTS[layout]
     expected = by_hand([list(dataset()[:BATCH])], PARTS, 1.0)
-    for rank in ranks(size, lightning=True).run(train, {**arguments, "float32_gradients": True}):
+    for rank in ranks(size, lightning=True).run(train, {**arguments, "tuning": Tuning(float32_gradients=True)}):
         assert rank
         for name, gradient in rank.items():
             assert torch.equal(gradient, expected[name]), name
@@ -103,14 +104,16 @@ def test_replicas_are_averaged_in_float32(ranks: Pools, zero_stage: int) -> None
     arguments = {"data_parallel_size": 2, "num_microbatches": PARTS // 2, "zero_stage": zero_stage}
     x, y = dataset()[:BATCH]
     expected = by_hand([[x[::2], y[::2]], [x[1::2], y[1::2]]], PARTS // 2, 0.5)
-    for rank in ranks(2, lightning=True).run(train, {**arguments, "float32_gradients": True}, BATCH // 2):
+    for rank in ranks(2, lightning=True).run(
+        train, {**arguments, "tuning": Tuning(float32_gradients=True)}, BATCH // 2
+    ):
         for name, gradient in rank.items():
             torch.testing.assert_close(gradient, expected[name], rtol=2**-8, atol=1e-6)
 
 
 @pytest.mark.distributed
 def test_batches_are_added_up_in_float32(ranks: Pools) -> None:
-    arguments = {"num_microbatches": 1, "float32_gradients": True}
+    arguments = {"num_microbatches": 1, "tuning": Tuning(float32_gradients=True)}
     batches = [list(dataset()[:BATCH]), list(dataset()[BATCH:])]
     (found,) = ranks(1, lightning=True).run(train, arguments, BATCH, 2)
     expected = by_hand(batches, 1, 0.5)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_hybrid import HybridStrategy
+from lightning_hybrid import HybridStrategy, Tuning
 from lightning_hybrid.data_parallel.master_weights import MasterWeights
 from lightning_hybrid.trainer.precision import check_optimizer, scale_half
 from tests.pool import Pools
@@ -258,9 +258,9 @@ def test_other_optimizers_follow_the_rule(ranks: Pools, optimizer: str) -> None:
     [thorough(name, each, daily=(name == "pp2") == each) for name in ("pp2", "zero 2") for each in (False, True)],
 )
 def test_batches_are_accumulated(ranks: Pools, name: str, float32_gradients: bool) -> None:
-    layout = {"float32_gradients": float32_gradients}
+    layout = {"tuning": Tuning(float32_gradients=float32_gradients)}
     first = trained(ranks, name, "16-true", "SGD", layout, accumulate_grad_batches=2)
-    rule = {**LAYOUTS[name][2], **layout, "accumulated": 2}
+    rule = {**LAYOUTS[name][2], "float32_gradients": float32_gradients, "accumulated": 2}
     assert_equal(first["state"], by_hand("16-true", "SGD", **rule))
 
 

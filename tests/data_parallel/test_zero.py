@@ -17,6 +17,7 @@ from torch.amp import GradScaler
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
+from lightning_hybrid import Tuning
 from lightning_hybrid.data_parallel.zero.grad_scatter import ReduceScatterBucket
 from lightning_hybrid.data_parallel.zero.param import RowShards, shard
 from lightning_hybrid.data_parallel.zero.zero import NoZero, ZeroParameters
@@ -144,7 +145,7 @@ def expected_bytes(stage: int, replicas: int) -> dict[str, float]:
 @pytest.mark.parametrize("replicas", [2, 4])
 @pytest.mark.parametrize("stage", [0, *STAGES])
 def test_bytes_are_those_of_the_formulas(ranks: Pools, stage: int, replicas: int) -> None:
-    layout = {"zero_stage": stage, "zero_frees": "step"}
+    layout = {"zero_stage": stage, "tuning": Tuning(reshard_after_forward=False)}
     first = ranks(replicas, lightning=True).run(held, layout)[0]
     for what, expected in expected_bytes(stage, replicas).items():
         flags = 8 * 12 * what.startswith("gradients")  # one number for each parameter behind the gradients of a bucket
@@ -246,7 +247,7 @@ class Uneven(Regression):
 
 def uneven(stage: int) -> dict[str, Tensor]:
     module = Uneven()
-    layout = {"zero_stage": stage, "num_microbatches": 4, "zero_frees": "microbatch"}
+    layout = {"zero_stage": stage, "num_microbatches": 4, "tuning": Tuning(reshard_after_forward=True)}
     make_trainer(layout, max_epochs=3, use_distributed_sampler=False).fit(module)
     return whole(module)
 
@@ -338,7 +339,9 @@ def test_what_users_do_is_as_with_replicas_that_hold_everything(ranks: Pools, ca
     cls = {"alternating": Alternating, "asking": Asking, "copying": Copying, "skipping": Skipping}.get(case, Regression)
     arguments = {"average": True} if case == "averaging" else {}
     expected = ranks(2, lightning=True).run(trained_with, cls, {}, arguments)
-    for layout in [{"zero_stage": stage} for stage in STAGES] + [{"zero_stage": 3, "zero_frees": "step"}]:
+    for layout in [{"zero_stage": stage} for stage in STAGES] + [
+        {"zero_stage": 3, "tuning": Tuning(reshard_after_forward=False)}
+    ]:
         results = ranks(2, lightning=True).run(trained_with, cls, layout, arguments)
         assert_same(results, expected, where=str(layout))
 
@@ -372,7 +375,7 @@ def test_a_module_is_made_whole_and_divided_in_another_way(ranks: Pools) -> None
 @pytest.mark.parametrize("wish", [True, "selective"])
 @pytest.mark.parametrize("pipeline", [1, 2])
 def test_layers_run_again_in_backward_with_their_parameters(ranks: Pools, pipeline: int, wish: Any) -> None:
-    layout = {"zero_stage": 3, "zero_frees": "microbatch", "pipeline_parallel_size": pipeline}
+    layout = {"zero_stage": 3, "tuning": Tuning(reshard_after_forward=True), "pipeline_parallel_size": pipeline}
     expected = ranks(2 * pipeline, lightning=True).run(trained_with, Regression, layout, {})
     results = ranks(2 * pipeline, lightning=True).run(trained_with, Regression, {**layout, "recompute": wish}, {})
     for result, other in zip(results, expected, strict=True):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_hybrid import Tuning
 from lightning_hybrid.distributed.dtensor import full_tensor
 from tests.pool import Pools
 from tests.training_jobs import Regression, assert_same, loader, make_trainer
@@ -164,7 +165,12 @@ class Single(Base):
 
 
 HABITS = [Twice, Reversed, Towers, Lists, Direct, Penalised, Freezing, Averaged, Stepping, Adversarial, Single]
-LAYOUTS = [{"zero_stage": 1}, {"zero_stage": 2}, {"zero_stage": 3}, {"zero_stage": 3, "zero_frees": "step"}]
+LAYOUTS = [
+    {"zero_stage": 1},
+    {"zero_stage": 2},
+    {"zero_stage": 3},
+    {"zero_stage": 3, "tuning": Tuning(reshard_after_forward=False)},
+]
 
 
 def train(cls: type[Base], layout: Mapping[str, Any]) -> dict[str, Tensor]:

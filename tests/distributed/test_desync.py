@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback
 
+from lightning_hybrid import Faults
 from lightning_hybrid.distributed.debug.desync import Change, DesyncWatch, Noted, first_difference
 from lightning_hybrid.distributed.failure import CAUSE, FailureStore, WrongUseError
 from tests.pool import Pools
@@ -292,11 +293,11 @@ CASES = {
         " 0; ['validation_step.val_loss', 'validation_step.mine'] on rank 1.",
     ),
     "changed": (
-        {**PP2, "detect_desync": True},
+        {**PP2, "faults": Faults(detect_desync=True)},
         "Before training batch 2, checksums differ. `parameter embed.bias` is not the same on every rank: ",
     ),
     "random": (
-        {**TWO, "detect_desync": True},
+        {**TWO, "faults": Faults(detect_desync=True)},
         "Before training batch 2, checksums differ. `random state` is not the same on every rank: ",
     ),
 }
@@ -316,7 +317,9 @@ def test_what_differs_is_named_with_its_ranks_on_every_rank(ranks: Pools, how: s
 def test_ranks_that_do_the_same_train_as_ever(ranks: Pools, layout: Mapping[str, Any]) -> None:
     """The last batch of an epoch is shorter, and evaluation comes in between."""
     replicas = 2 if "zero_stage" in layout else 1
-    results = ranks(2, lightning=True).run(fit, {**layout, "num_microbatches": 2, "detect_desync": True}, "")
+    results = ranks(2, lightning=True).run(
+        fit, {**layout, "num_microbatches": 2, "faults": Faults(detect_desync=True)}, ""
+    )
     assert [text for text, *_ in results] == ["", ""]
     if replicas == 1:
         _, losses, _ = fit(None, "")

@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
+from lightning_hybrid import Faults
 from lightning_hybrid.distributed.failure import FailureStore
 from lightning_hybrid.distributed.watch import heartbeats as module
 from lightning_hybrid.distributed.watch.heartbeats import Heartbeats
@@ -156,7 +157,7 @@ class Stopping(Regression):
 def stopped(folder: str) -> tuple[str, float]:
     start = time.monotonic()
     with pytest.raises(Exception, match=r".") as error:
-        make_trainer({**PP2, "heartbeat_timeout": timedelta(seconds=4)}).fit(Stopping(folder), loader())
+        make_trainer({**PP2, "faults": Faults(heartbeat_timeout=timedelta(seconds=4))}).fit(Stopping(folder), loader())
     return str(error.value), time.monotonic() - start
 
 

@@ -21,11 +21,13 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_hybrid import HybridStrategy
-from lightning_hybrid.config import TENSOR_PARALLEL_MODES, grid_shape, resolve_sizes, with_context_axis
+from lightning_hybrid.config import with_context_axis
 from lightning_hybrid.distributed import mesh as mesh_module
 from lightning_hybrid.distributed import process_group
 from lightning_hybrid.distributed.failure import close_groups
+from lightning_hybrid.distributed.grid_shape import TENSOR_PARALLEL_MODES, grid_shape
 from lightning_hybrid.distributed.mesh import Mesh
+from lightning_hybrid.distributed.sizes import resolve_sizes
 from lightning_hybrid.pipeline_parallel import p2p
 from lightning_hybrid.pipeline_parallel.p2p import make_channels
 from tests.pool import Pools

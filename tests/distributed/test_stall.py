@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_hybrid import Faults
 from lightning_hybrid.distributed.debug import stall
 from lightning_hybrid.distributed.debug.stall import (
     IDLES,
@@ -82,8 +83,8 @@ def test_the_table_begins_with_whom_the_others_wait_for_and_ranks_at_one_place_s
     text = stall_text(answers, [10])
     assert text == (
         "Stalled: nothing has finished for 109 s. The other ranks wait for rank 10 (on host5), which has computed"
-        " nothing for 110 s at training_step (train.py:7). If that may take so long, give `stall_timeout` and `timeout`"
-        " more."
+        " nothing for 110 s at training_step (train.py:7). If that may take so long, raise `faults.stall_timeout`"
+        " and `timeout`."
     )
     lines = [re.split(r"\s{2,}", line) for line in table(answers, [10]).splitlines()]
     assert lines[0] == ["rank", "state", "for s", "batch", "action", "last actions", "messages under way", "at"]
@@ -310,7 +311,7 @@ class Asleep(Regression):
 def stalled(kind: type[Regression]) -> tuple[str, str, float]:
     module, printed = kind(), io.StringIO()
     # On a machine that does other things too, a step may stand still for seconds.
-    layout = {**PP2, "stall_timeout": timedelta(seconds=6), "timeout": timedelta(seconds=60)}
+    layout = {**PP2, "faults": Faults(stall_timeout=timedelta(seconds=6)), "timeout": timedelta(seconds=60)}
     watch = partial(StallWatch, patience=3.0)
     with (
         mock.patch.object(run_watch, "StallWatch", watch),

@@ -20,7 +20,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_hybrid import HybridStrategy
+from lightning_hybrid import Faults, HybridStrategy
 from lightning_hybrid.pipeline_parallel.p2p import Channel
 from tests.faults.fault import STALLS, Fault
 from tests.faults.forks import tell
@@ -272,7 +272,7 @@ def main(fault: Fault, directory: Path, checkpoint: Path | None = None) -> None:
             pipeline_parallel_size=pipeline,
             zero_stage=zero,  # type: ignore[arg-type]
             num_microbatches=4 if pipeline > 1 else 1,
-            stall_timeout=timedelta(seconds=5) if kind in STALLS else timedelta(minutes=8),
+            faults=Faults(stall_timeout=timedelta(seconds=5) if kind in STALLS else timedelta(minutes=8)),
         ),
         callbacks=callbacks,
         default_root_dir=directory,

@@ -14,7 +14,7 @@ from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_hybrid import HybridStrategy
+from lightning_hybrid import HybridStrategy, Launch, Tuning
 from lightning_hybrid.memory import offload
 from lightning_hybrid.strategy.auto_layout.dry_run.dry_run import dry_run
 from lightning_hybrid.tensor_parallel.context_parallel.block_attention.block_attention import (
@@ -33,11 +33,12 @@ FEATURES: dict[str, dict[str, Any]] = {
     "selective": {"num_microbatches": 4, "recompute": "selective"},
     "zero 1": {"num_microbatches": 4, "zero_stage": 1},
     "zero 3": {"num_microbatches": 4, "zero_stage": 3},
-    "float32 gradients": {"num_microbatches": 4, "float32_gradients": True},
+    "float32 gradients": {"num_microbatches": 4, "tuning": Tuning(float32_gradients=True)},
     "dynamic shapes": {"num_microbatches": 4, "dynamic_shapes": True},
     "directories": {"num_microbatches": 4, "save_distributed_checkpoint": True},
     "saved in the background": {"num_microbatches": 4, "async_save": True},
-    "found at the start": {"layout": "auto", "memory_limit": "8GiB"},  # in a copy of a process that has used the device
+    # In a copy of a process that has used the device.
+    "found at the start": {"layout": "auto", "tuning": Tuning(memory_limit="8GiB")},
 }
 
 
@@ -47,7 +48,7 @@ def test_one_process_is_like_the_single_device_strategy() -> None:
 
 @pytest.mark.parametrize("name", FEATURES)
 def test_features_in_one_process_over_nccl(name: str, tmp_path: Path) -> None:
-    settings = {**FEATURES[name], "process_group_backend": "nccl"}
+    settings = {**FEATURES[name], "launch": Launch(process_group_backend="nccl")}
     expected = fit("auto", max_epochs=3)
     path = str(tmp_path / "checkpoint.ckpt")
     first = fit(HybridStrategy(**settings), path=path)
@@ -84,12 +85,12 @@ def test_layers_that_are_compiled() -> None:
 
 def test_no_step_makes_the_host_wait() -> None:
     with no_waits() as steps:
-        fit(HybridStrategy(process_group_backend="nccl", num_microbatches=4))
+        fit(HybridStrategy(launch=Launch(process_group_backend="nccl"), num_microbatches=4))
     assert len(steps) > 6
 
 
 def over_gloo(settings: dict[str, Any], how: dict[str, Any]) -> dict[str, Any]:
-    return fit_on_ranks({**settings, "process_group_backend": "gloo"}, how, waits=True)
+    return fit_on_ranks({**settings, "launch": Launch(process_group_backend="gloo")}, how, waits=True)
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from lightning_hybrid.config import AXES
 from lightning_hybrid.data_parallel.zero.zero import NoZero
 from lightning_hybrid.distributed.dtensor import local_gradient
-from lightning_hybrid.distributed.mesh import AXES
 from lightning_hybrid.distributed.pytree import flatten
 from lightning_hybrid.memory.account import MemoryUsage, peak_activation_bytes, storage_bytes, storages_of
 from lightning_hybrid.pipeline_parallel.schedules import build

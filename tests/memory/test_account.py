@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from examples.gpt import GPT
-from lightning_hybrid import HybridStrategy
+from lightning_hybrid import Faults, HybridStrategy, Tuning
 from lightning_hybrid.cli.main import main
-from lightning_hybrid.config import resolve_sizes
+from lightning_hybrid.distributed.sizes import resolve_sizes
 from lightning_hybrid.memory.account import (
     LocalParameter,
     MemoryUsage,
@@ -96,7 +96,7 @@ def run(cls: type[LightningModule], devices: int, arguments: dict[str, Any], pre
         trainer = Trainer(
             accelerator="cpu",
             devices=devices,
-            strategy=HybridStrategy(**arguments, compare_microbatches=False),
+            strategy=HybridStrategy(**arguments, faults=Faults(compare_microbatches=False)),
             callbacks=[meter],
             precision=precision,  # type: ignore[arg-type]
             max_steps=2,
@@ -182,7 +182,7 @@ def test_a_run_holds_what_is_estimated(ranks: Pools, case: str) -> None:
 @pytest.mark.distributed
 @pytest.mark.parametrize("zero_stage", [0, 2])
 def test_gradients_in_float32_are_estimated(ranks: Pools, zero_stage: int) -> None:
-    arguments = {"num_microbatches": 2, "zero_stage": zero_stage, "float32_gradients": True}
+    arguments = {"num_microbatches": 2, "zero_stage": zero_stage, "tuning": Tuning(float32_gradients=True)}
     ((usage, _),), _ = ranks(2, lightning=True).run(run, Words, 2, arguments, "bf16-true")[0]
     (expected,) = estimate(Words, arguments, 2, HalfPrecision("bf16-true"))
     for name in FIELDS:

@@ -22,6 +22,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from lightning_hybrid import Faults
 from lightning_hybrid.strategy import launch
 from tests.faults.forks import fork, tell
 from tests.nodes.node_fault import FULL, HEARTBEAT_TIMEOUT, LAYOUTS, Fault
@@ -113,7 +114,7 @@ def train(job: Job, rank: int) -> None:
             {
                 "data_parallel_size": data,
                 "pipeline_parallel_size": pipeline,
-                "heartbeat_timeout": timedelta(seconds=HEARTBEAT_TIMEOUT),
+                "faults": Faults(heartbeat_timeout=timedelta(seconds=HEARTBEAT_TIMEOUT)),
             },
             devices=fault.size // 2,
             num_nodes=2,

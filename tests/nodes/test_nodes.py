@@ -62,7 +62,7 @@ def trained(folder: Path) -> dict[str, torch.Tensor]:
 def test_machines_that_are_far_apart_are_as_one_process(
     machines: Machines, tmp_path: Path, delay: float, extra: int | str
 ) -> None:
-    layout = {**PP2, "extra_in_flight": extra}
+    layout = {**PP2, "tuning": {"extra_in_flight": extra}}
     ended = outputs(machines.lightning(words(layout, tmp_path), processes=1))
     assert [code for code, _ in ended] == [0, 0], ended
     assert_same(trained(tmp_path), one_process(8))
@@ -82,7 +82,7 @@ HEARTBEAT_TIMEOUT = 6.0
 @pytest.mark.parametrize("number", [1, 2])
 def test_a_machine_that_falls_silent_ends_all(machines: Machines, tmp_path: Path, lost: str, number: int) -> None:
     """With the first machine the store is lost too. Who stands still is let go on for the others to read why."""
-    run = words({**PP2, "heartbeat_timeout": HEARTBEAT_TIMEOUT}, tmp_path, str(tmp_path / "checkpoints"))
+    run = words({**PP2, "faults": {"heartbeat_timeout": HEARTBEAT_TIMEOUT}}, tmp_path, str(tmp_path / "checkpoints"))
     started = machines.lightning(run, processes=1)
     while not (tmp_path / "checkpoints" / "last.ckpt").exists():
         assert started[0].poll() is None
@@ -109,7 +109,7 @@ def test_a_machine_that_falls_silent_ends_all(machines: Machines, tmp_path: Path
 @far_apart
 @pytest.mark.thorough
 def test_a_cable_that_is_mended_in_time_ends_nothing(machines: Machines, tmp_path: Path) -> None:
-    run = words({**PP2, "heartbeat_timeout": HEARTBEAT_TIMEOUT}, tmp_path, str(tmp_path / "checkpoints"))
+    run = words({**PP2, "faults": {"heartbeat_timeout": HEARTBEAT_TIMEOUT}}, tmp_path, str(tmp_path / "checkpoints"))
     started = machines.lightning(run, processes=1)
     while not (tmp_path / "checkpoints" / "last.ckpt").exists():
         assert started[0].poll() is None

@@ -6,13 +6,13 @@ import json
 import os
 import signal
 import sys
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from lightning_hybrid import Faults, Tuning
 from tests.training_jobs import Regression, loader, make_trainer
 
 
@@ -35,8 +35,9 @@ class Dies(Callback):
 def main(layout: str, folder: str, checkpoints: str = "", dies_at: str = "-1") -> None:
     """Train, and leave the weights in a folder."""
     arguments = json.loads(layout)
-    if "heartbeat_timeout" in arguments:
-        arguments["heartbeat_timeout"] = timedelta(seconds=arguments["heartbeat_timeout"])
+    for name, group in {"faults": Faults, "tuning": Tuning}.items():
+        if name in arguments:
+            arguments[name] = group(**arguments[name])
     dies = Dies(int(dies_at))
     saver = ModelCheckpoint(checkpoints, every_n_train_steps=1, save_last=True) if checkpoints else None
     devices, num_nodes = (int(os.environ[name]) for name in ("LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"))

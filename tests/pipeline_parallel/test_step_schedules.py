@@ -14,6 +14,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from lightning_hybrid import Tuning
 from lightning_hybrid.pipeline_parallel.links import step_schedules
 from lightning_hybrid.pipeline_parallel.links.delays import Delay, measure_delays
 from lightning_hybrid.pipeline_parallel.links.step_schedules import (
@@ -138,7 +139,7 @@ def test_what_is_chosen_trains_the_same_bit_by_bit(ranks: Pools, layout: dict[st
     layout = {"pipeline_parallel_size": 2, "num_microbatches": 8, **layout}
     pool = ranks(2, lightning=True)
     expected = pool.run(trained, layout)[0]["same"]
-    found = pool.run(trained, {**layout, "extra_in_flight": "auto"}, str(tmp_path), 10.0)
+    found = pool.run(trained, {**layout, "tuning": Tuning(extra_in_flight="auto")}, str(tmp_path), 10.0)
     assert [each["extra"] for each in found] == [found[0]["extra"]] * 2
     assert found[0]["extra"][0] > 3
     for each in found:
@@ -149,7 +150,7 @@ def test_what_is_chosen_trains_the_same_bit_by_bit(ranks: Pools, layout: dict[st
 
 
 def test_inside_a_machine_nothing_is_measured_and_none_is_chosen(ranks: Pools) -> None:
-    layout = {"pipeline_parallel_size": 2, "num_microbatches": 8, "extra_in_flight": "auto"}
+    layout = {"pipeline_parallel_size": 2, "num_microbatches": 8, "tuning": Tuning(extra_in_flight="auto")}
     for each in ranks(2, lightning=True).run(trained, layout):
         assert each["extra"] == (0,)
         assert each["told"] == []
@@ -169,7 +170,7 @@ def test_inside_a_machine_nothing_is_measured_and_none_is_chosen(ranks: Pools) -
 def test_all_ranks_make_the_same_choice_under_any_layout(ranks: Pools, layout: dict[str, Any]) -> None:
     pool = ranks(4, lightning=True)
     expected = pool.run(trained, layout)[0]["same"]
-    found = pool.run(trained, {**layout, "extra_in_flight": "auto"}, "", 10.0)
+    found = pool.run(trained, {**layout, "tuning": Tuning(extra_in_flight="auto")}, "", 10.0)
     assert len({each["extra"] for each in found}) == 1
     assert any(found[0]["extra"])
     assert_same(found[0]["same"], expected, 0.0)

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_hybrid import HybridStrategy
+from lightning_hybrid import HybridStrategy, Launch
 from lightning_hybrid.cli.suggest.planned import planned_traffic
 from lightning_hybrid.distributed.watch import flight_recorder
 from lightning_hybrid.distributed.watch.flight_recorder import read_bytes
@@ -87,8 +87,8 @@ def test_bytes_are_those_of_every_two_ranks(seed: int) -> None:
 def test_the_warning_has_both_byte_counts() -> None:
     text = traffic_text(SIZES, "dp-pp-tp", TWO_NODES, SENT)
     assert text == (
-        "With rank_order='dp-pp-tp' a step sends 800 bytes between machines, and with rank_order='pp-dp-tp' it would"
-        " send 40 bytes: use that order."
+        "With launch.rank_order='dp-pp-tp' a step sends 800 bytes between machines, and with"
+        " launch.rank_order='pp-dp-tp' it would send 40 bytes: use that order."
     )
     assert traffic_text(SIZES, "pp-dp-tp", TWO_NODES, SENT) is None
     assert traffic_text(SIZES, "dp-pp-tp", [0] * 8, SENT) is None
@@ -131,7 +131,12 @@ def noted(layout: Any, module: Any = None) -> tuple[list[Any], list[str]]:
 
 def test_a_run_counts_what_it_sends_and_names_the_better_order(ranks: Pools) -> None:
     pool = ranks(4, lightning=True)
-    layout = {"pipeline_parallel_size": 2, "num_microbatches": 2, "rank_order": "dp-pp-tp", "partition": [3, 3]}
+    layout = {
+        "pipeline_parallel_size": 2,
+        "num_microbatches": 2,
+        "launch": Launch(rank_order="dp-pp-tp"),
+        "partition": [3, 3],
+    }
     (seen, texts), *others = pool.run(noted, layout)
     (found,) = seen
     whole = sum(parameter.numel() for parameter in Regression().parameters())
@@ -140,7 +145,7 @@ def test_a_run_counts_what_it_sends_and_names_the_better_order(ranks: Pools) -> 
     assert 0 < found.data <= whole * 8
     assert found.tensor == 0
     assert len(texts) == 1
-    assert "with rank_order='pp-dp-tp' it would send" in texts[0]
+    assert "with launch.rank_order='pp-dp-tp' it would send" in texts[0]
 
 
 def noted_with_nccl(layout: Any) -> tuple[list[Any], list[str]]:
@@ -149,7 +154,12 @@ def noted_with_nccl(layout: Any) -> tuple[list[Any], list[str]]:
 
 
 def test_with_nccl_whose_bytes_are_not_known_nothing_is_said(ranks: Pools) -> None:
-    layout = {"pipeline_parallel_size": 2, "num_microbatches": 2, "rank_order": "dp-pp-tp", "partition": [3, 3]}
+    layout = {
+        "pipeline_parallel_size": 2,
+        "num_microbatches": 2,
+        "launch": Launch(rank_order="dp-pp-tp"),
+        "partition": [3, 3],
+    }
     assert ranks(4, lightning=True).run(noted_with_nccl, layout) == [([], [])] * 4
 
 
@@ -162,9 +172,14 @@ class MoreBatches(Blocks):
 @pytest.mark.parametrize(
     "layout",
     [
-        {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, "num_microbatches": 4, "rank_order": "tp-dp-pp"},
-        {"pipeline_parallel_size": 2, "num_microbatches": 4, "rank_order": "dp-pp-tp"},
-        {"tensor_parallel_size": 2, "rank_order": "dp-pp-tp"},
+        {
+            "pipeline_parallel_size": 2,
+            "tensor_parallel_size": 2,
+            "num_microbatches": 4,
+            "launch": Launch(rank_order="tp-dp-pp"),
+        },
+        {"pipeline_parallel_size": 2, "num_microbatches": 4, "launch": Launch(rank_order="dp-pp-tp")},
+        {"tensor_parallel_size": 2, "launch": Launch(rank_order="dp-pp-tp")},
     ],
     ids=["pp2-tp2", "pp2-dp2", "tp2-dp2"],
 )

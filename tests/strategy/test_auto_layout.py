@@ -26,11 +26,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 import lightning_hybrid
-from lightning_hybrid import HybridStrategy
+from lightning_hybrid import HybridStrategy, Tuning
 from lightning_hybrid.cli.main import main
 from lightning_hybrid.distributed.dtensor import full_tensor
 from lightning_hybrid.strategy.auto_layout import choice
-from lightning_hybrid.strategy.auto_layout.arguments import every_argument, in_words
+from lightning_hybrid.strategy.auto_layout.arguments import every_argument, in_words, nested
 from lightning_hybrid.strategy.auto_layout.candidates import Layout, LoaderStep, Step
 from lightning_hybrid.strategy.auto_layout.cost_model import CostModel, StageCost
 from lightning_hybrid.strategy.auto_layout.machine import Machine
@@ -57,7 +57,7 @@ ALL_OPEN = (
     "num_microbatches",
     "schedule",
     "num_chunks",
-    "extra_in_flight",
+    "tuning.extra_in_flight",
     "zero_stage",
     "recompute",
 )
@@ -99,9 +99,9 @@ def test_open_is_what_is_left_at_its_default_or_auto(arguments: dict[str, Any], 
     ("arguments", "text"),
     [
         ({"layout": "best"}, "layout must be 'auto' or None, got 'best'"),
-        ({"memory_limit": "80GiB"}, "every argument is given. Add layout='auto' or recompute='auto'"),
-        ({"memory_limit": "much", **AUTO}, "memory_limit must be a quantity such as '80GiB' or '24GB', got 'much'"),
-        ({"memory_limit": -1, **AUTO}, "memory_limit must be above 0 bytes"),
+        ({"tuning": {"memory_limit": "80GiB"}}, "every argument is given. Add layout='auto' or recompute='auto'"),
+        ({"tuning": {"memory_limit": "much"}, **AUTO}, "tuning.memory_limit must be a quantity such as '80GiB' or"),
+        ({"tuning": {"memory_limit": -1}, **AUTO}, "tuning.memory_limit must be above 0 bytes"),
         ({"partition": [1, 2], **AUTO}, r"partition=\[1, 2\] says something for each stage"),
         ({"recompute": [1, 2], "pipeline_parallel_size": "auto"}, r"recompute=\[1, 2\] says something for each stage"),
         ({"recompute": 0.5, **AUTO}, "recompute=0.5 cannot be weighed"),
@@ -111,14 +111,14 @@ def test_open_is_what_is_left_at_its_default_or_auto(arguments: dict[str, Any], 
 )
 def test_what_does_not_go_with_a_search_is_refused(arguments: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
-        HybridStrategy(**arguments)
+        HybridStrategy(**{name: Tuning(**value) if name == "tuning" else value for name, value in arguments.items()})
 
 
 def test_a_limit_is_a_text_or_bytes() -> None:
     for value, size in (("80GiB", 80 * 2**30), ("24GB", 24e9), (1000, 1000.0), (None, None)):
-        assert HybridStrategy(memory_limit=value, **AUTO).settings.memory_limit == size
-    with pytest.raises(TypeError, match="memory_limit must be a text"):
-        HybridStrategy(memory_limit=[1], **AUTO)  # type: ignore[arg-type]
+        assert HybridStrategy(tuning=Tuning(memory_limit=value), **AUTO).settings.tuning.memory_bytes == size
+    with pytest.raises(TypeError, match=r"tuning.memory_limit must be a number or str or None, got \[1\]"):
+        Tuning(memory_limit=[1])  # type: ignore[arg-type]
 
 
 def tried(num_ranks: int, samples: int, sizes: tuple[Any, Any, Any] = ("auto", 1, 1), **arguments: Any) -> list[Layout]:
@@ -138,7 +138,7 @@ def test_what_is_given_stays_in_all_that_is_tried() -> None:
         4, 16, (2, 1, 2), num_microbatches=3, zero_stage=2, schedule="gpipe", num_chunks=2, recompute="auto"
     )[:1]
     assert only == Layout(2, 1, 2, 3, "gpipe", 2, 2)
-    assert "gpipe" not in {layout.schedule for layout in tried(4, 16, extra_in_flight=1, **AUTO)}
+    assert "gpipe" not in {layout.schedule for layout in tried(4, 16, tuning=Tuning(extra_in_flight=1), **AUTO)}
     shared = tried(4, 16, context_parallel_size=2, **AUTO)
     assert {layout.context for layout in shared} == {2}
     assert {layout.context_kind for layout in shared} == {"ulysses", "ring", "all_gather"}
@@ -380,19 +380,20 @@ def test_the_choice_is_what_suggest_prints_first(
     overrides += [f"--trainer.strategy.init_args.{axis}_parallel_size=1" for axis in ("tensor", "pipeline")]
     parser = ConfigParser("suggest", "", "")
     cli, _ = load_config(parser, [CONFIG], overrides)
-    strategy = HybridStrategy(memory_limit=memory, **AUTO)
-    assert strategy.settings.memory_limit is not None
+    strategy = HybridStrategy(tuning=Tuning(memory_limit=memory), **AUTO)
+    limit = strategy.settings.tuning.memory_bytes
+    assert limit is not None
     problem = choice.Problem(
         maker([CONFIG], overrides, cli),
         strategy.settings,
         search_space(strategy.settings, ("auto", 1, 1)),
-        Machine(memory=strategy.settings.memory_limit, ranks_per_node=num_ranks, **FIGURES),
+        Machine(memory=limit, ranks_per_node=num_ranks, **FIGURES),
         num_ranks,
         cli.trainer.strategy.precision_plugin,
         {name: getattr(cli.trainer, name) for name in choice.TRAINER},
     )
     layout = problem.solve().best[0].layout
-    assert {name: value for name, value in every_argument(layout).items() if name in best} == best
+    assert {name: value for name, value in nested(every_argument(layout)).items() if name in best} == best
 
 
 class Shared(Regression):
@@ -507,7 +508,7 @@ def test_what_is_found_for_shared_sequences_trains_as_one_process(ranks: Pools) 
         assert result["sizes"] == (1, 1, 1)
         assert result["settings"] == first["settings"]
         assert result["settings"].context_parallel_size == 2
-        assert result["settings"].rank_order == "pp-dp-cp-tp"
+        assert result["settings"].axis_order == "pp-dp-cp-tp"
         assert_same(result["weights"], {name: value.detach() for name, value in module.named_parameters()}, 1e-10)
 
 
@@ -564,7 +565,7 @@ def fits(limit: float | None) -> Any:
     """On a rank: what is found for `recompute` alone, and the text of a refusal."""
     module = Blocks(width=16, depth=4)
     strategy: dict[str, Any] = {"pipeline_parallel_size": 2, "num_microbatches": 4, "recompute": "auto"}
-    trainer = make_trainer({**strategy, "memory_limit": limit}, max_steps=1)
+    trainer = make_trainer({**strategy, "tuning": Tuning(memory_limit=limit)}, max_steps=1)
 
     def known(device: torch.device, dtype: torch.dtype, num_nodes: int, memory: float) -> Machine:
         return Machine(memory=memory, ranks_per_node=2)
@@ -591,7 +592,7 @@ def test_recompute_takes_the_least_that_fits(ranks: Pools) -> None:
     assert some[0] == "selective" or (isinstance(some[0], list) and sum(some[0]) < 4)
     text, other = pool.run(fits, every / 2)
     assert text == other
-    assert f"layouts of Blocks can be used in memory_limit={every / 2 / 2**10:,.1f} KiB" in text
+    assert f"layouts of Blocks can be used in tuning.memory_limit={every / 2 / 2**10:,.1f} KiB" in text
     assert "does not fit, such as pipeline 2" in text
 
 
@@ -652,7 +653,7 @@ def test_figures_are_measured_and_the_same_on_every_rank(ranks: Pools) -> None:
 
 
 def test_yaml_takes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments = {"layout": "auto", "memory_limit": "80GiB", "zero_stage": "auto", "num_chunks": "auto"}
+    arguments = {"layout": "auto", "tuning": {"memory_limit": "80GiB"}, "zero_stage": "auto", "num_chunks": "auto"}
     strategy = {"class_path": "lightning_hybrid.HybridStrategy", "init_args": arguments}
     config = {"trainer": {"accelerator": "cpu", "devices": 1, "logger": False, "strategy": strategy}}
     file = tmp_path / "config.yaml"
@@ -661,7 +662,7 @@ def test_yaml_takes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cli = LightningCLI(Regression, run=False, save_config_callback=None)
     assert isinstance(cli.trainer.strategy, HybridStrategy)
     assert cli.trainer.strategy.settings.searched == ALL_OPEN
-    assert cli.trainer.strategy.settings.memory_limit == 80 * 2**30
+    assert cli.trainer.strategy.settings.tuning.memory_bytes == 80 * 2**30
 
 
 @pytest.mark.parametrize("command", ["plan", "memory", "check"])

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_hybrid import HybridStrategy
-from lightning_hybrid.config import HybridConfig
+from lightning_hybrid.config import Settings
 from lightning_hybrid.memory.account import MemoryUsage
 from lightning_hybrid.pipeline_parallel.schedules import build
 from lightning_hybrid.strategy.auto_layout import module_profile
-from lightning_hybrid.strategy.auto_layout.arguments import arguments
+from lightning_hybrid.strategy.auto_layout.arguments import arguments, keywords, nested
 from lightning_hybrid.strategy.auto_layout.candidates import Layout, Step, arrangements
 from lightning_hybrid.strategy.auto_layout.cost_model import CostModel, StageCost
 from lightning_hybrid.strategy.auto_layout.dry_run import traces
@@ -468,10 +468,10 @@ def test_more_in_flight_is_suggested_as_far_as_there_is_memory() -> None:
 
 
 def test_a_layout_names_its_microbatches_in_flight_as_the_argument_does() -> None:
-    assert "extra_in_flight" not in arguments(Layout(1, 1, 2, 8))
+    assert "tuning.extra_in_flight" not in arguments(Layout(1, 1, 2, 8))
     given = arguments(Layout(1, 1, 4, 8, extra_in_flight=(0, 3, 0)))
-    assert given["extra_in_flight"] == [0, 3, 0]
-    assert HybridStrategy(**given).settings.extra_of_links(4) == (0, 3, 0)
+    assert nested(given)["tuning"] == {"extra_in_flight": [0, 3, 0]}
+    assert HybridStrategy(**keywords(given)).settings.extra_of_links(4) == (0, 3, 0)
 
 
 def test_a_group_that_crosses_nodes_has_the_links_of_the_network() -> None:
@@ -507,7 +507,7 @@ class Blocks(LightningModule):
         return DataLoader(TensorDataset(torch.randn(32, 6, 8), torch.randint(0, 3, (32,))), 16)
 
 
-def open_config(**arguments: Any) -> HybridConfig:
+def open_config(**arguments: Any) -> Settings:
     return HybridStrategy(num_microbatches=1, **arguments).settings
 
 

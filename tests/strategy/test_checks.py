@@ -18,7 +18,7 @@ from jsonargparse import ArgumentParser
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel
 
-from lightning_hybrid import HybridStrategy
+from lightning_hybrid import Faults, HybridStrategy, Launch, Tuning
 from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.strategy import checks
 from lightning_hybrid.strategy.checks import check_tensor_groups
@@ -41,21 +41,31 @@ IMPOSSIBLE: list[tuple[dict[str, Any], type[Exception], list[str]]] = [
     ({"global_batch_size": 0}, ValueError, ["global_batch_size", "at least 1 or None", "0"]),
     ({"global_batch_size": "auto"}, TypeError, ["global_batch_size", "integer or None", "'auto'"]),
     ({"partition": [3, 3], "pipeline_parallel_size": [2, 3]}, ValueError, ["[3, 3]", "pipeline_parallel_size (3)"]),
-    ({"extra_in_flight": [1], "pipeline_parallel_size": [2, 3]}, ValueError, ["[1]", "pipeline_parallel_size=3"]),
+    (
+        {"tuning": {"extra_in_flight": [1]}, "pipeline_parallel_size": [2, 3]},
+        ValueError,
+        ["[1]", "pipeline_parallel_size=3"],
+    ),
     ({"data_parallel_size": 0}, ValueError, ["data_parallel_size", "'auto'", "0"]),
     ({"data_parallel_size": "all"}, TypeError, ["data_parallel_size", "'auto'", "'all'"]),
     ({"num_microbatches": 0}, ValueError, ["num_microbatches", "'auto'", "0"]),
     ({"num_microbatches": None}, TypeError, ["num_microbatches", "'auto'", "None"]),
     ({"num_chunks": 0}, ValueError, ["num_chunks", "0"]),
-    ({"heartbeat_timeout": timedelta(seconds=1)}, ValueError, ["heartbeat_timeout", "0:00:03", "0:00:01"]),
-    ({"heartbeat_timeout": 60}, TypeError, ["heartbeat_timeout", "60", "timedelta"]),
-    ({"extra_in_flight": -1}, ValueError, ["extra_in_flight", "-1"]),
-    ({"extra_in_flight": True}, TypeError, ["extra_in_flight", "True"]),
-    ({"extra_in_flight": "many"}, TypeError, ["extra_in_flight", "'auto'", "'many'"]),
-    ({"extra_in_flight": [1.5], "pipeline_parallel_size": 2}, TypeError, ["extra_in_flight", "[1.5]"]),
-    ({"extra_in_flight": [1, 1], "pipeline_parallel_size": 2}, ValueError, ["extra_in_flight", "[1, 1]", "1 links"]),
-    ({"extra_in_flight": 1, "schedule": "gpipe"}, ValueError, ["extra_in_flight", "gpipe"]),
-    ({"tensor_parallel_plan": ["colwise"]}, TypeError, ["tensor_parallel_plan", "str or dict or None"]),
+    ({"faults": {"heartbeat_timeout": timedelta(seconds=1)}}, ValueError, ["heartbeat_timeout", "0:00:03", "0:00:01"]),
+    ({"faults": {"heartbeat_timeout": 2.5}}, ValueError, ["heartbeat_timeout", "0:00:03", "0:00:02.500000"]),
+    ({"faults": {"heartbeat_timeout": "soon"}}, TypeError, ["faults.heartbeat_timeout", "'soon'", "timedelta"]),
+    ({"faults": {"heartbeat_timeout": True}}, TypeError, ["faults.heartbeat_timeout", "True", "timedelta"]),
+    ({"tuning": {"extra_in_flight": -1}}, ValueError, ["extra_in_flight", "-1"]),
+    ({"tuning": {"extra_in_flight": True}}, TypeError, ["extra_in_flight", "True"]),
+    ({"tuning": {"extra_in_flight": "many"}}, TypeError, ["extra_in_flight", "'auto'", "'many'"]),
+    ({"tuning": {"extra_in_flight": [1.5]}, "pipeline_parallel_size": 2}, TypeError, ["extra_in_flight", "[1.5]"]),
+    (
+        {"tuning": {"extra_in_flight": [1, 1]}, "pipeline_parallel_size": 2},
+        ValueError,
+        ["extra_in_flight", "[1, 1]", "1 links"],
+    ),
+    ({"tuning": {"extra_in_flight": 1}, "schedule": "gpipe"}, ValueError, ["extra_in_flight", "gpipe"]),
+    ({"tensor_parallel_plan": ["colwise"]}, TypeError, ["tensor_parallel_plan", "dict or str or None"]),
     ({"sequence_parallel": 1}, TypeError, ["sequence_parallel", "bool", "1"]),
     ({"schedule": "2f2b"}, ValueError, ["schedule", "'2f2b'", "'1f1b'", "'gpipe'", "'interleaved_1f1b'"]),
     ({"schedule": ["1f1b"]}, TypeError, ["schedule", "['1f1b']", "list"]),
@@ -69,9 +79,9 @@ IMPOSSIBLE: list[tuple[dict[str, Any], type[Exception], list[str]]] = [
     ({"partition": [0, 0, 1, 1], "pipeline_parallel_size": 3}, ValueError, ["leave out stage 2 of 3"]),
     ({"partition": [0, 1, 2], "pipeline_parallel_size": 2}, ValueError, ["name stage 2", "from 0 to 1"]),
     ({"master_weights": "yes"}, TypeError, ["master_weights", "'yes'", "bool"]),
-    ({"rank_order": "pp-dp"}, ValueError, ["rank_order", "'pp-dp'", "'pp-dp-tp'"]),
-    ({"rank_order": "pp-dp-dp"}, ValueError, ["rank_order", "'pp-dp-dp'"]),
-    ({"rank_order": "pp-cp-dp"}, ValueError, ["rank_order", "'pp-cp-dp'", "context_parallel_size"]),
+    ({"launch": {"rank_order": "pp-dp"}}, ValueError, ["rank_order", "'pp-dp'", "'pp-dp-tp'"]),
+    ({"launch": {"rank_order": "pp-dp-dp"}}, ValueError, ["rank_order", "'pp-dp-dp'"]),
+    ({"launch": {"rank_order": "pp-cp-dp"}}, ValueError, ["rank_order", "'pp-cp-dp'", "context_parallel_size"]),
     ({"context_parallel_size": 0}, ValueError, ["context_parallel_size", "at least 1", "0"]),
     ({"context_parallel_size": [2, 1]}, TypeError, ["context_parallel_size", "[2, 1]"]),
     ({"context_parallel": "spiral"}, ValueError, ["context_parallel", "'spiral'", "'ulysses'", "'ring'"]),
@@ -81,7 +91,7 @@ IMPOSSIBLE: list[tuple[dict[str, Any], type[Exception], list[str]]] = [
         ["'ring'", "recompute='selective'", "'ulysses'"],
     ),
     ({"context_parallel_size": 2, "sequence_parallel": True}, ValueError, ["context_parallel_size=2", "sequence"]),
-    ({"rank_order": None}, TypeError, ["rank_order", "None"]),
+    ({"launch": {"rank_order": None}}, TypeError, ["rank_order", "None"]),
     ({"loss_reduction": "none"}, ValueError, ["loss_reduction", "'none'", "'mean'", "'sum'"]),
     ({"body": 3}, TypeError, ["body", "3"]),
     ({"broadcast_batches": "yes"}, TypeError, ["broadcast_batches", "'yes'"]),
@@ -89,15 +99,19 @@ IMPOSSIBLE: list[tuple[dict[str, Any], type[Exception], list[str]]] = [
     ({"gather_module_on_teardown": 1}, TypeError, ["gather_module_on_teardown", "1"]),
     ({"gather_module_on_teardown": "yes"}, ValueError, ["gather_module_on_teardown", "'yes'", "'auto'"]),
     ({"initial_weights": 3}, TypeError, ["initial_weights", "3"]),
-    ({"timeout": 30}, TypeError, ["timeout", "30", "timedelta"]),
-    ({"stall_timeout": 300}, TypeError, ["stall_timeout", "300", "timedelta"]),
-    ({"stall_timeout": timedelta(seconds=-1)}, ValueError, ["stall_timeout", "positive"]),
-    ({"detect_desync": 1}, TypeError, ["detect_desync", "1"]),
-    ({"start_method": "thread"}, ValueError, ["start_method", "'thread'", "'popen'", "'spawn'", "'fork'"]),
-    ({"on_nonfinite": "stop"}, ValueError, ["on_nonfinite", "'stop'", "'raise'", "'skip'", "'ignore'"]),
-    ({"process_group_backend": 1}, TypeError, ["process_group_backend", "1"]),
-    ({"process_group_backend": "nope"}, ValueError, ["process_group_backend", "'nope'", "'gloo'", "cpu:gloo,cuda"]),
-    ({"process_group_backend": "cpu:gloo,cuda:nope"}, ValueError, ["'nope'", "'gloo'"]),
+    ({"timeout": "soon"}, TypeError, ["timeout", "'soon'", "timedelta"]),
+    ({"faults": {"stall_timeout": "soon"}}, TypeError, ["faults.stall_timeout", "'soon'", "timedelta"]),
+    ({"faults": {"stall_timeout": timedelta(seconds=-1)}}, ValueError, ["stall_timeout", "positive"]),
+    ({"faults": {"detect_desync": 1}}, TypeError, ["detect_desync", "1"]),
+    ({"launch": {"start_method": "thread"}}, ValueError, ["start_method", "'thread'", "'popen'", "'spawn'", "'fork'"]),
+    ({"faults": {"on_nonfinite": "stop"}}, ValueError, ["on_nonfinite", "'stop'", "'raise'", "'skip'", "'ignore'"]),
+    ({"launch": {"process_group_backend": 1}}, TypeError, ["process_group_backend", "1"]),
+    (
+        {"launch": {"process_group_backend": "nope"}},
+        ValueError,
+        ["process_group_backend", "'nope'", "'gloo'", "cpu:gloo,cuda"],
+    ),
+    ({"launch": {"process_group_backend": "cpu:gloo,cuda:nope"}}, ValueError, ["'nope'", "'gloo'"]),
     ({"timeout": timedelta(0)}, ValueError, ["timeout", "timedelta(0)", "positive"]),
     ({"timeout": timedelta(seconds=-5)}, ValueError, ["timeout", "seconds=86395"]),
     ({"initial_weights": ""}, ValueError, ["initial_weights", "''", "None"]),
@@ -106,7 +120,11 @@ IMPOSSIBLE: list[tuple[dict[str, Any], type[Exception], list[str]]] = [
     ({"zero_stage": 1.0}, ValueError, ["zero_stage", "1.0", "0, 1, 2, 3"]),
     ({"zero_stage": True}, ValueError, ["zero_stage", "True"]),
     ({"zero_stage": 4}, ValueError, ["zero_stage", "4", "0, 1, 2, 3"]),
-    ({"zero_frees": "never"}, ValueError, ["zero_frees", "'never'", "'microbatch'"]),
+    (
+        {"tuning": {"reshard_after_forward": "never"}},
+        ValueError,
+        ["tuning.reshard_after_forward", "'never'", "'auto', True, False"],
+    ),
     ({"pipeline_parallel_size": "aut"}, TypeError, ["pipeline_parallel_size", "'aut'", "or 'auto'"]),
     ({"context_parallel_size": "auto"}, TypeError, ["context_parallel_size", "layout='auto'"]),
     ({"num_chunks": "aut"}, TypeError, ["num_chunks", "'aut'", "or 'auto'"]),
@@ -118,6 +136,12 @@ IMPOSSIBLE: list[tuple[dict[str, Any], type[Exception], list[str]]] = [
     ({"tensor_parallel_plan": {"*.up": "S[0]"}}, ValueError, ["tensor_parallel_plan", "did you mean 'S(0)'?"]),
     ({"num_chunks": 2, "schedule": "1f1b"}, ValueError, ["schedule='1f1b'", "num_chunks=2"]),
     ({"pipeline_size": 2}, TypeError, ["'pipeline_size'", "did you mean 'pipeline_parallel_size'?"]),
+    ({"heartbeat_timeout": 60}, TypeError, ["part of `faults`: faults=Faults(heartbeat_timeout=...)"]),
+    ({"rank_order": "pp-dp-tp"}, TypeError, ["part of `launch`: launch=Launch(rank_order=...)"]),
+    ({"rank_ordr": "pp-dp-tp"}, TypeError, ["did you mean launch=Launch(rank_order=...)?"]),
+    ({"faults": {"heartbeet_timeout": 60}}, TypeError, ["heartbeet_timeout'", "did you mean 'heartbeat_timeout'?"]),
+    ({"tuning": {"xyz": 1}}, TypeError, ["Tuning has no argument 'xyz'", "There are extra_in_flight, reshard_after"]),
+    ({"faults": "all"}, TypeError, ["faults must be Faults", "'all'"]),
     ({"xyz": 2}, TypeError, ["'xyz'", "There are data_parallel_size, tensor_parallel_size"]),
 ]
 
@@ -128,12 +152,21 @@ def test_several_chunks_are_interleaved() -> None:
     assert HybridStrategy(num_chunks=2, schedule="gpipe").settings.schedule == "gpipe"
 
 
+def in_python(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments whose groups are as YAML has them."""
+    groups: dict[str, Any] = {"faults": Faults, "launch": Launch, "tuning": Tuning}
+    return {
+        name: groups[name](**value) if isinstance(value, dict) and name in groups else value
+        for name, value in arguments.items()
+    }
+
+
 @pytest.mark.parametrize(("arguments", "kind", "words"), IMPOSSIBLE)
 def test_impossible_arguments_are_refused_with_their_values(
     arguments: dict[str, Any], kind: type[Exception], words: list[str]
 ) -> None:
     with pytest.raises(kind) as error:
-        HybridStrategy(**arguments)
+        HybridStrategy(**in_python(arguments))
     for word in words:
         assert word in str(error.value)
 
@@ -157,6 +190,8 @@ def test_impossible_arguments_are_refused_in_yaml() -> None:
         (name, value), *_ = arguments.items()
         if isinstance(value, timedelta):
             arguments = {name: "-1:00:00"}
+        if isinstance(value, dict) and any(isinstance(part, timedelta) for part in value.values()):
+            arguments = {name: dict.fromkeys(value, "-1:00:00")}
         text = refused_in_yaml(arguments)
         if text:
             assert name in text or words[0] in text, (arguments, text)

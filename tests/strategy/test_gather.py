@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel
 
+from lightning_hybrid import Launch
 from lightning_hybrid.cli.consolidate import consolidate
 from tests import tensor_modules as zoo
 from tests.pool import Pools
@@ -26,7 +27,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2": (2, TP2),
     "pp2": (2, PP2),
     "tp2 pp2": (4, {**TP2, **PP2}),
-    "tp2 pp2 units": (4, {**TP2, **PP2, "body": ["body"], "rank_order": "tp-dp-pp"}),
+    "tp2 pp2 units": (4, {**TP2, **PP2, "body": ["body"], "launch": Launch(rank_order="tp-dp-pp")}),
     "tp2 dp2 sequences": (4, {**TP2, "sequence_parallel": True}),
     "dp2 pp2 chunks 2": (4, {**PP2, "num_chunks": 2, "schedule": "interleaved_1f1b"}),
 }

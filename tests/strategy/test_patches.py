@@ -20,6 +20,7 @@ from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.model_summary import ModelSummary as Summary
 from torch import Tensor, nn
 
+from lightning_hybrid import Faults
 from lightning_hybrid.strategy.patches import CALLBACK_ORDER, add_callbacks, remove_callbacks
 from tests.pool import Pools
 from tests.test_logging_features import Memory
@@ -224,7 +225,9 @@ def callback_types(layout: Layout) -> list[type]:
 
 
 def test_ours_go_before_the_users_in_the_order_that_is_written_down(ranks: Pools) -> None:
-    for types in ranks(2, lightning=True).run(callback_types, {**PP2, "on_nonfinite": "skip", "global_batch_size": 8}):
+    for types in ranks(2, lightning=True).run(
+        callback_types, {**PP2, "faults": Faults(on_nonfinite="skip"), "global_batch_size": 8}
+    ):
         assert types[: len(CALLBACK_ORDER)] == list(CALLBACK_ORDER)
         assert Order in types[len(CALLBACK_ORDER) :]
 

@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
+from lightning_hybrid import Faults
 from lightning_hybrid.strategy import checks, launch
 from tests.pool import Pools
 from tests.training_jobs import PP2, Regression, loader, make_trainer
@@ -20,7 +21,7 @@ from tests.training_jobs import PP2, Regression, loader, make_trainer
 
 def raised(check: Callable[..., None]) -> tuple[str, bool]:
     """What a rank raises that does something else in the place of the first check; whether it has groups then."""
-    trainer = make_trainer({**PP2, "heartbeat_timeout": timedelta(seconds=4)})
+    trainer = make_trainer({**PP2, "faults": Faults(heartbeat_timeout=timedelta(seconds=4))})
     with mock.patch.object(checks, "check_ranks", check), pytest.raises(Exception, match=r".") as error:
         trainer.fit(Regression(), loader())
     return str(error.value), dist.is_initialized()

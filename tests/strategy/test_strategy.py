@@ -16,7 +16,7 @@ from lightning.pytorch import Trainer, seed_everything
 from lightning.pytorch.cli import LightningCLI
 from torch import Tensor, nn
 
-from lightning_hybrid import HybridStrategy
+from lightning_hybrid import HybridStrategy, Launch, Tuning
 from tests.pool import Pools
 from tests.training_jobs import PP2, Losses, Regression, assert_same, loader, make_trainer, plain, weights
 
@@ -75,7 +75,9 @@ def test_one_process_with_microbatches_or_chunks_trains_as_one_without(ranks: Po
 def test_more_in_flight_trains_the_same_bit_by_bit(ranks: Pools, layout: dict[str, Any]) -> None:
     layout = {"pipeline_parallel_size": 2, "num_microbatches": 8, **layout}
     pool = ranks(2, lightning=True)
-    (expected, _), (result, _) = (pool.run(fitted, {**layout, "extra_in_flight": extra}) for extra in (0, 3))
+    (expected, _), (result, _) = (
+        pool.run(fitted, {**layout, "tuning": Tuning(extra_in_flight=extra)}) for extra in (0, 3)
+    )
     assert_same(result, expected, 0.0)
 
 
@@ -163,7 +165,6 @@ def test_every_argument_can_be_written_in_yaml(tmp_path: Path) -> None:
         "num_microbatches": "auto",
         "schedule": "interleaved_1f1b",
         "num_chunks": 2,
-        "extra_in_flight": "auto",
         "partition": "parameters",
         "body": "body",
         "broadcast_batches": False,
@@ -171,20 +172,25 @@ def test_every_argument_can_be_written_in_yaml(tmp_path: Path) -> None:
         "dynamic_shapes": True,
         "gather_module_on_teardown": True,
         "initial_weights": "weights.pt",
-        "rank_order": "dp-pp-tp",
-        "start_method": "spawn",
-        "process_group_backend": "gloo",
         "timeout": "0:10:00",
-        "stall_timeout": "0:03:00",
-        "heartbeat_timeout": "0:01:00",
-        "detect_desync": True,
-        "on_nonfinite": "skip",
+        "faults": {
+            "heartbeat_timeout": 60,
+            "stall_timeout": "0:03:00",
+            "detect_desync": True,
+            "on_nonfinite": "skip",
+            "compare_microbatches": False,
+        },
+        "launch": {"start_method": "spawn", "process_group_backend": "gloo", "rank_order": "dp-pp-tp"},
+        "tuning": {"extra_in_flight": "auto", "reshard_after_forward": False, "float32_gradients": True},
     }
     strategy = {"class_path": "lightning_hybrid.HybridStrategy", "init_args": arguments}
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump({"trainer": {"accelerator": "cpu", "devices": 1, "strategy": strategy}}))
     cli = LightningCLI(Trained, args=["--config", str(path)], run=False, save_config_callback=None)
     assert isinstance(cli.trainer.strategy, HybridStrategy)
+    settings = cli.trainer.strategy.settings
+    assert (settings.seconds_of_heartbeat, settings.seconds_to_stall, settings.axis_order) == (60, 180, "dp-pp-tp")
+    assert settings.tuning == Tuning(**arguments["tuning"])
 
 
 # -- what the strategy tells ------------------------------------------------------------------------------------------
@@ -220,7 +226,7 @@ def asked(layout: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.rows(74)
 @pytest.mark.parametrize("order", ["pp-dp-tp", "dp-pp-tp"])
 def test_the_users_world_is_the_data_parallel_group(ranks: Pools, order: str) -> None:
-    results = ranks(4, lightning=True).run(asked, {**PP2, "rank_order": order})
+    results = ranks(4, lightning=True).run(asked, {**PP2, "launch": Launch(rank_order=order)})
     for rank, told in enumerate(results):
         replica = rank % 2 if order == "pp-dp-tp" else rank // 2
         peers = [[0, 1], [2, 3]] if order == "pp-dp-tp" else [[0, 2], [1, 3]]

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from lightning_hybrid.config import GridShape
+from lightning_hybrid.distributed.grid_shape import GridShape
 from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.tensor_parallel.grid.blocks import find_tensor_group
 from lightning_hybrid.tensor_parallel.mappings import TensorGroup

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn import functional as F
 
-from lightning_hybrid.config import GridShape, grid_shape
 from lightning_hybrid.distributed.dtensor import full_tensor, is_first_copy, is_sharded, local_gradient
 from lightning_hybrid.distributed.failure import WrongUseError
+from lightning_hybrid.distributed.grid_shape import GridShape, grid_shape
 from lightning_hybrid.tensor_parallel.grid import blocks
 from lightning_hybrid.tensor_parallel.plan import make_plan
 from lightning_hybrid.tensor_parallel.shard import shards_of, unshard

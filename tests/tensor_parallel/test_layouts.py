@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 
 from lightning_hybrid import HybridStrategy
-from lightning_hybrid.config import grid_shape
 from lightning_hybrid.distributed.dtensor import full_tensor
+from lightning_hybrid.distributed.grid_shape import grid_shape
 from lightning_hybrid.distributed.module_names import named_tensors
 from lightning_hybrid.tensor_parallel.layouts.layout import distribute, parse_layout, stage_axes
 from lightning_hybrid.tensor_parallel.layouts.operator_errors import explain_operator_error

@@ -13,6 +13,7 @@ from lightning.pytorch import Callback
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_hybrid import Faults
 from lightning_hybrid.data_parallel.grad_clip import find_nonfinite
 from lightning_hybrid.strategy.checks import check_nonfinite
 from lightning_hybrid.trainer.debug.nonfinite_gradients import SKIPPED
@@ -95,7 +96,7 @@ def fit(layout: Mapping[str, Any] | None, arguments: Mapping[str, Any], *, fused
     return held, skipped.counts, trainer.global_step
 
 
-SKIP: dict[str, Any] = {"on_nonfinite": "skip"}
+SKIP: dict[str, Any] = {"faults": Faults(on_nonfinite="skip")}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "pp2": {"pipeline_parallel_size": 2, "num_microbatches": 4},
     "tp2": {"tensor_parallel_size": 2, "num_microbatches": 2},
@@ -130,7 +131,7 @@ def test_a_step_that_is_skipped_leaves_everything_as_it_was_on_every_rank(ranks:
 def raised(layout: Mapping[str, Any]) -> tuple[str, dict[str, Tensor]]:
     module = Spoiled()
     with pytest.raises(RuntimeError) as error:
-        make_trainer({**layout, "on_nonfinite": "raise"}).fit(module, loader())
+        make_trainer({**layout, "faults": Faults(on_nonfinite="raise")}).fit(module, loader())
     return str(error.value), weights(module)
 
 

@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch.distributed.tensor import DTensor
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
-from lightning_hybrid.config import accumulated_batches
+from lightning_hybrid.distributed.sizes import accumulated_batches
 from tests.pool import Pools
 from tests.training_jobs import Regression, assert_same, dataset, loader, make_trainer, together, weights
 

@@ -23,7 +23,7 @@ from typing_extensions import override
 
 from lightning_hybrid.cli.check_training.dropout import set_dropout_to_zero
 from lightning_hybrid.cli.check_training.step_watch import StepWatch
-from lightning_hybrid.config import HybridConfig
+from lightning_hybrid.config import Settings
 from lightning_hybrid.distributed.agreement import RankInfo
 from lightning_hybrid.distributed.random import generator_marks, seed_generators
 from lightning_hybrid.pipeline_parallel.splitting.microbatch import split_into
@@ -107,7 +107,7 @@ class Training:
     make_data: MakeData
     steps: int
     trainer: Mapping[str, Any]
-    settings: HybridConfig
+    settings: Settings
     directory: Path
 
     @property

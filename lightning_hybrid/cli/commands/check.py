@@ -39,11 +39,8 @@ def run(args: Sequence[str]) -> None:
     overrides += ["--trainer.precision", "64-true"]
     cli, strategy = load_config(parser, options.config, overrides, with_values=True)
     sizes = ("data_parallel_size", "tensor_parallel_size", "pipeline_parallel_size")
-    layout = vars(strategy.settings) | dict(zip(sizes, strategy.sizes, strict=True))
-    del layout["searched"]  # nothing: such configurations are refused
+    layout = vars(strategy.settings.requested) | dict(zip(sizes, strategy.sizes, strict=True))
     layout["master_weights"] = False  # in float64 there are none
-    if layout.pop("auto_microbatches"):
-        layout["num_microbatches"] = "auto"
     names = ("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm")
     console = Console(stderr=True)
     with parser.refusing(ValueError, TypeError, RuntimeError):

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import fields, replace
 
 from lightning_hybrid.cli.parser import ConfigParser, positive, print_json
-from lightning_hybrid.strategy.auto_layout.machine import Machine, parse_quantity
+from lightning_hybrid.strategy.auto_layout.machine import Machine
 
 _DESCRIPTION = (
     "Estimate memory and step time of every layout of so many ranks (sizes, tensor-parallel mode, context parallelism,"
@@ -31,7 +31,7 @@ _UNDIVIDED = {
     "zero_stage": 0,
     "recompute": "false",
     "layout": "null",
-    "memory_limit": "null",
+    "tuning.memory_limit": "null",
     "global_batch_size": "null",  # `--samples` says what a step has
 }
 # Arguments of a machine: option, what it is, the unit of its value.
@@ -91,7 +91,7 @@ def run(args: Sequence[str]) -> None:
                 precision=strategy.precision_plugin,
                 **trainer,
             )
-            others = trainer["accumulate_grad_batches"], settings.rank_order, settings.zero_frees
+            others = trainer["accumulate_grad_batches"], settings.axis_order, settings.tuning.reshard_after_forward
             step = Step(options.samples or profile.batch_size * options.ranks, *others)
             if options.keep_batch:
                 step = LoaderStep(profile.batch_size, *others)
@@ -194,6 +194,8 @@ def _machine(options: argparse.Namespace) -> Machine:
 
 
 def _quantity(text: str) -> float:
+    from lightning_hybrid.config import parse_quantity  # which imports torch
+
     try:
         return parse_quantity(text)
     except ValueError as error:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from inspect import signature
+from functools import reduce
+from operator import getitem
 from typing import Any
 
 import yaml
 
 from lightning_hybrid.cli.hybrid_cli import HybridCLI
-from lightning_hybrid.strategy.strategy import HybridStrategy
+from lightning_hybrid.config import HybridConfig
 
 #: Arguments of `HybridStrategy` that say how fast a layout is and what fits, and that are not tried.
-_NOT_TRIED = ("partition", "sequence_parallel", "zero_frees", "offload", "rank_order")
+_NOT_TRIED = ("partition", "sequence_parallel", "tuning.reshard_after_forward", "offload", "launch.rank_order")
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class Configured:
     Attributes:
         batch_size: Of the loader.
         fixed: What could be varied and is not, by name.
-        arguments: Those of `HybridStrategy` that are not as by default, as YAML has them.
+        arguments: Those of `HybridStrategy` that are not as by default, by name, as YAML has them.
     """
 
     batch_size: int
@@ -40,7 +41,7 @@ def find_configured(cli: HybridCLI, batch_size: int) -> Configured:
     """
     given = cli.config.trainer.strategy.init_args
     plain = yaml.safe_load(cli.parser.dump(cli.config))["trainer"]["strategy"]["init_args"]
-    usual = {name: parameter.default for name, parameter in signature(HybridStrategy).parameters.items()}
-    arguments = {name: value for name, value in plain.items() if given[name] != usual.get(name)}
+    usual = HybridConfig().by_name()
+    arguments = {name: reduce(getitem, name.split("."), plain) for name, value in usual.items() if given[name] != value}
     fixed = {"accumulate_grad_batches": cli.trainer.accumulate_grad_batches}
     return Configured(batch_size, fixed | {name: given[name] for name in _NOT_TRIED}, arguments)

@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning.pytorch import LightningDataModule, LightningModule
 
-from lightning_hybrid.config import accumulated_batches
+from lightning_hybrid.distributed.sizes import accumulated_batches
 from lightning_hybrid.pipeline_parallel.links.traffic import Traffic
 from lightning_hybrid.strategy.auto_layout.candidates import Layout, Step
 from lightning_hybrid.strategy.auto_layout.cost_model import CostModel
@@ -53,7 +53,7 @@ def planned_traffic(
         accumulated = accumulated_batches(config.global_batch_size, profile.batch_size, data)
     number = min(number, profile.batch_size)
     layout = replace(layout, num_microbatches=number)
-    step = Step(profile.batch_size * data, accumulated, config.rank_order, config.zero_frees)
+    step = Step(profile.batch_size * data, accumulated, config.axis_order, config.tuning.reshard_after_forward)
     model = CostModel(profile, machine, step)
     sent = model.estimate(layout).sent
     links: dict[int, float] = {}

@@ -15,6 +15,7 @@ from lightning_hybrid.strategy.auto_layout.arguments import (
     every_argument,
     in_words,
     mode_text,
+    nested,
     recompute_text,
     schedule_text,
 )
@@ -164,7 +165,7 @@ def _legend(best: Sequence[Cost], machine: Machine) -> list[str]:
     if any(isinstance(cost.layout.recompute, tuple) for cost in best):
         parts.append("recompute: how many layers of a stage run again")
     if any(cost.layout.extra_in_flight for cost in best):
-        parts.append("schedule +: extra microbatches in flight on some links (extra_in_flight)")
+        parts.append("schedule +: extra microbatches in flight on some links (tuning.extra_in_flight)")
     if any(_is_tight(cost, machine) for cost in best):
         parts.append(_TIGHT_TEXT)
     return parts
@@ -173,7 +174,8 @@ def _legend(best: Sequence[Cost], machine: Machine) -> list[str]:
 def strategy_arguments(layout: Layout, configured: Configured) -> dict[str, Any]:
     """The arguments of `HybridStrategy` that make a layout, and those of the configuration that no layout changes."""
     chosen = every_argument(layout)
-    return arguments(layout) | {name: value for name, value in configured.arguments.items() if name not in chosen}
+    others = {name: value for name, value in configured.arguments.items() if name not in chosen}
+    return nested(arguments(layout) | others)
 
 
 def devices(layout: Layout, machine: Machine) -> dict[str, int]:
@@ -244,7 +246,7 @@ def as_data(
             for cost in found.best
         ],
         "others": [
-            {"why": group.reason, "layouts": group.count, "closest": arguments(group.best), "text": group.text}
+            {"why": group.reason, "layouts": group.count, "closest": nested(arguments(group.best)), "text": group.text}
             for group in found.losers
         ],
     }

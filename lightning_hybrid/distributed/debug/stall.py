@@ -259,7 +259,7 @@ def stall_text(answers: Sequence[Answer], culprits: Sequence[int]) -> str:
         parts.append(f"rank {rank} (on {answer.host}), which {does}")
     more = f", and {len(culprits) - _MOST} more" if len(culprits) > _MOST else ""
     may_idle = any(answers[rank].state == IDLES for rank in culprits)
-    advice = " If that may take so long, give `stall_timeout` and `timeout` more." if may_idle else ""
+    advice = " If that may take so long, raise `faults.stall_timeout` and `timeout`." if may_idle else ""
     return f"{begin} The other ranks wait for {'; for '.join(parts)}{more}.{advice}"
 
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from lightning_hybrid.config import HybridConfig
+from lightning_hybrid.config import Settings
 from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.distributed.messages.tree_broadcast import broadcast_object
 from lightning_hybrid.pipeline_parallel.engine import Engine, Profile
@@ -43,7 +43,7 @@ class Records(Protocol):
 
 
 def find_schedule(
-    config: HybridConfig,
+    config: Settings,
     num_ranks: int,
     num_microbatches: int,
     extra_in_flight: tuple[int, ...] | None = None,
@@ -86,9 +86,9 @@ class Measured:
 class StepSchedules(dict[int, Schedule]):
     """The schedule of a training step, by its number of microbatches; made when it is first asked for.
 
-    With ``extra_in_flight="auto"``, and pipeline ranks on several machines, the first steps run with no more in flight
-    than the schedule's own. The second and the third one are timed. Before the fourth one messages are sent over the
-    links between machines, all ranks tell each other what they have found, the first one chooses
+    With ``Tuning(extra_in_flight="auto")``, and pipeline ranks on several machines, the first steps run with no more in
+    flight than the schedule's own. The second and the third one are timed. Before the fourth one messages are sent over
+    the links between machines, all ranks tell each other what they have found, the first one chooses
     (:func:`~.in_flight.choose_extra`), and later steps have as many more in flight. Nothing but time and memory
     depends on the choice: no number does, and no checkpoint. The Trainer's profiler does not hear of the actions of
     steps that are timed.
@@ -104,12 +104,12 @@ class StepSchedules(dict[int, Schedule]):
         is_choosing: Whether steps are timed now, or will be.
     """
 
-    def __init__(self, config: HybridConfig, mesh: Mesh, engine: Engine, device: torch.device) -> None:
+    def __init__(self, config: Settings, mesh: Mesh, engine: Engine, device: torch.device) -> None:
         super().__init__()
         num_ranks = mesh.pipeline_parallel_size
         self.extra_in_flight = config.extra_of_links(num_ranks)
         self._config, self._mesh, self._engine, self._device = config, mesh, engine, device
-        seeks = config.extra_in_flight == "auto" and config.schedule != "gpipe"
+        seeks = config.tuning.extra_in_flight == "auto" and config.schedule != "gpipe"
         self._links = far_links(mesh, config.num_chunks) if seeks else []
         self.is_choosing = bool(self._links)
         self._recorder: Recorder | None = None
@@ -249,7 +249,7 @@ def choice_text(extra_in_flight: Sequence[int], found: Sequence[Measured]) -> st
     least = min(each.most for each in found)
     memory = "" if math.isinf(least) else f", and there is memory for {least:.0f} extra microbatches"
     return (
-        f"extra_in_flight='auto': {list(extra_in_flight)} extra microbatches in flight on the links between pipeline"
-        f" ranks. A message takes up to {1e3 * slowest:.2f} ms between nodes, a microbatch"
+        f"tuning.extra_in_flight='auto': {list(extra_in_flight)} extra microbatches in flight on the links between"
+        f" pipeline ranks. A message takes up to {1e3 * slowest:.2f} ms between nodes, a microbatch"
         f" {1e3 * max(of_ranks):.2f} ms on the slowest rank{memory}."
     )

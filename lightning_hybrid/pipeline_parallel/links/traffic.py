@@ -85,9 +85,11 @@ def traffic_text(sizes: Mapping[str, int], rank_order: str, nodes: Sequence[Any]
     if not (of_sums or is_worth):
         return None
     sums = f" ({filesize.decimal(int(of_sums))} of them sums over tensor-parallel groups)" if of_sums else ""
-    text = f"With rank_order={rank_order!r} a step sends {filesize.decimal(int(total))} between machines{sums}"
+    text = f"With launch.rank_order={rank_order!r} a step sends {filesize.decimal(int(total))} between machines{sums}"
     if is_worth:
-        return f"{text}, and with rank_order={best!r} it would send {filesize.decimal(int(least))}: use that order."
+        return (
+            f"{text}, and with launch.rank_order={best!r} it would send {filesize.decimal(int(least))}: use that order."
+        )
     return (
         f"{text}, and with no other order fewer than {filesize.decimal(int(least))}. Let tensor_parallel_size divide"
         " the ranks of a machine."

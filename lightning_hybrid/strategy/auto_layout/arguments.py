@@ -2,32 +2,48 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from operator import attrgetter
 from typing import Any
 
+from lightning_hybrid.config import HybridConfig
 from lightning_hybrid.strategy.auto_layout.candidates import Layout
 
-_USUAL = {
-    "tensor_parallel_mode": "1d",
-    "tensor_parallel_depth": 1,
-    "context_parallel_size": 1,
-    "context_parallel": "ulysses",
-    "schedule": "1f1b",
-    "num_chunks": 1,
-    "zero_stage": 0,
-    "recompute": False,
-    "extra_in_flight": [],
-}
+_ALWAYS = ("data_parallel_size", "tensor_parallel_size", "pipeline_parallel_size", "num_microbatches")
+_USUAL = HybridConfig(schedule="1f1b")
 
 
 def arguments(layout: Layout) -> dict[str, Any]:
-    """The arguments of `HybridStrategy` that make a layout; those that are as by default are left out."""
-    return {
-        name: value for name, value in every_argument(layout).items() if name not in _USUAL or value != _USUAL[name]
-    }
+    """The arguments of `HybridStrategy` that make a layout, by name, without default values."""
+    every = every_argument(layout).items()
+    return {name: value for name, value in every if name in _ALWAYS or value != attrgetter(name)(_USUAL)}
+
+
+def keywords(by_name: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what Python passes to `HybridStrategy` for arguments by name."""
+    config = HybridConfig().changed(by_name)
+    return {name: getattr(config, name) for name in dict.fromkeys(name.partition(".")[0] for name in by_name)}
+
+
+def nested(by_name: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what YAML has for arguments by name.
+
+    Example:
+        >>> nested({"zero_stage": 3, "tuning.memory_limit": "80GiB"})
+        {'zero_stage': 3, 'tuning': {'memory_limit': '80GiB'}}
+    """
+    found: dict[str, Any] = {}
+    for name, value in by_name.items():
+        group, _, part = name.partition(".")
+        if part:
+            found.setdefault(group, {})[part] = value
+        else:
+            found[name] = value
+    return found
 
 
 def every_argument(layout: Layout) -> dict[str, Any]:
-    """All arguments of `HybridStrategy` that a layout says."""
+    """All arguments of `HybridStrategy` that a layout says, by name, with a dot for parts of groups."""
     return {
         "data_parallel_size": layout.data,
         "tensor_parallel_size": layout.tensor,
@@ -41,7 +57,7 @@ def every_argument(layout: Layout) -> dict[str, Any]:
         "num_chunks": layout.num_chunks,
         "zero_stage": layout.zero_stage,
         "recompute": list(layout.recompute) if isinstance(layout.recompute, tuple) else layout.recompute,
-        "extra_in_flight": list(layout.extra_in_flight),
+        "tuning.extra_in_flight": list(layout.extra_in_flight) or 0,
     }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass
 
-from lightning_hybrid.config import accumulated_batches
+from lightning_hybrid.distributed.sizes import accumulated_batches
 
 #: What is tried: stages on a rank, and what runs again in backward.
 MOST_CHUNKS = 4
@@ -84,14 +84,14 @@ class Step:
     Attributes:
         samples: Of all replicas together, in a batch of each.
         accumulated: Batches of an optimizer step.
-        rank_order: The axes, outermost first, as in `HybridStrategy`.
-        zero_frees: When stage 3 of ZeRO frees, as in `HybridStrategy`.
+        rank_order: The axes, outermost first, as in `Launch`.
+        reshard_after_forward: When stage 3 of ZeRO frees, as in `Tuning`.
     """
 
     samples: int
     accumulated: int = 1
     rank_order: str = "pp-dp-tp"
-    zero_frees: str = "auto"
+    reshard_after_forward: bool | str = "auto"
 
     def batch(self, replicas: int) -> int:
         """The samples of a batch of each of so many replicas, or of the largest of these batches."""

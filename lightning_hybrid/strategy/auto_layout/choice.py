@@ -15,12 +15,11 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import nn
-from torch.distributed.constants import default_pg_timeout
 
-from lightning_hybrid.config import HybridConfig
+from lightning_hybrid.config import Settings
 from lightning_hybrid.distributed.agreement import agree
 from lightning_hybrid.distributed.dtensor import copy_attributes
-from lightning_hybrid.strategy.auto_layout.arguments import arguments, every_argument, in_words
+from lightning_hybrid.strategy.auto_layout.arguments import arguments, every_argument, in_words, keywords
 from lightning_hybrid.strategy.auto_layout.candidates import Layout, LoaderStep
 from lightning_hybrid.strategy.auto_layout.cost_model import Cost, CostModel
 from lightning_hybrid.strategy.auto_layout.machine import Machine
@@ -70,7 +69,7 @@ class Problem:
     """
 
     make: Callable[[], tuple[LightningModule, Any]]
-    config: HybridConfig
+    config: Settings
     space: SearchSpace
     machine: Machine
     num_ranks: int
@@ -89,8 +88,8 @@ class Problem:
         step = LoaderStep(
             profile.batch_size,
             self.trainer["accumulate_grad_batches"],
-            config.rank_order,
-            config.zero_frees,
+            config.axis_order,
+            config.tuning.reshard_after_forward,
             self.config.global_batch_size,
         )
         model = CostModel(profile, self.machine, step)
@@ -99,7 +98,7 @@ class Problem:
 
 
 def choose_layout(
-    config: HybridConfig,
+    config: Settings,
     sizes: tuple[Any, Any, Any],
     module: LightningModule,
     device: torch.device,
@@ -119,9 +118,11 @@ def choose_layout(
     Raises:
         ValueError: If nothing fits, or the module's step cannot be run on shapes; on every rank.
     """
-    memory = usable_memory(device, config.memory_limit)
+    memory = usable_memory(device, config.tuning.memory_bytes)
     if config.searched == ("recompute",) and math.isinf(memory):
-        rank_zero_info("recompute='auto': no activations are recomputed, because no memory_limit is set on the CPU.")
+        rank_zero_info(
+            "recompute='auto': no activations are recomputed, because no tuning.memory_limit is set on the CPU."
+        )
         return ChosenLayout(sizes, {"recompute": False})
     start = time.monotonic()
     machine = measure_machine(device, _dtype(module, module.trainer), num_nodes, memory)
@@ -138,20 +139,16 @@ def choose_layout(
     return _chosen(suggestions.best[0].layout, config)
 
 
-def _chosen(layout: Layout, config: HybridConfig) -> ChosenLayout:
+def _chosen(layout: Layout, config: Settings) -> ChosenLayout:
     every = every_argument(layout)
     return ChosenLayout(
         (layout.data, layout.tensor, layout.pipeline),
-        {
-            name: every[name] or 0 if name == "extra_in_flight" else every[name]
-            for name in config.searched
-            if name not in SIZES
-        },
+        {name: every[name] for name in config.searched if name not in SIZES},
     )
 
 
 def _search(
-    config: HybridConfig, sizes: tuple[Any, Any, Any], module: LightningModule, machine: Machine, precision: Precision
+    config: Settings, sizes: tuple[Any, Any, Any], module: LightningModule, machine: Machine, precision: Precision
 ) -> Suggestions:
     """On the first rank, in a copy of its process: a dry run changes modules and data, draws numbers, makes groups."""
     trainer = module.trainer
@@ -164,7 +161,7 @@ def _search(
         _on_host(precision),
         {name: getattr(trainer, name) for name in TRAINER},
     )
-    limit = _SHARE_OF_TIMEOUT * (config.timeout or default_pg_timeout).total_seconds()
+    limit = _SHARE_OF_TIMEOUT * config.seconds_to_time_out
     try:
         return run_in_copy(problem.solve, time_limit=limit)
     except (ValueError, TypeError, RuntimeError, TimeoutError) as error:
@@ -209,10 +206,10 @@ def _dtype(module: nn.Module, trainer: Trainer) -> torch.dtype:
 
 def by_hand(layout: Layout) -> str:
     """What to write for a layout."""
-    return f"HybridStrategy({', '.join(f'{name}={value!r}' for name, value in arguments(layout).items())})"
+    return f"HybridStrategy({', '.join(f'{name}={value!r}' for name, value in keywords(arguments(layout)).items())})"
 
 
-def _text(found: Suggestions, config: HybridConfig, machine: Machine, seconds: float) -> str:
+def _text(found: Suggestions, config: Settings, machine: Machine, seconds: float) -> str:
     """The layout, the next best ones, and why the others are not among them."""
     limit = "" if math.isinf(machine.memory) else f" that fit in {_size(machine.memory)}"
     lines = [
@@ -256,7 +253,7 @@ def _nothing_fits(found: Suggestions, machine: Machine, name: str) -> str:
     ]
     if not reasons:
         return f"There is no layout for {name}: no sizes that are allowed go with the number of processes. {_BY_HAND}"
-    limit = "" if math.isinf(machine.memory) else f" in memory_limit={_size(machine.memory)}"
+    limit = "" if math.isinf(machine.memory) else f" in tuning.memory_limit={_size(machine.memory)}"
     return (
         f"None of {found.num_layouts} layouts of {name} can be used{limit}. {'; '.join(reasons)}. Start more processes,"
         f" allow more memory, or let a batch have fewer samples. {_BY_HAND}"

@@ -476,9 +476,9 @@ class _Rank:
         replicas, share = layout.data, (layout.data - 1) / layout.data
         backwards = number if layout.zero_stage > 1 else 1
         gathers = 1
-        if layout.zero_stage == 3 and model.step.zero_frees == "microbatch":
+        if layout.zero_stage == 3 and model.step.reshard_after_forward is True:
             gathers = 2 * number
-        elif layout.zero_stage == 3 and model.step.zero_frees == "auto" and layout.num_microbatches == 1:
+        elif layout.zero_stage == 3 and model.step.reshard_after_forward == "auto" and layout.num_microbatches == 1:
             gathers = 2 * model.step.accumulations(layout.data)
         collectives = backwards + gathers
         sent = share * (backwards * grads + gathers * parameters)

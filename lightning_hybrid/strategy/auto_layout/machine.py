@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
 from lightning_hybrid.pipeline_parallel.links.link import Link
-
-_PREFIXES = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
 
 
 @dataclass(frozen=True)
@@ -111,21 +108,3 @@ def in_ring(size: int, passes: int, num_bytes: float) -> Messages:
     if size == 1:
         return NO_MESSAGES
     return Messages(passes * (size - 1) / size * num_bytes, passes * (size - 1), 1)
-
-
-def parse_quantity(text: str) -> float:
-    """A number with a unit such as ``80GiB``, ``300GB`` or ``156TFLOP``.
-
-    Raises:
-        ValueError: If it is none above 0.
-
-    Example:
-        >>> parse_quantity("2KiB")
-        2048.0
-    """
-    match = re.fullmatch(
-        r"(\d+(?:\.\d+)?(?:e\d+)?)\s*(?:([kmgtp])(i?))?(?:B|FLOPS?)?(?:/s)?", text.strip(), re.IGNORECASE
-    )
-    if match is None or float(match[1]) <= 0:
-        raise ValueError(f"{text!r} is not a quantity such as 80GiB, 300GB or 156TFLOP")
-    return float(float(match[1]) * (1024 if match[3] else 1000) ** _PREFIXES[(match[2] or "").lower()])

@@ -12,7 +12,8 @@ from typing import Any
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import Precision
 
-from lightning_hybrid.config import HybridConfig, check_grid
+from lightning_hybrid.config import Settings
+from lightning_hybrid.distributed.grid_shape import check_grid
 from lightning_hybrid.memory.account import MemoryUsage
 from lightning_hybrid.strategy.auto_layout.candidates import Layout
 from lightning_hybrid.strategy.auto_layout.cost_model import StageCost
@@ -58,7 +59,7 @@ class ModuleProfile:
     def __init__(
         self,
         make: Callable[[], tuple[LightningModule, Any]],
-        config: HybridConfig,
+        config: Settings,
         num_ranks: int,
         machine: Machine,
         *,
@@ -78,7 +79,7 @@ class ModuleProfile:
         def run(sharing: Sharing) -> Record:
             tensor, mode, depth = sharing
             sizes = (num_ranks // tensor, tensor, 1)
-            shared = replace(open_config, tensor_parallel_mode=mode, tensor_parallel_depth=depth)
+            shared = open_config.changed({"tensor_parallel_mode": mode, "tensor_parallel_depth": depth})
             shares = [(only.context, only.context_kind)] if only else self._shares(num_ranks // tensor, mode)
             here = {"only": only, "shares": shares, "least_share": least_share, "measure": measure and tensor == 1}
             make_strategy: Callable[..., Recorder] = partial(Recorder, shared, sizes, **here)  # type: ignore[arg-type]

@@ -2,110 +2,105 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
-from lightning_hybrid.config import HybridConfig, choices, usual_microbatches
+from lightning_hybrid.config import HybridConfig, Settings, choices, usual_microbatches
 from lightning_hybrid.strategy.auto_layout.candidates import MOST_CHUNKS, RECOMPUTE
-from lightning_hybrid.strategy.auto_layout.machine import parse_quantity
 from lightning_hybrid.strategy.auto_layout.search import SCHEDULES_TRIED, SearchSpace
 from lightning_hybrid.tensor_parallel.context_parallel.attention import KINDS
 
 SIZES = ("tensor_parallel_size", "pipeline_parallel_size")
 #: All that say how many ranks do what: with one of them open, so is the number of replicas.
 ALL_SIZES = (*SIZES, "context_parallel_size")
-_CONTEXT = {"context_parallel_size": 1, "context_parallel": KINDS[0]}
-_ARRANGEMENT = {"tensor_parallel_mode": "1d", "tensor_parallel_depth": 1}
-#: What may be left open, with its default.
-_DEFAULTS: dict[str, Any] = {
-    **dict.fromkeys(SIZES, 1),
-    **_ARRANGEMENT,
-    **_CONTEXT,
-    "num_microbatches": "auto",
-    "schedule": "1f1b",
-    "num_chunks": 1,
-    "extra_in_flight": 0,
-    "zero_stage": 0,
-    "recompute": False,
-}
+_CONTEXT = ("context_parallel_size", "context_parallel")
+_ARRANGEMENT = ("tensor_parallel_mode", "tensor_parallel_depth")
+#: Arguments that may be left open.
+_OPEN = (
+    *SIZES,
+    *_ARRANGEMENT,
+    *_CONTEXT,
+    "num_microbatches",
+    "schedule",
+    "num_chunks",
+    "tuning.extra_in_flight",
+    "zero_stage",
+    "recompute",
+)
 #: Where these are not as by default, sequences cannot be shared, and ranks are in a line.
-_IN_A_LINE = {"sequence_parallel": False, "master_weights": False}
+_IN_A_LINE = ("sequence_parallel", "master_weights")
 #: What ``"auto"`` opens alone: with the others it means something else.
 _ALONE = (*SIZES, "schedule", "num_chunks", "zero_stage", "recompute")
+_USUAL = HybridConfig(schedule="1f1b")
 
 
-def resolve_open(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """What stands for open arguments until they are found, which they are (`searched`), and the limit in bytes.
+def resolve_open(config: HybridConfig) -> tuple[HybridConfig, tuple[str, ...]]:
+    """Return the arguments with provisional values of open ones, and the names of the open ones.
 
     Args:
-        arguments: Of `HybridStrategy`, as they were given.
+        config: The arguments of `HybridStrategy`.
 
     Raises:
-        ValueError, TypeError: If one of them is not possible, or does not go with what is open.
+        ValueError: If one of them does not go with what is open.
     """
-    searched = _open_arguments(arguments)
-    _check_open(arguments, searched)
-    limit = _parse_memory_limit(arguments["memory_limit"])
-    return {**_provisional(arguments, searched), "searched": searched, "memory_limit": limit}
+    if config.schedule is None:
+        has_chunks = isinstance(config.num_chunks, int) and config.num_chunks > 1
+        config = config.changed({"schedule": "interleaved_1f1b" if has_chunks else "1f1b"})
+    searched = _open_arguments(config)
+    _check_open(config, searched)
+    found = {name: attrgetter(name)(_USUAL) for name in searched}
+    if "schedule" in found and config.num_chunks not in (1, "auto"):
+        found["schedule"] = "interleaved_1f1b"
+    return config.changed(found), searched
 
 
-def _open_arguments(arguments: Mapping[str, Any]) -> tuple[str, ...]:
+def _open_arguments(config: HybridConfig) -> tuple[str, ...]:
     """The arguments that are to be found at the start."""
-    layout = arguments["layout"]
-    if layout is not None and layout != "auto":
-        raise ValueError(f"layout must be 'auto' or None, got {layout!r}.")
-    found = [name for name in _ALONE if isinstance(arguments[name], str) and arguments[name] == "auto"]
-    if layout == "auto":
-        closed = _closed(arguments)
-        found += [name for name, usual in _DEFAULTS.items() if name not in closed and _is(arguments[name], usual)]
-        found += [name for name in SIZES if isinstance(arguments[name], (list, tuple))]
-    return tuple(name for name in _DEFAULTS if name in found)
+    found = [name for name in _ALONE if getattr(config, name) == "auto"]
+    if config.layout == "auto":
+        closed = _closed(config)
+        found += [name for name in _OPEN if name not in closed and _is_usual(config, name)]
+        found += [name for name in SIZES if isinstance(getattr(config, name), (list, tuple))]
+    return tuple(name for name in _OPEN if name in found)
 
 
-def _closed(arguments: Mapping[str, Any]) -> set[str]:
+def _closed(config: HybridConfig) -> set[str]:
     """What stays as by default because of what is given: neither goes with the other."""
-
-    def differs(usual: Mapping[str, Any]) -> bool:
-        return any(not _is(arguments[name], value) for name, value in usual.items())
-
     closed: set[str] = set()
-    if differs(_IN_A_LINE | _ARRANGEMENT):
-        closed |= _CONTEXT.keys()
-    if differs(_IN_A_LINE | _ARRANGEMENT | {"context_parallel_size": 1}):  # a mode that is given has its depth
-        closed |= _ARRANGEMENT.keys()
+    if not _is_usual(config, *_IN_A_LINE, *_ARRANGEMENT):
+        closed.update(_CONTEXT)
+    if not _is_usual(config, *_IN_A_LINE, *_ARRANGEMENT, "context_parallel_size"):  # a mode that is given has its depth
+        closed.update(_ARRANGEMENT)
     return closed
+
+
+def _is_usual(config: HybridConfig, *names: str) -> bool:
+    return all(_is(attrgetter(name)(config), attrgetter(name)(_USUAL)) for name in names)
 
 
 def _is(value: Any, usual: Any) -> bool:
     return type(value) is type(usual) and bool(value == usual)
 
 
-def _provisional(arguments: Mapping[str, Any], searched: Sequence[str]) -> dict[str, Any]:
-    """Nothing is divided."""
-    found = {name: _DEFAULTS[name] for name in searched}
-    if "schedule" in found and arguments["num_chunks"] not in (1, "auto"):
-        found["schedule"] = "interleaved_1f1b"
-    return found
-
-
-def _check_open(arguments: Mapping[str, Any], searched: Sequence[str]) -> None:
+def _check_open(config: HybridConfig, searched: Sequence[str]) -> None:
     """What is not open has to go with what is."""
     if not searched:
-        if arguments["memory_limit"] is not None:
+        if config.tuning.memory_limit is not None:
             raise ValueError(
-                f"memory_limit={arguments['memory_limit']!r} limits what is searched, and every argument is given. Add"
-                " layout='auto' or recompute='auto', or leave it out."
+                f"tuning.memory_limit={config.tuning.memory_limit!r} limits what is searched, and every argument is"
+                " given. Add layout='auto' or recompute='auto', or leave it out."
             )
         return
     if {"pipeline_parallel_size", "num_chunks"} & set(searched):
-        for name in ("partition", "extra_in_flight", "recompute"):
-            value = arguments[name]
+        for name in ("partition", "tuning.extra_in_flight", "recompute"):
+            value = attrgetter(name)(config)
             if isinstance(value, (list, tuple)) and not all(isinstance(each, str) for each in value):
                 raise ValueError(
                     f"{name}={list(value)} says something for each stage, but how many stages there are is searched"
                     f" ({', '.join(searched)}). Give pipeline_parallel_size and num_chunks too, or leave {name} out."
                 )
-    recompute, chunks = arguments["recompute"], arguments["num_chunks"]
+    recompute, chunks = config.recompute, config.num_chunks
     if "recompute" not in searched and not any(_is(recompute, each) for each in RECOMPUTE):
         raise ValueError(
             f"recompute={recompute!r} cannot be weighed against other layouts ({', '.join(searched)} are searched):"
@@ -118,23 +113,7 @@ def _check_open(arguments: Mapping[str, Any], searched: Sequence[str]) -> None:
         )
 
 
-def _parse_memory_limit(value: Any) -> float | None:
-    """The bytes of a device that a run may use; ``None`` if that is not said."""
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
-        raise TypeError(f"memory_limit must be a text such as '80GiB', a number of bytes or None, got {value!r}.")
-    if isinstance(value, str):
-        try:
-            return parse_quantity(value)
-        except ValueError:
-            raise ValueError(f"memory_limit must be a quantity such as '80GiB' or '24GB', got {value!r}.") from None
-    if not value > 0:
-        raise ValueError(f"memory_limit must be above 0 bytes, got {value!r}.")
-    return float(value)
-
-
-def search_space(config: HybridConfig, sizes: tuple[Any, Any, Any]) -> SearchSpace:
+def search_space(config: Settings, sizes: tuple[Any, Any, Any]) -> SearchSpace:
     """What is tried.
 
     Args:
@@ -170,7 +149,7 @@ def search_space(config: HybridConfig, sizes: tuple[Any, Any, Any]) -> SearchSpa
     )
 
 
-def _numbers(config: HybridConfig) -> Any:
+def _numbers(config: Settings) -> Any:
     return usual_microbatches if config.auto_microbatches else lambda pipeline: config.num_microbatches
 
 

@@ -10,7 +10,7 @@ from itertools import product
 from math import inf
 from typing import Any
 
-from lightning_hybrid.config import grid_shape
+from lightning_hybrid.distributed.grid_shape import grid_shape
 from lightning_hybrid.strategy.auto_layout.candidates import (
     MOST_CHUNKS,
     RECOMPUTE,

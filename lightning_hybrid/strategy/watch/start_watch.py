@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from lightning_hybrid.config import HybridConfig
+from lightning_hybrid.config import Settings
 from lightning_hybrid.distributed.failure import FailureStore, close_groups, is_transport
 from lightning_hybrid.distributed.failure_watch import FailureWatch
 from lightning_hybrid.distributed.messages.host_messages import shut_down_sockets
@@ -50,7 +50,7 @@ class StartWatch:
     """
 
     def __init__(
-        self, store: Store, watched: Store, config: HybridConfig, connections: Connections, *, rank: int, size: int
+        self, store: Store, watched: Store, config: Settings, connections: Connections, *, rank: int, size: int
     ) -> None:
         self.store, self.watched, self.connections, self._rank = store, watched, connections, rank
         self.failures = FailureStore(store, rank=rank, size=size)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import nn
 
-from lightning_hybrid.config import GridShape
+from lightning_hybrid.distributed.grid_shape import GridShape
 from lightning_hybrid.distributed.module_names import join_names
 from lightning_hybrid.tensor_parallel.auto_plan.blocks import add_blocks
 from lightning_hybrid.tensor_parallel.auto_plan.builder import PlanBuilder

@@ -8,7 +8,7 @@ from dataclasses import replace
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from lightning_hybrid.config import GridShape
+from lightning_hybrid.distributed.grid_shape import GridShape
 from lightning_hybrid.distributed.module_names import join_names
 from lightning_hybrid.tensor_parallel.grid.styles import find_grid_style
 from lightning_hybrid.tensor_parallel.sequence_parallel import count_uses

@@ -31,9 +31,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from lightning_hybrid.config import BlockLayout, GridShape
 from lightning_hybrid.distributed.dtensor import full_tensor
 from lightning_hybrid.distributed.failure import WrongUseError
+from lightning_hybrid.distributed.grid_shape import BlockLayout, GridShape
 from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.distributed.process_group import all_gather_single
 from lightning_hybrid.tensor_parallel.mappings import (

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from lightning_hybrid.config import BlockLayout, GridShape
+from lightning_hybrid.distributed.grid_shape import BlockLayout, GridShape
 from lightning_hybrid.tensor_parallel.grid.blocks import weight_axes
 from lightning_hybrid.tensor_parallel.grid.layers import GridAttention, GridLayerNorm, GridLinear, GridRegion
 from lightning_hybrid.tensor_parallel.styles import (

@@ -28,8 +28,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from lightning_hybrid.config import AXES
 from lightning_hybrid.distributed.dtensor import copy_attributes
-from lightning_hybrid.distributed.mesh import AXES
 
 TENSOR, _STAGES = AXES["tp"], AXES["pp"]
 #: The axes of ranks that hold one stage, from the outermost on, in the usual order.

@@ -1,4 +1,4 @@
-"""What steps do is compared over the ranks; with `detect_desync=True` also numbers, to the last bit."""
+"""What steps do is compared over the ranks; with `Faults(detect_desync=True)` also numbers, to the last bit."""
 
 from __future__ import annotations
 

@@ -168,7 +168,7 @@ class NonfiniteGuard(GradientWatch):
         return (
             f"Gradients of optimizer step {self._module.trainer.global_step} are not finite{which}. Nothing has been"
             " changed by them. `Trainer(detect_anomaly=True)` names the layer where that begins;"
-            " `HybridStrategy(on_nonfinite='skip')` leaves such steps out."
+            " `HybridStrategy(faults=Faults(on_nonfinite='skip'))` leaves such steps out."
         )
 
 
@@ -239,9 +239,9 @@ class NonfiniteWarning(GradientWatch):
         names = _names(self._module, itertools.compress(found.parameters, found.flags.tolist()))
         warnings.warn(
             f"Gradients of optimizer step {found.step} are not finite on pipeline rank {self._pipeline_rank}: those of"
-            f" {_listed(names)}. The optimizer has used them. `HybridStrategy(on_nonfinite='skip')` leaves such steps"
-            " out, 'raise' ends the run; `Trainer(detect_anomaly=True)` names the layer where that begins. Later steps"
-            " are not looked at.",
+            f" {_listed(names)}. The optimizer has used them. `HybridStrategy(faults=Faults(on_nonfinite='skip'))`"
+            " leaves such steps out, 'raise' ends the run; `Trainer(detect_anomaly=True)` names the layer where that"
+            " begins. Later steps are not looked at.",
             stacklevel=2,
         )
 

@@ -18,7 +18,7 @@ from torch.amp import GradScaler
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_hybrid import HybridStrategy, count_tokens
+from lightning_hybrid import HybridStrategy, Tuning, count_tokens
 from lightning_hybrid.trainer.losses.loss_weights import LossWeights, unequal_labels
 from tests.pool import Pools
 from tests.training_jobs import Regression, make_trainer, together, weights
@@ -35,7 +35,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "zero1": {"data_parallel_size": 2, "zero_stage": 1, "num_microbatches": 2},
     "zero2": {"data_parallel_size": 2, "zero_stage": 2, "num_microbatches": 2},
     "zero3": {"data_parallel_size": 2, "zero_stage": 3, "num_microbatches": 2},
-    "zero3_early": {"data_parallel_size": 2, "zero_stage": 3, "zero_frees": "microbatch", "num_microbatches": 2},
+    "zero3_early": {
+        "data_parallel_size": 2,
+        "zero_stage": 3,
+        "tuning": Tuning(reshard_after_forward=True),
+        "num_microbatches": 2,
+    },
     "tp2": {"tensor_parallel_size": 2, "num_microbatches": 2, "tensor_parallel_plan": PLAN},
     "zero3_pp2": {"data_parallel_size": 2, "pipeline_parallel_size": 2, "zero_stage": 3, "num_microbatches": 2},
 }
@@ -199,7 +204,7 @@ def half(layout: Mapping[str, Any] | None, batch_size: int, accumulate: int, arg
     ("precision", "layout"),
     [
         ({}, {}),
-        ({"precision": "bf16-true"}, {"float32_gradients": True}),
+        ({"precision": "bf16-true"}, {"tuning": Tuning(float32_gradients=True)}),
     ],
     ids=["16-mixed", "bf16-true"],
 )

@@ -19,13 +19,14 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lightning_hybrid.config import HybridConfig, accumulated_batches, grid_shape
+from lightning_hybrid.config import AXES, Settings
 from lightning_hybrid.data_parallel.zero.param import find_owners, set_parameter
 from lightning_hybrid.distributed.dtensor import copy_attributes, to_local
 from lightning_hybrid.distributed.failure import WrongUseError
-from lightning_hybrid.distributed.mesh import AXES
+from lightning_hybrid.distributed.grid_shape import grid_shape
 from lightning_hybrid.distributed.mixed_operations import mixed_operations
 from lightning_hybrid.distributed.pytree import flatten, unflatten
+from lightning_hybrid.distributed.sizes import accumulated_batches
 from lightning_hybrid.memory.account import MemoryUsage, SavedTensorMeter
 from lightning_hybrid.memory.estimate import MemoryEstimator
 from lightning_hybrid.pipeline_parallel.batch_norm import batch_norms, limit_microbatches
@@ -97,7 +98,7 @@ class DryRun:
 
 def dry_run(
     make: Callable[[], tuple[LightningModule, LightningDataModule | None]],
-    config: HybridConfig,
+    config: Settings,
     sizes: tuple[int, int, int],
     *,
     precision: Precision,
@@ -211,7 +212,7 @@ class DryRunStrategy(SingleDeviceStrategy):
         memory: The estimates, by pipeline rank.
     """
 
-    def __init__(self, config: HybridConfig, sizes: tuple[int, int, int], *, making: ExitStack) -> None:
+    def __init__(self, config: Settings, sizes: tuple[int, int, int], *, making: ExitStack) -> None:
         super().__init__(device="cpu")
         self._config, self.sizes, self._making = config, sizes, making
         self._mode = Fake(allow_non_fake_inputs=True) if Fake is not None else None
@@ -304,7 +305,7 @@ class DryRunStrategy(SingleDeviceStrategy):
         self._place_outside(microbatches, args)  # first: it leaves no trace, and metrics keep what is measured
         activations = self._activations(microbatches[0], args)
         schedule = find_schedule(config, pipeline, len(microbatches))
-        estimator = MemoryEstimator(module, self.optimizers, float32_gradients=config.float32_gradients)
+        estimator = MemoryEstimator(module, self.optimizers, float32_gradients=config.tuning.float32_gradients)
         for rank in range(pipeline):
             layers = layout.find_own_layers(module, self._body, self._stage_map, rank)
             usage = estimator.usage(
@@ -394,7 +395,7 @@ class DryRunStrategy(SingleDeviceStrategy):
         self,
         microbatch: Any,
         args: Sequence[Any],
-        config: HybridConfig,
+        config: Settings,
         body: Body | None,
         stage_map: StageMap,
         around: Callable[[SavedTensorMeter], AbstractContextManager[Any]] = lambda meter: nullcontext(),
@@ -432,7 +433,7 @@ class DryRunStrategy(SingleDeviceStrategy):
         self,
         microbatch: Any,
         args: Sequence[Any],
-        config: HybridConfig,
+        config: Settings,
         body: Body | None,
         stage_map: StageMap,
         around: Callable[[SavedTensorMeter], AbstractContextManager[Any]],
@@ -489,7 +490,7 @@ class DryRunStrategy(SingleDeviceStrategy):
         return self._alike[body.names]
 
     def _with_shares(
-        self, config: HybridConfig, body: Body | None, between: Callable[[], AbstractContextManager[None]]
+        self, config: Settings, body: Body | None, between: Callable[[], AbstractContextManager[None]]
     ) -> AbstractContextManager[None]:
         """What is entered around forwards: as in a run, layers get their share of a sequence around what runs again."""
         size = config.context_parallel_size

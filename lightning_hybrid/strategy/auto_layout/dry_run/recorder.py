@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from lightning_hybrid.config import HybridConfig
+from lightning_hybrid.config import Settings
 from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.memory.account import MemoryUsage
 from lightning_hybrid.memory.estimate import MemoryEstimator
@@ -102,7 +102,7 @@ class Recorder(DryRunStrategy):
         assert self._plan is not None
         return self._plan
 
-    def _find_cut(self, config: HybridConfig, pipeline: int) -> _Cut | str:
+    def _find_cut(self, config: Settings, pipeline: int) -> _Cut | str:
         module, plan = self._module, self._plan
         try:
             if pipeline > 1:
@@ -179,7 +179,7 @@ class Recorder(DryRunStrategy):
         if cut.body is None and context > 1:
             return "there are no layers that get shares: the module has no lists of layers"
         again = cut.body is not None  # their saved tensors are noted for every kind of recomputation
-        config = replace(self._config, recompute=again, context_parallel_size=context, context_parallel=kind)
+        config = self._config.changed({"recompute": again, "context_parallel_size": context, "context_parallel": kind})
         group = self._context_group(context) if context > 1 else None
         traces = []
         for microbatch in microbatches:
@@ -230,7 +230,7 @@ class Recorder(DryRunStrategy):
     def _usages(self) -> Iterator[tuple[HeldBy, tuple[MemoryUsage, ...]]]:
         """Yield what each pipeline rank holds in every layout, apart from activations."""
         module, config, only = self._module, self._config, self._only
-        estimator = MemoryEstimator(module, self.optimizers, float32_gradients=config.float32_gradients)
+        estimator = MemoryEstimator(module, self.optimizers, float32_gradients=config.tuning.float32_gradients)
         options = {(0, False), *((zero, config.master_weights) for zero in range(4))}
         for (pipeline, chunks), cut in self._cuts.items():
             if isinstance(cut, str):
@@ -241,7 +241,7 @@ class Recorder(DryRunStrategy):
             replicas = divisors(self.sizes[0] // pipeline) if only is None else [only.data]
             for data, (zero, master), number in product(replicas, options, (1, 2)):
                 by = HeldBy(pipeline, chunks, data, zero, number, master)
-                of_layout = replace(config, num_microbatches=number, zero_stage=zero, master_weights=master)
+                of_layout = config.changed({"num_microbatches": number, "zero_stage": zero, "master_weights": master})
                 backwards = number * module.trainer.accumulate_grad_batches
                 numbers = {"num_replicas": data, "num_backwards": backwards}
                 yield by, tuple(estimator.usage(each, of_layout, **numbers) for each in held)
