@@ -89,13 +89,14 @@ class Timeline:
         changes = [[1 if span.action.kind is Kind.F else -1 for span in spans] for spans in self.computing]
         return tuple(max(accumulate(of_rank)) / self.schedule.num_chunks for of_rank in changes)
 
-    def to_text(self, width: int = 120) -> str:
+    def to_text(self, width: int = 100) -> str:
         """Draw one row per rank, for a terminal: ``3>>`` is the forward of microbatch 3, ``3<<`` its backward.
 
-        Where ranks have several chunks a letter names the chunk: ``3b>``. Dots are idle time.
+        With several chunks a letter names the chunk: ``3bb`` is a forward, ``3BB`` a backward. Dots are idle time.
 
         Args:
-            width: Greatest number of columns. Numbers are left out where there is no room for them.
+            width: Greatest number of columns. A longer picture continues below, in up to four panels; beyond that its
+                microbatches have no numbers.
         """
         return _draw_text(self, width)
 
@@ -257,25 +258,46 @@ def _shortest(timeline: Timeline) -> float:
 def _draw_text(timeline: Timeline, width: int) -> str:
     schedule = timeline.schedule
     names = [f"rank {rank} ".ljust(6 + len(str(schedule.num_ranks - 1))) for rank in range(schedule.num_ranks)]
-    room = max(1, width - len(names[0])) / timeline.makespan  # columns per unit of time
-    shortest = _shortest(timeline)
-    # A cell is a number and at least one mark. If that gets too wide: whole columns for the shortest cell, if they fit.
-    columns = min(len(str(schedule.num_microbatches - 1)) + 1, int(room * shortest))
-    scale = columns / shortest if columns else room
-    rows = []
-    for name, spans in zip(names, timeline.computing, strict=True):
-        row = ["."] * round(timeline.makespan * scale)
-        for span in spans:
-            first, last = round(span.start * scale), round(span.end * scale)
-            number = str(span.action.microbatch)
-            cell = number if len(number) < last - first else ""
-            row[first:last] = cell.ljust(last - first, _mark(schedule, span.action))
-        rows.append(name + "".join(row))
+    columns = len(str(schedule.num_microbatches - 1)) + 1  # of the shortest cell: a number and a mark
+    room = max(1, width - len(names[0]))
+    room -= room % columns if room > columns else 0
+    scale = columns / _shortest(timeline)
+    # A picture that gets too long has marks alone, in one panel.
+    is_numbered = timeline.makespan * scale <= _PANELS * room
+    if not is_numbered:
+        scale = room / timeline.makespan
+    rows = [_draw_row(schedule, spans, timeline.makespan, scale, is_numbered) for spans in timeline.computing]
+    lines, begin = [f"{schedule.name}: {_figures(timeline)}"], 0
+    while begin < len(rows[0]):
+        end = begin + room
+        while any(row[end - 1 : end + 1].isdigit() for row in rows):
+            end -= 1  # not within a number
+        lines += [f"from {begin / scale:g} {timeline.unit}".rstrip()] if begin else []
+        lines += [name + row[begin:end] for name, row in zip(names, rows, strict=True)]
+        begin = end
+    return "\n".join([*lines, _text_legend(schedule, is_numbered)])
+
+
+def _draw_row(schedule: Schedule, spans: Sequence[Span], makespan: float, scale: float, is_numbered: bool) -> str:
+    row = ["."] * round(makespan * scale)
+    for span in spans:
+        first, last = round(span.start * scale), round(span.end * scale)
+        number = str(span.action.microbatch)
+        cell = number if is_numbered and len(number) < last - first else ""
+        row[first:last] = cell.ljust(last - first, _mark(schedule, span.action))
+    return "".join(row)
+
+
+def _text_legend(schedule: Schedule, is_numbered: bool) -> str:
+    """Return what the marks mean, as they are drawn."""
+    number, which = ("3", " of microbatch 3") if is_numbered else ("", "")
+    backward = "its backward" if is_numbered else "backward"
     if schedule.num_chunks == 1:
-        legend = "3> forward of microbatch 3   3< its backward   . idle"
+        legend = f"{number}> forward{which}   {number}< {backward}   . idle"
     else:
-        legend = "3a 3b forwards of microbatch 3 through the rank's chunks   3A 3B its backwards   . idle"
-    return "\n".join([f"{schedule.name}: {_figures(timeline)}", *rows, legend])
+        forwards, backwards = (f"{number}{first} {number}{second}" for first, second in ("ab", "AB"))
+        legend = f"{forwards} forwards{which} through the rank's chunks   {backwards} {backward}s   . idle"
+    return legend if is_numbered else f"{legend}   (too long for numbers)"
 
 
 def _mark(schedule: Schedule, action: Action) -> str:
@@ -286,6 +308,7 @@ def _mark(schedule: Schedule, action: Action) -> str:
     return letter if is_forward else letter.upper()
 
 
+_PANELS = 4  # of a picture in text, one below the other
 _LEFT, _TOP, _PITCH, _HEIGHT = 70, 64, 34, 28  # pixels: of rows, from one to the next, and of a cell
 
 

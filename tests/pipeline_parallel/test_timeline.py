@@ -221,12 +221,46 @@ def test_picture_of_fewer_microbatches_than_stages() -> None:
     assert simulate(build("1f1b", 3, 1)).to_text().splitlines() == lines(expected)
 
 
-@pytest.mark.parametrize("width", [20, 40, 60, 80, 200, 2000])
-@pytest.mark.parametrize("layout", [("1f1b", 4, 16), ("interleaved_1f1b", 8, 24, 3), ("gpipe", 12, 3)])
-def test_rows_keep_to_the_width(layout: tuple[str, int, int], width: int) -> None:
-    rows = simulate(build(*layout)).to_text(width).splitlines()[1:-1]
-    assert len({len(row) for row in rows}) == 1
-    assert len(rows[0]) <= width
+def test_picture_that_continues_below() -> None:
+    expected = """
+    interleaved_1f1b: 2 ranks, 2 chunks, 4 microbatches, bubble 11.1% of the step
+    rank 0 0a1a0b1b2a..0BBB3a1BBB2b0AAA
+    rank 1 ..0a1a0b0BBB1b1BBB2a0AAA3a1A
+    from 7
+    rank 0 3b1AAA..2BBB..3BBB2AAA3AAA
+    rank 1 AA2b2BBB3b3BBB2AAA3AAA....
+    3a 3b forwards of microbatch 3 through the rank's chunks   3A 3B its backwards   . idle
+    """
+    assert simulate(build("interleaved_1f1b", 2, 4, 2)).to_text(36).splitlines() == lines(expected)
+
+
+def test_picture_that_is_too_long_has_no_numbers_and_says_so() -> None:
+    expected = """
+    1f1b: 2 ranks, 8 microbatches, bubble 11.1% of the step
+    rank 0 >.<<<><<<><<
+    rank 1 ><<>><<>><<.
+    > forward   < backward   . idle   (too long for numbers)
+    """
+    timeline = simulate(build("1f1b", 2, 8))
+    assert timeline.to_text(20).splitlines() == lines(expected)
+    assert "3> forward of microbatch 3" in timeline.to_text(21)
+
+
+LAYOUTS = [("1f1b", 4, 16), ("interleaved_1f1b", 4, 8, 2), ("interleaved_1f1b", 8, 24, 3), ("gpipe", 12, 3)]
+
+
+@pytest.mark.parametrize("width", [20, 40, 60, 80, 100, 200, 2000])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_rows_keep_to_the_width_and_have_every_number_or_none(layout: tuple[str, int, int], width: int) -> None:
+    timeline = simulate(build(*layout))
+    parts = re.split(r"\nfrom .*\n", "\n".join(timeline.to_text(width).splitlines()[1:-1]))
+    panels = [part.splitlines() for part in parts]
+    for panel in panels:
+        assert len({len(row) for row in panel}) == 1
+        assert len(panel[0]) <= width
+    for rank, spans in enumerate(timeline.computing):
+        row = "".join(panel[rank][len(f"rank {rank} ".ljust(6 + len(str(layout[1] - 1)))) :] for panel in panels)
+        assert re.findall(r"\d+", row) in ([], [str(span.action.microbatch) for span in spans])
 
 
 def test_picture_of_uneven_durations() -> None:
