@@ -789,7 +789,7 @@ def test_parameters_of_each_stage_are_printed(ranks: Pools) -> None:
     layers, outside = 3 * (8 * 8 + 8), (6 * 8 + 8) + (8 * 3 + 3)
     for stage, result in enumerate(results):
         assert result["printed"] == f"number of parameters: {layers + outside} on pipeline stage {stage}\n"
-    line = "    1     1  3-5               3 x Sequential        216                  27         243  47.2%\n"
+    line = "    1        1  3-5               3 x Sequential        216             27         243  47.2%\n"
     assert line in results[0]["told"]
     assert "parameters" not in results[1]["told"]
 

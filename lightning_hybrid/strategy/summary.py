@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from itertools import groupby
+from itertools import groupby, zip_longest
 from typing import Any
 
 from torch import nn
@@ -19,6 +20,8 @@ from lightning_hybrid.tensor_parallel.plan import Plan
 from lightning_hybrid.tensor_parallel.styles import PlanRow
 
 _MOST = 5  # kinds of blocks that a line lists
+_COLUMNS = 100  # the greatest width of a table
+_NARROWEST = 16  # columns of a text in a table
 
 
 @dataclass(frozen=True)
@@ -129,8 +132,8 @@ def stage_table(
         holders: For each pipeline rank the global ranks and machines, which are shown in its place.
     """
     has_outside = any(row.outside for row in rows)
-    titles = ("in layers", "outside, estimated" if is_estimate else "outside") if has_outside else ()
-    where = ("ranks", "node") if holders else ("rank",)
+    titles = ("in layers", "outside, est." if is_estimate else "outside") if has_outside else ()
+    where = ("ranks", "node") if holders else ("pp rank",)
     cells: list[tuple[str, ...]] = [("stage", *where, f"layers of {body!r}", "", *titles, "parameters", "share")]
     for row in rows:
         layers = f"{row.layers.start}-{row.layers.stop - 1}" if len(row.layers) > 1 else f"{row.layers.start}"
@@ -196,38 +199,54 @@ def memory_table(estimates: Sequence[MemoryUsage], peaks: Sequence[int] = ()) ->
     every = [field.name for field in fields(MemoryUsage)]
     names = [name for name in every if any(getattr(usage, name) is not None for usage in estimates)]
     names += ["total"] if names == every else []
-    cells = [["MiB", *names]]
-    cells += [
-        [f"pipeline rank {rank}", *(_mebibytes(getattr(usage, name)) for name in names)]
-        for rank, usage in enumerate(estimates)
-    ]
+    columns = {name: [getattr(usage, name) for usage in estimates] for name in names}
     if peaks:
-        cells[0].append("allocator's peak")
-        for row, peak in zip(cells[1:], peaks, strict=True):
-            row.append(_mebibytes(peak))
-    return text_table(cells, left=(0,))
+        columns["allocator's peak"] = list(peaks)
+    digits = _digits(max(value or 0 for values in columns.values() for value in values))
+    rows = [
+        [f"pipeline rank {rank}", *(_gibibytes(values[rank], digits) for values in columns.values())]
+        for rank in range(len(estimates))
+    ]
+    return text_table([["GiB", *columns], *rows], left=(0,))
 
 
-def _mebibytes(value: int | None) -> str:
-    return "?" if value is None else f"{value / 2**20:,.2f}"
+def _digits(largest: int) -> int:
+    """Return how many decimals show three digits of a number of bytes, in GiB."""
+    return min(5, max(1, 2 - math.floor(math.log10(max(1, largest) / 2**30))))
+
+
+def _gibibytes(value: int | None, digits: int) -> str:
+    return "?" if value is None else f"{value / 2**30:,.{digits}f}"
 
 
 def text_table(rows: Sequence[Sequence[str]], left: Collection[int] | None = None) -> str:
-    """Rows in columns, below a line of titles.
+    """Return rows in columns, below a line of titles; the widest text continues below itself if there is no room.
 
     Args:
         rows: The titles, then the cells of each row.
-        left: The columns that are aligned to the left, by index; ``None`` for all of them.
+        left: The columns of texts, which are aligned to the left, by index; ``None`` for all of them.
     """
+    texts = range(len(rows[0])) if left is None else left
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join(
-            cell.ljust(width) if left is None or column in left else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
+    excess = sum(widths) + 2 * (len(widths) - 1) - _COLUMNS
+    if excess > 0 and texts:
+        widest = max(texts, key=lambda column: widths[column])
+        widths[widest] = min(widths[widest], max(widths[widest] - excess, _NARROWEST))
+    titles, *others = ([*_row_lines(row, widths, texts)] for row in rows)
+    lines = [line for of_row in others for line in of_row]
+    return "\n".join([*titles, "-" * max(map(len, titles + lines)), *lines])
+
+
+def _row_lines(row: Sequence[str], widths: Sequence[int], texts: Collection[int]) -> Iterator[str]:
+    cells = [
+        textwrap.wrap(cell, max(1, width), break_on_hyphens=False) for cell, width in zip(row, widths, strict=True)
     ]
-    return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])
+    for parts in zip_longest(*cells, fillvalue=""):
+        aligned = (
+            part.ljust(width) if column in texts else part.rjust(width)
+            for column, (part, width) in enumerate(zip(parts, widths, strict=True))
+        )
+        yield "  ".join(aligned).rstrip()
 
 
 def divided_share(plan: Plan, module: nn.Module) -> float:

@@ -115,9 +115,9 @@ def run(cls: type[LightningModule], devices: int, arguments: dict[str, Any], pre
 def table_bytes(table: str) -> list[dict[str, float]]:
     """The numbers of a table in bytes, by pipeline rank and column."""
     lines = table.splitlines()
-    (names,) = [line.split()[1:] for line in lines if line.startswith("MiB")]
+    (names,) = [line.split()[1:] for line in lines if line.startswith("GiB")]
     rows = [line.split()[3:] for line in lines if line.startswith("pipeline rank")]
-    return [{name: float(text.replace(",", "")) * 2**20 for name, text in zip(names, row, strict=True)} for row in rows]
+    return [{name: float(text.replace(",", "")) * 2**30 for name, text in zip(names, row, strict=True)} for row in rows]
 
 
 def estimate(

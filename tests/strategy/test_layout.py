@@ -293,12 +293,12 @@ def test_what_stands_between_layers_counts_with_those_that_follow() -> None:
 def test_the_table_has_what_is_outside_and_a_total() -> None:
     lines = described(Language(50, 8, 6), 3)
     assert lines[1:] == [
-        "stage  rank  layers of 'blocks'             in layers  outside, estimated  parameters  share",
-        "--------------------------------------------------------------------------------------------",
-        "    0     0  0-1                 2 x Block      1,536                 400       1,936  35.7%",
-        "    1     1  2-3                 2 x Block      1,536                   0       1,536  28.3%",
-        "    2     2  4-5                 2 x Block      1,536                 416       1,952  36.0%",
-        "total                                           4,608                 816       5,424",
+        "stage  pp rank  layers of 'blocks'             in layers  outside, est.  parameters  share",
+        "------------------------------------------------------------------------------------------",
+        "    0        0  0-1                 2 x Block      1,536            400       1,936  35.7%",
+        "    1        1  2-3                 2 x Block      1,536              0       1,536  28.3%",
+        "    2        2  4-5                 2 x Block      1,536            416       1,952  36.0%",
+        "total                                              4,608            816       5,424",
         "not in layers: 816 parameters (15.0%), stages estimated, final after the first training batch",
     ]
 
@@ -321,11 +321,11 @@ def test_without_anything_outside_there_is_one_number() -> None:
             self.layers = nn.Sequential(*[nn.Linear(2, 2, bias=False) for _ in range(4)])
 
     assert described(Alone(), 2)[1:] == [
-        "stage  rank  layers of 'layers'              parameters  share",
-        "--------------------------------------------------------------",
-        "    0     0  0-1                 2 x Linear           8  50.0%",
-        "    1     1  2-3                 2 x Linear           8  50.0%",
-        "total                                                16",
+        "stage  pp rank  layers of 'layers'              parameters  share",
+        "-----------------------------------------------------------------",
+        "    0        0  0-1                 2 x Linear           8  50.0%",
+        "    1        1  2-3                 2 x Linear           8  50.0%",
+        "total                                                   16",
     ]
 
 

@@ -16,6 +16,7 @@ from lightning_hybrid.strategy.summary import (
     stage_holders,
     stage_rows,
     stage_table,
+    text_table,
 )
 from lightning_hybrid.tensor_parallel.plan import make_plan
 
@@ -75,13 +76,13 @@ def test_stages_as_text() -> None:
     text = stage_table(rows_of(Encoder(100), STAGES, 2), "net.body", is_estimate=False)
     assert text == "\n".join(
         [
-            "stage  rank  layers of 'net.body'                parameters  share",
-            "------------------------------------------------------------------",
-            "    0     0  0-2                   3 x Linear        20,000  40.0%",
-            "    1     1  3                     Linear            10,000  20.0%",
-            "    2     0  4-5                   ReLU, Linear      10,000  20.0%",
-            "    3     1  6                     Linear            10,000  20.0%",
-            "total                                                50,000",
+            "stage  pp rank  layers of 'net.body'                parameters  share",
+            "---------------------------------------------------------------------",
+            "    0        0  0-2                   3 x Linear        20,000  40.0%",
+            "    1        1  3                     Linear            10,000  20.0%",
+            "    2        0  4-5                   ReLU, Linear      10,000  20.0%",
+            "    3        1  6                     Linear            10,000  20.0%",
+            "total                                                   50,000",
         ]
     )
 
@@ -118,25 +119,43 @@ SIZES = {"dp": 2, "tp": 1}
 
 
 def test_memory_as_text() -> None:
-    usages = [MemoryUsage(2**20, 2**19, 2**21, activations, 0) for activations in (2**30, 2**29)]
+    usages = [MemoryUsage(2**29, 2**28, 2**30, activations, 0) for activations in (2**31, 2**27)]
     assert memory_table(usages) == "\n".join(
         [
-            "MiB              parameters  gradients  optimizer  activations  buffers     total",
-            "---------------------------------------------------------------------------------",
-            "pipeline rank 0        1.00       0.50       2.00     1,024.00     0.00  1,027.50",
-            "pipeline rank 1        1.00       0.50       2.00       512.00     0.00    515.50",
+            "GiB              parameters  gradients  optimizer  activations  buffers  total",
+            "------------------------------------------------------------------------------",
+            "pipeline rank 0        0.50       0.25       1.00         2.00     0.00   3.75",
+            "pipeline rank 1        0.50       0.25       1.00         0.12     0.00   1.88",
         ]
     )
 
 
+def test_little_memory_has_digits_too() -> None:
+    (row,) = memory_table([MemoryUsage(2**20, 0, 0, 2**23, 0)]).splitlines()[2:]
+    assert row.split()[3:] == ["0.00098", "0.00000", "0.00000", "0.00781", "0.00000", "0.00879"]
+
+
+def test_a_table_that_is_too_wide_continues_below() -> None:
+    text = text_table(
+        [("name", "layers of 'a.b'", "number"), ("x" * 90, "1-2", "7"), ("y, " * 40, "3", "12")], left=(0, 1)
+    )
+    assert max(map(len, text.splitlines())) == 100
+    assert [line.split()[-2:] for line in text.splitlines() if line.endswith(("7", "12"))] == [
+        ["1-2", "7"],
+        ["3", "12"],
+    ]
+    assert "".join(line[:75] for line in text.splitlines()).count("y,") == 40
+    assert "".join(line[:75] for line in text.splitlines()).count("x") == 90
+
+
 def test_unknown_memory_as_text_with_peaks() -> None:
-    usages = [MemoryUsage(2**20, 2**19, 2**21, None, 0), MemoryUsage(2**20, 2**19, None, None, 0)]
-    assert memory_table(usages, [2**30, 2**29]) == "\n".join(
+    usages = [MemoryUsage(2**33, 2**32, 2**34, None, 0), MemoryUsage(2**33, 2**32, None, None, 0)]
+    assert memory_table(usages, [2**35, 2**34]) == "\n".join(
         [
-            "MiB              parameters  gradients  optimizer  buffers  allocator's peak",
+            "GiB              parameters  gradients  optimizer  buffers  allocator's peak",
             "----------------------------------------------------------------------------",
-            "pipeline rank 0        1.00       0.50       2.00     0.00          1,024.00",
-            "pipeline rank 1        1.00       0.50          ?     0.00            512.00",
+            "pipeline rank 0         8.0        4.0       16.0      0.0              32.0",
+            "pipeline rank 1         8.0        4.0          ?      0.0              16.0",
         ]
     )
 
