@@ -12,7 +12,7 @@ from importlib import import_module
 from pathlib import Path
 
 from lightning_hybrid.cli.parser import PROGRAM, did_you_mean
-from lightning_hybrid.version import __version__
+from lightning_hybrid.version import __version__, environment
 
 #: The commands of Lightning's `LightningCLI`: what they do, and an example of their arguments.
 LIGHTNING_COMMANDS = {
@@ -59,7 +59,7 @@ def main(args: Sequence[str] | None = None, *, model: str | None = None, data: s
 
             HybridCLI(model=model, data=data, args=args if args is None else arguments)
         elif command == "--version":
-            print(f"{PROGRAM} {__version__}")
+            print("\n".join(f"{name} {text}" for name, text in ((PROGRAM, __version__), *environment())))
         elif command in {"-h", "--help"}:
             print(_help())
         else:
@@ -101,7 +101,7 @@ def _help() -> str:
             *(f"  {name:{width}}  {text:{text_width}}  {example}" for name, (text, example) in commands.items()),
             "",
             f"Example: {PROGRAM} timeline --ranks 4 --microbatches 8",
-            f"{PROGRAM} COMMAND --help prints the options of a command, --version the version, and",
+            f"{PROGRAM} COMMAND --help prints the options of a command, --version all versions, and",
             f"{PROGRAM} fit --trainer.strategy.help lightning_hybrid.HybridStrategy the arguments of the strategy.",
         ]
     )
