@@ -15,8 +15,6 @@ from lightning.pytorch.strategies import StrategyRegistry
 import lightning_hybrid
 from lightning_hybrid import HybridStrategy
 from lightning_hybrid.cli.main import COMMANDS
-from lightning_hybrid.pipeline_parallel.schedules import build
-from lightning_hybrid.pipeline_parallel.timeline import simulate
 from tests.documents import DOCS, PAGES, README, ROOT, blocks, page_id
 
 TESTS = ROOT / "tests"
@@ -172,13 +170,10 @@ def has_in_order(text: str, parts: list[str]) -> bool:
     return True
 
 
-def test_pictures_are_what_the_program_draws() -> None:
-    picture = (DOCS / "images" / "interleaved_1f1b.svg").read_text()
-    assert picture == simulate(build("interleaved_1f1b", 4, 8, 2)).to_svg()
-
-
 def test_images_are_what_the_script_draws() -> None:
-    for name, content in runpy.run_path(str(DOCS / "draw_images.py"))["images"]().items():
+    drawn = runpy.run_path(str(DOCS / "draw_images.py"))["images"]()
+    assert drawn.keys() == {path.name for path in (DOCS / "images").iterdir()}
+    for name, content in drawn.items():
         assert (DOCS / "images" / name).read_text() == content, name
 
 

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 
@@ -147,9 +148,7 @@ def _load(configs: Sequence[str], overrides: Sequence[str], program: str = PROGR
     words = [word for config in configs for word in ("--config", config)]
     saved, sys.argv = sys.argv, [program, *words, *overrides]  # where a LightningCLI looks
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "GPU available but not used")
-            return DryCLI(run=False)
+        return DryCLI(run=False)
     finally:
         sys.argv = saved
 
@@ -174,9 +173,11 @@ def maker(
 
 
 def be_quiet() -> None:
-    """What a run says of its start is not to the point."""
+    """Keep back what Lightning logs and warns of at the start of a run: nothing is started."""
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", module=r"lightning\.")
+    warnings.filterwarnings("ignore", category=PossibleUserWarning)
 
 
 def run_on_shapes(

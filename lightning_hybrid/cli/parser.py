@@ -6,6 +6,7 @@ import argparse
 import difflib
 import json
 import re
+import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +15,8 @@ from typing import Any, NoReturn
 from typing_extensions import override
 
 PROGRAM = "lightning-hybrid"
+#: The greatest width of what commands print, of a terminal on a laptop.
+COLUMNS = 100
 
 
 def did_you_mean(word: str, words: Iterable[str]) -> str:
@@ -48,6 +51,7 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, command: str, **kwargs: Any) -> None:
         super().__init__(prog=f"{PROGRAM} {command}", **kwargs)
+        self._groups: dict[str, Any] = {}
 
     def add_choice(self, option: str, words: Sequence[str], **kwargs: Any) -> None:
         """An option whose value is one of these words.
@@ -68,7 +72,17 @@ class Parser(argparse.ArgumentParser):
 
     def add_json(self) -> None:
         """The option for programs that read what is printed."""
-        self.add_argument("--json", action="store_true", help="print JSON")
+        self.group("output").add_argument("--json", action="store_true", help="print JSON")
+
+    def group(self, title: str) -> Any:  # argparse has no public name for it
+        """Return the options that the help shows under a title, including options that were added before.
+
+        Args:
+            title: The title.
+        """
+        if title not in self._groups:
+            self._groups[title] = self.add_argument_group(title)
+        return self._groups[title]
 
     @override
     def error(self, message: str) -> NoReturn:
@@ -105,7 +119,7 @@ class ConfigParser(Parser):
             epilog="Other options change the configuration as those of `fit` do, so that the command line of a run is"
             f" understood. Example: {PROGRAM} {command} --config FILE {example}",
         )
-        self.add_argument(
+        self.group("configuration").add_argument(
             "--config",
             required=True,
             action="append",
@@ -126,6 +140,32 @@ def positive(text: str) -> int:
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 1")
     return int(text)
+
+
+def quantity(text: str) -> float:
+    """The value of an option such as ``80GiB`` or ``2TB/s``."""
+    from lightning_hybrid.config import parse_quantity  # which imports torch
+
+    try:
+        return parse_quantity(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def wrapped(text: str, indent: str = "") -> list[str]:
+    """Return the lines of a paragraph, at most :data:`COLUMNS` wide.
+
+    Args:
+        text: The paragraph.
+        indent: What the lines after the first begin with.
+    """
+    return textwrap.wrap(text, COLUMNS, subsequent_indent=indent, break_on_hyphens=False)
+
+
+def print_text(text: str) -> None:
+    """Print it for a person: sentences that are wider than :data:`COLUMNS` in several lines."""
+    for line in text.splitlines():
+        print("\n".join(wrapped(line, "  ")) if len(line) > COLUMNS else line)
 
 
 def print_json(value: Any) -> None:

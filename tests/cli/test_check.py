@@ -512,7 +512,7 @@ def test_command_says_different(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     assert _command(monkeypatch, "--config", _config(tmp_path, "tests.cli.test_check.UnweightedTokens")) == 1
-    out = capsys.readouterr().out
+    out = " ".join(capsys.readouterr().out.split())
     assert "Different, first in loss of step 1" in out
     assert "num_microbatches=1: equal" in out
     assert "`microbatch_weight(self, microbatch)`" in out

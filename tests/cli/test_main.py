@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -70,9 +71,26 @@ def test_what_computes_nothing_imports_no_torch(words: list[str]) -> None:
     assert found.stdout
 
 
-def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["--version"])
-    assert capsys.readouterr().out == f"lightning-hybrid {__version__}\n"
+def test_the_versions_that_a_bug_report_needs(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def versions() -> dict[str, str]:
+        main(["--version"])
+        return dict(line.split(" ", 1) for line in capsys.readouterr().out.splitlines())
+
+    monkeypatch.setenv("PATH", str(tmp_path))
+    found = versions()
+    assert list(found) == ["lightning-hybrid", "torch", "lightning", "transformers", "Python", "platform", "devices"]
+    assert found["lightning-hybrid"] == __version__
+    assert found["torch"].split("+")[0] == torch.__version__.split("+")[0]
+    assert found["Python"] == platform.python_version()
+    assert found["devices"].startswith("none")
+    driver = tmp_path / "nvidia-smi"
+    driver.write_text("#!/bin/sh\necho NVIDIA H200\necho NVIDIA H200\n")
+    driver.chmod(0o755)
+    assert versions()["devices"] == "2 x NVIDIA H200"
+    driver.write_text("#!/bin/sh\nexit 9\n")
+    assert versions()["devices"].startswith("unknown")
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
@@ -254,8 +272,10 @@ def test_timeline_shows_picture_and_figures(capsys: pytest.CaptureFixture[str], 
     out = capsys.readouterr().out
     assert all(f"\nrank {rank} " in out for rank in range(4))
     # Megatron's formula (https://arxiv.org/abs/2104.04473): (ranks - 1) / (chunks * microbatches).
-    assert "18.8% over the ideal" in out
-    assert all(f"rank {rank}: {peak:g}" in out for rank, peak in enumerate(timeline.peak_in_flight))
+    assert "over the ideal  18.8%" in out
+    assert f"peak in flight  {', '.join(f'{peak:g}' for peak in timeline.peak_in_flight)} microbatches" in out
+    assert out.count("15.8% of the step") == out.count("bubble") == 1
+    assert max(map(len, out.splitlines())) <= 100
     assert svg.read_text() == timeline.to_svg()
 
 
@@ -389,9 +409,61 @@ def test_plan_shows_which_stages_are_on_which_node(capsys: pytest.CaptureFixture
     table = capsys.readouterr().out
     assert re.search(r"^stage +ranks +node +layers of 'body'", table, re.MULTILINE)
     assert re.search(r"^ +0 +0-7 +0 +0-3 .*\n +1 +8-15 +1 +4-7", table, re.MULTILINE)
-    assert re.search(
-        r"With launch.rank_order='pp-dp-tp' a step sends [\d.]+ MB between machines, and with .* [\d.]+ MB", table
+    sentence = r"With launch.rank_order='pp-dp-tp' a step sends [\d.]+ MB between machines, and with .* [\d.]+ MB"
+    assert re.search(sentence, " ".join(table.split()))
+
+
+@pytest.mark.parametrize(
+    ("memory", "fits", "text"),
+    [
+        ([], True, " of 80 GiB on a device."),
+        (["--memory", "1MiB"], False, "Does not fit: pipeline rank 0 needs the most"),
+    ],
+)
+def test_memory_says_whether_it_fits(
+    memory: list[str], fits: bool, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["memory", "--config", VIT, *memory]
+    main(words)
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert text in last
+    assert last.startswith("Fits: ") is fits
+    main([*words, "--json"])
+    assert json.loads(capsys.readouterr().out)["fits"] is fits
+
+
+@pytest.mark.parametrize("config", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem)
+def test_no_line_of_a_plan_is_longer_than_a_terminal_is_wide(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["plan", "--config", str(config)])
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 100
+
+
+@pytest.mark.parametrize("words", [["plan"], ["memory"], ["suggest", "--ranks=2"], ["check", "--dry"]], ids=" ".join)
+@pytest.mark.usefixtures("words_only")
+def test_where_nothing_is_started_lightning_says_nothing(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of SLURM, a seed, a logger or a precision that the CPU has not; what the user's code warns of is shown."""
+    (tmp_path / "project.py").write_text(
+        PROJECT.replace("class Data", "import warnings\nwarnings.warn('mine')\nclass Data")
     )
+    (tmp_path / "srun").write_text("#!/bin/sh\n")
+    (tmp_path / "srun").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "project", raising=False)
+    given = [
+        "--model=project.Model",
+        "--data=project.Data",
+        "--trainer.logger=true",
+    ]
+    given += ["--trainer.devices=1", "--trainer.precision=16-mixed", f"--trainer.default_root_dir={tmp_path}"]
+    (tmp_path / "run.yaml").write_text("trainer: {strategy: {class_path: lightning_hybrid.HybridStrategy}}")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        main([*words, f"--config={tmp_path / 'run.yaml'}", *given])
+    assert {str(each.message) for each in caught} == {"mine"}
+    assert capsys.readouterr().err == ""
 
 
 def test_plan_compares_the_bytes_between_nodes_of_all_orders_of_axes(capsys: pytest.CaptureFixture[str]) -> None:

@@ -101,6 +101,18 @@ def test_blocks_over_a_grid_are_shown_and_written(layout: Layout, shown: str) ->
     assert "tensor_parallel_mode" not in report_of(Layout(1, 4, 1), 0.9)
 
 
+def test_what_all_layouts_have_in_common_is_a_line_instead_of_columns() -> None:
+    costs = tuple(found_with(Layout(4, 2, 1, zero_stage=stage), 50.0).best[0] for stage in (0, 1))
+    lines = as_text(Suggestions(costs, (), 1, 1), Machine(memory=100.0), Step(16), CONFIGURED, {}).splitlines()
+    assert "The same for all: tensor mode 1d, context 1, schedule -, recompute no." in lines
+    sent = "tp sent 0.000, cp sent 0.000, pp sent 0.000, dp sent 0.000"
+    assert f"The same for all: batch 4 in 1, bubble 0.0%, {sent}." in " ".join(lines)
+    titles = [line.split() for line in lines if "pipeline" in line.split() or "GiB" in line.split()[1:]]
+    assert ["data", "tensor", "pipeline", "zero"] in titles
+    assert ["ms", "a", "step", "GiB"] in titles
+    assert "same for all" not in report_of(Layout(1, 2, 1), 0.9)
+
+
 @pytest.mark.parametrize("kind", [Step, LoaderStep], ids=lambda kind: kind.__name__)
 def test_no_line_is_longer_than_a_terminal_is_wide(kind: type[Step]) -> None:
     """With the longest of everything."""

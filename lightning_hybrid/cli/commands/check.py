@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from lightning_hybrid.cli.parser import ConfigParser, print_json
+from lightning_hybrid.cli.parser import ConfigParser, print_json, print_text
 
 
 def run(args: Sequence[str]) -> None:
@@ -19,11 +19,12 @@ def run(args: Sequence[str]) -> None:
         " is an error with status 2."
     )
     parser = ConfigParser("check", description, "--trainer.devices 2 --model.batch_size 4 --steps 3")
-    parser.add_argument("--steps", type=int, default=2, metavar="N", help="optimizer steps (default: %(default)s)")
-    parser.add_argument(
+    group = parser.group("training")
+    group.add_argument("--steps", type=int, default=2, metavar="N", help="optimizer steps (default: %(default)s)")
+    group.add_argument(
         "--time-limit", type=float, default=600.0, metavar="S", help="seconds a training may take (default: 600)"
     )
-    parser.add_argument("--dry", action="store_true", help="run the step on shapes alone: can the layout be trained?")
+    group.add_argument("--dry", action="store_true", help="run the step on shapes alone: can the layout be trained?")
     parser.add_json()
     options, overrides = parser.parse_known_args(args)
     if options.dry:
@@ -57,7 +58,7 @@ def run(args: Sequence[str]) -> None:
     if options.json:
         print_json(result.as_dict())
     else:
-        print(result)
+        print_text(str(result))
     raise SystemExit(0 if result.equal else 1)
 
 
@@ -68,4 +69,4 @@ def _run_dry(parser: ConfigParser, options: argparse.Namespace, overrides: Seque
     if options.json:
         print_json({"trains": True, "layout": result.layout})
     else:
-        print(f"The layout can be trained. Its numbers were not compared with one process.\n\n{result.layout}")
+        print_text(f"The layout can be trained. Its numbers were not compared with one process.\n\n{result.layout}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lightning_hybrid.cli.parser import Parser, print_json
+from lightning_hybrid.cli.parser import Parser, print_json, print_text
 
 
 def run(args: Sequence[str]) -> None:
@@ -30,4 +30,4 @@ def run(args: Sequence[str]) -> None:
         if options.json:
             print_json(inspection.as_dict())
         else:
-            print(inspection.text(every_name=options.every_name))
+            print_text(inspection.text(every_name=options.every_name))

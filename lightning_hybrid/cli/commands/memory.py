@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
-from lightning_hybrid.cli.parser import ConfigParser, print_json
+from lightning_hybrid.cli.parser import ConfigParser, print_json, print_text, quantity
+from lightning_hybrid.strategy.auto_layout.machine import Machine
+
+if TYPE_CHECKING:
+    from lightning_hybrid.memory.account import MemoryUsage
 
 
 def run(args: Sequence[str]) -> None:
@@ -14,8 +19,16 @@ def run(args: Sequence[str]) -> None:
         "Estimate what the ranks of a configuration would hold of parameters, gradients, optimizer states, activations"
         " and buffers. Nothing is started, and no device is needed: the step runs on shapes."
     )
-    parser = ConfigParser("memory", description, "--data.batch_size 64")
-    parser.add_argument("--ranks", type=int, metavar="N", help="number of processes (default: from the configuration)")
+    parser = ConfigParser("memory", description, "--memory 40GiB --data.batch_size 64")
+    group = parser.group("hardware")
+    group.add_argument("--ranks", type=int, metavar="N", help="number of processes (default: from the configuration)")
+    group.add_argument(
+        "--memory",
+        type=quantity,
+        default=Machine.memory,
+        metavar="X",
+        help="memory of a device that a run may use (default: 80 GiB)",
+    )
     parser.add_json()
     options, overrides = parser.parse_known_args(args)
 
@@ -24,11 +37,30 @@ def run(args: Sequence[str]) -> None:
 
     world = [] if options.ranks is None else ["--trainer.devices", str(options.ranks), "--trainer.num_nodes", "1"]
     strategy, result = run_on_shapes(parser, options.config, overrides + world)
+    most = _most(result.memory)
     if options.json:
         axes = ("data", "tensor", "pipeline", "context")
         sizes = (*strategy.sizes, strategy.settings.context_parallel_size)
         ranks = [{**asdict(usage), "total": usage.total} for usage in result.memory]
         of_axes = {f"{axis}_parallel_size": size for axis, size in zip(axes, sizes, strict=True)}
-        print_json({**of_axes, "bytes_of_pipeline_ranks": ranks})
+        fits = None if most is None else most[0] <= options.memory
+        print_json({**of_axes, "bytes_of_pipeline_ranks": ranks, "fits": fits})
     else:
-        print(f"{result.layout}\n\n{memory_table(result.memory)}")
+        print_text(f"{result.layout}\n\n{memory_table(result.memory)}\n{_verdict(most, options.memory)}")
+
+
+def _most(usages: Sequence[MemoryUsage]) -> tuple[int, int] | None:
+    """Return the bytes of the pipeline rank that needs the most, and that rank; ``None`` if bytes are unknown."""
+    totals = [usage.total for usage in usages]
+    known = [(total, -rank) for rank, total in enumerate(totals) if total is not None]
+    total, rank = max(known, default=(0, 0))
+    return (total, -rank) if len(known) == len(totals) else None
+
+
+def _verdict(most: tuple[int, int] | None, memory: float) -> str:
+    """Return the line that says whether the layout fits."""
+    if most is None:
+        return "Unknown whether it fits: a part of the memory cannot be estimated."
+    total, rank = most
+    fits = "Fits" if total <= memory else "Does not fit"
+    return f"{fits}: pipeline rank {rank} needs the most, {total / memory:.1%} of {memory / 2**30:.4g} GiB on a device."

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from lightning_hybrid.cli.parser import ConfigParser, print_json
+from lightning_hybrid.cli.parser import ConfigParser, print_json, print_text
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
@@ -50,7 +50,7 @@ def run(args: Sequence[str]) -> None:
     if options.json:
         print_json(data | ({"between_nodes": between} if strategy.num_nodes > 1 else {}))
     else:
-        print(f"{text}\n{sentence}" if strategy.num_nodes > 1 else text)
+        print_text(f"{text}\n{sentence}" if strategy.num_nodes > 1 else text)
 
 
 def _configured(make: Callable[[], tuple[LightningModule, Any]]) -> LightningModule:

@@ -7,8 +7,9 @@ import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
+from typing import Any
 
-from lightning_hybrid.cli.parser import ConfigParser, positive, print_json
+from lightning_hybrid.cli.parser import ConfigParser, positive, print_json, quantity
 from lightning_hybrid.strategy.auto_layout.machine import Machine
 
 _DESCRIPTION = (
@@ -117,12 +118,15 @@ def _short_passes() -> Iterator[None]:
         gc.unfreeze()
 
 
-def _add_arguments(parser: argparse.ArgumentParser) -> None:
+def _add_arguments(parser: ConfigParser) -> None:
     """The options of the command."""
-    usual = Machine()
-    parser.add_argument("--ranks", type=positive, required=True, metavar="N", help="processes of the run")
-    parser.add_argument("--nodes", type=positive, metavar="K", help="nodes (default: of 8 ranks each)")
-    samples = parser.add_mutually_exclusive_group()
+    _add_search(parser.group("search"))
+    _add_hardware(parser.group("hardware"))
+
+
+def _add_search(group: Any) -> None:
+    group.add_argument("--ranks", type=positive, required=True, metavar="N", help="processes of the run")
+    samples = group.add_mutually_exclusive_group()
     samples.add_argument(
         "--samples",
         type=positive,
@@ -135,54 +139,59 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         help="each replica gets a batch of the loader, whatever the layout, and layouts are ranked by the time of a"
         " sample, as HybridStrategy(layout='auto') does",
     )
-    parser.add_argument(
+    group.add_argument(
         "--max-tensor",
         type=positive,
         metavar="N",
         help="largest tensor-parallel size (default: the ranks of a node)",
     )
-    parser.add_argument(
+    group.add_argument(
         "--max-context",
         type=positive,
         metavar="N",
         help="largest context-parallel size (default: the ranks of a node, if each gets 1024 positions or more)",
     )
-    for name, (text, unit) in _MACHINE.items():
-        default = getattr(usual, name)
-        shown = f"{default / 2**30:g}GiB" if name == "memory" else _readable(default, unit)
-        parser.add_argument(
-            f"--{name.replace('_', '-')}",
-            type=_quantity,
-            default=default,
-            metavar="X",
-            help=f"{text} (default: {shown})",
-        )
-    for name, text in _SECONDS.items():
-        parser.add_argument(
-            f"--{name.replace('_', '-')}",
-            type=_seconds,
-            default=getattr(usual, name),
-            metavar="S",
-            help=f"{text} (default: %(default)g)",
-        )
-    parser.add_argument(
-        "--overlap",
-        type=_share,
-        default=usual.overlap,
-        metavar="X",
-        help="fraction of compute that overlaps with messages: gradients, blocks of a ring (default: %(default)g)",
-    )
-    parser.add_argument(
+    group.add_argument(
         "--measure",
         action="store_true",
         help="measure forwards in one process on this CPU, instead of counting their operations",
     )
 
 
+def _add_hardware(group: Any) -> None:
+    usual = Machine()
+    group.add_argument("--nodes", type=positive, metavar="K", help="nodes (default: of 8 ranks each)")
+    for name, (text, unit) in _MACHINE.items():
+        default = getattr(usual, name)
+        shown = f"{default / 2**30:g} GiB" if name == "memory" else _readable(default, unit)
+        group.add_argument(
+            f"--{name.replace('_', '-')}",
+            type=quantity,
+            default=default,
+            metavar="X",
+            help=f"{text} (default: {shown})",
+        )
+    for name, text in _SECONDS.items():
+        group.add_argument(
+            f"--{name.replace('_', '-')}",
+            type=_seconds,
+            default=getattr(usual, name),
+            metavar="S",
+            help=f"{text} (default: %(default)g)",
+        )
+    group.add_argument(
+        "--overlap",
+        type=_share,
+        default=usual.overlap,
+        metavar="X",
+        help="fraction of compute that overlaps with messages: gradients, blocks of a ring (default: %(default)g)",
+    )
+
+
 def _readable(value: float, unit: str) -> str:
-    """Return a rate with its unit, such as 156TFLOP/s."""
-    prefix, size = ("T", 1e12) if value >= 1e13 else ("G", 1e9)
-    return f"{value / size:g}{prefix}{unit}"
+    """Return a rate with its unit, such as 156 TFLOP/s."""
+    prefix, size = ("T", 1e12) if value >= 1e12 else ("G", 1e9)
+    return f"{value / size:g} {prefix}{unit}"
 
 
 def _machine(options: argparse.Namespace) -> Machine:
@@ -191,15 +200,6 @@ def _machine(options: argparse.Namespace) -> Machine:
         raise ValueError(f"--ranks {options.ranks} cannot be split evenly over --nodes {nodes}.")
     given = {field.name: getattr(options, field.name) for field in fields(Machine) if hasattr(options, field.name)}
     return Machine(**{**given, "ranks_per_node": options.ranks // nodes})
-
-
-def _quantity(text: str) -> float:
-    from lightning_hybrid.config import parse_quantity  # which imports torch
-
-    try:
-        return parse_quantity(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _seconds(text: str) -> float:

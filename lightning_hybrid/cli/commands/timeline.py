@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_hybrid.cli.parser import Parser, positive, print_json
+from lightning_hybrid.cli.parser import COLUMNS, Parser, positive, print_json, wrapped
 from lightning_hybrid.pipeline_parallel.links.in_flight import choose_extra
 from lightning_hybrid.pipeline_parallel.links.link import Link, StepTimes, equal_times
 from lightning_hybrid.pipeline_parallel.schedules import SCHEDULES, build
@@ -61,24 +61,25 @@ def _add_arguments(parser: Parser) -> None:
         metavar="N",
         help="extra microbatches in flight on each link: an int, a list such as 0,2,0, or auto",
     )
-    parser.add_argument(
+    messages, output = parser.group("messages"), parser.group("output")
+    messages.add_argument(
         "--send", type=float, default=0.0, metavar="T", help="time of a message; a forward takes 1 (default: 0)"
     )
-    parser.add_argument(
+    messages.add_argument(
         "--nodes", type=positive, default=1, metavar="K", help="nodes of equally many ranks (default: 1)"
     )
     for name, where in {"node": "inside a node", "network": "between nodes"}.items():
-        parser.add_argument(
+        messages.add_argument(
             f"--{name}-latency", type=float, metavar="T", help=f"time of a message {where} (default: that of --send)"
         )
-        parser.add_argument(
+        messages.add_argument(
             f"--{name}-bandwidth",
             type=_bandwidth,
             default=math.inf,
             metavar="X",
             help=f"messages that a link {where} passes on while a forward runs (default: any number)",
         )
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="write the picture to this file too")
+    output.add_argument("--svg", type=Path, metavar="FILE", help="write the picture to this file too")
     parser.add_json()
 
 
@@ -121,14 +122,14 @@ def _bandwidth(text: str) -> float:
 
 
 def _text(timeline: Timeline) -> str:
-    peaks = "  ".join(f"rank {rank}: {peak:g}" for rank, peak in enumerate(timeline.peak_in_flight))
-    return "\n".join(
-        [
-            timeline.to_text(width=max(80, shutil.get_terminal_size((120, 24)).columns)),
-            f"bubble          {timeline.bubble:.1%} of the step, {timeline.bubble_over_ideal:.1%} over the ideal",
-            f"peak in flight  {peaks} (microbatches whose activations are kept)",
-        ]
+    peaks = ", ".join(f"{peak:g}" for peak in timeline.peak_in_flight)
+    width = min(COLUMNS, max(80, shutil.get_terminal_size((COLUMNS, 24)).columns))
+    figures = (
+        f"over the ideal  {timeline.bubble_over_ideal:.1%}: how much longer the step is than the busiest rank computes",
+        f"peak in flight  {peaks} microbatches, by rank, whose activations are kept",
     )
+    lines = [timeline.to_text(width), *(line for text in figures for line in wrapped(text, 16 * " "))]
+    return "\n".join(lines)
 
 
 def _data(timeline: Timeline, links: Sequence[int]) -> dict[str, Any]:

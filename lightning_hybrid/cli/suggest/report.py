@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
 import yaml
 
+from lightning_hybrid.cli.parser import wrapped
 from lightning_hybrid.cli.suggest.configured import Configured
 from lightning_hybrid.strategy.auto_layout.arguments import (
     arguments,
@@ -25,9 +25,9 @@ from lightning_hybrid.strategy.auto_layout.machine import Machine
 from lightning_hybrid.strategy.auto_layout.search import DOES_NOT_FIT, Suggestions
 from lightning_hybrid.strategy.summary import text_table
 
-_COLUMNS = 100  # of a terminal
 _TIGHT = 0.05  # a share of the memory: where less is free, the account is too rough to tell whether a layout fits
 _TIGHT_TEXT = f"GiB !: less than {_TIGHT:.0%} of the memory is free, and the account is an estimate: try it first"
+_SENT = {"tensor": "tp", "context": "cp", "pipeline": "pp", "data": "dp"}
 _MOSTLY_WHOLE = 0.5  # a share of the parameters: where tensor parallelism divides less, a plan may be missing
 
 
@@ -50,21 +50,21 @@ def as_text(
         problem = f"Batches of {step.samples} samples for each replica, of which the time of a sample counts"
     fixed = ", ".join(f"{name}={value!r}" for name, value in configured.fixed.items())
     lines = [
-        *_wrapped(
+        *wrapped(
             f"{problem}{sequential}; {found.num_layouts:,} layouts, {found.num_simulated:,} simulated."
             f" Devices of {machine.memory / 2**30:g} GiB, {machine.ranks_per_node} in a node."
         ),
-        *_wrapped(f"Not varied, as configured: {fixed}."),
-        *_wrapped(_fits_text(found, machine)),
+        *wrapped(f"Not varied, as configured: {fixed}."),
+        *wrapped(_fits_text(found, machine)),
     ]
     if found.best:
         lines += [
             "",
-            _layouts_table(found.best),
+            *_layouts_table(found.best),
             "",
-            _costs_table(found.best, machine, step),
+            *_costs_table(found.best, machine, step),
             "",
-            *(line for part in _legend(found.best, machine) for line in _wrapped(part, "  ")),
+            *(line for part in _legend(found.best, machine) for line in wrapped(part, "  ")),
             "",
             "The first of them:",
             "",
@@ -74,12 +74,8 @@ def as_text(
     lines += ["", "Why the others are not among them:", ""]
     for group in found.losers:
         text = " ".join(group.text.split()).split(". ")[0]  # its remedies are other layouts, which are tried too
-        lines += _wrapped(f"- {group.reason} ({group.count:,}), such as {in_words(group.best)}: {text}", "  ")
+        lines += wrapped(f"- {group.reason} ({group.count:,}), such as {in_words(group.best)}: {text}", "  ")
     return "\n".join(lines)
-
-
-def _wrapped(text: str, indent: str = "") -> list[str]:
-    return textwrap.wrap(text, _COLUMNS, subsequent_indent=indent, break_on_hyphens=False)
 
 
 def _fits_text(found: Suggestions, machine: Machine) -> str:
@@ -102,30 +98,50 @@ def _whole_lines(sizes: Collection[int], divided: Mapping[int, float]) -> list[s
         f"Each rank holds most parameters in full: {listed} of them. `plan` with tensor_parallel_size={min(shares)}"
         " shows why; write a tensor_parallel_plan for the layers."
     )
-    return ["", *_wrapped(text)]
+    return ["", *wrapped(text)]
 
 
 def _is_tight(cost: Cost, machine: Machine) -> bool:
     return cost.bytes > (1 - _TIGHT) * machine.memory
 
 
-def _layouts_table(best: Sequence[Cost]) -> str:
-    titles = ("", "data", "tensor", "pipeline", "tensor mode", "context", "schedule", "zero", "recompute")
-    rows: list[tuple[str, ...]] = [titles]
-    for number, cost in enumerate(best, 1):
-        layout = cost.layout
-        rows.append(
-            (
-                str(number),
-                *map(str, (layout.data, layout.tensor, layout.pipeline)),
-                mode_text(layout) if layout.tensor > 1 else "-",
-                f"{layout.context} {layout.context_kind}" if layout.context > 1 else "1",
-                schedule_text(replace(layout, extra_in_flight=())) + (" +" if layout.extra_in_flight else ""),
-                str(layout.zero_stage),
-                _recomputed(layout),
-            )
-        )
-    return text_table(rows, left=(4, 5, 6, 8))
+def _layouts_table(best: Sequence[Cost]) -> list[str]:
+    layouts = [cost.layout for cost in best]
+    return _table(
+        {
+            "data": [str(layout.data) for layout in layouts],
+            "tensor": [str(layout.tensor) for layout in layouts],
+            "pipeline": [str(layout.pipeline) for layout in layouts],
+            "tensor mode": [mode_text(layout) if layout.tensor > 1 else "-" for layout in layouts],
+            "context": [f"{each.context} {each.context_kind}" if each.context > 1 else "1" for each in layouts],
+            "schedule": [
+                schedule_text(replace(layout, extra_in_flight=())) + (" +" if layout.extra_in_flight else "")
+                for layout in layouts
+            ],
+            "zero": [str(layout.zero_stage) for layout in layouts],
+            "recompute": list(map(_recomputed, layouts)),
+        },
+        always=("data", "tensor", "pipeline"),
+        left=("tensor mode", "context", "schedule", "recompute"),
+    )
+
+
+def _table(columns: Mapping[str, list[str]], always: Collection[str], left: Collection[str]) -> list[str]:
+    """Return a table of numbered layouts; what they all have in common is a line above it instead of a column.
+
+    Args:
+        columns: The cells by title.
+        always: Titles that are columns in any case.
+        left: Titles of texts.
+    """
+    number = len(next(iter(columns.values())))
+    varies = {title: number == 1 or title in always or len(set(cells)) > 1 for title, cells in columns.items()}
+    alike = ", ".join(f"{title} {cells[0]}" for title, cells in columns.items() if not varies[title])
+    shown = {title: cells for title, cells in columns.items() if varies[title]}
+    numbers = [str(each) for each in range(1, number + 1)]
+    rows = [("", *shown), *zip(numbers, *shown.values(), strict=True)]
+    texts = [at for at, title in enumerate(shown, 1) if title in left]
+    return [*wrapped(f"The same for all: {alike}." if alike else ""), text_table(rows, left=texts)]
 
 
 def _recomputed(layout: Layout) -> str:
@@ -135,32 +151,26 @@ def _recomputed(layout: Layout) -> str:
     return f"layers {most}" if least == most else f"layers {least}-{most}"
 
 
-def _costs_table(best: Sequence[Cost], machine: Machine, step: Step) -> str:
-    rates = ("samples/s",) if isinstance(step, LoaderStep) else ()
-    rows: list[tuple[str, ...]] = [("", "batch", "ms a step", *rates, "bubble", "GiB", *best[0].sent)]
-    for number, cost in enumerate(best, 1):
-        assert cost.seconds is not None
-        assert cost.bubble is not None
-        rows.append(
-            (
-                str(number),
-                f"{step.batch(cost.layout.data)} in {cost.layout.num_microbatches}",
-                f"{1e3 * cost.seconds:,.{2 if cost.seconds < 10 else 0}f}",
-                *(f"{1 / cost.seconds_of_sample:,.0f}" for _ in rates),
-                f"{cost.bubble:.1%}",
-                f"{cost.bytes / 2**30:,.2f}{' !' if _is_tight(cost, machine) else ''}",
-                *(f"{sent / 2**30:,.3f}" for sent in cost.sent.values()),
-            )
-        )
-    return text_table(rows, left=())
+def _costs_table(best: Sequence[Cost], machine: Machine, step: Step) -> list[str]:
+    seconds = [cost.seconds or 0.0 for cost in best]
+    columns = {
+        "batch": [f"{step.batch(cost.layout.data)} in {cost.layout.num_microbatches}" for cost in best],
+        "ms a step": [f"{1e3 * each:,.{2 if each < 10 else 0}f}" for each in seconds],
+    }
+    if isinstance(step, LoaderStep):
+        columns["samples/s"] = [f"{1 / cost.seconds_of_sample:,.0f}" for cost in best]
+    columns["bubble"] = [f"{cost.bubble or 0.0:.1%}" for cost in best]
+    columns["GiB"] = [f"{cost.bytes / 2**30:,.2f}{' !' if _is_tight(cost, machine) else ''}" for cost in best]
+    for axis, short in _SENT.items():
+        columns[f"{short} sent"] = [f"{cost.sent[axis] / 2**30:,.3f}" for cost in best]
+    return _table(columns, always=("ms a step", "GiB"), left=())
 
 
 def _legend(best: Sequence[Cost], machine: Machine) -> list[str]:
     """Return the explanations of the columns."""
     parts = [
         "batch: samples of each replica, in so many microbatches; GiB: memory of the rank with the highest memory;"
-        " tensor, context, pipeline, data: GiB that a rank sends in a step for tensor, context, pipeline and data"
-        " parallelism"
+        " tp, cp, pp, dp sent: GiB that a rank sends in a step for tensor, context, pipeline and data parallelism"
     ]
     if any(isinstance(cost.layout.recompute, tuple) for cost in best):
         parts.append("recompute: how many layers of a stage run again")
