@@ -8,6 +8,7 @@ in a page names the part that follows it, such as ``<!-- written: arguments zero
 from __future__ import annotations
 
 import argparse
+import ast
 import inspect
 import os
 import re
@@ -17,6 +18,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,8 @@ import lightning_hybrid  # noqa: E402
 from lightning_hybrid import Faults, HybridStrategy, Launch, ModuleHooks, Tuning  # noqa: E402
 from lightning_hybrid.cli.main import COMMANDS, LIGHTNING_COMMANDS  # noqa: E402
 from lightning_hybrid.cli.parser import PROGRAM, Parser  # noqa: E402
+from lightning_hybrid.error_codes import AREAS  # noqa: E402
+from lightning_hybrid.error_codes.entry import CODE  # noqa: E402
 
 try:
     import tomllib
@@ -226,9 +230,18 @@ def versions(page: Path) -> Iterator[str]:
     yield "\n".join(["| | versions | tested with | needed |", "|---|---|---|---|", *rows])
 
 
+def errors(page: Path, area: str) -> Iterator[str]:
+    """The errors of an area, a heading each: the beginnings of their messages, the cause and the fix."""
+    for code, entry in AREAS[area].items():
+        yield f"### {code}"
+        yield "\n".join(f"- `{text}`" for text in dict.fromkeys(map(beginning, messages()[code])))
+        yield entry.cause
+        yield f"**Fix:** {entry.fix}"
+
+
 WRITERS: dict[str, Callable[..., Iterator[str]]] = {
     writer.__name__: writer
-    for writer in (arguments, argument_table, members, hooks, commands, command, output, versions)
+    for writer in (arguments, argument_table, members, hooks, commands, command, output, versions, errors)
 }
 
 # -- names, types, values ----------------------------------------------------------------------------------------------
@@ -275,6 +288,36 @@ def call(function: Any) -> str:
 def first_sentence(text: str) -> str:
     """For a row of a table."""
     return text.split(". ")[0].rstrip(".")
+
+
+def texts(tree: ast.AST) -> Iterator[str]:
+    """The texts in source, with ``…`` for values."""
+    if isinstance(tree, ast.JoinedStr):
+        yield "".join(part.value if isinstance(part, ast.Constant) else "…" for part in tree.values)  # type: ignore[misc]
+    elif isinstance(tree, ast.Constant) and isinstance(tree.value, str):
+        yield tree.value
+    is_formatted = isinstance(tree, ast.JoinedStr)
+    for child in ast.iter_child_nodes(tree):
+        if not (is_formatted and isinstance(child, ast.Constant)):
+            yield from texts(child)
+
+
+@cache
+def messages() -> dict[str, list[str]]:
+    """The messages in the source of the package, by the codes at their ends."""
+    found: dict[str, list[str]] = {}
+    for path in sorted(Path(lightning_hybrid.__file__).parent.rglob("*.py")):
+        for text in texts(ast.parse(path.read_text())):
+            code = re.search(rf" {CODE.pattern}$", text)
+            if code and text[: code.start()] not in found.setdefault(code[1], []):
+                found[code[1]].append(text[: code.start()])
+    return found
+
+
+def beginning(message: str) -> str:
+    """The first sentence of a message, on one line and without marks of code."""
+    line = " ".join(re.sub("…+", "…", message.replace("`", "")).split())
+    return re.split(r"(?<=[.?])(?<!\.\.\.) ", line)[0].rstrip(".")
 
 
 def parser_of(name: str) -> argparse.ArgumentParser:

@@ -19,6 +19,8 @@ import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from lightning_hybrid.error_codes.printing import print_once_per_node
+
 _T = TypeVar("_T")
 _P = ParamSpec("_P")
 _Class = TypeVar("_Class", bound=type)
@@ -69,8 +71,10 @@ def takes(
     return decorate
 
 
-def suggests_names(kind: _Class) -> _Class:
-    """Let the constructor of a class name the argument that an unknown one is probably meant to be.
+def explains_errors(kind: _Class) -> _Class:
+    """Let the constructor of a class explain its errors: one process of a node prints them.
+
+    The error of an unknown argument names the argument that is probably meant.
 
     Args:
         kind: A class whose constructor has a name for every argument.
@@ -80,11 +84,15 @@ def suggests_names(kind: _Class) -> _Class:
 
     @functools.wraps(init)
     def checked(self: Any, *args: Any, **kwargs: Any) -> None:
-        for name in kwargs:
-            if name not in parameters:
-                advice = suggestion(name, parameters) or f"There are {', '.join(parameters)}."
-                raise TypeError(f"{kind.__name__} has no argument {name!r}; {advice}")
-        init(self, *args, **kwargs)
+        try:
+            for name in kwargs:
+                if name not in parameters:
+                    advice = suggestion(name, parameters) or f"There are {', '.join(parameters)}."
+                    raise TypeError(f"{kind.__name__} has no argument {name!r}; {advice} [LH112]")
+            init(self, *args, **kwargs)
+        except (TypeError, ValueError):
+            print_once_per_node()
+            raise
 
     kind.__init__ = checked  # type: ignore[misc]
     return kind
@@ -136,9 +144,9 @@ def check_types(arguments: Any) -> None:
         if not plain or (int not in plain and type(value) in map(type, options)):
             values = [*options, *(value for kind in plain for value in _VALUES[kind])]
             words = [f"one of {', '.join(map(repr, values))}"] if len(values) > 2 else [*map(repr, values)]
-            raise ValueError(f"{name} must be {' or '.join(words)}, {text}.")
+            raise ValueError(f"{name} must be {' or '.join(words)}, {text}. [LH102]")
         words = [*(_WORDS.get(kind, (get_origin(kind) or kind).__name__) for kind in plain), *map(repr, options)]
-        raise TypeError(f"{name} must be {' or '.join(words)}{each.metadata.get('advice', '')}, {text}.")
+        raise TypeError(f"{name} must be {' or '.join(words)}{each.metadata.get('advice', '')}, {text}. [LH101]")
 
 
 @functools.cache
@@ -175,7 +183,7 @@ def check_duration(name: str, value: float | timedelta | None) -> None:
     """
     duration = as_duration(value)
     if duration is not None and duration <= timedelta(0):
-        raise ValueError(f"{name} must be positive, or None; got {value!r}.")
+        raise ValueError(f"{name} must be positive, or None; got {value}. [LH104]")
 
 
 def parse_quantity(text: str) -> float:
@@ -192,7 +200,7 @@ def parse_quantity(text: str) -> float:
         r"(\d+(?:\.\d+)?(?:e\d+)?)\s*(?:([kmgtp])(i?))?(?:B|FLOPS?)?(?:/s)?", text.strip(), re.IGNORECASE
     )
     if match is None or float(match[1]) <= 0:
-        raise ValueError(f"{text!r} is not a quantity such as 80GiB, 300GB or 156TFLOP")
+        raise ValueError(f"{text!r} is not a quantity such as 80GiB, 300GB or 156TFLOP [LH125]")
     return float(float(match[1]) * (1024 if match[3] else 1000) ** " kmgtp".index((match[2] or " ").lower()))
 
 
@@ -209,7 +217,7 @@ class _Group:
         return f"{type(self).__name__}({', '.join(given)})"
 
 
-@suggests_names
+@explains_errors
 @dataclass(frozen=True, repr=False)
 class Faults(_Group):
     """Detection of faults: lost ranks, ranks that wait for each other, ranks that differ, gradients without a value.
@@ -250,11 +258,11 @@ class Faults(_Group):
         if heartbeat is not None and heartbeat < _LEAST_HEARTBEAT:
             raise ValueError(
                 f"`faults.heartbeat_timeout` must be at least {_LEAST_HEARTBEAT}, or None, as ranks send heartbeats up"
-                f" to two seconds apart; got {heartbeat}."
+                f" to two seconds apart; got {heartbeat}. [LH104]"
             )
 
 
-@suggests_names
+@explains_errors
 @dataclass(frozen=True, repr=False)
 class Launch(_Group):
     """Start of the processes, and their order.
@@ -283,7 +291,7 @@ class Launch(_Group):
             raise ValueError(
                 f"launch.rank_order must name the axes {', '.join(USUAL_AXES)} once each, from the outermost to the"
                 " innermost, joined by '-', such as 'pp-dp-tp'; and cp, where context_parallel_size > 1. Got"
-                f" {self.rank_order!r}."
+                f" {self.rank_order!r}. [LH113]"
             )
         backend = self.process_group_backend
         names = [] if backend is None else [part.rpartition(":")[2] for part in backend.split(",")]
@@ -292,11 +300,11 @@ class Launch(_Group):
             raise ValueError(
                 f"launch.process_group_backend={backend!r} names {unknown[0]!r}; there are"
                 f" {', '.join(map(repr, known))}, one alone, or one for each kind of device, such as"
-                " 'cpu:gloo,cuda:nccl'."
+                " 'cpu:gloo,cuda:nccl'. [LH102]"
             )
 
 
-@suggests_names
+@explains_errors
 @dataclass(frozen=True, repr=False)
 class Tuning(_Group):
     """Trade of memory for speed, and of memory for precision.
@@ -331,12 +339,12 @@ class Tuning(_Group):
         for number in () if isinstance(extra, str) else (extra,) if isinstance(extra, int) else extra:
             if not _is_of(number, int):
                 raise TypeError(
-                    f"tuning.extra_in_flight must be an integer or a list of integers or 'auto', got {extra!r}."
+                    f"tuning.extra_in_flight must be an integer or a list of integers or 'auto', got {extra!r}. [LH101]"
                 )
             if number < 0:
-                raise ValueError(f"tuning.extra_in_flight must be at least 0, got {extra!r}.")
+                raise ValueError(f"tuning.extra_in_flight must be at least 0, got {extra!r}. [LH103]")
         if self.memory_bytes is not None and not self.memory_bytes > 0:
-            raise ValueError(f"tuning.memory_limit must be above 0 bytes, got {self.memory_limit!r}.")
+            raise ValueError(f"tuning.memory_limit must be above 0 bytes, got {self.memory_limit!r}. [LH103]")
 
     @property
     def memory_bytes(self) -> float | None:
@@ -347,7 +355,7 @@ class Tuning(_Group):
             return parse_quantity(self.memory_limit)
         except ValueError:
             raise ValueError(
-                f"tuning.memory_limit must be a quantity such as '80GiB' or '24GB', got {self.memory_limit!r}."
+                f"tuning.memory_limit must be a quantity such as '80GiB' or '24GB', got {self.memory_limit!r}. [LH125]"
             ) from None
 
 

@@ -646,7 +646,7 @@ def refused_to_probe(layout: Layout) -> str:
 def test_gradients_may_be_switched_on_later_with_dynamic_shapes(ranks: Pools) -> None:
     check_fit(ranks, probed, {**PP2, "dynamic_shapes": True})
     for text in ranks(2, lightning=True).run(refused_to_probe, PP2):
-        assert "`torch.set_grad_enabled`), use `HybridStrategy(dynamic_shapes=True)`" in text
+        assert "`torch.set_grad_enabled`), set HybridStrategy(dynamic_shapes=True)" in text
 
 
 class Drawn(Regression):

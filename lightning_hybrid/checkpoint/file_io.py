@@ -43,8 +43,9 @@ class FileIO(TorchCheckpointIO):
                 super().save_checkpoint(checkpoint, str(path))
         except (OSError, RuntimeError) as error:  # torch's own writer raises the latter
             raise OSError(
+                # rank 0 writes files; its machine is to be looked at
                 f"The checkpoint {path} could not be written. An earlier checkpoint at that path is unchanged."
-                f" rank 0: {type(error).__name__}: {error}"  # which writes files; its machine is to be looked at
+                f" rank 0: {type(error).__name__}: {error} [LH911]"
             ) from error
         if isinstance(place, Path) or not (place / MARK).is_file():
             return
@@ -53,7 +54,7 @@ class FileIO(TorchCheckpointIO):
         except Exception as error:  # of whatever kind a store's errors are
             raise OSError(
                 f"The checkpoint {path} is written, but a directory of an earlier save is there, too, and would be read"
-                f" instead. Remove it: {place / MARK}. rank 0: {type(error).__name__}: {error}"
+                f" instead. Remove it: {place / MARK}. rank 0: {type(error).__name__}: {error} [LH912]"
             ) from error
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
@@ -75,14 +76,14 @@ class FileIO(TorchCheckpointIO):
         except Exception as error:  # whatever unpickling raises
             if isinstance(error, pickle.UnpicklingError):
                 if zipfile.is_zipfile(file) or "Unsupported global" in str(error):
-                    raise pickle.UnpicklingError(f"The checkpoint {file}: {error}") from error
+                    raise pickle.UnpicklingError(f"The checkpoint {file}: {error} [LH927]") from error
                 raise ValueError(
                     f"{file}, {file.stat().st_size} bytes, is not a checkpoint: it was not written by `torch.save`, or"
-                    " is damaged."
+                    " is damaged. [LH902]"
                 ) from error
             raise ValueError(
                 f"The checkpoint {file}, {file.stat().st_size} bytes, cannot be read: it is damaged, or was not written"
-                f" completely. {type(error).__name__}: {error}"
+                f" completely. {type(error).__name__}: {error} [LH901]"
             ) from error
         if not mapped or not isinstance(checkpoint, dict):
             return checkpoint

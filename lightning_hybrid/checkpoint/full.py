@@ -216,7 +216,7 @@ def check_values(checkpoint: dict[str, Any]) -> None:
             f"The checkpoint has tensors on the meta device, which have no values: {', '.join(empty[:5])}"
             f"{', ...' if len(empty) > 5 else ''}. Layers of other stages have none on rank 0; what other ranks save in"
             " the same place would be taken. Let `state_dict` and `on_save_checkpoint` of callbacks and of the module"
-            " save the same keys on every rank."
+            " save the same keys on every rank. [LH909]"
         )
 
 

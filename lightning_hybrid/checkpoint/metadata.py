@@ -37,7 +37,7 @@ def check_kind(found: Any, path: Any) -> None:
         what = f"a dict with the keys {list(found)[:5]}, and without Lightning's 'pytorch-lightning_version'{also}"
     else:
         what = f"a {type(found).__name__}"
-    raise ValueError(f"{path} is not a checkpoint of a Trainer: it holds {what}.")
+    raise ValueError(f"{path} is not a checkpoint of a Trainer: it holds {what}. [LH902]")
 
 
 def make_metadata(mesh: Mesh, settings: Settings, stage_map: StageMap) -> dict[str, Any]:

@@ -241,7 +241,7 @@ def check_number(optimizers: Sequence[Any], states: Sequence[Any]) -> None:
     if len(optimizers) != len(states):
         raise ValueError(
             f"The checkpoint has the states of {len(states)} optimizers, but {len(optimizers)} are configured."
-            " Return as many from `configure_optimizers` as when it was saved, or load the weights alone."
+            " Return as many from `configure_optimizers` as when it was saved, or load the weights alone. [LH906]"
         )
 
 
@@ -256,7 +256,7 @@ def _check_kind(saved: Sequence[Mapping[str, Any]], optimizer: Optimizer) -> Non
         raise ValueError(
             f"The checkpoint has the state of another optimizer than {type(optimizer).__name__}: its groups have"
             f" {sorted(theirs - own)}, and not {sorted(own - theirs)}. Configure the one that it was saved with, or"
-            " take only the weights: HybridStrategy(initial_weights='...') without `ckpt_path`."
+            " take only the weights: HybridStrategy(initial_weights='...') without `ckpt_path`. [LH907]"
         )
 
 
@@ -277,7 +277,7 @@ def _check_groups(saved: list[list[str]], own: list[list[str]]) -> None:
 def _mismatch(saved: list[list[Any]], own: list[list[str]], difference: str = "") -> str:
     return (
         f"The checkpoint's optimizer has parameter groups of {list(map(len, saved))} parameters, this one of"
-        f" {list(map(len, own))}. {difference}Configure it as it was when it was saved."
+        f" {list(map(len, own))}. {difference}Configure it as it was when it was saved. [LH908]"
     )
 
 

@@ -43,7 +43,7 @@ _REMEDY = (
     " On every rank, `trainer.save_checkpoint(path, weights_only=True)` writes the whole model,"
     " `trainer.strategy.gather_module()` makes the module whole after a run, and"
     " `trainer.strategy.lightning_module_state_dict()` returns the whole state dict on rank 0. In a hook parameters are"
-    " whole inside `with self.trainer.strategy.full_parameters():`."
+    " whole inside `with self.trainer.strategy.full_parameters():`. [LH904]"
 )
 
 
@@ -148,7 +148,7 @@ class _StateDictHook:
         if text is None:
             return
         if self.why is not None:
-            raise WrongUseError(f"{text} {self.why}")
+            raise WrongUseError(f"{text} {self.why} [LH903]")
         rank_zero_warn(text + _REMEDY)
 
     def __deepcopy__(self, memo: Any) -> _StateDictHook:
@@ -172,7 +172,7 @@ class _CallHook:
     """
 
     def __init__(self, name: str, why: str) -> None:
-        self._text = f"{name} is called after a run, and this rank has a part of it. {why}"
+        self._text = f"{name} is called after a run, and this rank has a part of it. {why} [LH905]"
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         raise WrongUseError(self._text)

@@ -109,7 +109,7 @@ class ShardedCheckpoint:
             raise ValueError(
                 f"The checkpoint has parts of the model in a list or tuple at {'.'.join(map(str, unnamed[0]))}. Every"
                 " rank adds its part to a directory by name: let the callback keep a dict, or use"
-                " save_distributed_checkpoint=False."
+                " save_distributed_checkpoint=False. [LH910]"
             )
         entries = dict(self._entries(checkpoint, tables))
         for number, state in enumerate(checkpoint.get(OPTIMIZERS, [])):

@@ -51,7 +51,7 @@ def check_match(
     ]
     if lines:
         text = "\n\t".join([f"Error(s) in loading state_dict for {type(module).__name__}:", *lines])
-        raise RuntimeError(text + _hints(missing, unexpected))
+        raise RuntimeError(f"{text}{_hints(missing, unexpected)} [LH920]")
 
 
 def load_module_state(module: nn.Module, state: Mapping[str, Any], *, strict: bool) -> None:
@@ -85,7 +85,7 @@ def load_module_state(module: nn.Module, state: Mapping[str, Any], *, strict: bo
         module.load_state_dict(trial, strict=strict)
     except RuntimeError as error:
         missing, unexpected = [name for name in own if name not in state], [name for name in state if name not in own]
-        raise RuntimeError(f"{error}{_hints(missing, unexpected)}") from error
+        raise RuntimeError(f"{error}{_hints(missing, unexpected)} [LH920]") from error
     module.load_state_dict(final, strict=strict)
 
 

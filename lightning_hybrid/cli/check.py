@@ -165,19 +165,21 @@ def check(
         RuntimeError: If this system cannot copy a process.
     """
     if not isinstance(steps, int) or steps < 1:
-        raise ValueError(f"steps must be an integer of at least 1, got {steps!r}.")
+        raise ValueError(f"steps must be an integer of at least 1, got {steps!r}. [LH103]")
     if not time_limit > 0:
-        raise ValueError(f"time_limit must be a number of seconds above 0, got {time_limit!r}.")
+        raise ValueError(f"time_limit must be a number of seconds above 0, got {time_limit!r}. [LH103]")
     arguments = {"accumulate_grad_batches": 1, **(trainer or {})}
     if unknown := sorted(set(arguments) - set(_TRAINER_ARGUMENTS)):
-        raise ValueError(f"trainer takes {', '.join(_TRAINER_ARGUMENTS)}; got {', '.join(unknown)}.")
+        raise ValueError(f"trainer takes {', '.join(_TRAINER_ARGUMENTS)}; got {', '.join(unknown)}. [LH1006]")
     launch = replace(layout.get("launch", Launch()), process_group_backend="gloo")
     layout = {**layout, **_IRRELEVANT, "launch": launch}
     for name in ("tensor_parallel_size", "pipeline_parallel_size"):
         layout[name] = preferred(layout.get(name, 1))
     settings = HybridStrategy(**layout).settings
     if settings.searched:
-        raise ValueError(f"Give a layout to be checked: {', '.join(settings.searched)} would be found at the start.")
+        raise ValueError(
+            f"Give a layout to be checked: {', '.join(settings.searched)} would be found at the start. [LH1004]"
+        )
     layout |= {"num_microbatches": settings.num_microbatches, "schedule": settings.schedule}
     if layout.get("data_parallel_size", "auto") == "auto":
         layout["data_parallel_size"] = 1
@@ -223,7 +225,7 @@ class _Check:
             raise ValueError(
                 f"In one process the losses are {reference.losses[:_MOST_SHOWN]} and the gradient norms"
                 f" {reference.grad_norms[:_MOST_SHOWN]}: what is not finite cannot be compared. Use another learning"
-                " rate, or fewer steps."
+                " rate, or fewer steps. [LH1007]"
             )
         result = CheckResult(_layout_text(self.layout), self.compare({}), self.tolerance, self.notes())
         if result.equal:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pkgutil
 import re
 import sys
-from collections.abc import Iterator
+import textwrap
+from collections.abc import Iterable, Iterator
 from importlib import import_module
 from inspect import Parameter, signature
 from pathlib import Path
@@ -13,33 +14,76 @@ from typing import Any
 
 from lightning_hybrid.cli.parser import did_you_mean
 from lightning_hybrid.config import group_of_parts
+from lightning_hybrid.error_codes.entry import CODE
 
-_CLASS = re.compile(r"^( *)- Problem with given class_path '([^']+)':\n((?:\1 +[^- \n].*\n?)+)", re.MULTILINE)
+_CLASS = re.compile(r"^( *)- Problem with given class_path '([^']+)':\n((?:\1  .*\n?)+)", re.MULTILINE)
 _UNKNOWN_PART = re.compile(r"(?:Group '|unrecognized arguments: --)(\w+)(?:' does not accept option '|\.)(\w+)")
-_NAMED = re.compile(r"^ *- Problem with given class_path", re.MULTILINE)
+_KEY = re.compile(r'^Parser key "([\w.]+)":\s*')
+_TYPE = re.compile(r"^Expected an? (.+?)\. Got value: (.*)", re.DOTALL)
+_TYPES = re.compile(r"^Does not validate .*?Subtypes: \[(.*)\]\s+Errors:.*Given value: (.*)", re.DOTALL)
 
 
 def in_words(message: str, known: str) -> str:
-    """A complaint about a configuration; as it is where nothing better can be said.
+    """A complaint about a configuration in a line; as it is where nothing better can be said.
 
     Args:
         message: The complaint of jsonargparse, which lists for each type why a value is none of it.
         known: The help of the parser, which names all its options.
     """
-    key = re.search(r'Parser key "([\w.]+)"', message)
-    classes = [(found[2], _joined(found[3])) for found in _CLASS.finditer(message)]
-    if key and classes and len(classes) == len(_NAMED.findall(message)):
-        return "; ".join(f"{key[1]}: {_of_class(path, problem)}" for path, problem in classes)
     unknown = re.search(r"(?:does not accept option|Option) '([\w.]+)'(?: is not accepted)?", message)
-    return message + _meant(unknown[1], re.findall(r"--([\w.-]+)", known)) if unknown else message
+    if unknown and not _CLASS.search(message):
+        return message + _meant(unknown[1], re.findall(r"--([\w.-]+)", known))
+    return _of_key("", message)
 
 
-def _joined(text: str) -> str:
-    """Lines that go deeper and deeper, such as those of an option's own complaint, in one."""
-    return " ".join(re.sub(r'^Parser key "([\w.]+)":$', r"\1:", line.strip()) for line in text.splitlines())
+def with_path(message: str, keys: Iterable[str]) -> str | None:
+    """Return an error of this package with the path of its argument; ``None`` if it is another error.
+
+    Args:
+        message: The error, which jsonargparse may have put into its list of why a value is of none of the types.
+        keys: The paths of arguments. Errors begin with the name of one.
+
+    Example:
+        >>> with_path("steps must be at least 1, got 0. [LH103]", ["check.steps"])
+        'check.steps: steps must be at least 1, got 0. [LH103]'
+    """
+    own = re.search(rf"(?:^|\n\s*- )((?:(?!\n\s*- ).)*{CODE.pattern})", message, re.DOTALL)
+    if own is None:
+        return None
+    name = re.split(r"\W", own[1].lstrip("`"), maxsplit=1)[0]
+    return ": ".join([*[key for key in keys if key.endswith(f".{name}")][:1], own[1]])
 
 
-def _of_class(path: str, problem: str) -> str:
+def _of_key(path: str, text: str) -> str:
+    """Return the error of a value, or of what is inside of it, with the path of the value.
+
+    Args:
+        path: The path of the value that the text is about, unless the text names a value inside.
+        text: A complaint of jsonargparse, with all that is indented below it.
+    """
+    text = text.strip()
+    if key := _KEY.match(text):
+        path, text = ".".join(filter(None, (path, key[1]))), text[key.end() :]
+    if classes := _CLASS.findall(text):
+        return "; ".join(_of_class(path, name, textwrap.dedent(problem).strip()) for _, name, problem in classes)
+    if found := _TYPE.match(text) or _TYPES.match(text):
+        choices = _as_choices(found[1])
+        text = f"must be {'one of ' * (', ' in choices)}{choices}; got {found[2].strip()}."
+    return f"{path}: {text}" if path else text
+
+
+def _as_choices(types: str) -> str:
+    """Return types as a reader of YAML takes them.
+
+    Example:
+        >>> _as_choices("<class 'int'>, list[int], typing.Literal['auto'], <class 'NoneType'>")
+        "int, list[int], 'auto', null"
+    """
+    types = re.sub(r"<class '(?:\w+\.)*(\w+)'>", r"\1", types)
+    return re.sub(r"typing\.Literal\[(.*?)\]", r"\1", types).replace("NoneType", "null")
+
+
+def _of_class(key: str, path: str, problem: str) -> str:
     """Return the error of a class in the configuration, or of its options."""
     if option := re.fullmatch(r"Option '([\w.]+)' is not accepted", problem):
         parameters = _options(path)
@@ -47,16 +91,16 @@ def _of_class(path: str, problem: str) -> str:
         meant = did_you_mean(option[1], names) or f". It has {', '.join(names)}"
         if group := groups.get(option[1]):
             meant = f"; it is a part of `{group}`: {group}.{option[1]}"
-        return f"{path} has no option {option[1]!r}{meant}"
+        return f"{key}: {path} has no option {option[1]!r}{meant}"
     if option := _UNKNOWN_PART.match(problem):
         parts = [part for part, group in group_of_parts(_options(path)).items() if group == option[1]]
-        return f"{path} has no option '{option[1]}.{option[2]}'{did_you_mean(option[2], parts)}"
+        return f"{key}: {path} has no option '{option[1]}.{option[2]}'{did_you_mean(option[2], parts)}"
     if attribute := re.fullmatch(r"module '([\w.]+)' has no attribute '(\w+)'", problem):
-        return f"there is no {path}: {problem}{did_you_mean(attribute[2], _names(attribute[1]))}"
+        return f"{key}: there is no {path}: {problem}{did_you_mean(attribute[2], _names(attribute[1]))}"
     if module := re.fullmatch(r"No module named '([\w.]+)'", problem):
         owner, _, name = module[1].rpartition(".")
-        return f"there is no {path}: {problem}{did_you_mean(name, _names(owner))}"
-    return f"{path}: {problem}"
+        return f"{key}: there is no {path}: {problem}{did_you_mean(name, _names(owner))}"
+    return _of_key(f"{key}.init_args", problem) if _KEY.match(problem) else f"{key}: {path}: {problem}"
 
 
 def _meant(option: str, known: list[str]) -> str:

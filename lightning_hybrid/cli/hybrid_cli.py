@@ -17,9 +17,11 @@ from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 
-from lightning_hybrid.cli.complaints import in_words
+from lightning_hybrid.cli.complaints import in_words, with_path
 from lightning_hybrid.cli.parser import PROGRAM, ConfigParser, Parser, with_advice
 from lightning_hybrid.cli.progress import count_progress
+from lightning_hybrid.error_codes.entry import CODE
+from lightning_hybrid.error_codes.printing import is_printed_here
 from lightning_hybrid.strategy.auto_layout.dry_run.dry_run import DryRun, dry_run
 from lightning_hybrid.strategy.auto_layout.dry_run.parameters import made_without_memory
 from lightning_hybrid.strategy.strategy import HybridStrategy
@@ -42,7 +44,7 @@ _NO_PART = re.compile(r"(?<![^\0])(--trainer\.strategy\.(?:init_args\.)?(?!init_
 
 
 class HybridCLIParser(LightningArgumentParser):
-    """A parser that prints an error in one line, with the name that was probably meant and without the usage.
+    """A parser that prints an error in one line, with the name that was probably meant. Each node prints it once.
 
     Args:
         args: Arguments of `LightningArgumentParser`.
@@ -62,21 +64,20 @@ class HybridCLIParser(LightningArgumentParser):
         text = _NO_PART.sub(r"\1\3{\2: null}", "\0".join(words))
         return super().parse_args(text.split("\0") if words else [], *others, **kwargs)
 
-    def print_usage(self, file: Any = None) -> None:
-        """Print nothing: a hundred options of usage would hide the error."""
-
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """End the program."""
-        parser = getattr(ex, "subcommand_parser", None) or self
-        if self.exit_on_error:
-            text = parser.format_help()
-            message = in_words(with_advice(message, text), text)
-        if name := re.search(r"Expected a dot import path string: (hybrid\w*)", message):
-            message += (
-                f"\n{PROGRAM}: the name {name[1]!r} has no arguments that could be changed. Write the strategy as"
-                " {class_path: lightning_hybrid.HybridStrategy, init_args: {...}}"
+        if not self.exit_on_error:
+            super().error(message, ex)
+        named = re.search(r"Expected a dot import path string: (hybrid\w*)", message)
+        if not CODE.search(message):
+            text = (getattr(ex, "subcommand_parser", None) or self).format_help()
+            message = f"{in_words(with_advice(message, text), text)} [LH1002]"
+        if named:
+            message = (
+                f"trainer.strategy: the name {named[1]!r} has no arguments that could be changed. Write the strategy as"
+                " {class_path: lightning_hybrid.HybridStrategy, init_args: {...}} [LH1002]"
             )
-        super().error(message, ex)
+        self.exit(2, f"error: {message}\n" if is_printed_here() else None)
 
 
 class HybridCLI(LightningCLI):
@@ -100,6 +101,17 @@ class HybridCLI(LightningCLI):
         for key, path in self._default_classes.items():
             if path is not None:
                 parser.set_defaults({key: {"class_path": path}})
+
+    def instantiate_classes(self) -> None:
+        """Create the Trainer, the module and the data; print an error of this package with the path of its argument."""
+        try:
+            super().instantiate_classes()
+        except Exception as error:
+            config = self.config if self.subcommand is None else self.config[self.subcommand]
+            text = with_path(str(error), [key for key in config.keys() if key.startswith("trainer.strategy.")])  # noqa: SIM118
+            if text is None:
+                raise
+            self.parser.error(text, error)
 
     def after_fit(self) -> None:
         """Say what came out: progress bars vanish."""
@@ -135,11 +147,13 @@ def load_config(
         cli = load() if with_values else made_without_memory(load)
     strategy = cli.trainer.strategy
     if not isinstance(strategy, HybridStrategy):
-        parser.error(f"the strategy of {', '.join(configs)} is a {type(strategy).__name__}, not a HybridStrategy")
+        parser.error(
+            f"the strategy of {', '.join(configs)} is a {type(strategy).__name__}, not a HybridStrategy [LH1003]"
+        )
     if strategy.settings.searched:
         parser.error(
             f"{', '.join(strategy.settings.searched)} of {', '.join(configs)} are found when training starts. Give them"
-            " here, such as --trainer.strategy.init_args.layout=null; `suggest` says which are good"
+            " here, such as --trainer.strategy.init_args.layout=null; `suggest` says which are good [LH1004]"
         )
     return cli, strategy
 

@@ -111,7 +111,7 @@ def inspect_checkpoint(path: Place) -> Inspection:
     """
     if not is_directory(path):
         if not path.exists():
-            raise FileNotFoundError(f"Checkpoint not found: {path}")
+            raise FileNotFoundError(f"Checkpoint not found: {path} [LH913]")
         with fetched(path) as file:
             return Inspection(path, "file", file.stat().st_size, read_mapped(file))
     directory = DistributedCheckpoint(path, load_value=load_lenient)
@@ -135,17 +135,17 @@ def read_mapped(file: Path, *, trusted: bool = False) -> Mapping[str, Any]:
     if not zipfile.is_zipfile(file):
         raise ValueError(
             f"{file}, {size:,} bytes, is not a complete checkpoint: it has no list of its contents, which is written"
-            " last."
+            " last. [LH914]"
         )
     with zipfile.ZipFile(file) as archive:
         if any(name.endswith("/constants.pkl") for name in archive.namelist()):
-            raise ValueError(f"{file}, {size:,} bytes, is a program in TorchScript, not a checkpoint.")
+            raise ValueError(f"{file}, {size:,} bytes, is a program in TorchScript, not a checkpoint. [LH902]")
     try:
         tree = load_lenient(file, mmap=True, trusted=trusted)
     except Exception as error:  # whatever unpickling raises
-        raise ValueError(f"{file}, {size:,} bytes, cannot be read: {type(error).__name__}: {error}") from error
+        raise ValueError(f"{file}, {size:,} bytes, cannot be read: {type(error).__name__}: {error} [LH901]") from error
     if not isinstance(tree, Mapping):
-        raise ValueError(f"{file} holds {_value(tree)}, not a checkpoint, which is a dictionary.")
+        raise ValueError(f"{file} holds {_value(tree)}, not a checkpoint, which is a dictionary. [LH902]")
     return tree
 
 

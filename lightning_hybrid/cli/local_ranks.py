@@ -84,7 +84,9 @@ def run_ranks(function: Callable[[], Any], world_size: int, *, time_limit: float
         RuntimeError: If this system cannot copy a process.
     """
     if "fork" not in multiprocessing.get_all_start_methods():
-        raise RuntimeError(f"{sys.platform} cannot copy a process (fork), which this needs. Use Linux or macOS.")
+        raise RuntimeError(
+            f"{sys.platform} cannot copy a process (fork), which this needs. Use Linux or macOS. [LH205]"
+        )
     context = multiprocessing.get_context("fork")
     with TemporaryDirectory(prefix="lightning-hybrid-") as name:
         directory = Path(name)

@@ -87,7 +87,7 @@ class Parser(argparse.ArgumentParser):
     @override
     def error(self, message: str) -> NoReturn:
         """Say what is wrong, and what may have been meant."""
-        super().error(with_advice(message, self.format_help()))
+        super().error(f"{with_advice(message, self.format_help())} [LH1001]")
 
     @contextmanager
     def refusing(self, *kinds: type[Exception], doing: str = "") -> Iterator[None]:

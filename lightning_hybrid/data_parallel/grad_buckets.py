@@ -359,7 +359,7 @@ def _flatten_gradient(parameter: nn.Parameter, shape: torch.Size, stride: tuple[
         raise TypeError(
             f"The gradient of a parameter of shape {tuple(parameter.shape)} is {gradient.dtype} on {gradient.device},"
             f" but the parameter is {parameter.dtype} on {parameter.device}. Averaging needs them to be alike; cast the"
-            " gradient in a hook of the parameter."
+            " gradient in a hook of the parameter. [LH810]"
         )
     if gradient.layout is not torch.strided:
         gradient = gradient.to_dense()  # ranks use different rows of an embedding: only the dense sizes are equal
@@ -381,5 +381,5 @@ def late_gradient_error(parameter: Tensor) -> RuntimeError:
         f"A parameter of shape {tuple(parameter.shape)} got a second gradient in one step after the reduction of its"
         " bucket had begun. This happens with re-entrant checkpointing around a parameter that is used more"
         " than once: pass `use_reentrant=False` to `torch.utils.checkpoint.checkpoint`. Otherwise reduce it with"
-        " `overlap=False`."
+        " `overlap=False`. [LH811]"
     )

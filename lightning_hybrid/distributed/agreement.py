@@ -106,7 +106,7 @@ def check_equal(values: Mapping[str, str], advice: str, own: bytes = b"") -> lis
     for name in dict.fromkeys(name for of_rank in found for name in of_rank):
         of_name = {rank: other.get(name, "nothing") for rank, other in enumerate(found)}
         if len(set(of_name.values())) > 1:
-            raise ValueError(f"{unequal_text(name, of_name)} {advice}")
+            raise ValueError(f"{unequal_text(name, of_name)} {advice} [LH201]")
     raise AssertionError("texts that are equal have equal digests")
 
 

@@ -102,6 +102,7 @@ class FailureStore:
 
     Attributes:
         failed: Whether this rank failed, or left because another one did.
+        is_first: Whether this rank wrote the first failure.
         is_leaving: Whether this rank is on its way out after an exception.
         is_interrupted: Whether this rank's groups were closed to bring it to the handler of SIGINT.
         gone: The ranks whose processes are known to have ended.
@@ -118,7 +119,8 @@ class FailureStore:
         self._machine = ""
         self.num_rolls = 0
         self.gone: set[int] = set()
-        self.failed = self.is_leaving = self.is_over = self.is_store_silent = self.is_interrupted = False
+        self.failed = self.is_first = self.is_leaving = self.is_over = False
+        self.is_store_silent = self.is_interrupted = False
 
     @property
     def is_known(self) -> bool:
@@ -223,7 +225,8 @@ class FailureStore:
         text = str(error) if verbatim else f"{where} failed: {type(error).__name__}: {error}"
         text += "".join(f" ({note})" for note in notes_of(error))
         with contextlib.suppress(Exception):
-            if self._store.add(self.key("count"), 1) == 1:
+            self.is_first = self._store.add(self.key("count"), 1) == 1
+            if self.is_first:
                 self._tell(CAUSE, json.dumps([kind, text]))
             self._needs_no_store()
 
@@ -426,16 +429,12 @@ class FailureStore:
 
 def gone_text(names: Sequence[str]) -> str:
     """What is wrong if the processes of ranks have ended without a word."""
-    return f"Gone without a message, so killed or crashed: {', '.join(names)}."
+    return f"Gone without a message, so killed or crashed: {', '.join(names)}. [LH221]"
 
 
 def store_gone_text(name: str) -> str:
-    """What is wrong if the store is not there any more.
-
-    Args:
-        name: Of the first rank, whose process has it, unless that of its launcher does.
-    """
-    return f"The store of all ranks is gone, so {name} or what launched the ranks has ended."
+    """Return the error for a lost store, which the process of the first rank has, or that of its launcher."""
+    return f"The store of all ranks is gone, so {name} or what launched the ranks has ended. [LH222]"
 
 
 def silent_text(names: Sequence[str], seconds: float) -> str:
@@ -443,7 +442,7 @@ def silent_text(names: Sequence[str], seconds: float) -> str:
     return (
         f"No heartbeat for {seconds:.0f} s, so stopped, cut off or without power: {', '.join(names[:_MOST])}. If a rank"
         " computes that long without letting other threads of Python run, increase"
-        " `HybridStrategy(faults=Faults(heartbeat_timeout=...))`."
+        " `HybridStrategy(faults=Faults(heartbeat_timeout=...))`. [LH223]"
     )
 
 
@@ -452,7 +451,7 @@ def finished_text(ranks: Sequence[int]) -> str:
     names = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:_MOST]))}"
     return (
         f"The run is over for {names}, and other ranks wait for them: the ranks do not do the same. Have they equally"
-        " many batches, the same arguments and the same callbacks?"
+        " many batches, the same arguments and the same callbacks? [LH225]"
     )
 
 

@@ -159,14 +159,14 @@ class FailureWatch:
     def _silence(self) -> str:
         return (
             f"The store of all ranks does not answer: {self._failures.name_of(0)}, or what launched the ranks, is"
-            " stopped, or its host is gone."
+            " stopped, or its host is gone. [LH228]"
         )
 
     def _find(self) -> str | None:
         """Why this run cannot go on, if it cannot."""
         if self._parent is not None and os.getppid() != self._parent:
             own = self._failures.name_of(self._rank)
-            return self._report(f"The process that started {own}, torchrun or another launcher, has ended.")
+            return self._report(f"The process that started {own}, torchrun or another launcher, has ended. [LH226]")
         try:
             return self._look_at_store()
         except (dist.DistError, OSError):

@@ -121,7 +121,7 @@ def grid_shape(mode: str, size: int, depth: int = 1) -> GridShape | None:
         near = near[:1] if near[0] > size else near
         raise ValueError(
             f"tensor_parallel_mode={mode!r} needs a tensor_parallel_size that is {form}, got {size}. The nearest"
-            f" {'is' if len(near) == 1 else 'are'} {' and '.join(map(str, near))}."
+            f" {'is' if len(near) == 1 else 'are'} {' and '.join(map(str, near))}. [LH108]"
         )
     if mode == "3d":
         outer, inner = BlockLayout(("input", "weight"), "output"), BlockLayout(("output", "weight"), "input")
@@ -146,12 +146,12 @@ def check_grid(mode: str, sizes: Iterable[int], depth: int, *, sequence_parallel
     if depth > 1 and mode != "2.5d":
         raise ValueError(
             f"tensor_parallel_depth={depth} is a number of squares, as tensor_parallel_mode='2.5d' has several; got"
-            f" tensor_parallel_mode={mode!r}. Leave it out, or use '2.5d'."
+            f" tensor_parallel_mode={mode!r}. Leave it out, or use '2.5d'. [LH109]"
         )
     if mode != "1d" and sequence_parallel:
         raise ValueError(
             f"sequence_parallel=True divides activations over ranks in a line; tensor_parallel_mode={mode!r} has them"
-            " divided already, over samples and features. Leave one of the two out."
+            " divided already, over samples and features. Leave one of the two out. [LH110]"
         )
     for size in sizes:
         grid_shape(mode, size, depth)

@@ -283,7 +283,7 @@ def split_values(leaves: list[Any], spec: TreeSpec) -> tuple[TreeMeta, list[Any]
 def _tensor_meta(leaf: Tensor) -> TensorMeta:
     if leaf.layout is not torch.strided:
         raise TypeError(
-            f"a tensor with layout {leaf.layout} cannot be sent to another rank: convert it with `.to_dense()`"
+            f"a tensor with layout {leaf.layout} cannot be sent to another rank: convert it with `.to_dense()` [LH726]"
         )
     return TensorMeta(leaf.shape, leaf.dtype, leaf.requires_grad, leaf.is_cpu)
 
@@ -296,7 +296,7 @@ def _value_meta(leaf: Any) -> ValueMeta:
     except Exception as error:  # the pickle protocol lets classes raise anything
         raise TypeError(
             f"a value of type {type(leaf).__qualname__} cannot be sent to another rank, because it cannot be pickled "
-            f"({error})"
+            f"({error}) [LH726]"
         ) from error
 
 

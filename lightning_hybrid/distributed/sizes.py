@@ -49,7 +49,7 @@ def resolve_sizes(
             f"{world_size} processes cannot be divided by any of the sizes that are allowed: pipeline_parallel_size"
             f" {list(allowed[0])}, tensor_parallel_size {list(allowed[1])}, data_parallel_size {data_parallel_size!r}"
             f"{context}."
-            f" Add sizes whose product divides {world_size}, such as 1, or start another number of processes."
+            f" Add sizes whose product divides {world_size}, such as 1, or start another number of processes. [LH107]"
         )
     pipeline, tensor = preferred(pipeline_parallel_size), preferred(tensor_parallel_size)
     model = tensor * pipeline * context_parallel_size
@@ -58,13 +58,13 @@ def resolve_sizes(
             f"{world_size} processes cannot be divided into model groups of tensor_parallel_size"
             f" ({tensor}) x pipeline_parallel_size ({pipeline}){context} = {model} ranks. Set"
             f" `Trainer(devices=..., num_nodes=...)` to a multiple of {model}, or choose sizes whose product divides"
-            f" {world_size}."
+            f" {world_size}. [LH105]"
         )
     data = int(data_parallel_size)
     raise ValueError(
         f"data_parallel_size ({data}) x tensor_parallel_size ({tensor}) x pipeline_parallel_size"
         f" ({pipeline}){context} = {data * model}, but there are {world_size} processes. Set"
-        f" data_parallel_size={world_size // model} or 'auto', or start {data * model} processes."
+        f" data_parallel_size={world_size // model} or 'auto', or start {data * model} processes. [LH106]"
     )
 
 
@@ -90,6 +90,6 @@ def accumulated_batches(global_batch_size: int, batch_size: int, data_parallel_s
         raise ValueError(
             f"global_batch_size={global_batch_size} is not a multiple of {at_once}: {data_parallel_size} replicas take"
             f" a batch of {batch_size} samples each. Set it to a multiple of {at_once},{advice} or choose another"
-            " number of replicas."
+            " number of replicas. [LH111]"
         )
     return global_batch_size // at_once

@@ -126,7 +126,7 @@ class Taps:
                 raise WrongUseError(
                     f"A forward hook changes what {name!r} of {type(self._layer).__name__} returns, and did not when"
                     " the step was first seen. It runs after the layer, as code around the layers uses what it sees."
-                    " Let it change the output always, or never."
+                    " Let it change the output always, or never. [LH444]"
                 )
 
 

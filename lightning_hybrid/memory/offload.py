@@ -32,11 +32,11 @@ def check_offload(offload: Any) -> None:
     names = [offload] if isinstance(offload, str) else [] if offload is None else offload
     if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
         raise TypeError(
-            f"offload must be a name, a list of names, or None, got {offload!r} ({type(offload).__name__})."
+            f"offload must be a name, a list of names, or None, got {offload!r} ({type(offload).__name__}). [LH101]"
         )
     unknown = [name for name in names if name not in OFFLOADS]
     if unknown:
-        raise ValueError(f"offload must be of {', '.join(map(repr, OFFLOADS))}, got {offload!r}.")
+        raise ValueError(f"offload must be of {', '.join(map(repr, OFFLOADS))}, got {offload!r}. [LH102]")
 
 
 class Offload:

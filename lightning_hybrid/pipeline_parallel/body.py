@@ -123,7 +123,7 @@ class BodyWatch:
         raise WrongUseError(
             f"The layers of {self._kind} were changed after they had been split into stages: {what}. Other ranks and"
             " the optimizer still have the old layers. Change them in `__init__` or in `configure_model`, before"
-            " they are split. Layers that grow or shrink during training need pipeline_parallel_size=1."
+            " they are split. Layers that grow or shrink during training need pipeline_parallel_size=1. [LH305]"
         )
 
 
@@ -154,14 +154,15 @@ def find_body(module: nn.Module, wanted: str | Sequence[str] | None, num_stages:
             part = module.get_submodule(wanted)
         except AttributeError:
             raise ValueError(
-                f"body={wanted!r} names nothing in {type(module).__name__}. {_candidates_text(module)}"
+                f"body={wanted!r} names nothing in {type(module).__name__}. {_candidates_text(module)} [LH302]"
             ) from None
         if _is_chain(part):
             return Body.of_chain(wanted, cast(nn.Sequential, part), lists=_lists_with(module, wanted, num_stages))
         if not is_container(part):
             raise TypeError(
                 f"body={wanted!r} is a {type(part).__name__}, which has no layers in an order: only an `nn.Sequential`,"
-                f" an `nn.ModuleList` or an `nn.ModuleDict` can be divided into stages. {_candidates_text(module)}"
+                f" an `nn.ModuleList` or an `nn.ModuleDict` can be divided into stages."
+                f" {_candidates_text(module)} [LH303]"
             )
     patterns = [wanted] if isinstance(wanted, str) else wanted
     named = named_units(module, patterns)
@@ -188,7 +189,7 @@ def _largest(module: nn.Module, num_stages: int, *, spreads: bool) -> Body:
         return Body.of_units(spread(module, rows, num_stages) if spreads else rows)
     raise ValueError(
         f"No list of layers holds a considerable part of the {total:,} parameters of {type(module).__name__}, so it is"
-        f" not clear what to divide into pipeline stages. {_candidates_text(module)}"
+        f" not clear what to divide into pipeline stages. {_candidates_text(module)} [LH301]"
     )
 
 
@@ -240,7 +241,7 @@ def body_call_text(name: str, lists: Sequence[str], step: str, calls: int) -> st
     return (
         f"`{step}` {times} the body {name!r}. With a pipeline a body that you name, or that the first step calls as a"
         f" whole, must be called exactly once in a step: `x = self.{name}(x)`, not layer by layer or in a loop over its"
-        f" layers. Otherwise let any code call its layers: HybridStrategy(body={list(lists)!r})."
+        f" layers. Otherwise let any code call its layers: HybridStrategy(body={list(lists)!r}). [LH430]"
     )
 
 
@@ -257,7 +258,7 @@ def layer_call_text(name: str, lists: Sequence[str]) -> str:
         f" a loop over its layers. Otherwise let any code call its layers: HybridStrategy(body={list(lists)!r})."
         " Outside of steps no rank can run the model: use `trainer.predict`, or make the module whole after the run by"
         " `trainer.strategy.gather_module()` on every rank. A Trainer without a pipeline needs that too: an earlier one"
-        " has divided this module, and so it stays."
+        " has divided this module, and so it stays. [LH405]"
     )
 
 
@@ -420,5 +421,5 @@ def _derivative_text(step: str, name: str) -> str:
     return (
         f"`{step}` differentiates through the body {name!r} in the step, by `torch.autograd.grad` or `backward`. Its"
         " layers live on several stages, and no rank has the whole graph: a loss of derivatives needs"
-        " pipeline_parallel_size=1."
+        " pipeline_parallel_size=1. [LH407]"
     )

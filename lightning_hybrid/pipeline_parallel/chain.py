@@ -320,7 +320,7 @@ def _text(what: str, how: str) -> str:
         " Let the first batch of training, or the sanity check before it, use it here too, such as by adding"
         " `0 * parameter.sum()`; with"
         " HybridStrategy(dynamic_shapes=True) parameters around an `nn.Sequential` stay on the first and on the last"
-        " stage."
+        " stage. [LH410]"
     )
 
 

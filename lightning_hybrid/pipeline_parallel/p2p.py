@@ -238,8 +238,8 @@ class Channel:
                 _check_equal(known.meta, TreeMeta.of(leaves, spec))
         except TypeError as error:
             raise TypeError(
-                f"a message cannot cross a stage boundary: {error}; pass dense tensors and plain values between the "
-                "layers of the body, or move the boundary with `partition`"
+                "A message cannot cross a stage boundary. Pass dense tensors and plain values between the layers of the"
+                f" body, or move the boundary with `partition`: {error}"
             ) from error
         self._send_tensors(known, leaves, send)
         return send
@@ -529,12 +529,12 @@ def _check_equal(known: TreeMeta, meta: TreeMeta) -> None:
     if known.equals(meta):
         return
     raise ValueError(
-        "a message between two stages differs from the first one of a microbatch with the same signature\n"
+        "Activations between two stages changed for the same batch shape.\n"
         f"    first: {known}\n"
         f"    now:   {meta}\n"
-        "The receiver learns tree, shapes, dtypes, requires_grad and plain values once. If they depend on the data, "
-        "and not only on the shapes of the batch, or gradients are switched on and off around the body from step to "
-        "step (`torch.set_grad_enabled`), use `HybridStrategy(dynamic_shapes=True)`. Freezing parameters needs nothing."
+        "If the tree, shapes, dtypes, requires_grad or plain values depend on the data, or gradients are switched on"
+        " and off around the body (`torch.set_grad_enabled`), set HybridStrategy(dynamic_shapes=True). Freezing"
+        " parameters needs nothing. [LH438]"
     )
 
 

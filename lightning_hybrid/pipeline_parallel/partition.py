@@ -42,7 +42,7 @@ def partition(method: str | Sequence[int], weights: Sequence[int], num_stages: i
     if not isinstance(method, (list, tuple)):
         raise ValueError(
             f"there is no partition {method!r}; choose 'uniform', 'parameters', or a list with the number of layers of "
-            "each stage, or with the stage of each layer"
+            "each stage, or with the stage of each layer [LH102]"
         )
     if is_numbered(method):
         return numbered(method, len(weights), num_stages)
@@ -75,12 +75,12 @@ def explicit(layers_per_stage: Sequence[int], num_layers: int, num_stages: int) 
     if len(counts) != num_stages:
         raise ValueError(
             f"partition {counts} has {len(counts)} stages, but pipeline_parallel_size * num_chunks is {num_stages}; "
-            "give one number of layers for each stage, or the stage of each layer, which begins with 0"
+            "give one number of layers for each stage, or the stage of each layer, which begins with 0 [LH117]"
         )
     if sum(counts) != num_layers:
         raise ValueError(
             f"partition {counts} has {sum(counts)} layers, but the body has {num_layers}; "
-            f"change the numbers so that they sum to {num_layers}"
+            f"change the numbers so that they sum to {num_layers} [LH117]"
         )
     return _ranges(counts)
 
@@ -104,24 +104,24 @@ def numbered(stages: Sequence[int], num_layers: int, num_stages: int) -> list[ra
     if len(stages) != num_layers:
         raise ValueError(
             f"the stages of layers {stages} are {len(stages)} numbers, but there are {num_layers} layers; give one for"
-            f" each layer, or the number of layers, at least 1, of each of the {num_stages} stages"
+            f" each layer, or the number of layers, at least 1, of each of the {num_stages} stages [LH117]"
         )
     for layer, (before, stage) in enumerate(pairwise([0, *stages])):
         if stage < before:
             raise ValueError(
                 f"the stages of layers {stages} go back from {before} to {stage} at layer {layer}; layers are called in"
-                " their order, so give numbers that do not descend"
+                " their order, so give numbers that do not descend [LH117]"
             )
     counts = [stages.count(stage) for stage in range(max(num_stages, stages[-1] + 1))]
     if len(counts) > num_stages:
         raise ValueError(
             f"the stages of layers {stages} name stage {stages[-1]}, but pipeline_parallel_size * num_chunks is"
-            f" {num_stages}; give numbers from 0 to {num_stages - 1}"
+            f" {num_stages}; give numbers from 0 to {num_stages - 1} [LH117]"
         )
     if 0 in counts:
         raise ValueError(
             f"the stages of layers {stages} leave out stage {counts.index(0)} of {num_stages}; give each stage at least"
-            " one layer, counted from 0"
+            " one layer, counted from 0 [LH117]"
         )
     return _ranges(counts)
 
@@ -193,17 +193,19 @@ def _ranges(counts: Sequence[int]) -> list[range]:
 
 def _check_sizes(num_layers: int, num_stages: int) -> None:
     if num_stages < 1:
-        raise ValueError(f"the number of stages is {num_stages}, but there must be at least 1")
+        raise ValueError(f"the number of stages is {num_stages}, but there must be at least 1 [LH103]")
     if num_layers < num_stages:
         raise ValueError(
             f"{num_layers} layers cannot be cut into {num_stages} stages, each needs at least one layer; choose "
-            f"pipeline_parallel_size and num_chunks so that their product is at most {num_layers}"
+            f"pipeline_parallel_size and num_chunks so that their product is at most {num_layers} [LH118]"
         )
 
 
 def _check_integers(what: str, values: Sequence[int], at_least: int) -> None:
     for value in values:
         if not isinstance(value, int) or isinstance(value, bool):
-            raise TypeError(f"a {what} must be an integer, but {value!r} is a {type(value).__name__} (in {values})")
+            raise TypeError(
+                f"a {what} must be an integer, but {value!r} is a {type(value).__name__} (in {values}) [LH101]"
+            )
         if value < at_least:
-            raise ValueError(f"a {what} must be at least {at_least}, but {value} is not (in {values})")
+            raise ValueError(f"a {what} must be at least {at_least}, but {value} is not (in {values}) [LH103]")

@@ -31,19 +31,19 @@ _SAVED_TEXT = (
     "A tensor of another pipeline stage cannot be saved, because this rank does not have its values. Call"
     " `trainer.save_checkpoint(path, weights_only=True)` on every rank to write the full model. In a hook, save inside"
     " `with self.trainer.strategy.full_parameters():`, which gathers parameters; after a run call"
-    " `trainer.strategy.gather_module()` first."
+    " `trainer.strategy.gather_module()` first. [LH904]"
 )
 
 _WRITTEN_TEXT = (
     "A tensor is written with the values of a parameter that lives on other stages, which are not here. An average of"
     " weights that a hook moves has to live with the weights: let the first batch of training use both on the same side"
-    " of the layers, make both parts of one layer, or use Lightning's `WeightAveraging`."
+    " of the layers, make both parts of one layer, or use Lightning's `WeightAveraging`. [LH424]"
 )
 
 _GRADIENT_TEXT = (
     "The gradient of a parameter that lives on another stage is set to a tensor with values, which would be lost."
     " Change gradients in place (`p.grad.mul_(...)`), or in"
-    " `with self.trainer.strategy.full_parameters(gradients=True, writes=True)`."
+    " `with self.trainer.strategy.full_parameters(gradients=True, writes=True)`. [LH425]"
 )
 
 
@@ -334,13 +334,14 @@ def without_value_text(what: str) -> str:
     """
     return (
         f"{what[0].upper()}{what[1:]} depends on parameters of layers that live on other stages: no stage has the"
-        " values of all parameters. In a hook, read them inside `with self.trainer.strategy.full_parameters():`, with"
-        " `gradients=True` for gradients too, on every rank; or take those of this rank's stage by `if not p.is_meta`."
-        " `torch.nn.utils.get_total_norm` and `self.trainer.strategy.grad_norm()` return the gradient norm of the whole"
-        " model. To move a teacher or an"
-        " average of weights, use a hook, such as `on_train_batch_end`, or `WeightAveraging`. To penalize weights use"
-        " the optimizer's `weight_decay`; or name the `nn.Sequential` that is divided, `HybridStrategy(body=[...])`:"
-        " then a penalty over parameters in `training_step` works. For the device use `self.device`, not a parameter's."
+        " values of all parameters.\n"
+        "  - To read parameters in a hook: `with self.trainer.strategy.full_parameters():` on every rank, with"
+        " `gradients=True` for gradients too; or only those of this stage, by `if not p.is_meta`.\n"
+        "  - To penalize weights: the optimizer's `weight_decay`. Or name the `nn.Sequential` that is divided,"
+        " `HybridStrategy(body=[...])`: then a penalty over parameters in `training_step` works.\n"
+        "  - For the gradient norm: `self.trainer.strategy.grad_norm()` or `torch.nn.utils.get_total_norm`.\n"
+        "  - To move a teacher or an average of weights: a hook, such as `on_train_batch_end`, or `WeightAveraging`.\n"
+        "  - For the device: `self.device`, not a parameter's. [LH401]"
     )
 
 

@@ -133,7 +133,9 @@ class Stage:
             return []  # not zeros: where activations are not finite, gradients would be NaN
         if loss is not None:
             if loss.numel() != 1 or not loss.is_floating_point():
-                raise ValueError(f"the loss must be a real scalar, got {loss.dtype} of shape {list(loss.shape)}")
+                raise ValueError(
+                    f"the loss must be a real scalar, got {loss.dtype} of shape {list(loss.shape)} [LH719]"
+                )
             _propagate((loss,), (torch.ones_like(loss),))
         elif gradients is not None:
             pairs = [(r, g) for r, g in zip(roots, gradients, strict=True) if r is not None and g is not None]

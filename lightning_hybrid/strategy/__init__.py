@@ -87,7 +87,7 @@ def _parse(name: str) -> dict[str, int]:
                 f"There is no strategy {name!r}: its part {part!r} {reason}. Names are {_PREFIX!r}, and behind"
                 f" it any of {', '.join(_ARGUMENTS)} with a number each, once, such as '{_PREFIX}_pp3',"
                 f" '{_PREFIX}_dp2_tp2_pp4' or '{_PREFIX}_zero3'. For other arguments give the Trainer an object:"
-                " `strategy=HybridStrategy(...)`."
+                " `strategy=HybridStrategy(...)`. [LH126]"
             )
         arguments[argument] = int(found[2])
     return arguments

@@ -68,7 +68,7 @@ def check_arguments(config: HybridConfig) -> None:
     mode, depth, tensor = config.tensor_parallel_mode, config.tensor_parallel_depth, sizes["tensor_parallel_size"]
     check_grid(mode, choices(tensor), depth, sequence_parallel=config.sequence_parallel)
     if config.schedule not in (known := (*SCHEDULES, "auto")):  # which has been replaced
-        raise ValueError(f"schedule must be one of {', '.join(map(repr, known))}, got {config.schedule!r}.")
+        raise ValueError(f"schedule must be one of {', '.join(map(repr, known))}, got {config.schedule!r}. [LH102]")
     check_context_parallel(
         config.context_parallel_size,
         config.context_parallel,
@@ -78,10 +78,10 @@ def check_arguments(config: HybridConfig) -> None:
     )
     chunks = int(config.num_chunks)
     if chunks > 1 and config.schedule == "1f1b":
-        raise ValueError(f"schedule='1f1b' runs one chunk per rank, got num_chunks={chunks}. Leave out one of them.")
+        raise ValueError(f"schedule='1f1b' runs one chunk per rank, got num_chunks={chunks}. Leave one out. [LH114]")
     for name in ("body", "initial_weights"):
         if getattr(config, name) in ("", []):
-            raise ValueError(f"{name} must name something, or be None; got {getattr(config, name)!r}.")
+            raise ValueError(f"{name} must name something, or be None; got {getattr(config, name)!r}. [LH102]")
     check_styles(config.tensor_parallel_plan)
     check_offload(config.offload)
     for size in choices(sizes["pipeline_parallel_size"]):  # what is said for each stage must fit all of them
@@ -96,16 +96,16 @@ def _check_allowed(name: str, value: Any) -> None:
         _check_number(name, value, ", a list of integers or 'auto'")
         return
     if not value:
-        raise ValueError(f"{name} must list at least one size, got {value!r}.")
+        raise ValueError(f"{name} must list at least one size, got {value!r}. [LH103]")
     for size in value:
         _check_number(f"each {name}", size, "")
 
 
 def _check_number(name: str, value: Any, others: str) -> None:
     if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{name} must be an integer{others}, got {value!r} ({type(value).__name__}).")
+        raise TypeError(f"{name} must be an integer{others}, got {value!r} ({type(value).__name__}). [LH101]")
     if value < 1:
-        raise ValueError(f"{name} must be at least 1{others}, got {value}.")
+        raise ValueError(f"{name} must be at least 1{others}, got {value}. [LH103]")
 
 
 def _check_in_flight(config: HybridConfig, num_ranks: int) -> None:
@@ -116,12 +116,12 @@ def _check_in_flight(config: HybridConfig, num_ranks: int) -> None:
     if not isinstance(extra, int) and len(extra) != num_links:
         raise ValueError(
             f"tuning.extra_in_flight={list(extra)} has {len(extra)} numbers, but pipeline_parallel_size={num_ranks} has"
-            f" {num_links} links between neighbouring ranks. Give one number for each, or one for all."
+            f" {num_links} links between neighbouring ranks. Give one number for each, or one for all. [LH115]"
         )
     if config.schedule == "gpipe" and any([extra] if isinstance(extra, int) else extra):
         raise ValueError(
             f"schedule='gpipe' has all microbatches in flight already, got tuning.extra_in_flight={extra!r}. Leave it"
-            " out, or use schedule='1f1b'."
+            " out, or use schedule='1f1b'. [LH116]"
         )
 
 
@@ -139,7 +139,7 @@ def _check_partition(partition: str | Sequence[int], num_ranks: int, num_chunks:
     elif partition not in ("uniform", "parameters"):
         raise ValueError(
             "partition must be 'uniform', 'parameters', or a list: of the number of layers of each stage, or of the"
-            f" stage of each layer; got {partition!r}."
+            f" stage of each layer; got {partition!r}. [LH102]"
         )
 
 
@@ -162,27 +162,27 @@ def check_module(module: LightningModule, *, cut: bool, runs_backward: bool) -> 
             f"{name} uses manual optimization, which calls backward inside `training_step`; with stages, with"
             " microbatches, or where a module has `microbatch_weight`, the strategy runs forward and backward itself."
             " Remove `self.automatic_optimization = False`, or use pipeline_parallel_size=1 and num_microbatches=1"
-            " without that hook; tensor and context parallelism and zero_stage go with it."
+            " without that hook; tensor and context parallelism and zero_stage go with it. [LH306]"
         )
     if is_overridden("backward", module) and module.automatic_optimization:
         raise ValueError(
             f"{name} overrides `backward`, which would never be called: with pipeline, tensor or context parallelism,"
             " with microbatches, or where a module has `microbatch_weight`, the strategy runs backward itself. Remove"
             " the method; use manual optimization with pipeline_parallel_size=1 and num_microbatches=1; or set all of"
-            " these sizes to 1, without that hook."
+            " these sizes to 1, without that hook. [LH307]"
         )
     for step in ("training_step", "validation_step", "test_step", "predict_step"):
         method = getattr(module, step)  # `None` is how some switch a step off
         if callable(method) and "dataloader_iter" in inspect.signature(method).parameters:
             raise ValueError(
                 f"`{name}.{step}(dataloader_iter)` fetches batches itself, so they cannot be split into microbatches."
-                f" Write `{step}(batch, batch_idx)`."
+                f" Write `{step}(batch, batch_idx)`. [LH308]"
             )
     given = [hook for hook in ("split_body_input", "join_body_output") if hasattr(module, hook)]
     if len(given) == 1:
         raise ValueError(
             f"{name} defines `{given[0]}` alone; `split_body_input` and `join_body_output` belong together: define"
-            " both, or neither."
+            " both, or neither. [LH309]"
         )
 
 
@@ -204,7 +204,7 @@ def check_trainer(trainer: Trainer, module: LightningModule, *, num_stages: int)
         if isinstance(callback, ModelPruning):
             raise ValueError(
                 f"{type(callback).__name__} compares and masks the parameters of the whole model, of which each stage"
-                " holds a part. Prune with pipeline_parallel_size=1, before or after this training."
+                " holds a part. Prune with pipeline_parallel_size=1, before or after this training. [LH310]"
             )
     if is_overridden("configure_gradient_clipping", module):
         rank_zero_warn(
@@ -321,7 +321,7 @@ def check_own_parts(module: nn.Module, before: Collection[Tensor], mesh: Mesh) -
         f" {', '.join(map(repr, names[:3]))}{' and more' if len(names) > 3 else ''}. They are plain tensors, so"
         " all tensor-parallel ranks get the values of the first one. If each rank has made its shard of a larger"
         " parameter, use `DTensor.from_local(part, self.device_mesh['tensor_parallel'], [Shard(dim)])`. Otherwise draw"
-        " the same numbers on every rank (`seed_everything`)."
+        " the same numbers on every rank (`seed_everything`). [LH314]"
     )
 
     def refuse() -> None:
@@ -351,7 +351,7 @@ SEVERAL_OPTIMIZERS = (
     "`configure_optimizers` returned several optimizers, of which each needs a backward of its own. With stages, with"
     " microbatches, or where a module has `microbatch_weight`, the strategy runs forward and backward itself, for one"
     " optimizer. Put the parameters into groups of one (`[{'params': ..., 'lr': ...}, ...]`); or use"
-    " pipeline_parallel_size=1 and num_microbatches=1 without that hook, where manual optimization works."
+    " pipeline_parallel_size=1 and num_microbatches=1 without that hook, where manual optimization works. [LH801]"
 )
 
 
@@ -375,12 +375,12 @@ def check_optimizers(optimizers: list[Optimizer], module: nn.Module, *, cut: boo
                 "Adafactor keeps sums over rows and columns of a whole parameter, and scales by its norm, but with"
                 " tensor_parallel_size > 1 or zero_stage > 0 a rank has a part of it: every rank would take another"
                 " step. Use an optimizer that treats elements one by one, such as AdamW or SGD, or keep parameters"
-                " whole, with tensor_parallel_size=1 and zero_stage=0; a pipeline leaves them so."
+                " whole, with tensor_parallel_size=1 and zero_stage=0; a pipeline leaves them so. [LH802]"
             )
     if cut and any(isinstance(optimizer, LBFGS) for optimizer in optimizers):
         raise ValueError(
             "LBFGS searches along the gradient of the whole model, of which each stage knows a part. Use an optimizer"
-            " that treats parameters one by one, such as AdamW or SGD, or pipeline_parallel_size=1."
+            " that treats parameters one by one, such as AdamW or SGD, or pipeline_parallel_size=1. [LH803]"
         )
     values = {
         f"optimizer {number}, group {position}": _group_text(optimizer, group)
@@ -396,7 +396,7 @@ def check_optimizers(optimizers: list[Optimizer], module: nn.Module, *, cut: boo
             f"`configure_optimizers` returned an optimizer over parameters that are not in {type(module).__name__}, of"
             f" the shapes {foreign[:3]}{' and more' if len(foreign) > 3 else ''}. Sharing a layer replaces its"
             " parameters: take them from `self.parameters()` in `configure_optimizers`, not from a list that was made"
-            " before."
+            " before. [LH804]"
         )
 
 
@@ -414,7 +414,7 @@ def check_nonfinite(on_nonfinite: str, scaler: object | None) -> None:
         raise ValueError(
             "HybridStrategy(faults=Faults(on_nonfinite='raise')) does not go with a precision that scales the loss,"
             " such as '16-mixed': its scaler finds the largest scale by gradients that are not finite, and skips"
-            " these steps. Use faults.on_nonfinite='ignore', or precision 'bf16-mixed', which needs no scaling."
+            " these steps. Use faults.on_nonfinite='ignore', or precision 'bf16-mixed', which needs no scaling. [LH805]"
         )
 
 
@@ -432,14 +432,14 @@ def check_plugin(plugin: CheckpointIO | None, *, sharded: bool, beside: bool) ->
     if beside and isinstance(plugin, AsyncCheckpointIO):
         raise ValueError(
             "HybridStrategy(async_save=True) and Trainer(plugins=[AsyncCheckpointIO()]) both write checkpoints in the"
-            " background, and neither knows when the other is done. Remove one of them."
+            " background, and neither knows when the other is done. Remove one of them. [LH931]"
         )
     inner = plugin.checkpoint_io if isinstance(plugin, AsyncCheckpointIO) else plugin
     if sharded and inner is not None and type(inner) is not TorchCheckpointIO:
         raise ValueError(
             f"Trainer(plugins=[{type(inner).__name__}()]) writes files, but with"
             " HybridStrategy(save_distributed_checkpoint=True) every rank adds to a directory, and the plugin would not"
-            " be used. Leave one of them out."
+            " be used. Leave one of them out. [LH932]"
         )
 
 
@@ -447,5 +447,5 @@ def check_plugin(plugin: CheckpointIO | None, *, sharded: bool, beside: bool) ->
 STORAGE_OPTIONS = (
     "`Trainer.save_checkpoint(..., storage_options=...)` with `storage_options` arg is not supported for"
     " `HybridStrategy(save_distributed_checkpoint=True)`. Use save_distributed_checkpoint=False, and a plugin of your"
-    " own: Trainer(plugins=[MyCheckpointIO()])."
+    " own: Trainer(plugins=[MyCheckpointIO()]). [LH930]"
 )

@@ -42,7 +42,7 @@ def outside_of_steps(method: _Method) -> _Method:
             raise WrongUseError(
                 f"`{method.__name__.lstrip('_')}` of the strategy was called in a step (`trainer.save_checkpoint` and"
                 " others call it too). It needs every rank, but with a pipeline a step runs on the first and the last"
-                " stage only. Do it in a hook, such as `on_train_batch_end` or `on_validation_epoch_end`."
+                " stage only. Do it in a hook, such as `on_train_batch_end` or `on_validation_epoch_end`. [LH443]"
             )
         return method(self, *args, **kwargs)
 
@@ -134,7 +134,8 @@ class StepCollectives:
                 f"`torch.distributed.{name}` over ranks {ranks} was called in a step. With a pipeline a step runs once"
                 " a microbatch, and what comes after the layers on the last stage only, so the others would never come"
                 " to it. Do it in a hook, such as `on_train_batch_end`; or among the replicas, with"
-                ' `group=self.device_mesh["data_parallel"].get_group()`; or let `self.log(..., sync_dist=True)` do it.'
+                ' `group=self.device_mesh["data_parallel"].get_group()`; or let `self.log(...,'
+                " sync_dist=True)` do it. [LH442]"
             )
 
 

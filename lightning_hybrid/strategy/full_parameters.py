@@ -22,15 +22,15 @@ from lightning_hybrid.pipeline_parallel.placeholders import is_placeholder
 
 IN_STEP = (
     "`full_parameters` was entered in a step, in which layers have unsharded parameters (ZeRO). Enter it in a hook,"
-    " such as `on_train_batch_end`, or with automatic optimization `on_before_optimizer_step`."
+    " such as `on_train_batch_end`, or with automatic optimization `on_before_optimizer_step`. [LH419]"
 )
 NOT_DIVIDED = (
     "`full_parameters` was entered before the module was divided: its parameters are whole. Enter it in a hook from"
-    " `configure_optimizers` on."
+    " `configure_optimizers` on. [LH420]"
 )
 _CALL_TEXT = (
     "A layer is called inside `with strategy.full_parameters(...)`, where its parameters are whole and its forward"
-    " expects this rank's part. Read or change parameters inside, and call layers outside of it."
+    " expects this rank's part. Read or change parameters inside, and call layers outside of it. [LH421]"
 )
 
 
@@ -74,7 +74,7 @@ class FullParameters:
             if id(parameter) not in self._owners:
                 raise ValueError(
                     f"`full_parameters` was given a {type(self._part).__name__} whose parameter {name!r} is not one of"
-                    " the LightningModule. Pass a module that is a part of it, or nothing for all of it."
+                    " the LightningModule. Pass a module that is a part of it, or nothing for all of it. [LH417]"
                 )
 
     @contextmanager
@@ -178,7 +178,8 @@ class FullParameters:
                 if layer._parameters.get(name) is not full:
                     raise WrongUseError(
                         f"`{type(layer).__name__}.{name}` was replaced inside `with strategy.full_parameters(...)`."
-                        f" Change its values in place, such as with `{name}.copy_(...)` under `torch.no_grad()`."
+                        f" Change its values in place, such as with `{name}.copy_(...)` under"
+                        " `torch.no_grad()`. [LH418]"
                     )
 
 

@@ -18,6 +18,7 @@ from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.distributed.messages.tree_broadcast import broadcast_object
 from lightning_hybrid.distributed.module_names import named_tensors
 from lightning_hybrid.distributed.tensor_bytes import as_bytes
+from lightning_hybrid.error_codes.entry import without_code
 from lightning_hybrid.memory.host import available_memory
 from lightning_hybrid.pipeline_parallel.placeholders import is_placeholder, remove_placeholder_hooks
 from lightning_hybrid.pipeline_parallel.stage_map import StageMap
@@ -43,7 +44,7 @@ def check_gathering(module: LightningModule, plan: Plan | None) -> None:
         raise ValueError(
             f"{type(module).__name__} cannot be gathered: {others[0]!r} was sharded by a style of torch or in"
             " `configure_model`, so its original layer is unknown. Save a checkpoint and load it into a new module, or"
-            " shard it by names of styles in `tensor_parallel_plan`."
+            " shard it by names of styles in `tensor_parallel_plan`. [LH328]"
         )
 
 
@@ -75,7 +76,7 @@ def why_not_gathered(module: LightningModule, plan: Plan | None, mesh: Mesh) -> 
         check_gathering(module, plan)
         own: tuple[str | None, bool] = _lack_of_memory(module, mesh), True
     except ValueError as error:
-        own = str(error), False
+        own = without_code(error), False
     told: list[tuple[str | None, bool]] = all_gather_values(own, mesh.decision_group)
     return min(told, key=lambda each: (each[1], each[0] is None))
 
@@ -110,7 +111,7 @@ class RefusedStep:
         """
         raise RuntimeError(
             "`strategy.gather_module()` gathered the module during the run, which cannot continue with it. Call it"
-            " after the run, and start another run, which shards the module again."
+            " after the run, and start another run, which shards the module again. [LH329]"
         )
 
     backward = __call__

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -74,7 +75,7 @@ def check_copying(start_method: str, device: torch.device) -> None:
             "This process uses CUDA already, so the processes that train cannot be copies of it"
             " (launch.start_method='fork'). Restart the kernel, and use no GPU before the Trainer does: no"
             " `model.cuda()`, no `torch.cuda.memory_allocated()`. `torch.cuda.device_count()` is allowed. A script has"
-            " no such limit."
+            " no such limit. [LH204]"
         )
 
 
@@ -85,7 +86,7 @@ def why_parts_stay(module: LightningModule) -> str | None:
     return (
         f"The trained weights of {type(module).__name__} do not come back from the processes that trained it: the"
         " module stayed divided there. In this process it has the weights it had before. Load them from a checkpoint:"
-        " `Model.load_from_checkpoint(trainer.checkpoint_callback.best_model_path)`."
+        " `Model.load_from_checkpoint(trainer.checkpoint_callback.best_model_path)`. [LH209]"
     )
 
 
@@ -111,12 +112,10 @@ def end_with_parent() -> None:
 
 def _is_there(pid: int) -> bool:
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
         return False
-    except PermissionError:
-        pass
-    return True
+    return state != "Z"  # it has ended, and whoever started it has not asked for its status yet
 
 
 def outlive_parent() -> None:

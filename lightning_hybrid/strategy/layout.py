@@ -192,25 +192,25 @@ def _marked_stages(module: nn.Module, settings: Settings, body: Body) -> list[in
             raise ValueError(
                 f"{name!r} has another `pipeline_stage`, but is a part of a layer, all of which is on one stage: the"
                 f" layers are those of {body.name!r}. Mark these, or name what is to be divided as"
-                " HybridStrategy(body=[...])."
+                " HybridStrategy(body=[...]). [LH322]"
             )
     if None in of_layers:
         raise ValueError(
             f"{body.names[of_layers.index(None)]!r} is a layer of {body.name!r} without a `pipeline_stage`, and"
             f" {next(iter(marks))!r} has one. Set it for all pipelined layers or their containers, or for none; or"
-            " name the layers that have it: HybridStrategy(body=[...])."
+            " name the layers that have it: HybridStrategy(body=[...]). [LH320]"
         )
     if settings.partition != "uniform":
         raise ValueError(
             f"partition={settings.partition!r} and the `pipeline_stage` of the layers of {body.name!r} both say which"
-            " stage gets which layers. Leave out one of them."
+            " stage gets which layers. Leave out one of them. [LH321]"
         )
     ends = [0, *accumulate(body.rows)]
     for first, end in pairwise(ends):
         if len(set(of_layers[first:end])) > 1:
             raise ValueError(
                 f"{' and '.join(map(repr, body.names[first:end]))} are a layer and a copy of it, which stay together,"
-                f" but have pipeline_stage {of_layers[first:end]}. Give them the same."
+                f" but have pipeline_stage {of_layers[first:end]}. Give them the same. [LH323]"
             )
     return [of_parts[body.names[first]] for first in ends[:-1]]
 
@@ -252,7 +252,7 @@ def _numbered(marked: Sequence[int], body: Body, num_stages: int) -> list[range]
     try:
         return numbered(marked, len(marked), num_stages)
     except (ValueError, TypeError) as error:
-        raise type(error)(f"`pipeline_stage` of the layers of {body.name!r}: {error}.") from None
+        raise type(error)(f"`pipeline_stage` of the layers of {body.name!r}: {error}") from None
 
 
 def _stage_map(
@@ -475,20 +475,20 @@ def _check_plan(plan: Plan, module: LightningModule, body: Body, divided: Sequen
     if plan.torch_styles or divided:
         raise ValueError(
             f"{text}{[*plan.torch_styles, *divided][0]!r} is divided by torch. Divide it by a name of a style in"
-            " `tensor_parallel_plan`, or put the layers into one `nn.Sequential`."
+            " `tensor_parallel_plan`, or put the layers into one `nn.Sequential`. [LH325]"
         )
     for row in plan.rows:
         if any(unit.startswith(f"{row.name}.") for unit in body.names):
             raise ValueError(
                 f"{text}{row.name!r}, which has the style {row.style!r} in `tensor_parallel_plan`, has such layers"
-                " inside of it. Give the style to these."
+                " inside of it. Give the style to these. [LH326]"
             )
         passes_on = not (row.options.get("scatter_input", True) and row.options.get("gather_output", True))
         if row.kind == "sequence_region" and passes_on and not any(row.name.startswith(f"{n}.") for n in body.names):
             raise ValueError(
                 f"{text}{row.name!r} and its neighbor in an `nn.Sequential` pass shards of sequences to each other"
                 " (sequence_parallel). Put the layers into an `nn.ModuleList`, or call the `nn.Sequential` as a whole"
-                " and name it alone as the body."
+                " and name it alone as the body. [LH327]"
             )
 
 

@@ -193,7 +193,7 @@ class Initialization:
             raise ValueError(
                 f"`{type(unit.layer).__name__}.{_name_of_method(unit.layer)}` changes {changed[0]!r}, but"
                 f" {unit.name or 'the module'!r} holds the body, and no rank need have all of that. Let it set its own"
-                " parameters only, and give the layers a `reset_parameters` of their own."
+                " parameters only, and give the layers a `reset_parameters` of their own. [LH317]"
             )
 
     def _unset_text(self, fresh: _Fresh) -> str:
@@ -204,7 +204,7 @@ class Initialization:
         return (
             f"The {kind} {fresh.names[0]!r} was made on the meta device, but its {type(owner).__name__} cannot give it"
             f" values: {why}. Write a `reset_parameters(self)` that sets {leaf!r} in the class, or make the layer on a"
-            " real device: `with torch.device('cpu'):`."
+            " real device: `with torch.device('cpu'):`. [LH315]"
         )
 
 
@@ -289,5 +289,5 @@ def _check_attributes(module: nn.Module) -> None:
                 raise ValueError(
                     f"{f'{name}.{attribute}' if name else attribute!r} was made on the meta device, but it is neither a"
                     f" parameter nor a buffer of {type(layer).__name__}, so it cannot get values. Make it on a real"
-                    " device: `with torch.device('cpu'):`. Make metrics there too."
+                    " device: `with torch.device('cpu'):`. Make metrics there too. [LH316]"
                 )

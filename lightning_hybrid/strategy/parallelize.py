@@ -107,7 +107,7 @@ class ModuleParallelizer:
         if not self._settings.zero_stage and any(map(is_shard, self._module.parameters())):
             raise ValueError(
                 f"{type(self._module).__name__} was divided over replicas before (zero_stage), and now zero_stage=0."
-                " After the earlier run, call `trainer.strategy.gather_module()`, which makes it whole."
+                " After the earlier run, call `trainer.strategy.gather_module()`, which makes it whole. [LH318]"
             )
         if self._settings.master_weights:
             self._module.float()  # what is loaded from here on is not rounded
@@ -265,7 +265,8 @@ class ModuleParallelizer:
             raise ValueError(
                 f"{type(self._module).__name__} was divided for (tensor_parallel_size, tensor_parallel_plan,"
                 f" sequence_parallel, tensor_parallel_mode, tensor_parallel_depth) = {before} before, and now for"
-                f" {requested}. After the earlier run, call `trainer.strategy.gather_module()`, which makes it whole."
+                f" {requested}. After the earlier run, call `trainer.strategy.gather_module()`, which"
+                " makes it whole. [LH318]"
             )
         self.plan = known
         if known is None:
@@ -376,7 +377,7 @@ class ModuleParallelizer:
             raise ValueError(
                 f"The body {body.name!r} of {type(self._module).__name__} was replaced, or got other layers, after it"
                 " had been divided into stages. Make it in `__init__`, or in `configure_model` (`if self.body is"
-                " None:`): it is divided after that."
+                " None:`): it is divided after that. [LH319]"
             )
 
     def _replace_with_placeholders(self) -> None:
@@ -406,7 +407,7 @@ class ModuleParallelizer:
             raise ValueError(
                 f"{type(self._module).__name__} was divided for another layout before: {own[0]!r} has no values on the"
                 " rank that needs it now. After the earlier run, call `trainer.strategy.gather_module()` to make it"
-                " whole."
+                " whole. [LH318]"
             )
         if body.chain is None:
             self._check_units(body)
@@ -425,7 +426,7 @@ class ModuleParallelizer:
         if FakeMode is None:
             raise ValueError(
                 f"torch {torch.__version__} has no fake tensors, with which a step is followed whose layers"
-                f" ({body.name!r}) are called by code of their own. Put them into one `nn.Sequential`."
+                f" ({body.name!r}) are called by code of their own. Put them into one `nn.Sequential`. [LH135]"
             )
 
     def text(self) -> str:

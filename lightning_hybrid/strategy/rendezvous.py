@@ -112,7 +112,7 @@ def _resolve(main_address: str) -> list[Any]:
             if time.monotonic() > deadline:
                 raise ValueError(
                     f"MASTER_ADDR={main_address!r} is a name that {socket.gethostname()} does not know: {error}. Set it"
-                    " to the address of the first rank's machine, or to a name that every machine resolves."
+                    " to the address of the first rank's machine, or to a name that every machine resolves. [LH202]"
                 ) from None
             time.sleep(_POLL_NAME)
 
@@ -235,5 +235,5 @@ def _join_attempt(store: Store, rank: int, timeout: timedelta) -> str:
         time.sleep(_POLL)
     raise TimeoutError(
         f"Rank 0 has not begun within {timeout.total_seconds():.0f} s; see what its machine printed, or set"
-        " HybridStrategy(timeout=...)."
+        " HybridStrategy(timeout=...). [LH203]"
     )

@@ -28,7 +28,7 @@ from lightning_hybrid.checkpoint.file_io import FileIO
 from lightning_hybrid.checkpoint.ownership import Ownership
 from lightning_hybrid.checkpoint.storage.remote import dated
 from lightning_hybrid.checkpoint.weights.weights import Source
-from lightning_hybrid.config import HybridConfig, Settings, suggests_names, takes, usual_microbatches
+from lightning_hybrid.config import HybridConfig, Settings, explains_errors, takes, usual_microbatches
 from lightning_hybrid.data_parallel.grad_clip import clip_by_total_norm, total_norm
 from lightning_hybrid.data_parallel.master_weights import MasterWeights
 from lightning_hybrid.distributed.dtensor import moving
@@ -37,6 +37,7 @@ from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.distributed.process_group import has_nccl
 from lightning_hybrid.distributed.sizes import resolve_sizes
 from lightning_hybrid.distributed.watch.connections import Connections
+from lightning_hybrid.error_codes.printing import print_once_per_node
 from lightning_hybrid.pipeline_parallel.batch_norm import batch_norms, limit_microbatches
 from lightning_hybrid.pipeline_parallel.placeholders import absent_gradients
 from lightning_hybrid.strategy import checks, full_parameters, launch
@@ -65,7 +66,7 @@ from lightning_hybrid.trainer.optimization import GlobalBatch, ReplicaClosure, c
 from lightning_hybrid.trainer.precision import adapt, autocasts, check_master_weights, check_optimizer, scale_half
 
 
-@suggests_names
+@explains_errors
 class HybridStrategy(ReplicaCollectives):
     """Strategy that trains a LightningModule with data, tensor, context and pipeline parallelism.
 
@@ -164,6 +165,7 @@ class HybridStrategy(ReplicaCollectives):
 
     @takes(HybridConfig)
     def __init__(self, config: HybridConfig) -> None:
+        print_once_per_node()  # errors before the ranks are connected, such as of their number
         provisional, searched = resolve_open(config)
         checks.check_arguments(provisional)
         self.settings = self._requested = Settings.of(config, provisional, searched)
@@ -200,14 +202,14 @@ class HybridStrategy(ReplicaCollectives):
     def world(self) -> World:
         """Objects that live as long as the process groups."""
         if self._world is None:
-            raise RuntimeError("The device mesh exists only after the processes have been set up.")
+            raise RuntimeError("The device mesh exists only after the processes have been set up. [LH140]")
         return self._world
 
     @property
     def attached(self) -> AttachedModule:
         """The user's module, once the processes have been set up."""
         if self._attached is None:
-            raise RuntimeError("The device mesh exists only after the processes have been set up.")
+            raise RuntimeError("The device mesh exists only after the processes have been set up. [LH140]")
         return self._attached
 
     @property
@@ -894,7 +896,7 @@ class HybridStrategy(ReplicaCollectives):
         if self._attached is None:
             return
         if self.is_alone:
-            raise RuntimeError("`gather_module` needs the process groups of the run, and they were destroyed.")
+            raise RuntimeError("`gather_module` needs the process groups of the run, and they were destroyed. [LH330]")
         self.attached.gather(self._run)
 
     @override

@@ -121,11 +121,13 @@ def _check_classes(target: Tensor, shard: Tensor, ignore_index: int, num_classes
     """What torch checks; classes that do not exist only on the host, where it costs no waiting for a device."""
     expected = [*shard.shape[:dim], *shard.shape[dim + 1 :]]
     if list(target.shape) != expected:
-        raise ValueError(f"Expected a target of shape {expected} for these logits, got {list(target.shape)}.")
+        raise ValueError(f"Expected a target of shape {expected} for these logits, got {list(target.shape)}. [LH532]")
     if type(target) is Tensor and target.device.type == "cpu":
         wrong = ((target < 0) | (target >= num_classes)) & (target != ignore_index)
         if wrong.any():
-            raise IndexError(f"Target {int(target[wrong][0])} is out of bounds: there are {num_classes} classes.")
+            raise IndexError(
+                f"Target {int(target[wrong][0])} is out of bounds: there are {num_classes} classes. [LH531]"
+            )
 
 
 def argmax(shard: Tensor, dim: int, keepdim: bool, group: TensorGroup) -> Tensor:

@@ -196,7 +196,7 @@ class VocabParallelEmbedding(ParallelLayer):
             and indices.device.type == "cpu"
             and ((indices < 0) | (indices >= len(self.weight))).any()
         ):
-            raise IndexError(f"an index is out of range: the embedding has {len(self.weight)} rows")
+            raise IndexError(f"an index is out of range: the embedding has {len(self.weight)} rows [LH530]")
         local, elsewhere = self.tensor_group.local_indices(indices, len(weight))
         padding = None if self.padding_idx is None else self.padding_idx - self.tensor_group.rank * len(weight)
         local_padding = padding if padding is not None and 0 <= padding < len(weight) else None
@@ -328,10 +328,10 @@ class NarrowInput(ParallelLayer):
                 return (x, *args[1:])
             if args[0].shape[-1] == narrow.shape[-1]:
                 raise WrongUseError(
-                    f"A {type(self).__name__} gives its layers something that it has made of its input. Divided over"
-                    f" tensor_parallel_size={self.tensor_group.size} ranks, it must give them the input itself: its"
-                    " style is 'narrow_input' (docs: tensor parallelism). Leave it out of `tensor_parallel_plan`, or"
-                    " give it 'replicate'."
+                    f"A {type(self).__name__} has the style 'narrow_input', but passes a modified input to its layers,"
+                    f" which are sharded over tensor_parallel_size={self.tensor_group.size} ranks. Pass the input"
+                    " itself, or remove 'narrow_input' from `tensor_parallel_plan` and read widths from the outputs of"
+                    " the layers. The style 'replicate' leaves it whole. [LH514]"
                 )
             return None
 
@@ -372,7 +372,8 @@ class MaskPerHead(ParallelLayer):
                     f"A {type(self).__name__} is given {name!r} of shape {tuple(mask.shape)}. Its {self.total_heads}"
                     f" heads are divided over tensor_parallel_size={self.tensor_group.size} ranks, by `tensor_parallel"
                     f"_plan` (the style 'mask_per_head'); there a mask or bias of each head must be of shape (batch,"
-                    f" {self.total_heads}, L, S). To keep the attention whole, write a plan of your own without it."
+                    f" {self.total_heads}, L, S). To keep the attention whole, write a plan of your own"
+                    " without it. [LH515]"
                 )
         args = tuple(local.get(name, value) for name, value in zip_longest(names[: len(args)], args))
         output = super().forward(*args, **{key: local.get(key, value) for key, value in kwargs.items()})  # type: ignore[misc]

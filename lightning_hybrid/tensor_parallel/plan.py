@@ -201,7 +201,7 @@ def check_styles(requested: UserPlan | str | None) -> None:
     """
     if isinstance(requested, str) and requested != "auto":
         raise ValueError(
-            f"tensor_parallel_plan={requested!r} is unknown; pass 'auto', None or a dict of styles by name."
+            f"tensor_parallel_plan={requested!r} is unknown; pass 'auto', None or a dict of styles by name. [LH102]"
         )
     for pattern, style in requested.items() if isinstance(requested, Mapping) else ():
         if style is None or is_layout(style) or isinstance(style, ParallelStyle) or _is_known(style):
@@ -212,7 +212,7 @@ def check_styles(requested: UserPlan | str | None) -> None:
             f"tensor_parallel_plan names the style {style!r} for {pattern!r}"
             f"{f'; did you mean {close[0]!r}?' if close else '.'} There are {', '.join(names)} ('divide:ATTRIBUTE' for"
             " an integer that a module computes with); and layouts of parameters and buffers by their names, such as"
-            " 'S(0)'."
+            " 'S(0)'. [LH502]"
         )
 
 
@@ -243,7 +243,7 @@ def _expand(module: nn.Module, requested: UserPlan, axes: Sequence[str]) -> dict
             close = difflib.get_close_matches(pattern, names, n=3, cutoff=0.4) or names[:8]
             raise ValueError(
                 f"The pattern {pattern!r} of tensor_parallel_plan matches no module of {type(module).__name__} ('*'"
-                f" matches anything between two dots). There are, for example, {', '.join(map(repr, close))}."
+                f" matches anything between two dots). There are, for example, {', '.join(map(repr, close))}. [LH501]"
             )
         styles.update(dict.fromkeys([first[id(layers[name])] for name in matching], style))
     return styles
@@ -256,7 +256,7 @@ def _add_layouts(styles: dict[str, Any], owner: str, dims: Mapping[str, int | No
     if before and not is_layout_too:
         raise ValueError(
             f"tensor_parallel_plan gives {owner!r} the style {before!r}, and a layout to its parameter"
-            f" {next(iter(dims))!r}. A style says itself how parameters are divided: leave one of them out."
+            f" {next(iter(dims))!r}. A style says itself how parameters are divided: leave one of them out. [LH506]"
         )
     every = {**(layout_dims(before) if is_layout_too else {}), **dims}
     divided = {name: dim for name, dim in every.items() if dim is not None}
@@ -277,14 +277,14 @@ def _placed_tensors(
         close = difflib.get_close_matches(pattern, tensors, n=3, cutoff=0.4) or list(tensors)[:8]
         raise ValueError(
             f"tensor_parallel_plan gives {pattern!r} the layout {layout!r}, but {type(module).__name__} has no"
-            f" parameter or buffer of that name. There are, for example, {', '.join(map(repr, close))}."
+            f" parameter or buffer of that name. There are, for example, {', '.join(map(repr, close))}. [LH507]"
         )
     for name in matching:
         tensor = tensors[name]
         if isinstance(tensor, DTensor) and not isinstance(tensor, nn.Parameter):
             raise ValueError(
                 f"tensor_parallel_plan gives {name!r} the layout {layout!r}, but it lies over ranks already:"
-                f" {layout_text(tensor)}. Leave the entry out, or give the plan a plain tensor."
+                f" {layout_text(tensor)}. Leave the entry out, or give the plan a plain tensor. [LH508]"
             )
         owner, _, leaf = name.rpartition(".")
         found.setdefault(owner, {})[leaf] = divided_dim(layout, axes, tensor, name)
@@ -311,7 +311,9 @@ def _check_combinations(styles: Iterable[tuple[str, str]]) -> None:
         kinds = [STYLES[name] for name in names]
         has_two = sum(kind.mixin is not None and kind not in beside for kind in kinds) > 1
         if has_two or max(map(names.count, WRAPPERS)) > 1:
-            raise ValueError(f"tensor_parallel_plan gives {name!r} two styles that exclude each other: {style!r}.")
+            raise ValueError(
+                f"tensor_parallel_plan gives {name!r} two styles that exclude each other: {style!r}. [LH504]"
+            )
 
 
 def _refuse_lines(styles: Mapping[str, Any], grid: GridShape) -> None:
@@ -325,7 +327,7 @@ def _refuse_lines(styles: Mapping[str, Any], grid: GridShape) -> None:
                 f"tensor_parallel_plan gives {name!r} {what}, which knows ranks in a line, and not"
                 f" tensor_parallel_mode={grid.mode!r}, where each has a block of every weight and activation, over"
                 " several axes of ranks. Leave the entry out, and every rank has all of it; name a style of the module"
-                f" ({', '.join(GRID_STYLES)}); or use tensor_parallel_mode='1d'."
+                f" ({', '.join(GRID_STYLES)}); or use tensor_parallel_mode='1d'. [LH509]"
             )
 
 
@@ -340,14 +342,14 @@ def _rows(module: nn.Module, styles: Iterable[tuple[str, str]], size: int, grid:
                 parts = "" if grid is None else f"; tensor_parallel_mode={grid.mode!r}: into {feature_parts} parts"
                 raise ValueError(
                     f"{name}.{attribute} is {number!r}, which tensor_parallel_size={size} does not divide"
-                    f" (tensor_parallel_plan: {style!r}{parts})."
+                    f" (tensor_parallel_plan: {style!r}{parts}). [LH503]"
                 )
         if any(isinstance(parameter, DTensor) for parameter in layer.parameters(recurse=False)):
             continue  # the user's `configure_model` has sharded it
         found = find_grid_style(style, layer, grid)
         reason = found.unsupported_reason(layer, size)
         if reason is not None:
-            raise ValueError(f"tensor_parallel_plan gives {name!r} the style {style!r}, but it {reason}.")
+            raise ValueError(f"tensor_parallel_plan gives {name!r} the style {style!r}, but it {reason}. [LH505]")
         yield PlanRow(name, style, tuple(found.param_splits(layer)), options=options)
 
 
@@ -384,7 +386,7 @@ def _check_ties(module: nn.Module, rows: Iterable[PlanRow]) -> None:
             raise ValueError(
                 f"{' and '.join(map(repr, tied))} are one tied parameter, but tensor_parallel_plan divides"
                 " them differently. Give both layers styles that divide the same dimension ('vocab' for an embedding"
-                " and for the head that shares its weight), or 'replicate'."
+                " and for the head that shares its weight), or 'replicate'. [LH510]"
             )
 
 
@@ -399,7 +401,7 @@ def _check_layouts(rows: Iterable[PlanRow]) -> None:
             beside = f"{inside!r} in it has the style {names[inside]!r}" if inside else "it is in a sequence_region"
             raise ValueError(
                 f"tensor_parallel_plan gives a parameter or a buffer of {row.name!r} a layout, but {beside}. Let the"
-                " module with the layout have no divided layers in it, and stand outside of such regions."
+                " module with the layout have no divided layers in it, and stand outside of such regions. [LH511]"
             )
 
 

@@ -215,14 +215,15 @@ def _shard(
         raise ValueError(
             f"The loader's DistributedSampler divides the data over {order.num_replicas} processes, but there are"
             f" {num_replicas} replicas; the ranks of one pipeline share their data. Leave the sampler out, or make it"
-            " with `DistributedSampler(dataset, **trainer.distributed_sampler_kwargs)`."
+            " with `DistributedSampler(dataset, **trainer.distributed_sampler_kwargs)`. [LH720]"
         )
     if isinstance(order, DistributedSampler) or num_replicas == 1:
         return loader
     if order is None:
         raise TypeError(
             f"The batch sampler {type(batches).__name__} has no attribute `sampler` to divide over {num_replicas}"
-            " replicas. Give it one, or divide the samples yourself and set `Trainer(use_distributed_sampler=False)`."
+            " replicas. Give it one, or divide the samples yourself and set"
+            " `Trainer(use_distributed_sampler=False)`. [LH721]"
         )
     sampler = ReplicaSampler(order, num_replicas, mesh.data_rank, group, repeat=stage != RunningStage.PREDICTING)
     former, loader = loader.batch_sampler, copy.copy(loader)
@@ -312,7 +313,7 @@ def with_length(loader: object, mesh: Mesh, *, predicts_alone: bool) -> object:
         raise ValueError(
             f"There are fewer samples to predict than the {mesh.data_parallel_size} replicas, and with zero_stage > 0"
             " replicas without samples would keep the others waiting for their shards. Predict at least as many"
-            " samples, or use zero_stage=0."
+            " samples, or use zero_stage=0. [LH722]"
         )
     return EmptyLoader(loader) if number == 0 else loader
 
@@ -419,7 +420,8 @@ class ComparedLoader(LoaderWrapper):
             raise ValueError(
                 f"Batch {number} differs between the ranks of one model group (checksums"
                 f" {[int(other) for other in all_values]}), so inputs and labels would belong to different samples."
-                " Seed the loader by data rank alone, or let one rank load: HybridStrategy(broadcast_batches=True)."
+                " Seed the loader by data rank alone, or let one rank load:"
+                " HybridStrategy(broadcast_batches=True). [LH701]"
             )
 
 

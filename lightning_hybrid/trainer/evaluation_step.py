@@ -12,6 +12,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_hybrid.data_parallel.grad_sync import GradientSync
 from lightning_hybrid.distributed.failure import WrongUseError, is_transport
 from lightning_hybrid.distributed.messages.tree_broadcast import broadcast_object
+from lightning_hybrid.error_codes.entry import without_code
 from lightning_hybrid.pipeline_parallel.body import BodyCut
 from lightning_hybrid.pipeline_parallel.frame.discovery import GENERATION
 from lightning_hybrid.pipeline_parallel.frame.path_change import LOCKSTEP, Choice, PathChangedError
@@ -255,7 +256,7 @@ class EvaluationStep:
         except PathChangedError as error:
             if plan.graph.needed is None or context.frame.can_lockstep:
                 raise
-            raise WrongUseError(f"{error} {GENERATION}") from None
+            raise WrongUseError(f"{without_code(error)} {GENERATION} [LH426]") from None
         return values[0] if values else None
 
     def _in_lockstep(
@@ -303,7 +304,7 @@ class EvaluationStep:
             raise ValueError(
                 f"The input of the body was divided into {len(counts)} microbatches before, and now into {len(parts)},"
                 " for a batch of the same shapes. If its shape depends on values, use"
-                " HybridStrategy(dynamic_shapes=True)."
+                " HybridStrategy(dynamic_shapes=True). [LH447]"
             )
 
         def compute(stage: int, microbatch: int, inputs: Any) -> Any:

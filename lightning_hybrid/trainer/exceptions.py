@@ -32,10 +32,10 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_hybrid.distributed.failure import FailureStore, WrongUseError, is_transport
+from lightning_hybrid.error_codes.printing import VARIABLE, outlives_the_first, print_once
 from lightning_hybrid.tensor_parallel.layouts.operator_errors import explain_operator_error
 from lightning_hybrid.trainer.run_callback import RunCallback
 
-VARIABLE = "LIGHTNING_HYBRID_TRACEBACK"  # "full" prints what Python prints
 _PACKAGES = tuple(Path(str(each.__file__)).parent for each in (lightning, lightning_utilities, torch))
 _LEFT_OUT = tuple(f"{package}{os.sep}" for package in (*_PACKAGES, Path(__file__).parent.parent))
 
@@ -110,8 +110,10 @@ class ExceptionCallback(RunCallback):
             if is_transport(error):  # it only noticed that another rank has left
                 return True
             error = error.__cause__
-        first = self._failures.cause(patience=0.0)
-        return str(first).startswith("Rank ") and not str(first).startswith(f"Rank {self._rank} ")
+        first = str(self._failures.cause(patience=0.0))
+        if first.startswith("Rank "):
+            return not first.startswith(f"Rank {self._rank} ")
+        return first == str(exception) and not self._failures.is_first
 
 
 def stops_together(exception: BaseException, trainer: Trainer) -> bool:
@@ -127,7 +129,7 @@ def _saves_on_exception(callback: Checkpoint) -> bool:
 
 _WHY_NOT = (
     "A checkpoint cannot be saved after this {}. Every rank takes part in saving, and the others may have seen no"
-    " exception. Go on from the last checkpoint, such as `ModelCheckpoint(every_n_train_steps=...)` writes."
+    " exception. Go on from the last checkpoint, such as `ModelCheckpoint(every_n_train_steps=...)` writes. [LH929]"
 )
 
 
@@ -147,7 +149,8 @@ def print_shortly(error: BaseException, rank: int, *, told_elsewhere: bool) -> N
         told_elsewhere: Whether another rank prints where it comes from.
     """
     former = sys.excepthook
-    is_usual = former is sys.__excepthook__ or (former.__module__ or "").startswith("torch.")  # which adds the rank
+    is_of_torch = (former.__module__ or "").startswith("torch.")  # it adds the rank
+    is_usual = is_of_torch or former in (sys.__excepthook__, print_once)
     if os.environ.get(VARIABLE) != "full" and is_usual:
         sys.excepthook = partial(_print, former, error, rank, told_elsewhere)
 
@@ -165,6 +168,8 @@ def _print(
     if error is not known:
         former(kind, error, trace)
         return
+    if told_elsewhere and not str(error).startswith("Rank ") and not outlives_the_first():
+        return  # the other rank has printed the same text
     lines = [f"{kind.__name__}: {error}"] if told_elsewhere else _lines(error)
     text = "".join(lines).rstrip("\n")
     print("\n".join(f"[rank{rank}]: {line}" for line in text.split("\n")), file=sys.stderr)

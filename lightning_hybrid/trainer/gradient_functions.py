@@ -169,16 +169,17 @@ def _listed(tensors: Tensor | Iterable[Tensor]) -> list[Tensor]:
 def _exponent(norm_type: float | str) -> float:
     exponent = float(norm_type)
     if not exponent > 0:
-        raise ValueError(f"norm_type={norm_type} must be positive, or inf.")
+        raise ValueError(f"norm_type={norm_type} must be positive, or inf. [LH103]")
     return exponent
 
 
 _MIXED_TEXT = (
     "A norm over gradients of the module and other tensors was requested: ranks hold different parts of the"
     " module, and the others would be counted once for each rank. Pass `p.grad` of parameters of the module alone, as"
-    " they are; to compute with other tensors, use `with self.trainer.strategy.full_parameters(gradients=True)`."
+    " they are; to compute with other tensors, use `with"
+    " self.trainer.strategy.full_parameters(gradients=True)`. [LH403]"
 )
 _IN_STEP_TEXT = (
     "`get_total_norm` finds no gradients in a step under ZeRO: each replica has gradients of its shards only. Call"
-    " `torch.nn.utils.clip_grad_norm_(self.parameters(), ...)` or `self.trainer.strategy.grad_norm()`."
+    " `torch.nn.utils.clip_grad_norm_(self.parameters(), ...)` or `self.trainer.strategy.grad_norm()`. [LH404]"
 )

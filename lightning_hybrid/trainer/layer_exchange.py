@@ -70,7 +70,7 @@ class LayerExchange:
             raise DifferentStepsError(
                 f"The step of {self._name} calls layers with other tokens on each rank. It runs on all stages, as the"
                 " layers that it calls depend on results; it must draw the same random numbers and decide in the same"
-                " way on every rank."
+                " way on every rank. [LH434]"
             )
 
     def _is_over(self, trees: TreeBroadcast) -> bool:
@@ -88,5 +88,5 @@ class LayerExchange:
     def _other_calls(self) -> DifferentStepsError:
         return DifferentStepsError(
             f"The step of {self._name} does not call the same layers on every rank. It runs on all stages, as the"
-            " layers that it calls depend on results; it must not depend on the rank."
+            " layers that it calls depend on results; it must not depend on the rank. [LH433]"
         )

@@ -103,7 +103,7 @@ def count_tokens(
     if isinstance(key, bool) or not isinstance(key, (str, int, type(None))):
         raise TypeError(
             "count_tokens(key) takes the key of a mapping, the name of an attribute, the index in a tuple, or None, got"
-            f" {key!r} ({type(key).__name__})."
+            f" {key!r} ({type(key).__name__}). [LH101]"
         )
     return _TokenCount(key, ignore_index, shift)
 
@@ -120,7 +120,9 @@ class _TokenCount:
         labels = self._find_labels(microbatch)
         if not isinstance(labels, Tensor) or labels.ndim == 0:
             kind = "a tensor without dimensions" if isinstance(labels, Tensor) else type(labels).__name__
-            raise WrongUseError(f"count_tokens({self.key!r}) must find a tensor of labels in the batch, found {kind}.")
+            raise WrongUseError(
+                f"count_tokens({self.key!r}) must find a tensor of labels in the batch, found {kind}. [LH711]"
+            )
         return ((labels[..., 1:] if self.shift else labels) != self.ignore_index).sum()
 
     def _find_labels(self, microbatch: Any) -> Any:
@@ -134,5 +136,5 @@ class _TokenCount:
             keys = f" with the keys {list(microbatch)}" if isinstance(microbatch, Mapping) else ""
             raise WrongUseError(
                 f"count_tokens({self.key!r}) found nothing of this name in the batch, which is a"
-                f" {type(microbatch).__name__}{keys}. Give the key, the attribute or the index of the labels."
+                f" {type(microbatch).__name__}{keys}. Give the key, the attribute or the index of the labels. [LH710]"
             ) from error

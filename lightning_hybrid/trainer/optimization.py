@@ -97,7 +97,7 @@ class GlobalBatch(RunCallback):
             raise ValueError(
                 f"global_batch_size={self._size} needs the number of samples in a batch, and the training loader has no"
                 " `batch_size`. Give the Trainer one `DataLoader(..., batch_size=...)`, or set"
-                " `Trainer(accumulate_grad_batches=...)` instead."
+                " `Trainer(accumulate_grad_batches=...)` instead. [LH138]"
             )
         return accumulated_batches(self._size, self._batch_size, self._data_parallel_size)
 
@@ -132,5 +132,6 @@ def check_accumulation(size: int, trainer: Trainer, module: LightningModule) -> 
     else:
         return
     raise ValueError(
-        f"global_batch_size={size} says how many batches are accumulated, and so does {other}. Leave out one of them."
+        f"global_batch_size={size} says how many batches are accumulated, and so does {other}. Leave out"
+        " one of them. [LH137]"
     )

@@ -94,7 +94,7 @@ def check(plugin: Precision) -> None:
         if isinstance(plugin, kind):
             raise ValueError(
                 f"`HybridStrategy` does not support the precision plugin `{type(plugin).__qualname__}`: it {reason}."
-                f" Pass one of {', '.join(map(repr, SUPPORTED))} as `Trainer(precision=...)`."
+                f" Pass one of {', '.join(map(repr, SUPPORTED))} as `Trainer(precision=...)`. [LH806]"
             )
 
 
@@ -114,7 +114,7 @@ def check_optimizer(plugin: Precision, optimizer: Optimizer) -> None:
             f"The optimizer `{type(optimizer).__qualname__}` unscales gradients inside its fused step, so ranks cannot"
             " agree on an overflow, nor clip before the step, under a precision that scales the loss, such as"
             " '16-mixed'. Create it with `fused=False` (or `foreach=True`), or use precision 'bf16-mixed', which needs"
-            " no scaling."
+            " no scaling. [LH807]"
         )
 
 
@@ -160,7 +160,7 @@ def check_master_weights(plugin: Precision) -> None:
             "HybridStrategy(master_weights=True) keeps float32 copies of parameters in half precision, so it needs"
             f" Trainer(precision='bf16-true') or '16-true'; got {type(plugin).__name__} with precision"
             f" {plugin.precision!r}. Set one of these, or leave master_weights out: with '32-true', 'bf16-mixed' and"
-            " '16-mixed' parameters are float32 anyway."
+            " '16-mixed' parameters are float32 anyway. [LH808]"
         )
 
 
@@ -190,7 +190,7 @@ class ModelGroupGradScaler(GradScaler):
         if not callable(getattr(GradScaler, "_unscale_grads_", None)):
             raise RuntimeError(
                 f"torch {torch.__version__} has no `torch.amp.GradScaler._unscale_grads_`, through which ranks agree on"
-                " an overflow. Use precision 'bf16-mixed', or another version of torch for '16-mixed'."
+                " an overflow. Use precision 'bf16-mixed', or another version of torch for '16-mixed'. [LH135]"
             )
         self.device_type = getattr(self, "_device", "cuda")
         self.model_group = model_group
@@ -212,7 +212,7 @@ class ModelGroupGradScaler(GradScaler):
         if type(scaler) not in _SCALERS:
             raise TypeError(
                 f"The precision plugin's scaler is a `{type(scaler).__qualname__}`. Ranks can agree on an overflow only"
-                " with torch's own: pass a `torch.amp.GradScaler` with the settings you want."
+                " with torch's own: pass a `torch.amp.GradScaler` with the settings you want. [LH809]"
             )
         adopted: Any = scaler
         adopted.__class__ = cls

@@ -356,7 +356,7 @@ class StepFrame:
         names = ", ".join(f"{name} on rank {rank}" for rank, name in zip(ranks, rows[number], strict=True))
         raise DifferentStepsError(
             f"The step of {type(self._module).__name__} is not the same on every rank: call {number} is {names}. Every"
-            " stage runs this code; it must not depend on the rank."
+            " stage runs this code; it must not depend on the rank. [LH433]"
         )
 
     def _agrees(self, number: int) -> bool:

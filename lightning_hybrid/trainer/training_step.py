@@ -57,7 +57,7 @@ from lightning_hybrid.trainer.step_context import StepContext
 _UNEXPECTED_NONE = (
     "`training_step` returned None, and no `return None` is written in it. With a pipeline the stages before the last"
     " one have to know that this may happen. Write it there, not in a function that it calls, such as `if loss is None:"
-    " return None`, or set HybridStrategy(dynamic_shapes=True)."
+    " return None`, or set HybridStrategy(dynamic_shapes=True). [LH705]"
 )
 _TRAINING = 0  # tells the random numbers of training from those of evaluation
 
@@ -818,7 +818,7 @@ def _check_graphs(outputs: Sequence[Any], num_microbatches: int, *, each: bool) 
     raise WrongUseError(
         "The loss of `training_step` has no graph, so nothing would be trained: no parameter that it depends on"
         " requires a gradient, or it was detached or copied into a new tensor. Return the loss that the model computed;"
-        " for a batch without targets, return it times 0. If all parameters are frozen, do not train."
+        " for a batch without targets, return it times 0. If all parameters are frozen, do not train. [LH704]"
     )
 
 
@@ -845,6 +845,7 @@ def _loss_of(output: Any) -> Tensor:
         raise MisconfigurationException(
             "In automatic_optimization, `training_step` must return a Tensor or a dict with the key 'loss'; it returned"
             f" {f'a dict with the keys {list(output)}' if isinstance(output, Mapping) else type(output).__name__}."
+            " [LH718]"
         )
     if loss.is_meta:
         raise WrongUseError(without_value_text("the loss of `training_step`"))

@@ -127,14 +127,14 @@ def test_another_closed_pipe_is_an_error(monkeypatch: pytest.MonkeyPatch, capfd:
         (["--verson"], "there is no command '--verson'; did you mean '--version'?"),
         (["timeline", "--schedule", "1f2b"], "(choose from gpipe, 1f1b, interleaved_1f1b); did you mean '1f1b'?"),
         (["timeline", "--rankss", "4"], "unrecognized arguments: --rankss 4; did you mean '--ranks'?"),
-        (["timeline", "--colour", "red"], "unrecognized arguments: --colour red\n"),
+        (["timeline", "--colour", "red"], "unrecognized arguments: --colour red [LH1001]\n"),
         (
             ["fit", "--trainer.devicess", "2"],
             "unrecognized arguments: --trainer.devicess 2; did you mean '--trainer.devices'?",
         ),
         (["timeline", "--ranks", "0"], "num_ranks is 0"),
         (["timeline", "--chunks", "0"], "num_chunks is 0"),
-        (["timeline", "--ranks", "4", "--nodes", "3"], "4 ranks are not 3 nodes of equally many"),
+        (["timeline", "--ranks", "4", "--nodes", "3"], "--ranks 4 cannot be split evenly over --nodes 3. [LH1008]"),
         (["timeline", "--extra-in-flight", "1,x"], "'1,x' is not a number, a list such as 0,2,0, or auto"),
         (["timeline", "--network-bandwidth", "0"], "'0' is not a number above 0"),
         (["timeline", "--schedule", "1f1b", "--chunks", "2"], "num_chunks is 2"),
@@ -180,7 +180,7 @@ CLASS = "lightning_hybrid.cli.demo.vit.ViT"
         ),
         ("trainer: {devicess: 2}", [], "; did you mean 'trainer.devices'?"),
         ("modell: {class_path: examples.vit.ViT}", [], "; did you mean 'model'?"),
-        ("", ["--model.depth", "x"], f"model: {CLASS}: depth: Expected a <class 'int'>. Got value: x"),
+        ("", ["--model.depth", "x"], "error: model.init_args.depth: must be int; got x. [LH1002]"),
     ],
 )
 @pytest.mark.parametrize("command", ["fit", "plan", "check"])
@@ -202,9 +202,54 @@ def test_a_misspelt_name_is_a_line(
     with pytest.raises(SystemExit) as exit_:
         main()
     assert exit_.value.code == 2
-    tip, error = capsys.readouterr().err.splitlines()
-    assert tip == f"tip: For details of accepted options run: lightning-hybrid {command} --help"
+    (error,) = capsys.readouterr().err.splitlines()
+    assert error.startswith("error: ")
+    assert error.endswith(" [LH1002]")
     assert complaint in error
+
+
+@pytest.mark.parametrize("command", ["fit", "plan"])
+@pytest.mark.parametrize("is_file", [False, True])
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        (
+            "schedule",
+            "1f2b",
+            "schedule must be one of 'gpipe', '1f1b', 'interleaved_1f1b', 'auto', got '1f2b'. [LH102]",
+        ),
+        ("zero_stage", "4", "must be one of 0, 1, 2, 3, 'auto'; got 4. [LH1002]"),
+        ("tensor_parallel_size", "two", "must be one of int, list[int], 'auto'; got two. [LH1002]"),
+        (
+            "timeout",
+            '"0:00:00"',
+            "timeout must be positive, or None; got 0:00:00. [LH104]",
+        ),
+    ],
+)
+def test_a_wrong_value_is_a_line_with_its_path(
+    command: str,
+    is_file: bool,
+    name: str,
+    value: str,
+    text: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """There were hundreds to thousands of characters of the parser."""
+    file = tmp_path / "change.yaml"
+    strategy = f"{{class_path: lightning_hybrid.HybridStrategy, init_args: {{{name}: {value}}}}}"
+    file.write_text(f"trainer: {{strategy: {strategy}}}" if is_file else "{}")
+    option = [] if is_file else [f"--trainer.strategy.init_args.{name}", value.strip('"')]
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(
+        sys, "argv", ["lightning_hybrid/__main__.py", command, "--config", VIT, "--config", str(file), *option]
+    )
+    with pytest.raises(SystemExit) as exit_:
+        main()
+    assert exit_.value.code == 2
+    assert capsys.readouterr().err.splitlines()[-1] == f"error: trainer.strategy.init_args.{name}: {text}"
 
 
 def _commands(tmp_path: Path) -> dict[str, list[str]]:

@@ -745,7 +745,7 @@ def test_the_process_of_a_rank_that_ends_without_a_word_is_noticed() -> None:
         assert not aborted
         process.kill()
         assert wait_for(lambda: watch.look() or aborted)
-    text = f"Gone without a message, so killed or crashed: rank 1 (on {socket.gethostname()})."
+    text = f"Gone without a message, so killed or crashed: rank 1 (on {socket.gethostname()}). [LH221]"
     assert str(failures.cause(patience=0.0)) == text
     other, _ = watched(store, 2)
     assert str(other.cause(patience=0.0)) == text, "it is written down for all"

@@ -201,6 +201,7 @@ def test_groups_of_a_grid(kind: tuple[str, int, int]) -> None:
 def test_sizes_that_make_no_grid(mode: str, size: int, depth: int, form: str, nearest: str) -> None:
     text = (
         f"tensor_parallel_mode='{mode}' needs a tensor_parallel_size that is {form}, got {size}. The nearest {nearest}."
+        " [LH108]"
     )
     with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
         HybridStrategy(

@@ -84,7 +84,7 @@ def test_the_table_begins_with_whom_the_others_wait_for_and_ranks_at_one_place_s
     assert text == (
         "Stalled: nothing has finished for 109 s. The other ranks wait for rank 10 (on host5), which has computed"
         " nothing for 110 s at training_step (train.py:7). If that may take so long, raise `faults.stall_timeout`"
-        " and `timeout`."
+        " and `timeout`. [LH224]"
     )
     lines = [re.split(r"\s{2,}", line) for line in table(answers, [10]).splitlines()]
     assert lines[0] == ["rank", "state", "for s", "batch", "action", "last actions", "messages under way", "at"]

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import re
+import subprocess
 import sys
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from torch import nn
 
-from lightning_hybrid.trainer.exceptions import VARIABLE, print_shortly
+from lightning_hybrid.error_codes import printing
+from lightning_hybrid.error_codes.printing import VARIABLE
+from lightning_hybrid.trainer.exceptions import print_shortly
 from tests.pool import Pools
 from tests.training_jobs import PP2, Regression, loader, make_trainer
 
@@ -50,7 +56,7 @@ def printed(module: type[Regression]) -> str:
     try:
         make_trainer(PP2 | {"body": "body"}).fit(module(), loader())
     except Exception as error:
-        with contextlib.redirect_stderr(written):
+        with contextlib.redirect_stderr(written), mock.patch.multiple(printing, PATIENCE=0.0, signal=mock.Mock()):
             sys.excepthook(type(error), error, error.__traceback__)
     finally:
         sys.excepthook = sys.__excepthook__
@@ -123,3 +129,53 @@ def test_other_errors_and_other_hooks_stay_what_they_are(
     another = raised()
     sys.excepthook(type(another), another, another.__traceback__)
     assert "nn/modules/linear.py" in capsys.readouterr().err
+
+
+JOB = """
+import sys
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import nn
+from lightning_hybrid import HybridStrategy
+
+
+class Model(LightningModule):
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.automatic_optimization = kind, kind != "module"
+        self.body = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+    def training_step(self, batch, batch_idx):
+        loss = self.body(batch).mean()
+        return loss.detach() if self.kind == "step" else loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+kind = sys.argv[1]
+strategy = HybridStrategy(pipeline_parallel_size=2, schedule="1f2b" if kind == "argument" else "1f1b")
+quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+trainer = Trainer(accelerator="cpu", devices=2, strategy=strategy, max_steps=1, **quiet)
+trainer.fit(Model(kind), torch.utils.data.DataLoader(torch.randn(8, 4), batch_size=4))
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("argument", "ValueError: schedule must be one of"),
+        ("module", "ValueError: Model uses manual optimization"),
+        ("step", "ValueError: The loss of `training_step` has no graph"),
+    ],
+)
+@pytest.mark.parametrize("launcher", ["torchrun", "trainer"])
+def test_an_error_of_all_ranks_is_printed_once(tmp_path: Path, launcher: str, kind: str, text: str) -> None:
+    job = tmp_path / "job.py"
+    job.write_text(JOB)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    line = [sys.executable, *(torchrun if launcher == "torchrun" else []), str(job), kind]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(line, env=environment, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode != 0
+    assert done.stderr.count(text) == 1, done.stderr

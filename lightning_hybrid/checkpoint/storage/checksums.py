@@ -97,7 +97,7 @@ def verify_index(content: bytes, file: Any) -> None:
     """
     index = content[: -_SUM.size]
     if content[len(index) :].startswith(_MARK) and checksum_of(index) != content[len(index) :]:
-        raise ValueError(f"{file} is damaged: the index is not what was written (CRC-32). {_CHANGED}")
+        raise ValueError(f"{file} is damaged: the index is not what was written (CRC-32). {_CHANGED} [LH901]")
 
 
 class _Reader(io.RawIOBase):
@@ -148,7 +148,7 @@ def _verify(view: memoryview, file: Any, share: tuple[int, int], holds: str | No
         if holds is None:
             return  # torch cannot read it either, and says so
         damaged, what = str(error), holds
-    raise ValueError(f"{file} is damaged: {what} is not what was written (CRC-32, {damaged}). {_CHANGED}")
+    raise ValueError(f"{file} is damaged: {what} is not what was written (CRC-32, {damaged}). {_CHANGED} [LH901]")
 
 
 def _damaged(archive: zipfile.ZipFile, view: memoryview, share: tuple[int, int]) -> Iterator[str]:

@@ -70,7 +70,7 @@ def _reading(file: Place) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise ValueError(f"The file {file} cannot be read: {type(error).__name__}: {error}") from error
+        raise ValueError(f"The file {file} cannot be read: {type(error).__name__}: {error} [LH901]") from error
 
 
 class DistributedCheckpoint:
@@ -95,11 +95,11 @@ class DistributedCheckpoint:
         self.path: Place = resolve(path) if isinstance(path, Path) else path
         self._load_value = load_value
         if not self.path.exists():
-            raise FileNotFoundError(f"Checkpoint not found: {path}")
+            raise FileNotFoundError(f"Checkpoint not found: {path} [LH913]")
         if not (self.path / MARK).is_file():
             raise ValueError(
                 f"{path} is not a complete checkpoint: it has no file {MARK!r}, which is written last. A save may have"
-                " been interrupted. Use another checkpoint."
+                " been interrupted. Use another checkpoint. [LH914]"
             )
         mark = self.path / MARK
         with _reading(mark), mark.open("rb") as file:
@@ -133,12 +133,12 @@ class DistributedCheckpoint:
             if name not in found:
                 raise ValueError(
                     f"The checkpoint {self.path} lacks the file {name!r}, {size} bytes or more, on"
-                    f" {socket.gethostname()}."
+                    f" {socket.gethostname()}. [LH915]"
                 )
             if found[name] < size:
                 raise ValueError(
                     f"The checkpoint {self.path} is damaged: the file {name!r} has {found[name]} bytes of {size} or"
-                    " more."
+                    " more. [LH901]"
                 )
 
     def file_sizes(self) -> dict[str, int]:

@@ -65,7 +65,9 @@ def write_directory(path: Place, entries: Mapping[TreePath, Any], extra: Any, gr
             before = (
                 "The store did not confirm which checkpoint counts now, this one or the earlier one; both are complete"
             )
-        raise OSError(f"The checkpoint {path} could not be written. {before}. {'; '.join(failures[:4])}") from error
+        raise OSError(
+            f"The checkpoint {path} could not be written. {before}. {'; '.join(failures[:4])} [LH911]"
+        ) from error
 
 
 class NotAnsweredError(OSError):

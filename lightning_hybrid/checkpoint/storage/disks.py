@@ -26,7 +26,7 @@ from lightning_hybrid.distributed.agreement import agree
 NOT_SHARED = (
     "Every rank writes a part of a directory, so its disk must be one that all machines share: let it be there"
     " (`ModelCheckpoint(dirpath=...)`, `Trainer(default_root_dir=...)`), or use save_distributed_checkpoint=False,"
-    " with which rank 0 writes one file."
+    " with which rank 0 writes one file. [LH916]"
 )
 
 _MESSAGE = 1 << 24  # bytes
@@ -80,7 +80,7 @@ def _look_for(found: Sequence[tuple[str | None, str | None]], folders: Sequence[
     """On rank 0: for each rank the name of its file, if it has written one, and why it could not, if so."""
     for host, (_, failure) in zip(hosts, found, strict=True):
         if failure is not None:
-            raise OSError(f"{host} cannot write where checkpoints are going to be: {failure}")
+            raise OSError(f"{host} cannot write where checkpoints are going to be: {failure} [LH911]")
     names = {host: name for host, (name, _) in zip(hosts, found, strict=True) if name is not None}
     if wait_for(lambda: not any(_unseen(folder, names) for folder in folders)):
         return
@@ -197,7 +197,7 @@ def _check_directories(place: Place, views: Sequence[_View], hosts: Sequence[str
             f"{_names(others)} {'does' if len(others) == 1 else 'do'} not see the directory {str(place)!r} that"
             f" {seeing[0]} sees. Every rank reads its part of a directory, so all machines must see all of it: copy it"
             " to a disk that they share, or to the same path on each; or make one file of it with `lightning-hybrid"
-            " consolidate`, which is sent to where it is not seen."
+            " consolidate`, which is sent to where it is not seen. [LH917]"
         )
 
 
@@ -252,7 +252,7 @@ def _mapped(file: Path, size: int, *, new: bool) -> Tensor:
         except OSError as error:
             raise OSError(
                 f"{socket.gethostname()} has no room for a copy of {size:,} bytes at {file}: {error}. Set TMPDIR to"
-                " another folder."
+                " another folder. [LH911]"
             ) from error
     return torch.from_file(str(file), shared=new, size=size, dtype=torch.uint8)
 

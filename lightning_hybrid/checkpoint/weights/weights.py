@@ -21,6 +21,7 @@ from lightning_hybrid.checkpoint.weights.hugging_face import HuggingFaceFolder
 from lightning_hybrid.checkpoint.weights.tensor_files import SAFETENSORS, open_tensors, read_torch
 from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.distributed.module_names import fold_numbered
+from lightning_hybrid.error_codes.entry import without_code
 from lightning_hybrid.pipeline_parallel.stage_map import StageMap
 
 #: What a user may give: a path, or the state dict of an undivided module.
@@ -111,8 +112,8 @@ def _load_folder(folder: HuggingFaceFolder, module: LightningModule) -> None:
         check_match(module, needed, saved, strict=module.strict_loading)
     except RuntimeError as error:
         raise RuntimeError(
-            f"{error}\n\t{folder.path} was taken for `{prefix or type(module).__name__}`. To load only the names that"
-            " both have, set `self.strict_loading = False`."
+            f"{without_code(error)}\n\t{folder.path} was taken for `{prefix or type(module).__name__}`. To load only"
+            " the names that both have, set `self.strict_loading = False`. [LH920]"
         ) from None
     if missing:
         kept = ", ".join(name for (name,) in fold_numbered((name,) for name in missing))
@@ -147,7 +148,7 @@ def _check_directory(path: Path) -> None:
         raise ValueError(
             f"{path} is a folder with {files[:3]}, and neither a checkpoint nor a model of Hugging Face, which has"
             " model.safetensors, or an index of several files. Give the file, or of several a state dict with all of"
-            " them to `strategy.load_weights`."
+            " them to `strategy.load_weights`. [LH928]"
         )
 
 
@@ -157,14 +158,14 @@ def _read(source: Source) -> Mapping[str, Any]:
     else:
         path = Path(source)
         if not path.is_file():
-            raise FileNotFoundError(f"There are no weights at {path}: neither a file nor a directory.")
+            raise FileNotFoundError(f"There are no weights at {path}: neither a file nor a directory. [LH913]")
         found = _read_safetensors(path) if path.suffix == SAFETENSORS else read_torch(path)
     state = found.get("state_dict", found) if isinstance(found, Mapping) else found
     if not isinstance(state, Mapping) or not any(isinstance(value, Tensor) for value in state.values()):
         what = f"{source} has" if isinstance(source, (str, Path)) else "This is"
         raise ValueError(
             f"{what} no state dict: tensors by name, alone or as 'state_dict' of a checkpoint. It is a"
-            f" {type(found).__name__}{f' with {list(found)[:5]}' if isinstance(found, Mapping) else ''}."
+            f" {type(found).__name__}{f' with {list(found)[:5]}' if isinstance(found, Mapping) else ''}. [LH925]"
         )
     return state
 

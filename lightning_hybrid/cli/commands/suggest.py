@@ -197,7 +197,7 @@ def _readable(value: float, unit: str) -> str:
 def _machine(options: argparse.Namespace) -> Machine:
     nodes = options.nodes or -(-options.ranks // Machine.ranks_per_node)
     if options.ranks % nodes:
-        raise ValueError(f"--ranks {options.ranks} cannot be split evenly over --nodes {nodes}.")
+        raise ValueError(f"--ranks {options.ranks} cannot be split evenly over --nodes {nodes}. [LH1008]")
     given = {field.name: getattr(options, field.name) for field in fields(Machine) if hasattr(options, field.name)}
     return Machine(**{**given, "ranks_per_node": options.ranks // nodes})
 

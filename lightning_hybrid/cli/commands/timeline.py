@@ -86,9 +86,7 @@ def _add_arguments(parser: Parser) -> None:
 def _times(options: argparse.Namespace, ranks: int, chunks: int) -> StepTimes:
     """What computing and messages take; a forward of a rank takes 1."""
     if ranks % options.nodes:
-        raise ValueError(
-            f"{ranks} ranks are not {options.nodes} nodes of equally many; choose --nodes so that it divides --ranks."
-        )
+        raise ValueError(f"--ranks {ranks} cannot be split evenly over --nodes {options.nodes}. [LH1008]")
     nodes = [rank * options.nodes // ranks for rank in range(ranks)]
     inside, between = (
         Link(options.send if latency is None else latency, bandwidth)

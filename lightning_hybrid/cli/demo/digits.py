@@ -133,7 +133,7 @@ def load_digits() -> tuple[Tensor, Tensor]:
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             "The digits come with scikit-learn, which is not installed: pip install scikit-learn, or install"
-            " lightning-hybrid with its extra `examples`.",
+            " lightning-hybrid with its extra `examples`. [LH1018]",
             name=error.name,
         ) from error
     digits = datasets.load_digits()

@@ -23,7 +23,7 @@ class Embedding(nn.Module):
     def __init__(self, image_size: int, patch_size: int, channels: int, dim: int) -> None:
         super().__init__()
         if image_size % patch_size:
-            raise ValueError(f"image_size ({image_size}) must be a multiple of patch_size ({patch_size})")
+            raise ValueError(f"image_size ({image_size}) must be a multiple of patch_size ({patch_size}) [LH1019]")
         self.project = nn.Conv2d(channels, dim, kernel_size=patch_size, stride=patch_size)
         self.class_token = nn.Parameter(torch.zeros(1, 1, dim))
         # As large as the projected patches: with the usual 0.02 a small model on little data is slow to see positions.
@@ -41,7 +41,7 @@ class Attention(nn.Module):
     def __init__(self, dim: int, heads: int, dropout: float) -> None:
         super().__init__()
         if dim % heads:
-            raise ValueError(f"dim ({dim}) must be a multiple of heads ({heads})")
+            raise ValueError(f"dim ({dim}) must be a multiple of heads ({heads}) [LH1019]")
         self.heads, self.head_dim = heads, dim // heads
         self.dropout = dropout
         self.qkv = nn.Linear(dim, 3 * dim)

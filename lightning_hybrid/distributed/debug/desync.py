@@ -206,15 +206,17 @@ class DesyncWatch:
         """What is not the same at an event to which all of the ranks have come, and what to do about it."""
         places = {rank: self._store.get(f"{key}/at {rank}").decode() for rank in self._ranks}
         if len(set(places.values())) > 1:  # what they have noted of these is not to be compared
-            return f"{unequal_text('what comes next', places)} {ADVICE}"
+            return f"{unequal_text('what comes next', places)} {ADVICE} [LH207]"
         names = [name for name in self._values if name.endswith(f" of {where}")]
         everyone = {rank: _read(self._store, f"{key}/of {rank}") for rank in self._ranks}
-        return f"{_text(everyone, event, names)} {self._advice}"
+        return f"{_text(everyone, event, names)} {self._advice} [LH207]"
 
     def _late_text(self, where: str, key: str) -> str:
         late = [rank for rank in self._ranks if not self._store.check([f"{key}/of {rank}"])]
         who = ranks_text(late) if late else f"one of {ranks_text(self._ranks)}"
-        return f"{where} is new to rank {self._rank}, and {who} did not come to it within {self._timeout:.0f} s."
+        return (
+            f"{where} is new to rank {self._rank}, and {who} did not come to it within {self._timeout:.0f} s. [LH208]"
+        )
 
     def meeting(self) -> Meeting:
         """Where this rank waits for the others. Called by the watcher."""

@@ -18,6 +18,7 @@ from typing import Any
 from lightning_hybrid.distributed.failure import FailureStore, Store, print_error
 from lightning_hybrid.distributed.watch.process_ends import host_of
 from lightning_hybrid.distributed.watch.watched_thread import StackCall, is_slow, may_wait, read_stack
+from lightning_hybrid.error_codes.entry import without_code
 
 WAITS, IDLES, WORKS, SILENT = "waits", "idles", "works", "does not answer"
 
@@ -205,7 +206,7 @@ class StallWatch:
         if self._since > self._called:  # something has finished while the others answered
             self._store.set(self._key("continues"), "")
         elif culprits and all(answers[rank].state == WORKS for rank in culprits):
-            print_error(f"[rank {self._rank}] {text} They wait until `timeout`.")
+            print_error(f"[rank {self._rank}] {without_code(text)} They wait until `timeout`.")
             self._store.set(self._key("continues"), "")
         else:
             print_error(f"[rank {self._rank}] {text}\n{table(answers, culprits)}")
@@ -244,9 +245,11 @@ def find_culprits(answers: Sequence[Answer]) -> list[int]:
 def stall_text(answers: Sequence[Answer], culprits: Sequence[int]) -> str:
     """The first line: who is waited for, and what it does."""
     longest = max((answer.seconds for answer in answers if answer.state == WAITS), default=0.0)
-    begin = f"Stalled: nothing has finished for {longest:.0f} s."
     if not culprits:
-        return f"{begin} All ranks wait in the same place: look at the network between them."
+        return (
+            f"Stalled: nothing has finished for {longest:.0f} s. All ranks wait in the same place: look at the network"
+            " between them. [LH224]"
+        )
     parts = []
     for rank in culprits[:_MOST]:
         answer = answers[rank]
@@ -260,7 +263,10 @@ def stall_text(answers: Sequence[Answer], culprits: Sequence[int]) -> str:
     more = f", and {len(culprits) - _MOST} more" if len(culprits) > _MOST else ""
     may_idle = any(answers[rank].state == IDLES for rank in culprits)
     advice = " If that may take so long, raise `faults.stall_timeout` and `timeout`." if may_idle else ""
-    return f"{begin} The other ranks wait for {'; for '.join(parts)}{more}.{advice}"
+    return (
+        f"Stalled: nothing has finished for {longest:.0f} s. The other ranks wait for {'; for '.join(parts)}{more}."
+        f"{advice} [LH224]"
+    )
 
 
 def table(answers: Sequence[Answer], culprits: Sequence[int]) -> str:

@@ -259,7 +259,7 @@ class LeafReaders:
             raise WrongUseError(
                 f"This rank reads a tensor of shape {tuple(like.shape)} of a batch that it has not read before."
                 " The loading rank did not send it, and has dropped or changed it. Read it in the first step with such"
-                " a batch (for example, keep a copy of it), or set HybridStrategy(broadcast_batches=False)."
+                " a batch (for example, keep a copy of it), or set HybridStrategy(broadcast_batches=False). [LH703]"
             )
         return made
 

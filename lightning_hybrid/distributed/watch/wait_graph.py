@@ -120,7 +120,9 @@ def _describe(waiting: Mapping[int, Waiting], stuck: set[int]) -> str:
     for text, ranks in list(alike.items())[:_MOST]:
         waits = "" if waiting[ranks[0]].finished else "wait " if len(ranks) > 1 else "waits "
         told.append(f"{ranks_text(ranks)} {waits}{text}")
-    return f"The ranks do not do the same, so they would wait for each other for ever: {'; '.join(told)}. {ADVICE}"
+    return (
+        f"The ranks do not do the same, so they would wait for each other for ever: {'; '.join(told)}. {ADVICE} [LH227]"
+    )
 
 
 #: What to do where ranks do not do the same.

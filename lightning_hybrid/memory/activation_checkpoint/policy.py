@@ -32,22 +32,22 @@ def check_recompute(recompute: Any, num_ranks: int, num_chunks: int) -> None:
         if recompute != "selective":
             raise ValueError(
                 f"recompute must be True, False, 'selective', 'auto', a number, or a list of names or numbers,"
-                f" got {recompute!r}. Put a name or a pattern into a list: recompute=[{recompute!r}]."
+                f" got {recompute!r}. Put a name or a pattern into a list: recompute=[{recompute!r}]. [LH102]"
             )
     elif isinstance(recompute, int):
         if recompute < 0:
-            raise ValueError(f"recompute={recompute} must be the number of layers of each stage, at least 0.")
+            raise ValueError(f"recompute={recompute} must be the number of layers of each stage, at least 0. [LH103]")
     elif isinstance(recompute, float):
         if not 0 < recompute <= 1:
             raise ValueError(
-                f"recompute={recompute} must be a fraction of the layers of each stage: above 0.0, up to 1.0."
+                f"recompute={recompute} must be a fraction of the layers of each stage: above 0.0, up to 1.0. [LH103]"
             )
     elif isinstance(recompute, (list, tuple)):
         _check_list(list(recompute), num_ranks * num_chunks if num_ranks > 1 else 1)
     else:
         raise TypeError(
             "recompute must be a bool, 'selective', an int, a float, or a list of strings or ints, got"
-            f" {recompute!r} ({type(recompute).__name__})."
+            f" {recompute!r} ({type(recompute).__name__}). [LH101]"
         )
 
 
@@ -56,12 +56,12 @@ def _check_list(recompute: list[Any], num_stages: int) -> None:
         return
     if not all(isinstance(entry, int) and not isinstance(entry, bool) for entry in recompute):
         raise TypeError(
-            f"recompute={recompute} must be a list of names of modules, or of numbers of layers, one a stage."
+            f"recompute={recompute} must be a list of names of modules, or of numbers of layers, one a stage. [LH101]"
         )
     if len(recompute) != num_stages or min(recompute) < 0:
         raise ValueError(
             f"recompute={recompute} must give the number of layers, at least 0, of each of the {num_stages} stages"
-            " (pipeline_parallel_size x num_chunks)."
+            " (pipeline_parallel_size x num_chunks). [LH119]"
         )
 
 
@@ -113,13 +113,13 @@ def _matching(patterns: list[str], module: nn.Module, body: str | None, units: S
             close = difflib.get_close_matches(pattern, modules, n=3, cutoff=0.4) or list(modules)[:8]
             raise ValueError(
                 f"The recompute pattern {pattern!r} matches no module of {type(module).__name__} ('*' matches"
-                f" anything between two dots). There are, for example, {', '.join(map(repr, close))}."
+                f" anything between two dots). There are, for example, {', '.join(map(repr, close))}. [LH120]"
             )
         for name in matching:
             if body is not None and f"{body}.".startswith(f"{name}."):
                 raise ValueError(
                     f"The pattern {pattern!r} of recompute matches {name!r}, which holds the layers of all stages. Name"
-                    f" layers: recompute=['{body}.*'], or recompute=True for all of them."
+                    f" layers: recompute=['{body}.*'], or recompute=True for all of them. [LH121]"
                 )
             inside = [unit for unit in units if unit.startswith(f"{name}.")]
             found |= {each: modules[each] for each in inside or [name]}

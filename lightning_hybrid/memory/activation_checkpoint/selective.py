@@ -244,7 +244,8 @@ class _ReplayMode(Mode or object):  # type: ignore[misc]
             raise RuntimeError(
                 f"A layer does something else when it is run again in backward: {name} instead of"
                 f" {'nothing more' if result is None else result.operation}. With recompute='selective' it must do the"
-                " same for the same input and random numbers. Leave it out: recompute=[...] with the names of others."
+                " same for the same input and random numbers. Leave it out: recompute=[...] with the"
+                " names of others. [LH441]"
             )
         if make is None:
             return func(*args, **(kwargs or {}))

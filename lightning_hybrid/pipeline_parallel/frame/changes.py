@@ -20,7 +20,8 @@ _KNOWN, _SENT, _KEPT, _DEVICE = "known", "sent", "kept", "device"
 
 _KEPT_TEXT = (
     "A layer reads a tensor that a layer of another stage has put into an object, such as a cache of keys. The tensor"
-    " stays on the stage that has made it. Let the one layer return it, and pass it to the other layer as an argument."
+    " stays on the stage that has made it. Let the one layer return it, and pass it to the other layer as"
+    " an argument. [LH413]"
 )
 
 
@@ -159,7 +160,7 @@ class Arguments:
             raise WrongUseError(
                 f"A layer is called with other arguments on each rank: {number} objects, containers and tensors on the"
                 f" rank that has it, {len(self._nodes)} here. Every rank runs the code around the layers; it must not"
-                " depend on the rank."
+                " depend on the rank. [LH433]"
             )
         for position, value in changes:
             _apply(self._nodes[position], value)

@@ -284,7 +284,7 @@ class Discovery(TorchFunctionMode):
             if func in DERIVATIVES:
                 raise WrongUseError(
                     f"{call} differentiates in the step, through layers that live on"
-                    " several stages: no rank has the whole graph."
+                    " several stages: no rank has the whole graph. [LH407]"
                 )
             return self._absent(number, call, leaves, lambda fakes: apply(func, *unflatten(fakes[:count], spec)))
         self._seed(number)
@@ -388,7 +388,8 @@ class Discovery(TorchFunctionMode):
                     self.escaped |= {(index, tap) for index, watch in watches for tap in watch.called()}
                 raise WrongUseError(
                     f"{call} uses a tensor that a layer of the body made and did not return. A layer must return every"
-                    f" tensor that code around the layers uses, instead of keeping it in an attribute. {GENERATION}"
+                    f" tensor that code around the layers uses, instead of keeping it in an attribute."
+                    f" {GENERATION} [LH414]"
                 )
             if id(leaf) in self._parameter_names:
                 call.parameters |= {self._parameter_names[id(leaf)]}
@@ -474,7 +475,9 @@ class Discovery(TorchFunctionMode):
             if whole:
                 shapes = _shapes(attempt(lambda each: torch.ones_like(each) if is_whole(each) else each.clone())[0])
         if is_own and _shapes(attempt(torch.clone, _counted)[0]) != _shapes(attempt(torch.clone)[0]):
-            raise WrongUseError(f"The shapes of what {type(unit).__name__} returns depend on the values it is given.")
+            raise WrongUseError(
+                f"The shapes of what {type(unit).__name__} returns depend on the values it is given. [LH446]"
+            )
         result, seen = attempt(torch.clone)
         if whole and (seen.known or shapes != _shapes(result)):
             _, spec = flatten((tuple(whole), {}))
@@ -667,7 +670,8 @@ class Discovery(TorchFunctionMode):
             rewritten = {id(leaves[0])} & self._parameters.keys()
             if not rewritten:
                 raise WrongUseError(
-                    f"{call} assigns to an attribute of a tensor that another stage has. Make a new tensor instead."
+                    f"{call} assigns to an attribute of a tensor that another stage has. Make a new"
+                    " tensor instead. [LH422]"
                 )
             for key in rewritten & self._parameter_names.keys():  # it has the memory of what was assigned
                 name = self._parameter_names[key]
@@ -688,7 +692,8 @@ class Discovery(TorchFunctionMode):
         if self._checkpoints[id(frame)][1] > 1 or call.unit is None:
             raise WrongUseError(
                 f"{call} is made again in backward by `torch.utils.checkpoint`, together with other layers, or with"
-                " random numbers around them. Checkpoint each layer by itself, or use HybridStrategy(recompute=...)."
+                " random numbers around them. Checkpoint each layer by itself, or use"
+                " HybridStrategy(recompute=...). [LH440]"
             )
 
     def _stop(

@@ -61,7 +61,7 @@ def fake_module(
                 raise WrongUseError(
                     f"The step draws random numbers from a generator of its own, {name}. Stages make different parts of"
                     " the step, so they would draw different numbers from it. Draw without `generator=`: each call has"
-                    " a seed of its own then, which is the same on every stage."
+                    " a seed of its own then, which is the same on every stage. [LH448]"
                 )
         for part, attributes in swapped:
             for name, value in _held(part).items():

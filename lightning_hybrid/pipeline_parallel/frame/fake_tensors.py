@@ -83,7 +83,7 @@ def absent_text(what: str) -> str:
     return (
         f"{what} uses a tensor from another pipeline stage that it did not use when a batch of these shapes was traced,"
         " or that was hidden in an object. Pass it as a tensor argument, or set HybridStrategy(dynamic_shapes=True),"
-        " which traces every step."
+        " which traces every step. [LH416]"
     )
 
 

@@ -531,7 +531,9 @@ class FrameCut:
         calls = Counter(call.unit for call in graph.calls if call.unit is not None and call.unit < self._num_layers)
         if self._once is not None and calls and max(calls.values()) > 1:
             (unit, times), *_ = calls.most_common()
-            raise WrongUseError(f"The layer {self._units[unit][0]!r} is called {times} times in a step, {self._once}")
+            raise WrongUseError(
+                f"The layer {self._units[unit][0]!r} is called {times} times in a step, {self._once} [LH435]"
+            )
         try:
             fetches = not torch.is_grad_enabled()
             routes = find_routes(graph, self._stage_of, self._num_stages, self.all_holders, fetches=fetches)
@@ -580,7 +582,7 @@ class FrameCut:
             if leaf is not None:
                 raise WrongUseError(
                     f"The parameter {name!r} {lives_on_text(self.holders[name])}. It cannot be sent to the stage that"
-                    f" uses it now, because {leaf!r} is sharded over tensor-parallel ranks. {KEEP_TEXT}"
+                    f" uses it now, because {leaf!r} is sharded over tensor-parallel ranks. {KEEP_TEXT} [LH408]"
                 )
 
     def _parameters_of(self, graph: Graph, routes: Sequence[Route], writes: Writes) -> tuple[frozenset[str], ...]:
@@ -614,9 +616,12 @@ class FrameCut:
             f"{first!r} is called more than once in a step, each time with what the layers made of the last call, and"
             " a pipeline is passed once. Without a pipeline it works: HybridStrategy(zero_stage=...) or"
             " HybridStrategy(tensor_parallel_size=...). With one, divide only layers that are called once:"
-            f" HybridStrategy(body=[...]). {GENERATION}"
+            f" HybridStrategy(body=[...]). {GENERATION} [LH435]"
             if again
-            else f"The layers are called in the order below; say so with\n    HybridStrategy(body={_folded(names)!r})"
+            else (
+                f"The layers are called in the order below; say so with\n   "
+                f" HybridStrategy(body={_folded(names)!r}) [LH436]"
+            )
         )
         return (
             f"{first!r}, on stage {self._stage_of[early.unit]}, needs at {early.where} what {second!r} makes, on stage"
@@ -777,7 +782,7 @@ class FrameCut:
             f"The step took another path than when a batch of these shapes was traced: call {number} of"
             f" {type(self._module).__name__} is {found}, and was {expected}. All stages must take the same path. It may"
             " depend on the batch, on `self.training` or on `requires_grad`; if it depends on anything else, set"
-            " HybridStrategy(dynamic_shapes=True), which traces every step."
+            " HybridStrategy(dynamic_shapes=True), which traces every step. [LH431]"
         )
 
     def _written_text(self, plan: FramePlan, position: int) -> str:
@@ -787,7 +792,7 @@ class FrameCut:
         return (
             f"The step writes {name} of {type(self._module).__name__} after {plan.graph.needed} has asked for the"
             f" number of a value that only the last stage has; what comes then is done there alone, and {reader} reads"
-            " it on every stage. Write it before, or in a hook, such as `on_train_batch_end`."
+            " it on every stage. Write it before, or in a hook, such as `on_train_batch_end`. [LH473]"
         )
 
     def _parameter_text(self, plan: FramePlan, placeholder: Tensor) -> str:
@@ -798,7 +803,7 @@ class FrameCut:
         return (
             f"The step uses the parameter {name!r} after {plan.graph.needed} has asked for the number of a value that"
             f" another stage makes, and what follows cannot be known before; {name!r}"
-            f" {lives_on_text(self.holders[name])}. {KEEP_TEXT}"
+            f" {lives_on_text(self.holders[name])}. {KEEP_TEXT} [LH409]"
         )
 
     def _late_text(self, plan: FramePlan, index: int) -> str:
@@ -810,7 +815,7 @@ class FrameCut:
             f" {self._units[index][0]!r} is called{' again' * again} after it. Code between pipelined layers cannot"
             " depend on values of activations: decide by the batch, or move the decision and the layers behind it into"
             " one layer of the body, which sees a microbatch."
-            f"{f' {GENERATION}' * again}{dynamic}"
+            f"{f' {GENERATION}' * again}{dynamic} [LH406]"
         )
 
 

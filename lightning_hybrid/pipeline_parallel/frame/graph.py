@@ -65,7 +65,7 @@ def call_unit(call: Call, unit: Callable[..., Any], args: Any, kwargs: Any) -> A
     if not is_unchanged((args, kwargs), leaves, spec):
         raise WrongUseError(
             f"{call} changes a list or a dictionary that it is given, which other stages do not see. Let the layer"
-            " return what it makes."
+            " return what it makes. [LH450]"
         )
     return result
 
@@ -300,7 +300,7 @@ def check_backward(tensor: Tensor) -> None:
     what = "hook on the gradients of a module is" if is_hook else "`torch.autograd.Function` was"
     raise WrongUseError(
         f"A {what} applied at {users_line()} outside of the layers that are divided into stages, so its backward cannot"
-        f" be divided. {'Put it on a part' if is_hook else 'Call it in one'} of these layers."
+        f" be divided. {'Put it on a part' if is_hook else 'Call it in one'} of these layers. [LH449]"
     )
 
 

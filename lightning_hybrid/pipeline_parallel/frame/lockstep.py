@@ -106,7 +106,7 @@ class Lockstep(TorchFunctionMode):
             raise WrongUseError(
                 f"`{function_name(func)}` differentiates in a step that calls layers depending on their results. The"
                 " layers live on several stages: no rank has the whole graph. Compute derivatives inside of one layer,"
-                " or use a layout without a pipeline."
+                " or use a layout without a pipeline. [LH407]"
             )
         self.is_answering = True
         try:
@@ -172,7 +172,9 @@ class Lockstep(TorchFunctionMode):
                 return forward(*args, **kwargs)
             common = frozenset.intersection(*places)
             if not common:
-                raise WrongUseError(f"The parameters of {name!r} live on different stages: no stage can compute it.")
+                raise WrongUseError(
+                    f"The parameters of {name!r} live on different stages: no stage can compute it. [LH415]"
+                )
             return self._share_other(min(common), forward, *self._arrived(min(common), args, kwargs))
 
     def _held_by(self, tensor: Tensor) -> frozenset[int] | None:
@@ -199,7 +201,7 @@ class Lockstep(TorchFunctionMode):
                 raise WrongUseError(
                     f"`{function_name(func)}` writes a parameter in a step that calls layers depending on their"
                     " results. The parameter lives on some stages only. Write it in a hook, such as"
-                    " `on_validation_batch_end`."
+                    " `on_validation_batch_end`. [LH465]"
                 )
             return self._share_other(min(common), func, args, kwargs)
         shapes = self._shapes_of(func, args, kwargs)
@@ -262,7 +264,7 @@ class Lockstep(TorchFunctionMode):
         if self._is_tensor_parallel and not isinstance(tensor, nn.Parameter):
             raise WrongUseError(
                 "Code around the layers reads a tensor that a layer has put into an object, such as a cache of keys."
-                " Tensor-parallel ranks have parts of it. Let the layer return what is read."
+                " Tensor-parallel ranks have parts of it. Let the layer return what is read. [LH412]"
             )
         owner, is_here = min(held), self._rank == min(held)
         received: Tensor = self._exchange(owner, tensor.detach() if is_here else None)

@@ -234,7 +234,7 @@ class _Router:
             if call.unit is not None and not call.returns(value) and (call.is_in_place or not call.written):
                 raise WrongUseError(
                     f"{call} changes a tensor in place that is used afterwards on another stage. Use what the layer"
-                    " returns instead."
+                    " returns instead. [LH460]"
                 )
             if value.call not in self.routes[source].computed:
                 self.need([value], source, needed_by)
@@ -257,13 +257,13 @@ class _Router:
             return (
                 f"{call} writes the parameter {min(call.rewritten)!r}, which lives on stage {stage} among others, with"
                 f" values that only stage {len(self.routes) - 1} has, so that it would differ from stage to stage. Do"
-                " it in a hook, such as `on_train_batch_end`, or let a layer of the body have the parameter."
+                " it in a hook, such as `on_train_batch_end`, or let a layer of the body have the parameter. [LH463]"
             )
         places = _stages(self._holders[sources[0]])
         return (
             f"{call} writes the parameter {min(call.rewritten)!r}, which lives on stage {stage}, with {sources[0]!r},"
             f" which lives on {places}. Put both layers on one stage: set `layer.pipeline_stage` on each, or do it in a"
-            " hook, such as `on_train_batch_end`."
+            " hook, such as `on_train_batch_end`. [LH462]"
         )
 
     def make_effects(self) -> None:
@@ -276,7 +276,7 @@ class _Router:
             if call.function in HOOKS and call.operands and len(makers) > 1:
                 raise WrongUseError(
                     f"{call} puts a hook on the gradient of a tensor that {_stages(makers)} make, each of which has a"
-                    " part of it. Put it on a tensor that is not written in place before, such as `x = x * 1`."
+                    " part of it. Put it on a tensor that is not written in place before, such as `x = x * 1`. [LH469]"
                 )
 
     def check_writes(self) -> None:
@@ -289,7 +289,7 @@ class _Router:
                 if call.unit is None and len(call.old) > 1 and is_apart:
                     raise WrongUseError(
                         f"{call} writes in place, on stage {stage}, a tensor of which an earlier stage has sent a view."
-                        " Make a new tensor instead."
+                        " Make a new tensor instead. [LH470]"
                     )
 
     def check_states(self, writes: Mapping[int, Value]) -> None:
@@ -306,7 +306,7 @@ class _Router:
                     raise StateError(
                         f"{writer} writes a buffer or an attribute of the module on stage {holders.index(True)}, and"
                         f" {reader} reads it on stage {stage}, which would have its old value in the next step. Keep it"
-                        " inside of one layer of the body, write it before the layers, or write it in a hook.",
+                        " inside of one layer of the body, write it before the layers, or write it in a hook. [LH461]",
                         state,
                     )
 
@@ -410,7 +410,7 @@ class _Router:
                     if where and not allowed:
                         raise WrongUseError(
                             f"{call} uses the parameter {name!r} on stage {stage}, but it"
-                            f" {lives_on_text(self._holders[name])}, and it cannot be sent {where}. {KEEP_TEXT}"
+                            f" {lives_on_text(self._holders[name])}, and it cannot be sent {where}. {KEEP_TEXT} [LH408]"
                         )
 
     def check_rewritten(self) -> None:
@@ -421,7 +421,8 @@ class _Router:
             for name in sorted(call.rewritten & travelling):
                 raise WrongUseError(
                     f"{call} writes the parameter {name!r}, which {lives_on_text(self._holders[name])}, and another"
-                    f" stage uses it in the same step. Write it in a hook, such as `on_train_batch_end`. {KEEP_TEXT}"
+                    f" stage uses it in the same step. Write it in a hook, such as `on_train_batch_end`."
+                    f" {KEEP_TEXT} [LH464]"
                 )
 
     def _send(self, value: Value, source: int, stage: int) -> None:

@@ -459,12 +459,14 @@ def check_returned(call: Call, result: Any, args: Any, kwargs: Any) -> None:
     if texts is not None and call.taps is not None:
         raise WrongUseError(
             f"Forward hooks inside {call} are called with other things than when the step was first seen with a batch"
-            " of these shapes, and code around the layers uses what they collect. Let them see the same in every step."
+            " of these shapes, and code around the layers uses what they collect. Let them see the same in"
+            " every step. [LH445]"
         )
     if texts is not None:
         raise WrongUseError(
             f"{call} returns {texts[0]}, and returned {texts[1]} when it was first seen with a batch of these shapes."
-            " Other stages cannot know what it is now. Let layers return tensors, in a tree that is always the same."
+            " Other stages cannot know what it is now. Let layers return tensors, in a tree that is"
+            " always the same. [LH437]"
         )
 
 

@@ -348,7 +348,7 @@ class _NotTaken:
         raise WrongUseError(
             f"The step takes from an iterator ({self._kind}) that the module has as an attribute. Every stage runs the"
             " step, and would take something else. Let the batch have it: a `CombinedLoader` reads several loaders"
-            " side by side."
+            " side by side. [LH451]"
         )
 
 
@@ -418,7 +418,7 @@ class StatesOfStages:
                 raise WrongUseError(
                     f"The step changes `{path}`, and did not when a batch of these shapes was traced, so each of"
                     " several stages on a rank would change it. Change it in a hook, such as `on_train_batch_end`, or"
-                    " set HybridStrategy(dynamic_shapes=True), which traces every step."
+                    " set HybridStrategy(dynamic_shapes=True), which traces every step. [LH472]"
                 )
 
     def _add_copies(self, stage: int, own: list[dict[str, Any]], places: Iterable[str]) -> None:

@@ -181,7 +181,7 @@ def skipped(writes: Sequence[Writes], graphs: Sequence[Graph], written_again: Co
                     f"{call} writes the parameter {min(call.rewritten)!r}, which the step uses before and after that,"
                     f" or which several stages of a rank have; {len(writes)} microbatches would each write it, one"
                     " process does once. Set `num_microbatches=1`, or write it in a hook, such as"
-                    " `on_train_batch_end`."
+                    " `on_train_batch_end`. [LH467]"
                 )
     first = next((at for at, each in enumerate(writes) if each.first), -1)
     last = max((at for at, each in enumerate(writes) if each.last), default=-1)

@@ -34,13 +34,13 @@ def compute_order(
             cannot have more in flight.
     """
     if name not in SCHEDULES:
-        raise ValueError(f"there is no schedule {name!r}; choose one of {', '.join(map(repr, SCHEDULES))}")
+        raise ValueError(f"there is no schedule {name!r}; choose one of {', '.join(map(repr, SCHEDULES))} [LH102]")
     _check_sizes(num_ranks, num_microbatches, num_chunks)
     links = extra_in_flight or [0] * (num_ranks - 1)
     if len(links) != num_ranks - 1 or min(links, default=0) < 0:
         raise ValueError(
             f"extra_in_flight is {list(links)}, but {num_ranks} ranks have {num_ranks - 1} links; it needs a number for"
-            " each, at least 0"
+            " each, at least 0 [LH115]"
         )
     # What is on its way over the links behind a rank has been sent by it, and has not come back.
     extra = [sum(links[rank:]) for rank in range(num_ranks)]
@@ -66,7 +66,7 @@ def gpipe(num_ranks: int, num_microbatches: int, num_chunks: int, extra: Sequenc
     if any(extra):
         raise ValueError(
             f"schedule='gpipe' has all microbatches in flight, and {extra[0]} more are asked for on rank 0; leave"
-            " extra_in_flight out, or use schedule='1f1b'"
+            " extra_in_flight out, or use schedule='1f1b' [LH116]"
         )
 
     def of_rank(rank: int) -> tuple[Action, ...]:
@@ -102,7 +102,7 @@ def one_f_one_b(num_ranks: int, num_microbatches: int, num_chunks: int, extra: S
     if num_chunks != 1:
         raise ValueError(
             f"schedule='1f1b' runs one chunk per rank, but num_chunks is {num_chunks}; "
-            "use schedule='interleaved_1f1b', or num_chunks=1"
+            "use schedule='interleaved_1f1b', or num_chunks=1 [LH114]"
         )
 
     def of_rank(rank: int) -> list[Action]:
@@ -206,4 +206,4 @@ def _check_sizes(num_ranks: int, num_microbatches: int, num_chunks: int) -> None
     sizes = {"num_ranks": num_ranks, "num_microbatches": num_microbatches, "num_chunks": num_chunks}
     for name, size in sizes.items():
         if size < 1:
-            raise ValueError(f"{name} is {size}, but a schedule needs at least 1")
+            raise ValueError(f"{name} is {size}, but a schedule needs at least 1 [LH103]")

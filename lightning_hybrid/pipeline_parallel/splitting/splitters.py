@@ -132,7 +132,7 @@ def split_samples() -> Any:
 def _checked(function: str, *keys: Any) -> tuple[Key, ...]:
     if not keys or any(isinstance(key, bool) or not isinstance(key, (str, int)) for key in keys):
         raise TypeError(
-            f"{function}(...) takes keys of a mapping, names of attributes or indices in a tuple, got {keys!r}."
+            f"{function}(...) takes keys of a mapping, names of attributes or indices in a tuple, got {keys!r}. [LH101]"
         )
     return keys
 
@@ -149,7 +149,7 @@ def _tensor(batch: Any, key: Key, splitter: str, ndim: int = 1) -> Tensor:
         keys = [name or path for path, name, _ in _parts(batch)]
         raise WrongUseError(
             f"{splitter} must find a tensor of integers with {ndim} dimension{'s' * (ndim > 1)} at {key!r}, found"
-            f" {kind}. The {type(batch).__name__} has {keys}."
+            f" {kind}. The {type(batch).__name__} has {keys}. [LH711]"
         )
     return found
 
@@ -214,7 +214,7 @@ def _refuse(splitter: str, left: Sequence[Entry], lengths: str) -> None:
         raise WrongUseError(
             f"{splitter} does not know how to split {', '.join(map(str, left))}, in a batch of {lengths}. Keep a tensor"
             " that is the same for all samples in the module, as a buffer, or define"
-            " `split_batch(batch, num_microbatches)`."
+            " `split_batch(batch, num_microbatches)`. [LH713]"
         )
 
 
@@ -239,10 +239,12 @@ class _Rows:
         for key, numbers in ends.items():
             if len(numbers) < 2 or numbers[0] != 0 or numbers != sorted(numbers):
                 raise WrongUseError(
-                    f"{name} must find offsets that begin with 0 and rise at {key!r}, found {numbers[:8]}."
+                    f"{name} must find offsets that begin with 0 and rise at {key!r}, found {numbers[:8]}. [LH714]"
                 )
         if len({len(numbers) for numbers in ends.values()}) > 1:
-            raise WrongUseError(f"{name} must find as many offsets at each key, found {[*map(len, ends.values())]}.")
+            raise WrongUseError(
+                f"{name} must find as many offsets at each key, found {[*map(len, ends.values())]}. [LH714]"
+            )
         first = ends[self.offsets[0]]
         bounds = _even_bounds(first, num_microbatches)
         documents = [b - a for a, b in pairwise(bounds)]
@@ -312,7 +314,7 @@ class _Graphs:
         name = f"split_graphs({self.batch!r}, {self.edge_index!r})"
         owners, edges = _tensor(batch, self.batch, name), _tensor(batch, self.edge_index, name, 2)
         if len(owners) > 1 and bool((owners.diff() < 0).any()):
-            raise WrongUseError(f"{name} must find ascending numbers of graphs at {self.batch!r}.")
+            raise WrongUseError(f"{name} must find ascending numbers of graphs at {self.batch!r}. [LH712]")
         pointers = field(batch, "ptr")
         if isinstance(pointers, Tensor) and pointers.ndim == 1:
             num_graphs = len(pointers) - 1
@@ -373,7 +375,8 @@ class _Targets:
         if not isinstance(joined, Tensor) or joined.ndim == 0 or len(joined) != sum(tokens):
             kind = f"{list(joined.shape)}" if isinstance(joined, Tensor) else type(joined).__name__
             raise WrongUseError(
-                f"{name} must find as many targets at {self.targets!r} as the lengths say, {sum(tokens)}, found {kind}."
+                f"{name} must find as many targets at {self.targets!r} as the lengths say, {sum(tokens)},"
+                f" found {kind}. [LH715]"
             )
         columns, left = [], []
         for number, ((path, _, value), key) in enumerate(zip(_parts(batch), _keys_of(batch), strict=True)):
@@ -399,7 +402,8 @@ class _Samples:
     def __call__(self, batch: Any, num_microbatches: int) -> Microbatches:
         if type(batch) not in (list, tuple) or len({type(sample) for sample in batch}) > 1:
             raise WrongUseError(
-                f"split_samples() must get a list or a tuple of samples of one type, got a {type(batch).__name__}"
+                f"split_samples() must get a list or a tuple of samples of one type, got a"
+                f" {type(batch).__name__} [LH716]"
                 + (
                     f" of {sorted({type(sample).__name__ for sample in batch})}."
                     if isinstance(batch, (list, tuple))

@@ -19,6 +19,7 @@ from torch import nn
 from lightning_hybrid.config import Settings
 from lightning_hybrid.distributed.agreement import agree
 from lightning_hybrid.distributed.dtensor import copy_attributes
+from lightning_hybrid.error_codes.entry import without_code
 from lightning_hybrid.strategy.auto_layout.arguments import arguments, every_argument, in_words, keywords
 from lightning_hybrid.strategy.auto_layout.candidates import Layout, LoaderStep
 from lightning_hybrid.strategy.auto_layout.cost_model import Cost, CostModel
@@ -166,9 +167,9 @@ def _search(
         return run_in_copy(problem.solve, time_limit=limit)
     except (ValueError, TypeError, RuntimeError, TimeoutError) as error:
         more = " Others wait longer with HybridStrategy(timeout=...)." if isinstance(error, TimeoutError) else ""
-        reason = f"{str(error).rstrip('.')}.{more}"
+        reason = f"{without_code(error).rstrip('.')}.{more}"
         raise ValueError(
-            f"{', '.join(config.searched)} cannot be found for {type(module).__name__}: {reason} {_BY_HAND}"
+            f"{', '.join(config.searched)} cannot be found for {type(module).__name__}: {reason} {_BY_HAND} [LH127]"
         ) from error
 
 
@@ -252,11 +253,14 @@ def _nothing_fits(found: Suggestions, machine: Machine, name: str) -> str:
         for group in found.losers
     ]
     if not reasons:
-        return f"There is no layout for {name}: no sizes that are allowed go with the number of processes. {_BY_HAND}"
+        return (
+            f"There is no layout for {name}: no sizes that are allowed go with the number of"
+            f" processes. {_BY_HAND} [LH129]"
+        )
     limit = "" if math.isinf(machine.memory) else f" in tuning.memory_limit={_size(machine.memory)}"
     return (
         f"None of {found.num_layouts} layouts of {name} can be used{limit}. {'; '.join(reasons)}. Start more processes,"
-        f" allow more memory, or let a batch have fewer samples. {_BY_HAND}"
+        f" allow more memory, or let a batch have fewer samples. {_BY_HAND} [LH128]"
     )
 
 

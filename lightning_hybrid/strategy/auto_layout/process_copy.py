@@ -50,7 +50,7 @@ class ProcessCopy(Generic[_T]):
 
     def __init__(self, function: Callable[[], _T], *, time_limit: float) -> None:
         if not hasattr(os, "fork"):
-            raise RuntimeError(f"{sys.platform} cannot copy a process (fork).")
+            raise RuntimeError(f"{sys.platform} cannot copy a process (fork). [LH205]")
         self._time_limit, self._deadline = time_limit, time.monotonic() + time_limit
         self._reading, writing = os.pipe()
         parent = os.getpid()

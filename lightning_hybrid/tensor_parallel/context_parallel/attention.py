@@ -195,14 +195,15 @@ class Region(TorchFunctionMode):
         if given.get("need_weights", True):
             raise self.refuse(
                 "whose attention returns its weights, and no rank has the weights of all positions. Call"
-                " `nn.MultiheadAttention` with need_weights=False."
+                " `nn.MultiheadAttention` with need_weights=False. [LH609]"
             )
         if given["bias_k"] is not None or given["bias_v"] is not None or given["add_zero_attn"]:
             raise self.refuse(
-                "whose attention adds keys that are at no position (add_bias_kv, add_zero_attn). Leave them out."
+                "whose attention adds keys that are at no position (add_bias_kv, add_zero_attn)."
+                " Leave them out. [LH610]"
             )
         if given["query"].ndim != 3 or given.get("static_k") is not None or given.get("static_v") is not None:
-            raise self.refuse("whose attention is called without a batch, or with static keys or values.")
+            raise self.refuse("whose attention is called without a batch, or with static keys or values. [LH611]")
         q, k, v = (_heads_of(each, given["num_heads"]) for each in _projected(given))
         mask, is_causal = self._joined(given, q)
         dropout = given["dropout_p"] if given.get("training", True) else 0.0
@@ -228,7 +229,7 @@ class Region(TorchFunctionMode):
         if query.ndim != 4:
             raise self.refuse(
                 f"whose attention has queries of the shape {list(query.shape)}. They must have four dimensions: batch,"
-                " heads, positions, features."
+                " heads, positions, features. [LH612]"
             )
         with self.draws.own(self._next_draw()) if drops else nullcontext():
             if query.shape[2] != own:  # not along the sequence: what it does to it is found by the trial
@@ -246,7 +247,7 @@ class Region(TorchFunctionMode):
         if before != number:
             raise self.refuse(
                 f"whose attention had {before} keys, and has {number} where it runs again in backward: a cache of keys"
-                " has grown. Switch it off (use_cache=False), or do not recompute this layer."
+                " has grown. Switch it off (use_cache=False), or do not recompute this layer. [LH613]"
             )
 
     def _to_memory(
@@ -256,7 +257,7 @@ class Region(TorchFunctionMode):
         if is_causal:
             raise self.refuse(
                 f"whose attention is causal between {query.shape[2]} queries and {key.shape[2]} keys: it is not known"
-                " which positions these are."
+                " which positions these are. [LH614]"
             )
         return options.run(query, key, value, None if mask is None else self._own_rows(mask))
 
@@ -270,7 +271,7 @@ class Region(TorchFunctionMode):
         if heads % size:
             raise self.refuse(
                 f"whose attention has {heads} heads on a rank; with context_parallel='ulysses' their number must be a"
-                f" multiple of {size}. Use context_parallel='all_gather', or another size."
+                f" multiple of {size}. Use context_parallel='all_gather', or another size. [LH615]"
             )
         key, value = (_with_heads(each, size) for each in (key, value))
         if mask is not None and mask.ndim > 2 and mask.shape[-3] == heads:
@@ -361,7 +362,7 @@ class Region(TorchFunctionMode):
             raise self.refuse(
                 f"whose attention has a mask of the shape {list(mask.shape)} for a sequence of {total} positions. A"
                 " layer that makes its own mask sees only its share: make it outside of the layers, and give it to them"
-                " as an argument; or use is_causal=True."
+                " as an argument; or use is_causal=True. [LH616]"
             )
         return mask
 

@@ -112,7 +112,7 @@ class ContextParallel:
                 f"context_parallel_size={self._group.size} shards the sequence in {leaking!r}, and the loss uses a"
                 " tensor that the layer keeps as an attribute, such as the balancing loss of a router. It covers"
                 " one sequence shard. Compute it from the outputs of the layer, or from logits of each position"
-                " that a forward hook collects; or use context_parallel_size=1."
+                " that a forward hook collects; or use context_parallel_size=1. [LH604]"
             )
         return value
 
@@ -216,16 +216,16 @@ def check_context_parallel(
     if size > 1 and tensor_parallel_mode != "1d":
         raise ValueError(
             f"context_parallel_size={size} does not go with tensor_parallel_mode={tensor_parallel_mode!r}, where"
-            " activations are divided already. Use tensor_parallel_mode='1d', or context_parallel_size=1."
+            " activations are divided already. Use tensor_parallel_mode='1d', or context_parallel_size=1. [LH601]"
         )
     if size > 1 and kind != "ulysses" and recompute == "selective":
         raise ValueError(
             f"context_parallel={kind!r} does not go with recompute='selective', which keeps the results of matrix"
             " products and of torch's attention, and this one is made of others. Use recompute=True, or"
-            " context_parallel='ulysses'."
+            " context_parallel='ulysses'. [LH602]"
         )
     if size > 1 and sequence_parallel:
         raise ValueError(
             f"context_parallel_size={size} does not go with sequence_parallel=True: both divide the sequence. Context"
-            " parallelism divides it everywhere in the layers, so leave sequence_parallel out."
+            " parallelism divides it everywhere in the layers, so leave sequence_parallel out. [LH603]"
         )

@@ -78,14 +78,14 @@ class Division:
             raise WrongUseError(
                 f"context_parallel_size={group.size} divides sequences, but {name!r} is given no hidden states of the"
                 f" shape (batch, sequence, features); its tensors have the shapes {shapes}. Name the layers that work"
-                " on sequences, HybridStrategy(body=[...]), or use context_parallel_size=1."
+                " on sequences, HybridStrategy(body=[...]), or use context_parallel_size=1. [LH605]"
             )
         self._hidden, self.batch_size = hidden, hidden.shape[1 - sequence_dim]
         total = hidden.shape[sequence_dim]
         if total < _LEAST * group.size:
             raise WrongUseError(
                 f"A sequence of {total} positions cannot be divided over context_parallel_size={group.size} ranks:"
-                f" {name!r} needs {_LEAST} for each, so {_LEAST * group.size}. Pad it, or use fewer ranks."
+                f" {name!r} needs {_LEAST} for each, so {_LEAST * group.size}. Pad it, or use fewer ranks. [LH606]"
             )
         self.shares = Shares(total, group, balanced=balanced)
         found = map(self._find_dim, self._leaves) if dims is None else dims
@@ -153,7 +153,8 @@ class Division:
             raise WrongUseError(
                 f"{self._name!r} is given a sequence of {self.shares.total} positions and another one of"
                 f" {tensor.shape[self._dim]}, as many as a share of the first one has over"
-                f" context_parallel_size={self._group.size} ranks, so that they cannot be told apart. Pad one of them."
+                f" context_parallel_size={self._group.size} ranks, so that they cannot be told apart. Pad"
+                " one of them. [LH607]"
             )
 
     @staticmethod
@@ -260,7 +261,7 @@ class Division:
                 f"{self._name!r} returns a tensor of the shape {list(tensor.shape)} for a share of {own} positions,"
                 f" with context_parallel_size={self._group.size}: only what has the sequence as a dimension can be"
                 " joined, and sums over positions, such as losses of a router, are of one share. Let it return hidden"
-                " states alone, or use context_parallel_size=1."
+                " states alone, or use context_parallel_size=1. [LH608]"
             )
         return found
 

@@ -115,7 +115,8 @@ class WholeHooks:
         ]
         if any(written[:first]) and not torch.is_inference_mode_enabled():  # there a read looks like a write
             raise region.refuse(
-                f"and a forward hook writes into an argument of {tap.module!r}. Let it return another output instead."
+                f"and a forward hook writes into an argument of {tap.module!r}. Let it return another"
+                " output instead. [LH617]"
             )
         values, spec = flatten(output if result is None else result)
         if result is None and not any(written) and list(map(id, values)) == list(map(id, wholes[first:])):
@@ -142,7 +143,7 @@ class WholeHooks:
             raise region.refuse(
                 f"and a forward hook replaces the output of {tap.module!r}. That output has no sequence dimension, or"
                 " the hook returns a result of another structure. Change the result of the layer instead, or use"
-                " context_parallel_size=1."
+                " context_parallel_size=1. [LH618]"
             )
         return layout.scatter(plain(value))
 

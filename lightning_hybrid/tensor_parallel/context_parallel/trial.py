@@ -160,7 +160,7 @@ class Trial:
                 f" ({type(error).__name__}: {' '.join(str(error).split())})."
                 " Its arguments for the whole sequence must either go to `F.scaled_dot_product_attention` or have a"
                 " value for each position: the mask of a hand-written attention is not sharded (transformers: use"
-                " attn_implementation='sdpa')."
+                " attn_implementation='sdpa'). [LH620]"
             ) from error
         pairs = [(each, short.shares.own(whole, dim)) for whole, (each, dim) in zip(expected, found, strict=True)]
         parts = (self._mixing(name, short, of_share[name], by_part[name]) for name in of_share if name in by_part)
@@ -339,7 +339,7 @@ def mixing_text(culprit: str) -> str:
         " over time, a recurrent layer, statistics of the batch, or attention written by hand, perhaps. On a sequence"
         " shard it computes other numbers than on the whole sequence. Use that function; or name the modules that do"
         " not mix positions as the body, such as HybridStrategy(body=['layers.*.attention', 'layers.*.mlp']): all other"
-        " modules get whole sequences; or use context_parallel_size=1."
+        " modules get whole sequences; or use context_parallel_size=1. [LH619]"
     )
 
 

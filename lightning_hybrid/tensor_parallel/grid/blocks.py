@@ -101,7 +101,7 @@ class Grid(TensorGroup):
                 f"A row-wise layer is given a block of {block.shape[rows_dim]} rows that no column-wise layer has made"
                 f" on this rank: with tensor_parallel_mode={self.shape.mode!r}, each row-wise layer needs a column-wise"
                 " one of its own before it, in the same stage. Give both 'replicate' in `tensor_parallel_plan`, or let"
-                " `partition` keep them together."
+                " `partition` keep them together. [LH517]"
             )
         return gather_blocks(block, self, layout, rows_dim).narrow(rows_dim, 0, rows)
 

@@ -95,7 +95,7 @@ class GridAttention(ParallelAttention, GridLayer):
         elif weights is not None:
             raise WrongUseError(
                 f"A {type(self).__name__} in a region of tensor_parallel_mode={self.tensor_group.shape.mode!r} gives no"
-                " attention weights. Call it with need_weights=False."
+                " attention weights. Call it with need_weights=False. [LH519]"
             )
         return out, None if weights is None else weights.narrow(0, 0, rows)
 
@@ -192,5 +192,5 @@ def _with_rows(x: Tensor, layer: GridLayer, dims: int = 2) -> Tensor:
     raise WrongUseError(
         f"A {type(layer).__name__} is given an input of shape {tuple(x.shape)}, without a dimension of samples, which"
         f" tensor_parallel_mode={layer.tensor_group.shape.mode!r} divides. Give it a batch (`x.unsqueeze(0)`), or leave"
-        " it whole: 'replicate' in `tensor_parallel_plan`."
+        " it whole: 'replicate' in `tensor_parallel_plan`. [LH518]"
     )

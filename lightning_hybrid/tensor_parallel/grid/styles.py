@@ -107,7 +107,7 @@ def find_grid_style(name: str, layer: nn.Module, grid: GridShape | None) -> Styl
         return find_style(name, layer)
     raise ValueError(
         f"tensor_parallel_plan gives a {type(layer).__name__} the style {name!r}, which there is not with"
-        f" tensor_parallel_mode={grid.mode!r}; there are {', '.join(GRID_STYLES)}."
+        f" tensor_parallel_mode={grid.mode!r}; there are {', '.join(GRID_STYLES)}. [LH509]"
     )
 
 
@@ -174,7 +174,7 @@ def find_regions(rows: Sequence[PlanRow], grid: GridShape) -> list[PlanRow]:
                 f"tensor_parallel_plan gives {row.name!r} the style {row.style!r}, which, with"
                 f" tensor_parallel_mode={grid.mode!r}, needs a module around it with the style 'sequence_region', in"
                 " which activations are in blocks: a module with that style itself does not count. Give its attention a"
-                " module of its own, and 'sequence_region' to the module around it."
+                " module of its own, and 'sequence_region' to the module around it. [LH513]"
             )
         found.append(row)
     return found

@@ -90,10 +90,10 @@ def parse_layout(layout: str | Mapping[str, str], axes: Sequence[str], shape: Se
     twice = [name for name in names if names.count(name) > 1]
     if unknown or not names:
         what = repr(unknown[0]) if unknown else "no axis"
-        raise ValueError(f"The layout {layout!r} names {what}; the axes are {', '.join(axes)}. {_HELP}")
+        raise ValueError(f"The layout {layout!r} names {what}; the axes are {', '.join(axes)}. {_HELP} [LH520]")
     if twice:
         said = " and ".join(repr(letter) for name, letter in pairs if name == twice[0])
-        raise ValueError(f"The layout {layout!r} says {said} of {twice[0]}: leave one of them out. {_HELP}")
+        raise ValueError(f"The layout {layout!r} says {said} of {twice[0]}: leave one of them out. {_HELP} [LH520]")
     given = dict(pairs)
     return {axis: _placement(layout, given[axis], shape) for axis in axes if axis in given}
 
@@ -103,14 +103,16 @@ def _letters(layout: object, axes: Sequence[str]) -> list[tuple[str, object]]:
     if isinstance(layout, Mapping):
         return list(layout.items())
     if not isinstance(layout, str):
-        raise TypeError(f"A layout is a text or a mapping of axes to letters, not {layout!r}. {_HELP}")
+        raise TypeError(f"A layout is a text or a mapping of axes to letters, not {layout!r}. {_HELP} [LH520]")
     parts = [part.strip() for part in layout.split(",")]
     if any("=" in part for part in parts):
         return [(name.strip(), letter.strip()) for name, _, letter in (part.partition("=") for part in parts)]
     if len(parts) == 1:
         return [(TENSOR, parts[0])]
     if len(parts) != len(axes):
-        raise ValueError(f"The layout {layout!r} has {len(parts)} letters for the axes {', '.join(axes)}. {_HELP}")
+        raise ValueError(
+            f"The layout {layout!r} has {len(parts)} letters for the axes {', '.join(axes)}. {_HELP} [LH520]"
+        )
     return list(zip(axes, parts, strict=True))
 
 
@@ -131,24 +133,24 @@ def divided_dim(layout: str | Mapping[str, str], axes: Sequence[str], tensor: Te
     placements = parse_layout(layout, axes, tensor.shape)
     other = next((axis for axis, each in placements.items() if axis != TENSOR and not each.is_replicate()), None)
     if other is not None:
-        raise ValueError(f"{start} is not 'B' over {other}, whose ranks {why['other axis']}")
+        raise ValueError(f"{start} is not 'B' over {other}, whose ranks {why['other axis']} [LH521]")
     placement = placements.get(TENSOR)
     if placement is not None and placement.is_partial():
-        raise ValueError(f"{start} makes it a sum of others (P), {why['sum']}: say 'S(dimension)' or 'B'.")
+        raise ValueError(f"{start} makes it a sum of others (P), {why['sum']}: say 'S(dimension)' or 'B'. [LH522]")
     return placement.dim if isinstance(placement, Shard) else None
 
 
 def _placement(layout: object, letter: object, shape: Sequence[int]) -> Placement:
     found = _LETTER.fullmatch(letter) if isinstance(letter, str) else None
     if found is None:
-        raise ValueError(f"The layout {layout!r} says {letter!r} of an axis. {_HELP}")
+        raise ValueError(f"The layout {layout!r} says {letter!r} of an axis. {_HELP} [LH520]")
     if found[1] is None:
         return Replicate() if letter == "B" else Partial()
     dim = int(found[1])
     if not -len(shape) <= dim < len(shape):
         allowed = f"whose dimensions are 0 to {len(shape) - 1}" if shape else "which has no dimensions: use 'B'"
         raise ValueError(
-            f"The layout {layout!r} splits dimension {dim} of a tensor of shape {tuple(shape)}, {allowed}."
+            f"The layout {layout!r} splits dimension {dim} of a tensor of shape {tuple(shape)}, {allowed}. [LH523]"
         )
     return Shard(dim % len(shape))
 
@@ -214,14 +216,16 @@ def _check_axes(tensor: DTensor, layout: object, placements: Mapping[str, Placem
     if tuple(placements) != tuple(names):
         raise ValueError(
             f"The layout {layout!r} is one over {', '.join(placements)}, but the tensor lies over {', '.join(names)}."
-            " Say how it is to lie over the same axes, or make a plain tensor of it first: `tensor.full_tensor()`."
+            " Say how it is to lie over the same axes, or make a plain tensor of it first:"
+            " `tensor.full_tensor()`. [LH524]"
         )
     if any(
         new.is_partial() and not old.is_partial()
         for new, old in zip(placements.values(), tensor.placements, strict=True)
     ):
         raise ValueError(
-            f"The layout {layout!r} has 'P' (partial sum), which an existing tensor cannot have. Use 'S(dim)' or 'B'."
+            f"The layout {layout!r} has 'P' (partial sum), which an existing tensor cannot have. Use"
+            " 'S(dim)' or 'B'. [LH522]"
         )
 
 
@@ -233,7 +237,7 @@ def _parameter(
     if dim is not None and parameter.shape[dim] % size:
         raise ValueError(
             f"The layout {layout!r} cannot divide dimension {dim} of a parameter of shape {tuple(parameter.shape)} into"
-            f" {size} equal parts."
+            f" {size} equal parts. [LH523]"
         )
     placement = Replicate() if dim is None else Shard(dim)
     whole = DTensor.from_local(parameter.detach(), mesh[TENSOR], [Replicate()], run_check=False)

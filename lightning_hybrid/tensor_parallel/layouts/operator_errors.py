@@ -46,10 +46,12 @@ def explain_operator_error(error: BaseException) -> bool:
     here = f" (here: {layouts})" if layouts else ""
     if unknown:
         name = unknown[1] or unknown[2]
-        text = f"Torch has no rule to compute {name} where tensors lie over ranks in a layout{here}. {_PLAIN}"
+        text = f"Torch has no rule to compute {name} where tensors lie over ranks in a layout{here}. {_PLAIN} [LH525]"
     else:
         assert mixed is not None
-        text = f"{mixed[1]} was given a tensor that lies over ranks in a layout{here}, and a plain one. {_ALIKE}"
+        text = (
+            f"{mixed[1]} was given a tensor that lies over ranks in a layout{here}, and a plain one. {_ALIKE} [LH526]"
+        )
     error.args = (f"{before.rstrip()}\n{text}", *error.args[1:])
     return True
 

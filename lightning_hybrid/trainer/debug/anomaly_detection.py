@@ -79,7 +79,7 @@ class AnomalyDetector:
                     if given_nan:
                         text = f"The input of {self._named(layer)}, has NaNs already: they come from the batch, or from"
                         text += " code before it"
-                    raise RuntimeError(f"{text}{self._where}.{self._first_infinity}")
+                    raise RuntimeError(f"{text}{self._where}.{self._first_infinity} [LH708]")
                 if not is_finite and not self._first_infinity:
                     self._first_infinity = f" The first infinity was made by {self._named(layer)}{self._where}."
             for tensor in tensors:
@@ -98,7 +98,7 @@ class AnomalyDetector:
             if not is_finite:
                 raise RuntimeError(
                     f"The loss is not finite{self._where}, and the layers made no NaNs: it comes from the code between"
-                    f" the last layer and the loss, or from the labels.{self._first_infinity}"
+                    f" the last layer and the loss, or from the labels.{self._first_infinity} [LH707]"
                 )
 
     def _arrived(self, layer: nn.Module, gradient: Tensor) -> None:
@@ -111,7 +111,7 @@ class AnomalyDetector:
 
     def _backward_text(self, what: str) -> str:
         of = f"of {self._entered}," if self._entered else "of the code after the last layer, such as the loss,"
-        return f"The backward {of} {what}{self._where}.{self._first_infinity}"
+        return f"The backward {of} {what}{self._where}.{self._first_infinity} [LH708]"
 
     @contextmanager
     def batch(self) -> Iterator[None]:

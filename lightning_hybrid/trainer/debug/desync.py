@@ -168,7 +168,7 @@ class DesyncDetector:
         if texts:
             more = f" And {len(texts) - _MOST} others." if len(texts) > _MOST else ""
             raise ValueError(
-                f"Before training batch {step}, checksums differ. {' '.join(texts[:_MOST])}{more} {_ADVICE}"
+                f"Before training batch {step}, checksums differ. {' '.join(texts[:_MOST])}{more} {_ADVICE} [LH210]"
             )
 
     def _parameters(self) -> dict[Shared, int]:

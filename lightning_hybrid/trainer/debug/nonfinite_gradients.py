@@ -168,7 +168,7 @@ class NonfiniteGuard(GradientWatch):
         return (
             f"Gradients of optimizer step {self._module.trainer.global_step} are not finite{which}. Nothing has been"
             " changed by them. `Trainer(detect_anomaly=True)` names the layer where that begins;"
-            " `HybridStrategy(faults=Faults(on_nonfinite='skip'))` leaves such steps out."
+            " `HybridStrategy(faults=Faults(on_nonfinite='skip'))` leaves such steps out. [LH706]"
         )
 
 

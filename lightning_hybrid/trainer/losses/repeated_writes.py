@@ -131,7 +131,7 @@ class ParameterWrites:
         raise WrongUseError(
             f"`training_step` writes the parameter {name!r}, and not every microbatch writes the same values: they"
             f" depend on the batch, or on random numbers. {number} microbatches would each write it, one process does"
-            " once. Set `num_microbatches=1`, or write it in a hook, such as `on_train_batch_end`."
+            " once. Set `num_microbatches=1`, or write it in a hook, such as `on_train_batch_end`. [LH466]"
         )
 
 

@@ -120,5 +120,5 @@ def cannot_text(why: str) -> str:
         f" {why}. Gradients, attributes, containers of up to {_MOST_ENTRIES} entries and buffers of up to"
         f" {_MOST_ELEMENTS} elements are restored; parameters, tensors of the batch, and gradients of earlier batches"
         " are not when a path changes for the first time. Set HybridStrategy(dynamic_shapes=True), which traces every"
-        " step."
+        " step. [LH432]"
     )

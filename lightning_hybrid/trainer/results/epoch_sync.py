@@ -100,7 +100,8 @@ class EpochSync(RunCallback):
         if received_name != name:
             raise ValueError(
                 f"This rank logs {name!r} where the last stage logs {received_name!r}. Log the same keys on every rank,"
-                " or with `rank_zero_only=True`. For the norm of the gradients log `self.trainer.strategy.grad_norm()`."
+                " or with `rank_zero_only=True`. For the norm of the gradients log"
+                " `self.trainer.strategy.grad_norm()`. [LH723]"
             )
         if received is _WITHOUT_VALUE:
             raise ValueError(without_value_text(f"the value logged as {name!r}"))

@@ -45,7 +45,7 @@ class HybridTimeline(Callback):
 
     def __init__(self, batches: Sequence[int] = (10,), dirpath: str | Path | None = None) -> None:
         if any(number < 0 for number in batches):
-            raise ValueError(f"HybridTimeline(batches={list(batches)}): numbers of batches begin with 0.")
+            raise ValueError(f"HybridTimeline(batches={list(batches)}): numbers of batches begin with 0. [LH103]")
         self.batches, self.dirpath = frozenset(batches), dirpath
         self._recorder: Recorder | None = None
         self._optimizer_begins: Any = None
@@ -60,7 +60,7 @@ class HybridTimeline(Callback):
         if not getattr(getattr(trainer.strategy, "run", None), "has_actions", False):
             raise ValueError(
                 "HybridTimeline records the actions of a schedule, and there is none:"
-                " use HybridStrategy(pipeline_parallel_size=...) or HybridStrategy(num_microbatches=...)."
+                " use HybridStrategy(pipeline_parallel_size=...) or HybridStrategy(num_microbatches=...). [LH139]"
             )
 
     @override

@@ -134,7 +134,7 @@ class _RecordedPath:
         raise TypeError(
             f"`self.logger{path}` has no value in a step: what is done with a logger there is recorded, and made on"
             " rank 0 after the step. Read it from the logger itself (such as `self.logger.log_dir` or"
-            " `self.logger.version`), or in a hook, such as `on_train_start`."
+            " `self.logger.version`), or in a hook, such as `on_train_start`. [LH724]"
         )
 
     # Text and paths would be nonsense; and with `__getitem__` alone, iterating would never end.
@@ -152,7 +152,7 @@ def pack_calls(calls: Sequence[LoggerCall]) -> bytes:
     except Exception as error:  # the pickle protocol lets classes raise anything
         raise TypeError(
             "A call of `self.logger` or `self.print` in a step is made on rank 0, but an argument of it cannot be"
-            f" pickled to get there ({error}). Pass tensors, arrays, numbers, text or figures."
+            f" pickled to get there ({error}). Pass tensors, arrays, numbers, text or figures. [LH725]"
         ) from error
 
 

@@ -56,7 +56,7 @@ def in_new_batches(
         raise ValueError(
             f"The checkpoint was written in the middle of an epoch whose order was made by {before.sampler}, with"
             f" another number of replicas; now it is made by {now.sampler}, whose order is another one."
-            f" {_INSTEAD}"
+            f" {_INSTEAD} [LH935]"
         )
     is_over = loaders["done"] or loops.batches >= loaders["num_batches"]
     batches = int(trainer.num_training_batches)
@@ -68,7 +68,8 @@ def in_new_batches(
                 f"The checkpoint was written after {used} samples of an epoch, {before.num_samples} with each batch of"
                 f" all replicas. Now an optimizer step takes {at_once}: {now.num_samples} with each batch x"
                 f" {trainer.accumulate_grad_batches} accumulated. {used} is not a multiple of {at_once}, so no step"
-                f" begins after these samples. With HybridStrategy(global_batch_size=...) one always does. {_INSTEAD}"
+                f" begins after these samples. With HybridStrategy(global_batch_size=...) one always"
+                f" does. {_INSTEAD} [LH936]"
             )
         batches = min(used // now.num_samples, batches)
     _set_batches(trainer, batches)
@@ -119,5 +120,5 @@ _UNKNOWN = (
     "The checkpoint was written in the middle of an epoch, with another number of replicas, and it cannot be said which"
     " samples have been used: that needs one `DataLoader` over a data set with a length, with `batch_size`, whose"
     " samples the strategy or a `DistributedSampler` divides - no batch sampler of its own, no iterable data set, no"
-    f" loader with a state, not several. {_INSTEAD}"
+    f" loader with a state, not several. {_INSTEAD} [LH934]"
 )

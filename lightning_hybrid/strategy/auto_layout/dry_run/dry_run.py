@@ -27,6 +27,7 @@ from lightning_hybrid.distributed.grid_shape import grid_shape
 from lightning_hybrid.distributed.mixed_operations import mixed_operations
 from lightning_hybrid.distributed.pytree import flatten, unflatten
 from lightning_hybrid.distributed.sizes import accumulated_batches
+from lightning_hybrid.error_codes.entry import without_code
 from lightning_hybrid.memory.account import MemoryUsage, SavedTensorMeter
 from lightning_hybrid.memory.estimate import MemoryEstimator
 from lightning_hybrid.pipeline_parallel.batch_norm import batch_norms, limit_microbatches
@@ -165,7 +166,7 @@ def run_first_step(
                 except StopAfterFirstStepError:
                     return strategy
         raise ValueError(
-            f"{type(module).__name__} was not trained with any batch: its loader is empty, or limited to 0."
+            f"{type(module).__name__} was not trained with any batch: its loader is empty, or limited to 0. [LH131]"
         )
 
     if Fake is None:
@@ -186,7 +187,7 @@ def run_first_step(
 def _fake_process_group(size: int) -> Iterator[None]:
     """Be the first of so many processes, of which the others do not exist."""
     if Store is None:
-        raise ValueError(f"torch {torch.__version__} cannot pretend that there are other processes.")
+        raise ValueError(f"torch {torch.__version__} cannot pretend that there are other processes. [LH135]")
     dist.init_process_group("fake", store=Store(), rank=0, world_size=size)
     try:
         yield
@@ -287,7 +288,9 @@ class DryRunStrategy(SingleDeviceStrategy):
 
     def _without_memory(self) -> AbstractContextManager[Any]:
         if self._mode is None:
-            raise ValueError(f"torch {torch.__version__} cannot run a module without values; make them in `__init__`.")
+            raise ValueError(
+                f"torch {torch.__version__} cannot run a module without values; make them in `__init__`. [LH135]"
+            )
         mode: AbstractContextManager[Any] = self._mode
         return mode
 
@@ -424,8 +427,8 @@ class DryRunStrategy(SingleDeviceStrategy):
             except Exception as error:
                 if not self._has_values:
                     raise ValueError(
-                        f"The training step of {type(module).__name__} cannot be run without numbers: {error} Make the"
-                        " module's values in `__init__` for this."
+                        f"The training step of {type(module).__name__} cannot be run without numbers."
+                        f" Make the module's values in `__init__` for this. {without_code(error)} [LH130]"
                     ) from error
         return run(nullcontext())
 

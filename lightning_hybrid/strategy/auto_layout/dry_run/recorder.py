@@ -137,12 +137,12 @@ class Recorder(DryRunStrategy):
         if not module.automatic_optimization:
             raise ValueError(
                 f"{type(module).__name__} uses manual optimization (automatic_optimization=False), so the forwards and"
-                " backwards of its step are unknown, and no layout can be suggested."
+                " backwards of its step are unknown, and no layout can be suggested. [LH133]"
             )
         size = find_batch_size(batch)
         if not size:
             raise ValueError(
-                f"The number of samples of a {type(batch).__name__} is not known; return tensors or lists."
+                f"The number of samples of a {type(batch).__name__} is not known; return tensors or lists. [LH134]"
             )
         split = getattr(module, "split_batch", None)
         microbatches = _of_different_sizes(split_into(batch, number, split)[0][0] for number in (1, 2))
