@@ -277,9 +277,7 @@ class Checkpointer:
             checkpoint = load(found)
         else:
             machines = ", ".join(dict.fromkeys(self._mesh.hosts))
-            raise FileNotFoundError(
-                f"Checkpoint file not found: {path}, on none of these machines: {machines}. [LH913]"
-            )
+            raise FileNotFoundError(f"Checkpoint file not found: {path} (searched on {machines}). [LH913]")
         check_kind(checkpoint, path)
         return checkpoint
 

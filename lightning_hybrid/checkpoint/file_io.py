@@ -53,8 +53,8 @@ class FileIO(TorchCheckpointIO):
             remove_directory(place)
         except Exception as error:  # of whatever kind a store's errors are
             raise OSError(
-                f"The checkpoint {path} is written, but a directory of an earlier save is there, too, and would be read"
-                f" instead. Remove it: {place / MARK}. rank 0: {type(error).__name__}: {error} [LH912]"
+                f"The checkpoint {path} was written, but the same path has a directory of an earlier save, which would"
+                f" be read instead. Remove {place / MARK}. rank 0: {type(error).__name__}: {error} [LH912]"
             ) from error
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
@@ -78,12 +78,12 @@ class FileIO(TorchCheckpointIO):
                 if zipfile.is_zipfile(file) or "Unsupported global" in str(error):
                     raise pickle.UnpicklingError(f"The checkpoint {file}: {error} [LH927]") from error
                 raise ValueError(
-                    f"{file}, {file.stat().st_size} bytes, is not a checkpoint: it was not written by `torch.save`, or"
-                    " is damaged. [LH902]"
+                    f"{file} ({file.stat().st_size} bytes) is not a checkpoint: it was not written by `torch.save`, or"
+                    " it is damaged. [LH902]"
                 ) from error
             raise ValueError(
-                f"The checkpoint {file}, {file.stat().st_size} bytes, cannot be read: it is damaged, or was not written"
-                f" completely. {type(error).__name__}: {error} [LH901]"
+                f"The checkpoint {file} ({file.stat().st_size} bytes) cannot be read: it is damaged or incomplete."
+                f" {type(error).__name__}: {error} [LH901]"
             ) from error
         if not mapped or not isinstance(checkpoint, dict):
             return checkpoint

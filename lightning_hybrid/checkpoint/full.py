@@ -214,9 +214,9 @@ def check_values(checkpoint: dict[str, Any]) -> None:
     if empty:
         raise ValueError(
             f"The checkpoint has tensors on the meta device, which have no values: {', '.join(empty[:5])}"
-            f"{', ...' if len(empty) > 5 else ''}. Layers of other stages have none on rank 0; what other ranks save in"
-            " the same place would be taken. Let `state_dict` and `on_save_checkpoint` of callbacks and of the module"
-            " save the same keys on every rank. [LH909]"
+            f"{', ...' if len(empty) > 5 else ''}. The values of layers on other stages come from other ranks, which"
+            " must save them under the same keys. Make `state_dict` and `on_save_checkpoint` of callbacks and of the"
+            " module save the same keys on every rank. [LH909]"
         )
 
 

@@ -241,7 +241,8 @@ def check_number(optimizers: Sequence[Any], states: Sequence[Any]) -> None:
     if len(optimizers) != len(states):
         raise ValueError(
             f"The checkpoint has the states of {len(states)} optimizers, but {len(optimizers)} are configured."
-            " Return as many from `configure_optimizers` as when it was saved, or load the weights alone. [LH906]"
+            " Return the same number from `configure_optimizers` as when it was saved, or load only the weights."
+            " [LH906]"
         )
 
 
@@ -254,9 +255,9 @@ def _check_kind(saved: Sequence[Mapping[str, Any]], optimizer: Optimizer) -> Non
     theirs, own = ({key for group in groups for key in group} - _ADDED for groups in (saved, optimizer.param_groups))
     if theirs - own and own - theirs:
         raise ValueError(
-            f"The checkpoint has the state of another optimizer than {type(optimizer).__name__}: its groups have"
-            f" {sorted(theirs - own)}, and not {sorted(own - theirs)}. Configure the one that it was saved with, or"
-            " take only the weights: HybridStrategy(initial_weights='...') without `ckpt_path`. [LH907]"
+            f"The checkpoint's optimizer is not {type(optimizer).__name__}: its parameter groups have"
+            f" {sorted(theirs - own)} instead of {sorted(own - theirs)}. Use the optimizer that the checkpoint was"
+            " saved with, or load only the weights: HybridStrategy(initial_weights='...') without `ckpt_path`. [LH907]"
         )
 
 
@@ -268,7 +269,7 @@ def _check_groups(saved: list[list[str]], own: list[list[str]]) -> None:
         _mismatch(
             saved,
             own,
-            f"Only the checkpoint has {sorted(in_saved - in_own)[:5]}, only this optimizer"
+            f"Only the checkpoint has {sorted(in_saved - in_own)[:5]}; only this optimizer has"
             f" {sorted(in_own - in_saved)[:5]}. ",
         )
     )
@@ -276,8 +277,8 @@ def _check_groups(saved: list[list[str]], own: list[list[str]]) -> None:
 
 def _mismatch(saved: list[list[Any]], own: list[list[str]], difference: str = "") -> str:
     return (
-        f"The checkpoint's optimizer has parameter groups of {list(map(len, saved))} parameters, this one of"
-        f" {list(map(len, own))}. {difference}Configure it as it was when it was saved. [LH908]"
+        f"The parameter groups of the checkpoint's optimizer have {list(map(len, saved))} parameters, but this one's"
+        f" have {list(map(len, own))}. {difference}Use the same parameter groups as when it was saved. [LH908]"
     )
 
 

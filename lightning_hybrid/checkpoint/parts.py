@@ -40,10 +40,10 @@ _WRITERS = ("save_pretrained", "push_to_hub", "to_onnx", "to_torchscript", "to_t
 _HOOKS: weakref.WeakKeyDictionary[nn.Module, list[tuple[_StateDictHook, RemovableHandle]]] = weakref.WeakKeyDictionary()
 
 _REMEDY = (
-    " On every rank, `trainer.save_checkpoint(path, weights_only=True)` writes the whole model,"
-    " `trainer.strategy.gather_module()` makes the module whole after a run, and"
-    " `trainer.strategy.lightning_module_state_dict()` returns the whole state dict on rank 0. In a hook parameters are"
-    " whole inside `with self.trainer.strategy.full_parameters():`. [LH904]"
+    " On every rank, call `trainer.save_checkpoint(path, weights_only=True)` to save the full model,"
+    " `trainer.strategy.gather_module()` to gather the module after a run, or"
+    " `trainer.strategy.lightning_module_state_dict()` to get the full state dict on rank 0. In a hook, use"
+    " `with self.trainer.strategy.full_parameters():` to get the full parameters. [LH904]"
 )
 
 
@@ -115,8 +115,8 @@ def _text(values: Iterable[Any], what: str) -> str | None:
     if not absent and not shards:
         return None
     return (
-        f"{what}: of {len(values)} tensors, {absent} live on other stages and have no values here, and of {shards} this"
-        " rank has a shard."
+        f"{what}: of {len(values)} tensors, {absent} are on other stages and have no values on this rank, and {shards}"
+        " are sharded over ranks."
     )
 
 
@@ -144,7 +144,7 @@ class _StateDictHook:
         if is_running:
             return
         values = [value for name, value in state.items() if name.startswith(prefix)]
-        text = _text(values, f"This state dict of {type(module).__name__} is not all of it")
+        text = _text(values, f"This state dict of {type(module).__name__} is incomplete")
         if text is None:
             return
         if self.why is not None:
@@ -157,8 +157,8 @@ class _StateDictHook:
     def __reduce_ex__(self, protocol: Any) -> Any:
         if not is_sent():
             raise WrongUseError(
-                "A module is saved of which this rank has a part: layers live on other stages, or ranks share"
-                f" parameters (tensor parallelism, ZeRO).{_REMEDY}"
+                "This rank has only a part of the module that is being saved: layers are on other stages, or"
+                f" parameters are sharded (tensor parallelism, ZeRO).{_REMEDY}"
             )
         return _StateDictHook, (None,)
 
@@ -172,7 +172,7 @@ class _CallHook:
     """
 
     def __init__(self, name: str, why: str) -> None:
-        self._text = f"{name} is called after a run, and this rank has a part of it. {why} [LH905]"
+        self._text = f"{name} was called after a run, but this rank has only a part of it. {why} [LH905]"
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         raise WrongUseError(self._text)
@@ -195,7 +195,7 @@ class _Writer:
         if not isinstance(state, Mapping):
             with part_expected():
                 state = module.state_dict()
-        text = _text(state.values(), f"`{type(module).__name__}.{name}` needs the whole module")
+        text = _text(state.values(), f"`{type(module).__name__}.{name}` needs the full module")
         if text is not None:
             raise WrongUseError(text + _REMEDY)
         return getattr(type(module), name)(module, *args, **kwargs)
@@ -233,7 +233,7 @@ def _checked_saves() -> Iterator[None]:
     @functools.wraps(save)
     def checked(obj: object, f: Any, *args: Any, **kwargs: Any) -> None:
         if not is_sent() and not is_part_expected():
-            text = _text(_saved_tensors(obj), "`torch.save` was given a part of the module")
+            text = _text(_saved_tensors(obj), "`torch.save` got only a part of the module")
             if text is not None:
                 raise WrongUseError(text + _REMEDY)
         try:
@@ -244,7 +244,7 @@ def _checked_saves() -> Iterator[None]:
             raise
 
     def checked_storage(tensor: Any) -> Any:  # the last that safetensors asks a tensor for
-        text = _text([tensor], "A part of the module is saved")
+        text = _text([tensor], "Only a part of the module is being saved")
         if text is not None:
             raise WrongUseError(text + _REMEDY)
         return storage(tensor)  # type: ignore[no-untyped-call]

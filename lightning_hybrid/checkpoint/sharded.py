@@ -107,8 +107,8 @@ class ShardedCheckpoint:
         path, tables, unnamed = broadcast_object((path, tables, unnamed), 0, group)
         if unnamed:
             raise ValueError(
-                f"The checkpoint has parts of the model in a list or tuple at {'.'.join(map(str, unnamed[0]))}. Every"
-                " rank adds its part to a directory by name: let the callback keep a dict, or use"
+                f"The checkpoint has parts of the model in a list or tuple at {'.'.join(map(str, unnamed[0]))}, but"
+                " sharded checkpoints store tensors by name. Save a dictionary in the callback, or set"
                 " save_distributed_checkpoint=False. [LH910]"
             )
         entries = dict(self._entries(checkpoint, tables))

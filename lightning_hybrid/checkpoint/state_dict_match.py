@@ -97,7 +97,7 @@ def _hints(missing: Iterable[str], unexpected: Iterable[str]) -> str:
     """For missing names the nearest ones that are there, in lines of their own; nothing if none is near."""
     others = list(unexpected)
     near = [(name, difflib.get_close_matches(name, others, n=1)) for name in missing]
-    lines = [f"\n\tThe checkpoint has no {name!r}, but {found[0]!r}." for name, found in near if found]
+    lines = [f"\n\tThe checkpoint has no {name!r}, but it has {found[0]!r}." for name, found in near if found]
     return "".join(lines[:8])
 
 

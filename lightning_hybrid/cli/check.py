@@ -52,7 +52,7 @@ class Experiment:
 
     def __str__(self) -> str:
         if self.difference is None:
-            return f"{self.change}: cannot be trained ({_first_line(self.failure)})"
+            return f"{self.change}: training failed ({_first_line(self.failure)})"
         return f"{self.change}: {'equal' if self.equal else 'different'} ({self.difference:.0e})"
 
 
@@ -64,7 +64,7 @@ class CheckResult:
     """Result of :func:`lightning_hybrid.check`.
 
     Attributes:
-        layout: The layout, in words.
+        layout: The layout as text.
         comparisons: All values, in the order in which they were computed.
         tolerance: The largest relative difference of equal values.
         notes: Changes of the module that made it comparable.
@@ -107,18 +107,18 @@ class CheckResult:
 
     def __str__(self) -> str:
         table = comparison_table(self.comparisons, self.tolerance, _MOST_SHOWN)
-        parts = [f"One process against {self.layout}", table, *self.notes]
+        parts = [f"One process compared with {self.layout}", table, *self.notes]
         if self.equal:
             number = len(self.comparisons)
             parts.append(
-                f"Equal to {_bound(self.largest.difference)}: {number} values; the largest relative difference is"
+                f"Equal {_bound(self.largest.difference)}: {number} values; the largest relative difference is"
                 f" {self.largest.difference:.1e} ({_named(self.largest)})."
             )
             return "\n\n".join(parts)
         first = self.differences[0]
         parts.append(
-            f"Different, first in {_named(first)}: {first.expected:.12g} in one process, {first.actual:.12g} under the"
-            f" layout, a relative difference of {first.difference:.1e}."
+            f"Different. First difference: {_named(first)}, {first.expected:.12g} in one process and"
+            f" {first.actual:.12g} under the layout, a relative difference of {first.difference:.1e}."
         )
         tried = "\n".join(f"  {experiment}" for experiment in self.experiments)
         parts.append(f"Why: {self.reason}\n{tried}".rstrip())
@@ -136,41 +136,41 @@ def check(
     progress: Callable[[str], None] = lambda text: None,
     **layout: Any,
 ) -> CheckResult:
-    """Train a module in one process and under a layout, and compare.
+    """Train a module in one process and under a layout, and compare the results.
 
-    Both train in float64 on the CPU, on the same batches of the loader, in copies of this process. Dropout is set to 0
-    if modules keep its probability in an attribute. Each replica gets its own batches, and the reference in one
-    process averages the gradients over all of these batches, which is the result of Lightning's DDP.
+    Both runs train in float64 on the CPU, on the same batches of the loader, in copies of this process. Dropout is set
+    to 0 if modules store its probability in an attribute. Each replica gets its own batches, and the single process
+    averages the gradients over all of these batches, as Lightning's DDP does.
 
     Example::
 
         print(lightning_hybrid.check(MyModule, MyData, pipeline_parallel_size=2))
 
     Args:
-        make_module: Makes the module; a class or a closure.
-        make_data: Makes the data of `Trainer.fit`. ``None`` if the module has loaders.
-        steps: Optimizer steps.
+        make_module: Class or function that returns the module.
+        make_data: Class or function that returns the data for `Trainer.fit`. ``None`` if the module has loaders.
+        steps: Number of optimizer steps.
         trainer: ``accumulate_grad_batches``, ``gradient_clip_val`` and ``gradient_clip_algorithm`` of the Trainer.
-        time_limit: Seconds that each training may take.
+        time_limit: Time limit of each training in seconds.
         progress: Called with a description of each training before it starts.
-        layout: Arguments of `HybridStrategy`. ``data_parallel_size="auto"`` is 1, a list of sizes is its first entry,
-            and ``global_batch_size`` is ignored: ``trainer`` has the number of accumulated batches.
+        layout: Arguments of `HybridStrategy`. ``data_parallel_size="auto"`` means 1, and a list of sizes means its
+            first entry. ``global_batch_size`` is ignored: set ``accumulate_grad_batches`` in ``trainer``.
 
     Returns:
         The compared values and, if they differ, the cause.
 
     Raises:
-        ValueError, TypeError: If an argument is not possible, or the losses of one process are not finite.
-        RankError: If one process or the layout does not train.
+        ValueError, TypeError: If an argument is invalid, or the losses in one process are not finite.
+        RankError: If training fails in one process or under the layout.
         RuntimeError: If this system cannot copy a process.
     """
     if not isinstance(steps, int) or steps < 1:
         raise ValueError(f"steps must be an integer of at least 1, got {steps!r}. [LH103]")
     if not time_limit > 0:
-        raise ValueError(f"time_limit must be a number of seconds above 0, got {time_limit!r}. [LH103]")
+        raise ValueError(f"time_limit must be a positive number of seconds, got {time_limit!r}. [LH103]")
     arguments = {"accumulate_grad_batches": 1, **(trainer or {})}
     if unknown := sorted(set(arguments) - set(_TRAINER_ARGUMENTS)):
-        raise ValueError(f"trainer takes {', '.join(_TRAINER_ARGUMENTS)}; got {', '.join(unknown)}. [LH1006]")
+        raise ValueError(f"trainer accepts only {', '.join(_TRAINER_ARGUMENTS)}; got {', '.join(unknown)}. [LH1006]")
     launch = replace(layout.get("launch", Launch()), process_group_backend="gloo")
     layout = {**layout, **_IRRELEVANT, "launch": launch}
     for name in ("tensor_parallel_size", "pipeline_parallel_size"):
@@ -178,7 +178,7 @@ def check(
     settings = HybridStrategy(**layout).settings
     if settings.searched:
         raise ValueError(
-            f"Give a layout to be checked: {', '.join(settings.searched)} would be found at the start. [LH1004]"
+            f"{', '.join(settings.searched)} must be set for a check, instead of being chosen at the start. [LH1004]"
         )
     layout |= {"num_microbatches": settings.num_microbatches, "schedule": settings.schedule}
     if layout.get("data_parallel_size", "auto") == "auto":
@@ -224,7 +224,7 @@ class _Check:
         if not all(map(math.isfinite, (*reference.losses, *reference.grad_norms))):
             raise ValueError(
                 f"In one process the losses are {reference.losses[:_MOST_SHOWN]} and the gradient norms"
-                f" {reference.grad_norms[:_MOST_SHOWN]}: what is not finite cannot be compared. Use another learning"
+                f" {reference.grad_norms[:_MOST_SHOWN]}, but only finite values can be compared. Use another learning"
                 " rate, or fewer steps. [LH1007]"
             )
         result = CheckResult(_layout_text(self.layout), self.compare({}), self.tolerance, self.notes())
@@ -244,7 +244,7 @@ class _Check:
         layout = {**self.layout, **_WITHOUT_STAGES, **_WITHOUT_TENSOR_PARALLEL, "zero_stage": 0, "recompute": False}
         if all(self.layout.get(name, value) == value for name, value in layout.items()):
             return result
-        text = "one process, the same microbatches from the same seeds"
+        text = "one process with the same microbatches and seeds"
         try:
             ranks, replicas = self.train(self.layout), self.train(layout)
         except RankError as error:
@@ -252,7 +252,7 @@ class _Check:
             return result
         compared = compare(interleaved(replicas), ranks, steps=self.training.steps, replicas=len(replicas))
         self.add(text, compared)
-        note = "The step draws random numbers, so one process runs the same microbatches, each with the same numbers."
+        note = "The step draws random numbers, so one process runs the same microbatches with the same random numbers."
         return replace(result, comparisons=compared, notes=(*result.notes, note))
 
     # -- trainings ---------------------------------------------------------------------------------------------------
@@ -297,12 +297,12 @@ class _Check:
         notes = []
         if reference.dropouts:
             notes.append(
-                f"Probabilities of dropout that were set to 0: {reference.dropouts}. Microbatches draw other random"
-                " numbers than one batch."
+                f"Dropout probabilities set to 0: {reference.dropouts}. Microbatches would draw other random numbers"
+                " than one batch."
             )
         if reference.float32 is not None:
             notes.append(
-                f"The step computes in float32 at {reference.float32}, so what can be expected is float32's rounding."
+                f"The step computes in float32 at {reference.float32}, so float32 rounding errors are expected."
             )
         return tuple(notes)
 
@@ -313,14 +313,14 @@ class _Check:
         draws = self.reference(self.replicas).draws
         who = "training draws random numbers" if draws is None else f"the step draws random numbers ({draws})"
         return _Explanation(
-            f"{who}; with others, one process is different from itself. Under a layout each microbatch and each replica"
-            " draws its own, and so may each layer and each rank that shares one: the comparison cannot be equal, and"
-            " shows neither that the layout is right nor that it is wrong.",
-            "Switch off for the check what draws. Set a dropout of your own to 0 (such as `--model.dropout 0`), or keep"
-            " its probability in an attribute with `drop` in its name (`self.dropout_p`), which is set to 0 here. Draws"
-            " that are the method itself, such as the noise of a diffusion model or negative samples, may come with the"
-            " batch: make them in the Dataset or in `collate_fn` (`return x, noise`), and every layout trains on the"
-            " same ones. A generator that the step seeds does not help: each microbatch draws its first numbers again.",
+            f"{who}, so even two runs of one process differ if their seeds differ. Under a layout, each microbatch,"
+            " replica, layer and rank may draw its own random numbers. The results cannot be equal, and the comparison"
+            " does not show whether the layout is correct.",
+            "Turn off random draws for the check. Set your own dropout to 0 (such as `--model.dropout 0`), or store its"
+            " probability in an attribute with `drop` in its name (`self.dropout_p`), which the check sets to 0. If the"
+            " method needs random numbers, such as the noise of a diffusion model or negative samples, draw them in the"
+            " Dataset or in `collate_fn` (`return x, noise`), so that every layout trains on the same ones. Seeding a"
+            " generator in the step does not help, because each microbatch would draw the same numbers again.",
         )
 
     def explain(self, result: CheckResult) -> _Explanation:
@@ -333,13 +333,13 @@ class _Check:
         for text, changes in self.axes():
             if self.is_equal(text, {**one, **changes}):
                 return _Explanation(
-                    f"with {text} the numbers equal one process, so the difference comes from there.",
+                    f"with {text} the results are equal, so this argument causes the difference.",
                     (self.about_plan() if "tensor_parallel_size" in changes else "")
-                    + "`lightning-hybrid plan` shows how layers are sharded. If that is right, it is a bug in this"
-                    " package: please report it.",
+                    + "`lightning-hybrid plan` shows how layers are sharded. If that is correct, please report a bug in"
+                    " this package.",
                 )
         return _Explanation(
-            "no change of one thing makes the numbers equal.", "Take parts out of the module until they are."
+            "no single change makes the results equal.", "Remove parts of the module until they are equal."
         )
 
     def about_plan(self) -> str:
@@ -347,17 +347,17 @@ class _Check:
         record = self._ranks[0]
         if not record.has_own_plan:
             return ""
-        first = "tensor_parallel_plan is your own: look first whether it lacks an entry."
+        first = "You wrote the tensor_parallel_plan: check first whether an entry is missing."
         return "".join(f"{sentence} " for sentence in (first, *record.plan_faults[:_MOST_SHOWN]))
 
     def explain_microbatches(self, result: CheckResult) -> _Explanation:
         """One microbatch is equal, several are not."""
         if layers := self.reference(self.replicas).batch_norms:
-            text = "batch norms with their running statistics"
+            text = "batch norm with running statistics"
             if self.is_equal(text, {}, fixed_statistics=True):
                 return _Explanation(
-                    f"{layers} layers take the statistics of a batch (BatchNorm), and a microbatch has its own.",
-                    "Use GroupNorm or LayerNorm, or num_microbatches=1. SyncBatchNorm joins replicas, not"
+                    f"{layers} layers (BatchNorm) use the statistics of each microbatch instead of the whole batch.",
+                    "Use GroupNorm or LayerNorm, or num_microbatches=1. SyncBatchNorm synchronizes replicas, not"
                     " microbatches.",
                 )
         names = list(dict.fromkeys(each.name for each in result.differences))
@@ -374,46 +374,46 @@ class _Check:
             (weights,) = self.run("on each microbatch in one process", function, 1)
         except RankError as error:
             self.add_failure("each microbatch in one process", error)
-            return _Explanation("the microbatches differ from the batch.", "Use num_microbatches=1.")
+            return _Explanation("the microbatches and the batch give different results.", "Use num_microbatches=1.")
         return self.explain_weights(weights)
 
     def explain_weights(self, weights: MicrobatchWeights) -> _Explanation:
         """Whether the batch is a weighted sum of its microbatches."""
         found, used = map(_weights_text, (weights.found, weights.used))
         is_sum = weights.residual <= math.sqrt(self.tolerance)
-        text = f"one process, gradients of the microbatches times {found}, against the gradient of the batch"
+        text = f"one process, gradients of microbatches weighted by {found}, compared with the gradient of the batch"
         self.experiments.append(Experiment(text, weights.residual, equal=is_sum))
         if not is_sum:
             return _Explanation(
-                f"the loss couples the samples of a batch: no weighted sum of the gradients of microbatches equals"
-                f" the gradient of the batch (the best sum has a relative error of {weights.residual:.0e}).",
+                f"the loss couples the samples of a batch: no weighted sum of microbatch gradients equals the"
+                f" gradient of the batch (the best sum has a relative error of {weights.residual:.0e}).",
                 "Use num_microbatches=1, or define `split_batch` to split where samples are independent.",
             )
         if max(abs(a - b) for a, b in zip(weights.found, weights.used, strict=True)) <= math.sqrt(self.tolerance):
             return _Explanation(
-                "losses and gradients of a batch and of its microbatches agree; the step keeps state from one call to"
-                " the next, and is called for each microbatch.",
-                "Use num_microbatches=1, or change that state in a hook (`on_train_batch_end`).",
+                "the losses and gradients of a batch and its microbatches are equal, but the step keeps state between"
+                " calls, and it is called for each microbatch.",
+                "Use num_microbatches=1, or update that state in a hook (`on_train_batch_end`).",
             )
         if all(abs(weight - 1) <= math.sqrt(self.tolerance) for weight in weights.found):
             return _Explanation(
-                f"the loss is a sum over samples: the batch is the sum of its microbatches, not their mean ({used}).",
+                f"the loss is a sum over samples, but the mean over microbatches was used (weights {used}).",
                 'Use loss_reduction="sum".',
             )
         return _Explanation(
-            f"the loss is a mean over something else than samples, such as tokens: the batch is its microbatches"
-            f" weighted by {found}, and they were weighted by {used}.",
-            "For a mean over the labels that are not masked, write in the module `microbatch_weight ="
-            " lightning_hybrid.count_tokens('labels')`, with `shift=True` if the model shifts the labels, as causal"
-            " models of transformers do. For another mean let a method `microbatch_weight(self, microbatch)` return"
-            " what the loss is divided by.",
+            f"the loss is not a mean over samples, but over other units, such as tokens: the correct weights of the"
+            f" microbatches are {found}, but {used} were used.",
+            "For a mean over labels that are not masked, set `microbatch_weight ="
+            " lightning_hybrid.count_tokens('labels')` in the module, with `shift=True` if the model shifts the labels,"
+            " as causal models of transformers do. For another mean, define `microbatch_weight(self, microbatch)` and"
+            " return the divisor of the loss.",
         )
 
     def is_repeatable(self) -> bool:
         """Whether one process has the same numbers with other random numbers."""
         first, second = self.reference(self.replicas), self.reference(self.replicas, seed=1)
         compared = compare(first, [second], steps=self.training.steps, replicas=1)
-        return self.add("one process with other random numbers", compared).equal
+        return self.add("one process with another seed", compared).equal
 
     def is_equal(self, text: str, changes: Mapping[str, Any], *, fixed_statistics: bool = False) -> bool:
         """Whether the layout is equal with some changes."""
@@ -472,17 +472,16 @@ def _named(comparison: Comparison) -> str:
 
 def _bound(difference: float) -> str:
     """The power of ten that it is below, of those that mean something."""
-    return f"1e{max(-12, math.ceil(math.log10(difference)))}" if difference else "the last bit"
+    return f"within 1e{max(-12, math.ceil(math.log10(difference)))}" if difference else "to the last bit"
 
 
 def _advice(text: str) -> str:
     """Return the advice for a step that raises an error, with or without a layout."""
     if text == _ALONE:
-        return "The step fails without any layout. Run it with `Trainer(devices=1)`, and fix it there."
+        return "The step also fails without a layout. Run it with `Trainer(devices=1)`, and fix it there."
     return (
-        "The step runs in one process, so the layout causes the error. Check parts of the layout, such as"
-        " `--trainer.strategy.init_args.num_microbatches 1`, or one of the sizes alone, to find the argument that"
-        " fails; docs: pipeline, limits."
+        "The step runs in one process, so the layout causes the error. To find the argument that fails, check with"
+        " `--trainer.strategy.init_args.num_microbatches 1`, or with only one of the sizes; docs: pipeline, limits."
     )
 
 

@@ -88,18 +88,18 @@ def _of_class(key: str, path: str, problem: str) -> str:
     if option := re.fullmatch(r"Option '([\w.]+)' is not accepted", problem):
         parameters = _options(path)
         names, groups = list(parameters), group_of_parts(parameters)
-        meant = did_you_mean(option[1], names) or f". It has {', '.join(names)}"
+        meant = did_you_mean(option[1], names) or f". Its options are {', '.join(names)}"
         if group := groups.get(option[1]):
-            meant = f"; it is a part of `{group}`: {group}.{option[1]}"
+            meant = f"; it belongs to `{group}`: use {group}.{option[1]}"
         return f"{key}: {path} has no option {option[1]!r}{meant}"
     if option := _UNKNOWN_PART.match(problem):
         parts = [part for part, group in group_of_parts(_options(path)).items() if group == option[1]]
         return f"{key}: {path} has no option '{option[1]}.{option[2]}'{did_you_mean(option[2], parts)}"
     if attribute := re.fullmatch(r"module '([\w.]+)' has no attribute '(\w+)'", problem):
-        return f"{key}: there is no {path}: {problem}{did_you_mean(attribute[2], _names(attribute[1]))}"
+        return f"{key}: cannot import {path}: {problem}{did_you_mean(attribute[2], _names(attribute[1]))}"
     if module := re.fullmatch(r"No module named '([\w.]+)'", problem):
         owner, _, name = module[1].rpartition(".")
-        return f"{key}: there is no {path}: {problem}{did_you_mean(name, _names(owner))}"
+        return f"{key}: cannot import {path}: {problem}{did_you_mean(name, _names(owner))}"
     return _of_key(f"{key}.init_args", problem) if _KEY.match(problem) else f"{key}: {path}: {problem}"
 
 

@@ -69,7 +69,7 @@ def read_outline(
     if not directory.below(root):
         roots = sorted({str(path[0]) for path in directory.entries})
         raise ValueError(
-            f"{directory.path} holds no state of a module: it has {roots}, but no {MODEL!r} or {root!r}. [LH1009]"
+            f"{directory.path} does not contain a module: it has {roots}, but no {MODEL!r} or {root!r}. [LH1009]"
         )
     extra = directory.read_extra(read_extra or _read_extra)
     targets = {
@@ -112,7 +112,7 @@ def _merged(extra: dict[str, Any], values: Mapping[TreePath, Any], directory: Di
             checkpoint[OPTIMIZERS] = [numbered({"state": {}, **tree}) for tree in trees]
         except KeyError as error:
             raise ValueError(
-                f"There is the state of an optimizer for {error}, which is in none of its groups. [LH1014]"
+                f"An optimizer in the checkpoint has a state for {error}, which is in none of its groups. [LH1014]"
             ) from error
     return checkpoint
 
@@ -148,12 +148,12 @@ def consolidate(
     """
     if path.is_file():
         raise NotADirectoryError(
-            f"{path} is a file, not a directory of shards: there is nothing to consolidate. [LH1010]"
+            f"{path} is a file, not a sharded checkpoint: there is nothing to consolidate. [LH1010]"
         )
     if file.is_dir():
-        raise IsADirectoryError(f"{file} is a directory; name a file. [LH1011]")
+        raise IsADirectoryError(f"{file} is a directory. Give the path of a file. [LH1011]")
     if file.exists() and not overwrite:
-        raise FileExistsError(f"{file} exists; it is replaced with --overwrite. [LH1012]")
+        raise FileExistsError(f"{file} already exists. Use --overwrite to replace it. [LH1012]")
     directory = DistributedCheckpoint(path, load_value=partial(torch.load, weights_only=False))
     directory.check_files()
     outline = read_outline(directory, weights_only=weights_only)
@@ -162,7 +162,7 @@ def consolidate(
         try:
             mapped = _lay_out(outline, new)
         except (RuntimeError, OSError, pickle.PicklingError) as error:
-            raise OSError(f"{file}, {total} bytes of tensors, cannot be written: {error} [LH1015]") from error
+            raise OSError(f"{file} ({total} bytes of tensors) cannot be written: {error} [LH1015]") from error
         for tree_path, tensor in outline.tensors.items():
             try:
                 directory.read({tree_path: mapped[id(tensor)]})
@@ -219,12 +219,12 @@ def _read_extra(file: Path) -> Any:
         return torch.load(file, map_location="cpu", weights_only=False)
     except (ImportError, AttributeError) as error:
         raise ValueError(
-            f"{file} has an object of a class that cannot be found: {error}. Run this where it can"
-            " be imported. [LH1013]"
+            f"{file} contains an object whose class cannot be imported: {error}. Run the command where your project"
+            " can be imported. [LH1013]"
         ) from error
     except Exception as error:  # whatever unpickling raises
         raise ValueError(_unreadable(file, error)) from error
 
 
 def _unreadable(path: Place, error: Exception) -> str:
-    return f"{path} is damaged, or was not written completely: {type(error).__name__}: {error} [LH901]"
+    return f"{path} is damaged or incomplete: {type(error).__name__}: {error} [LH901]"

@@ -88,7 +88,7 @@ def export(
     """
     folder = folder.absolute()
     if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
-        raise FileExistsError(f"{folder} exists, and is not an empty folder: name another one. [LH1012]")
+        raise FileExistsError(f"{folder} already exists and is not an empty folder. Choose another one. [LH1012]")
     checkpoint, read = _open(path)
     state = {name: value for name, value in _state_of(checkpoint, path).items() if isinstance(value, Tensor)}
     begin, first_parts = _find_prefix(state, prefix, path)
@@ -150,7 +150,7 @@ def _state_of(checkpoint: Mapping[str, Any], path: Place) -> Mapping[str, Any]:
     state = checkpoint.get(MODEL, checkpoint)
     if not isinstance(state, Mapping) or not any(isinstance(value, Tensor) for value in state.values()):
         raise ValueError(
-            f"{path} has no weights: tensors by name, alone or as {MODEL!r}. It has {list(checkpoint)[:5]}. [LH925]"
+            f"{path} has no weights (tensors by name, alone or under {MODEL!r}). It has {list(checkpoint)[:5]}. [LH925]"
         )
     return state
 
@@ -164,7 +164,7 @@ def _find_prefix(names: Mapping[str, Any], prefix: str | None, path: Place) -> t
     begin = f"{prefix.removesuffix('.')}." if prefix else ""
     if not any(name.startswith(begin) for name in names):
         raise ValueError(
-            f"No name in {path} begins with {begin!r}. They begin with {', '.join(map(repr, firsts))}. [LH1016]"
+            f"No name in {path} starts with {begin!r}. The names start with {', '.join(map(repr, firsts))}. [LH1016]"
         )
     return begin, firsts
 
@@ -202,13 +202,13 @@ def _find_config(checkpoint: Mapping[str, Any], given: Path | None) -> dict[str,
     if given is not None:
         file = given / CONFIG if given.is_dir() else given
         if not file.is_file():
-            raise FileNotFoundError(f"There is no configuration at {file}. [LH1017]")
+            raise FileNotFoundError(f"No model configuration found at {file}. [LH1017]")
         try:
             found = json.loads(file.read_text(encoding="utf-8"))
         except ValueError as error:
-            raise ValueError(f"{file} is not a configuration of a model: {error} [LH1017]") from error
+            raise ValueError(f"{file} is not a model configuration: {error} [LH1017]") from error
         if not isinstance(found, dict):
-            raise ValueError(f"{file} is not a configuration of a model: it holds a {type(found).__name__}. [LH1017]")
+            raise ValueError(f"{file} is not a model configuration: it contains a {type(found).__name__}. [LH1017]")
         return found
     parameters = checkpoint.get("hyper_parameters")
     values = list(parameters.values()) if isinstance(parameters, Mapping) else []

@@ -74,7 +74,7 @@ class HybridCLIParser(LightningArgumentParser):
             message = f"{in_words(with_advice(message, text), text)} [LH1002]"
         if named:
             message = (
-                f"trainer.strategy: the name {named[1]!r} has no arguments that could be changed. Write the strategy as"
+                f"trainer.strategy: the name {named[1]!r} does not accept arguments. Write the strategy as"
                 " {class_path: lightning_hybrid.HybridStrategy, init_args: {...}} [LH1002]"
             )
         self.exit(2, f"error: {message}\n" if is_printed_here() else None)
@@ -148,12 +148,12 @@ def load_config(
     strategy = cli.trainer.strategy
     if not isinstance(strategy, HybridStrategy):
         parser.error(
-            f"the strategy of {', '.join(configs)} is a {type(strategy).__name__}, not a HybridStrategy [LH1003]"
+            f"the strategy in {', '.join(configs)} is a {type(strategy).__name__}, not a HybridStrategy [LH1003]"
         )
     if strategy.settings.searched:
         parser.error(
-            f"{', '.join(strategy.settings.searched)} of {', '.join(configs)} are found when training starts. Give them"
-            " here, such as --trainer.strategy.init_args.layout=null; `suggest` says which are good [LH1004]"
+            f"{', '.join(strategy.settings.searched)} in {', '.join(configs)} will be chosen when training starts. Set"
+            " them here, for example with --trainer.strategy.init_args.layout=null; `suggest` prints values [LH1004]"
         )
     return cli, strategy
 
@@ -210,7 +210,7 @@ def run_on_shapes(
     be_quiet()
     with count_progress("Reading the configuration") as progress:
         cli, strategy = load_config(parser, configs, overrides)
-        progress("Running the step on shapes", 1, 2)
+        progress("Running the step on fake tensors", 1, 2)
         with parser.refusing(ValueError, TypeError, MisconfigurationException):
             result = dry_run(
                 maker(configs, overrides, cli),

@@ -134,18 +134,18 @@ def read_mapped(file: Path, *, trusted: bool = False) -> Mapping[str, Any]:
     size = file.stat().st_size
     if not zipfile.is_zipfile(file):
         raise ValueError(
-            f"{file}, {size:,} bytes, is not a complete checkpoint: it has no list of its contents, which is written"
-            " last. [LH914]"
+            f"{file} ({size:,} bytes) is not a complete checkpoint: it has no table of contents, which is written last."
+            " [LH914]"
         )
     with zipfile.ZipFile(file) as archive:
         if any(name.endswith("/constants.pkl") for name in archive.namelist()):
-            raise ValueError(f"{file}, {size:,} bytes, is a program in TorchScript, not a checkpoint. [LH902]")
+            raise ValueError(f"{file} ({size:,} bytes) is a TorchScript program, not a checkpoint. [LH902]")
     try:
         tree = load_lenient(file, mmap=True, trusted=trusted)
     except Exception as error:  # whatever unpickling raises
-        raise ValueError(f"{file}, {size:,} bytes, cannot be read: {type(error).__name__}: {error} [LH901]") from error
+        raise ValueError(f"{file} ({size:,} bytes) cannot be read: {type(error).__name__}: {error} [LH901]") from error
     if not isinstance(tree, Mapping):
-        raise ValueError(f"{file} holds {_value(tree)}, not a checkpoint, which is a dictionary. [LH902]")
+        raise ValueError(f"{file} contains {_value(tree)} instead of a checkpoint, which is a dictionary. [LH902]")
     return tree
 
 
@@ -209,7 +209,7 @@ def _optimizers(states: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, str]
     for number, state in enumerate(states):
         values = state.get("state", {})
         keys = sorted({str(key) for value in values.values() for key in value})
-        content = f"{', '.join(keys)} of {len(values)} parameters; {_sum(_tensors(values))}" if keys else "no state"
+        content = f"{', '.join(keys)} for {len(values)} parameters; {_sum(_tensors(values))}" if keys else "no state"
         yield f"optimizer {number}", content
         for index, group in enumerate(state.get("param_groups", [])):
             names = sorted(group.keys() - {"params", "param_names"}, key=lambda name: (name != "lr", name))

@@ -85,7 +85,7 @@ def run_ranks(function: Callable[[], Any], world_size: int, *, time_limit: float
     """
     if "fork" not in multiprocessing.get_all_start_methods():
         raise RuntimeError(
-            f"{sys.platform} cannot copy a process (fork), which this needs. Use Linux or macOS. [LH205]"
+            f"{sys.platform} cannot copy a process (fork), which this command needs. Use Linux or macOS. [LH205]"
         )
     context = multiprocessing.get_context("fork")
     with TemporaryDirectory(prefix="lightning-hybrid-") as name:
@@ -173,8 +173,8 @@ def _outcome(directory: Path, rank: int, process: BaseProcess, *, is_ended: bool
     limit = next((number for number, line in enumerate(lines) if line.startswith(_TIMEOUT)), None)
     if limit is not None:
         stacks = "\n".join(lines[limit + 1 :][:_LOG_LINES])
-        return _Failure(_Kind.ENDED, f"took longer than its limit. It was here, the last call first:\n{stacks}")
+        return _Failure(_Kind.ENDED, f"took longer than the time limit. Its last calls, most recent first:\n{stacks}")
     tail = "\n".join(lines[-_LOG_LINES:])
     if is_ended:
-        return _Failure(_Kind.ENDED, f"was ended.\n{tail}")
+        return _Failure(_Kind.ENDED, f"was terminated.\n{tail}")
     return _Failure(_Kind.DIED, f"died (exit code {process.exitcode}).\n{tail}")

@@ -19,19 +19,19 @@ LIGHTNING_COMMANDS = {
     "fit": ("train", "--config FILE"),
     "validate": ("evaluate on the validation data", "--config FILE --ckpt_path FILE"),
     "test": ("evaluate on the test data", "--config FILE --ckpt_path FILE"),
-    "predict": ("run on new data", "--config FILE --ckpt_path FILE"),
+    "predict": ("predict on new data", "--config FILE --ckpt_path FILE"),
 }
 #: Our own ones, each a file of `cli.commands`.
 COMMANDS = {
-    "demo": ("train an example that comes along", "--ranks 2"),
-    "plan": ("show which rank would hold what", "--config FILE"),
-    "memory": ("estimate how many bytes each would hold", "--config FILE --ranks 8"),
-    "suggest": ("say which layouts are the fastest that fit", "--config FILE --ranks 8"),
+    "demo": ("train a built-in example", "--ranks 2"),
+    "plan": ("show which layers each rank holds", "--config FILE"),
+    "memory": ("estimate the memory of each rank", "--config FILE --ranks 8"),
+    "suggest": ("rank layouts by estimated speed", "--config FILE --ranks 8"),
     "check": ("compare a layout with one process", "--config FILE"),
     "timeline": ("draw a pipeline schedule", "--ranks 4 --microbatches 8"),
-    "inspect": ("show what a checkpoint holds", "PATH"),
-    "consolidate": ("make a checkpoint directory one file", "DIR FILE"),
-    "export": ("write weights as Hugging Face does", "CHECKPOINT FOLDER"),
+    "inspect": ("show the contents of a checkpoint", "PATH"),
+    "consolidate": ("convert a checkpoint directory to one file", "DIR FILE"),
+    "export": ("export weights in Hugging Face format", "CHECKPOINT FOLDER"),
 }
 
 
@@ -63,7 +63,7 @@ def main(args: Sequence[str] | None = None, *, model: str | None = None, data: s
         elif command in {"-h", "--help"}:
             print(_help())
         else:
-            complaint = f"\n{PROGRAM}: there is no command {command!r}{did_you_mean(command, _all_words())}"
+            complaint = f"\n{PROGRAM}: unknown command {command!r}{did_you_mean(command, _all_words())}"
             print(_help() + (f"\n{complaint}" if arguments else ""), file=sys.stderr)
             raise SystemExit(2)
 
@@ -101,7 +101,8 @@ def _help() -> str:
             *(f"  {name:{width}}  {text:{text_width}}  {example}" for name, (text, example) in commands.items()),
             "",
             f"Example: {PROGRAM} timeline --ranks 4 --microbatches 8",
-            f"{PROGRAM} COMMAND --help prints the options of a command, --version all versions, and",
-            f"{PROGRAM} fit --trainer.strategy.help lightning_hybrid.HybridStrategy the arguments of the strategy.",
+            f"Options of a command: {PROGRAM} COMMAND --help",
+            f"Strategy arguments: {PROGRAM} fit --trainer.strategy.help lightning_hybrid.HybridStrategy",
+            f"Versions: {PROGRAM} --version",
         ]
     )

@@ -116,29 +116,29 @@ class ConfigParser(Parser):
         super().__init__(
             command,
             description=description,
-            epilog="Other options change the configuration as those of `fit` do, so that the command line of a run is"
-            f" understood. Example: {PROGRAM} {command} --config FILE {example}",
+            epilog="All options of `fit` work here too, so you can reuse the command line of a run. Example:"
+            f" {PROGRAM} {command} --config FILE {example}",
         )
         self.group("configuration").add_argument(
             "--config",
             required=True,
             action="append",
             metavar="FILE",
-            help="the configuration; of several, later ones change earlier ones",
+            help="configuration file; can be repeated, and later files override earlier ones",
         )
 
 
 def on_disk(text: str) -> Path:
     """A path to write to, as the type of an option."""
     if "://" in text:
-        raise argparse.ArgumentTypeError(f"{text!r} is not on a disk: write to one, and copy it")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a local path: write to a local disk, then copy the result")
     return Path(text)
 
 
 def positive(text: str) -> int:
     """The value of an option that counts something: 1 or more."""
     if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 1")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
     return int(text)
 
 

@@ -169,9 +169,9 @@ def whole_numbers() -> Iterator[None]:
         if all(placement.is_replicate() for placement in tensor.placements):
             return getattr(to_local(tensor), name)(*args, **kwargs)
         raise WrongUseError(
-            f"`{name}` was called on a tensor of which ranks hold different parts (tensor parallelism, ZeRO). Read"
-            " parameters inside `with self.trainer.strategy.full_parameters():`, with `gradients=True` for gradients"
-            " too, on every rank. [LH402]"
+            f"`{name}` was called on a tensor that is sharded over ranks (tensor parallelism, ZeRO). On every rank,"
+            " read parameters inside `with self.trainer.strategy.full_parameters():`. Add `gradients=True` to read"
+            " gradients too. [LH402]"
         )
 
     handlers[operation] = lambda _, args, __: full_tensor(args[0]).item()
@@ -440,7 +440,9 @@ def put_data(parameter: Any, local: Tensor) -> None:
         parameter.data = local
         return
     if not _is_direct(parameter):
-        raise RuntimeError(f"torch {torch.__version__} cannot give a sharded parameter another dtype in place. [LH135]")
+        raise RuntimeError(
+            f"torch {torch.__version__} cannot change the dtype of a sharded parameter in place. [LH135]"
+        )
     spec: Any = parameter._spec
     spec = replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=local.dtype))
     parameter.data = _from_local(local, spec)  # the dtype; what torch keeps beside it follows

@@ -418,9 +418,9 @@ class FailureStore:
             return f"{finished_text(finished)} {text}"
         if elsewhere := [self.name_of(rank) for rank, place in present.items() if place is None]:
             names = ", ".join(elsewhere[:_MOST])
-            return f"Not in this run, so elsewhere in the program, or gone before: {names}. {text}"
+            return f"Not in this run, but elsewhere in the program or already ended: {names}. {text}"
         places = "; ".join(f"rank {rank} at {present[rank]}" for rank in others[:_MOST])
-        return f"{text} All ranks are there: {places}."
+        return f"{text} All ranks are still running: {places}."
 
     def _read(self, name: str) -> str | None:
         key = self.key(name)
@@ -429,19 +429,19 @@ class FailureStore:
 
 def gone_text(names: Sequence[str]) -> str:
     """What is wrong if the processes of ranks have ended without a word."""
-    return f"Gone without a message, so killed or crashed: {', '.join(names)}. [LH221]"
+    return f"Killed or crashed without an error message: {', '.join(names)}. [LH221]"
 
 
 def store_gone_text(name: str) -> str:
     """Return the error for a lost store, which the process of the first rank has, or that of its launcher."""
-    return f"The store of all ranks is gone, so {name} or what launched the ranks has ended. [LH222]"
+    return f"The store that all ranks share is gone: {name} or the launcher of the ranks has exited. [LH222]"
 
 
 def silent_text(names: Sequence[str], seconds: float) -> str:
     """Return the error for ranks that sent no heartbeat within the timeout."""
     return (
-        f"No heartbeat for {seconds:.0f} s, so stopped, cut off or without power: {', '.join(names[:_MOST])}. If a rank"
-        " computes that long without letting other threads of Python run, increase"
+        f"No heartbeat for {seconds:.0f} s (stopped, disconnected or without power): {', '.join(names[:_MOST])}. If a"
+        " rank can compute that long without releasing Python's GIL, increase"
         " `HybridStrategy(faults=Faults(heartbeat_timeout=...))`. [LH223]"
     )
 
@@ -450,8 +450,8 @@ def finished_text(ranks: Sequence[int]) -> str:
     """What is wrong if ranks have finished a run and others wait for them."""
     names = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:_MOST]))}"
     return (
-        f"The run is over for {names}, and other ranks wait for them: the ranks do not do the same. Have they equally"
-        " many batches, the same arguments and the same callbacks? [LH225]"
+        f"The run is over on {names}, but other ranks are still waiting. All ranks need the same number of batches, the"
+        " same arguments and the same callbacks. [LH225]"
     )
 
 

@@ -158,15 +158,15 @@ class FailureWatch:
     @property
     def _silence(self) -> str:
         return (
-            f"The store of all ranks does not answer: {self._failures.name_of(0)}, or what launched the ranks, is"
-            " stopped, or its host is gone. [LH228]"
+            f"The store that all ranks share does not respond: {self._failures.name_of(0)} or the launcher of the ranks"
+            " is stopped, or its host is down. [LH228]"
         )
 
     def _find(self) -> str | None:
         """Why this run cannot go on, if it cannot."""
         if self._parent is not None and os.getppid() != self._parent:
             own = self._failures.name_of(self._rank)
-            return self._report(f"The process that started {own}, torchrun or another launcher, has ended. [LH226]")
+            return self._report(f"The process that launched {own} (torchrun or another launcher) has exited. [LH226]")
         try:
             return self._look_at_store()
         except (dist.DistError, OSError):
@@ -297,7 +297,7 @@ class FailureWatch:
             self.interrupt(RuntimeError(self._cause))
 
     def _end_process(self) -> None:
-        print_error(f"[rank {self._rank}] {self._cause}\nThis rank was at {self._thread.calls()}, and ends.")
+        print_error(f"[rank {self._rank}] {self._cause}\nThis rank was at {self._thread.calls()}, and now exits.")
         with suppress(Exception):
             self._failures.linger(self._store)
         with suppress(Exception):

@@ -145,13 +145,13 @@ def check_grid(mode: str, sizes: Iterable[int], depth: int, *, sequence_parallel
     """
     if depth > 1 and mode != "2.5d":
         raise ValueError(
-            f"tensor_parallel_depth={depth} is a number of squares, as tensor_parallel_mode='2.5d' has several; got"
-            f" tensor_parallel_mode={mode!r}. Leave it out, or use '2.5d'. [LH109]"
+            f"tensor_parallel_depth={depth} needs tensor_parallel_mode='2.5d'; got tensor_parallel_mode={mode!r}."
+            " Remove it, or use '2.5d'. [LH109]"
         )
     if mode != "1d" and sequence_parallel:
         raise ValueError(
-            f"sequence_parallel=True divides activations over ranks in a line; tensor_parallel_mode={mode!r} has them"
-            " divided already, over samples and features. Leave one of the two out. [LH110]"
+            f"sequence_parallel=True cannot be combined with tensor_parallel_mode={mode!r}, which already shards"
+            " activations over samples and features. Remove one of the two. [LH110]"
         )
     for size in sizes:
         grid_shape(mode, size, depth)

@@ -378,8 +378,8 @@ def leave_groups_to_parent() -> None:
     tables = [table for table in found if isinstance(table, dict)]
     if world is None or len(tables) < len(found):
         raise RuntimeError(
-            "This cannot run here: this process has created process groups, and torch"
-            f" {torch.__version__} cannot create others after a fork. Use a new process. [LH206]"
+            "This process has already created process groups, and torch"
+            f" {torch.__version__} cannot create others after a fork. Run this in a new process. [LH206]"
         )
     _OF_PARENT.append([world.default_pg, *(dict(table) for table in tables)])
     for table in tables:

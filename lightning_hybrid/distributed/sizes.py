@@ -46,10 +46,11 @@ def resolve_sizes(
     context = f" x context_parallel_size ({context_parallel_size})" if context_parallel_size > 1 else ""
     if max(map(len, allowed)) > 1:
         raise ValueError(
-            f"{world_size} processes cannot be divided by any of the sizes that are allowed: pipeline_parallel_size"
+            f"{world_size} processes cannot be divided by any of the allowed sizes: pipeline_parallel_size"
             f" {list(allowed[0])}, tensor_parallel_size {list(allowed[1])}, data_parallel_size {data_parallel_size!r}"
             f"{context}."
-            f" Add sizes whose product divides {world_size}, such as 1, or start another number of processes. [LH107]"
+            f" Add sizes whose product divides {world_size}, such as 1, or start a different number of processes."
+            " [LH107]"
         )
     pipeline, tensor = preferred(pipeline_parallel_size), preferred(tensor_parallel_size)
     model = tensor * pipeline * context_parallel_size
@@ -86,7 +87,7 @@ def accumulated_batches(global_batch_size: int, batch_size: int, data_parallel_s
     at_once = batch_size * data_parallel_size
     if global_batch_size % at_once:
         sizes = [size for size in range(1, batch_size) if not global_batch_size % (size * data_parallel_size)]
-        advice = f" or let a batch have {sizes[-1]} samples" if sizes else ""
+        advice = f" set the batch size to {sizes[-1]}," if sizes else ""
         raise ValueError(
             f"global_batch_size={global_batch_size} is not a multiple of {at_once}: {data_parallel_size} replicas take"
             f" a batch of {batch_size} samples each. Set it to a multiple of {at_once},{advice} or choose another"

@@ -124,9 +124,9 @@ class Taps:
             module = self._layer.get_submodule(name)
             if _foreign(module)[position][1](module, *given) is not None:
                 raise WrongUseError(
-                    f"A forward hook changes what {name!r} of {type(self._layer).__name__} returns, and did not when"
-                    " the step was first seen. It runs after the layer, as code around the layers uses what it sees."
-                    " Let it change the output always, or never. [LH444]"
+                    f"A forward hook changes the output of {name!r} in {type(self._layer).__name__}, but did not when"
+                    " the step was first traced. The hook runs after the layer, because code outside the layers uses"
+                    " what it reads. Make it always or never change the output. [LH444]"
                 )
 
 

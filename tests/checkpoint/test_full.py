@@ -350,16 +350,16 @@ def write_foreign(kind: str, path: Path) -> None:
 
 
 FOREIGN = {
-    "nothing": "FileNotFoundError: Checkpoint file not found: {path}, on ",
-    "weights": "ValueError: {path} is not a checkpoint of a Trainer: it holds a plain state dict of 16 tensors",
-    "list": "ValueError: {path} is not a checkpoint of a Trainer: it holds a list.",
-    "empty": "ValueError: {path} is not a checkpoint of a Trainer: it holds a dict with the keys []",
-    "old": "ValueError: {path} is not a checkpoint of a Trainer: it holds a dict with the keys ['state_dict'], and ",
-    "directory": "ValueError: {path} is not a checkpoint of a Trainer: it holds a dict with the keys ['state_dict'",
-    "noise": "ValueError: {path}, 5122 bytes, is not a checkpoint: it was not written by `torch.save`, or is damaged.",
-    "text": "ValueError: The checkpoint {path}, 44 bytes, cannot be read: ",
+    "nothing": "FileNotFoundError: Checkpoint file not found: {path} (searched on ",
+    "weights": "ValueError: {path} is not a checkpoint of a Trainer: it contains a plain state dict of 16 tensors",
+    "list": "ValueError: {path} is not a checkpoint of a Trainer: it contains a list.",
+    "empty": "ValueError: {path} is not a checkpoint of a Trainer: it contains a dict with the keys []",
+    "old": "ValueError: {path} is not a checkpoint of a Trainer: it contains a dict with the keys ['state_dict'], but",
+    "directory": "ValueError: {path} is not a checkpoint of a Trainer: it contains a dict with the keys ['state_dict'",
+    "noise": "ValueError: {path} (5122 bytes) is not a checkpoint: it was not written by `torch.save`, or it is",
+    "text": "ValueError: The checkpoint {path} (44 bytes) cannot be read: ",
     "object": "UnpicklingError: The checkpoint {path}: Weights only load failed.",
-    "optimizer": "ValueError: {path}: The checkpoint has the state of another optimizer than Momentum's SGD",
+    "optimizer": "ValueError: {path}: The checkpoint's optimizer is not Momentum's SGD",
 }
 
 

@@ -216,7 +216,7 @@ def test_a_directory_that_cannot_be_removed_beside_a_new_file_is_told(memory: st
     RemotePath(f"{file}/.metadata").write(b"")
     with (
         mock.patch.object(RemotePath, "remove", side_effect=StoreError("not allowed")),
-        pytest.raises(OSError, match=r"is written, but a directory of an earlier save is there, too"),
+        pytest.raises(OSError, match=r"was written, but the same path has a directory of an earlier save"),
     ):
         FileIO().save_checkpoint({"epoch": 1}, file)
 
@@ -246,7 +246,7 @@ def test_a_save_that_is_broken_off_does_not_count_and_the_next_one_clears_up(ran
 
 
 def test_a_place_that_ranks_do_not_share_is_refused(ranks: Pools, memory: str) -> None:
-    with pytest.raises(RankError, match=r"__1_0\.distcp', which .* has written. Every rank writes a part"):
+    with pytest.raises(RankError, match=r"__1_0\.distcp' that .* wrote. Every rank writes its part"):
         ranks(2).run(written, f"{memory}/saved", 1.0, {})
 
 
@@ -259,7 +259,7 @@ def test_a_bit_that_changed_is_found(ranks: Pools, place: tuple[str, dict[str, s
     content = bytearray(shard.read(0, 1 << 20))
     content[content.index(torch.ones(2).numpy().tobytes())] ^= 1
     shard.write(bytes(content))
-    with pytest.raises(RankError, match=r"__1_0.distcp is damaged: 'model.own 1' is not what was written"):
+    with pytest.raises(RankError, match=r"__1_0.distcp is damaged: 'model.own 1' changed after it was written"):
         ranks(2).run(found, path, environment)
 
 

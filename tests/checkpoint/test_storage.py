@@ -285,7 +285,7 @@ def test_a_directory_whose_parts_are_on_several_disks_does_not_take_the_place_of
     assert f"{socket.gethostname()} does not see " in texts[0]
     assert (f"bytes of '{path.parent}/.saved.unfinished/__1_0.distcp', which " in texts[0]) == is_there
     assert (f"the folder '{own}'" in texts[0]) != is_there
-    assert "its disk must be one that all machines share" in texts[0]
+    assert "so the directory must be on a disk that all nodes share" in texts[0]
     assert [each.name for each in path.parent.iterdir()] == ["saved"]
     assert ranks(2).run(read, str(path))[0]["groups", 0, "lr"] == 0.1
 
@@ -317,7 +317,7 @@ def damaged(path: Path, fault: str) -> None:
 @pytest.mark.parametrize(
     ("fault", "kind", "words"),
     [
-        ("missing shard", ValueError, "lacks the file '__1_0.distcp', .* bytes or more, on "),
+        ("missing shard", ValueError, "has no file '__1_0.distcp' \\(at least .* bytes\\) on "),
         ("short shard", ValueError, "'__1_0.distcp' has .* bytes of"),
         ("unfinished", ValueError, "not a complete checkpoint"),
         ("short metadata", ValueError, "metadata cannot be read"),

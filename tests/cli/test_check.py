@@ -195,7 +195,7 @@ def test_equal(name: str) -> None:
     assert result.equal, str(result)
     assert result.largest.difference < 1e-12
     assert not result.notes
-    assert "Equal to 1e-12" in str(result) or "Equal to the last bit" in str(result)
+    assert "Equal within 1e-12" in str(result) or "Equal to the last bit" in str(result)
 
 
 @pytest.mark.distributed
@@ -228,15 +228,25 @@ def test_random_numbers_are_those_of_the_same_microbatches() -> None:
 @pytest.mark.parametrize(
     ("module", "layout", "reason", "remedy"),
     [
-        (modules.Normalised, {**PP2, "num_microbatches": 3}, "8 layers take the statistics", "GroupNorm"),
+        (
+            modules.Normalised,
+            {**PP2, "num_microbatches": 3},
+            "8 layers (BatchNorm) use the statistics of each microbatch",
+            "GroupNorm",
+        ),
         (Contrastive, {"num_microbatches": 2}, "couples the samples", "num_microbatches=1"),
-        (UnweightedTokens, {**PP2, **PLAIN_MEANS}, "over something else than samples", "`microbatch_weight("),
+        (
+            UnweightedTokens,
+            {**PP2, **PLAIN_MEANS},
+            "not a mean over samples, but over other units",
+            "`microbatch_weight(",
+        ),
         (Sum, PLAIN_MEANS, "the loss is a sum over samples", 'loss_reduction="sum"'),
         (LogsProduct, {"num_microbatches": 2}, "logged values are not means over the samples: square", "`reduce_fx`"),
-        (DependsOnStages, PP2, "with pipeline_parallel_size=1 the numbers equal one process", "lightning-hybrid plan"),
-        (frame_modules.FrameDrops, PP2, "the step draws random numbers", "Switch off"),
-        (modules.Noisy, {"data_parallel_size": 2}, "the step draws random numbers", "Switch off"),
-        (modules.Noisy, {"data_parallel_size": 2}, "the step draws random numbers", "may come with the batch: make"),
+        (DependsOnStages, PP2, "with pipeline_parallel_size=1 the results are equal", "lightning-hybrid plan"),
+        (frame_modules.FrameDrops, PP2, "the step draws random numbers", "Turn off"),
+        (modules.Noisy, {"data_parallel_size": 2}, "the step draws random numbers", "Turn off"),
+        (modules.Noisy, {"data_parallel_size": 2}, "the step draws random numbers", "draw them in the Dataset"),
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else "",
 )
@@ -247,7 +257,7 @@ def test_why(module: type[LightningModule], layout: dict[str, Any], reason: str,
     assert remedy in result.remedy
     first = result.differences[0]
     assert first.step == 1
-    assert f"Different, first in {first.name} of step 1" in str(result)
+    assert f"Different. First difference: {first.name} of step 1" in str(result)
 
 
 @pytest.mark.distributed
@@ -310,10 +320,10 @@ def test_weights_of_microbatches_are_found() -> None:
         (
             Crashes,
             r"(?s)test_check.py\", line \d+, in loss.*The step runs in one process, so the layout causes the error\. "
-            "Check",
+            "To find the argument",
         ),
-        (Fails, r"(?s)in one process: Rank 0 of 1 raised KeyError.*in loss.*without any layout\. Run it with `Trainer"),
-        (Hangs, r"(?s)took longer than its limit.*in training_step"),
+        (Fails, r"(?s)in one process: Rank 0 of 1 raised KeyError.*in loss.*without a layout\. Run it with `Trainer"),
+        (Hangs, r"(?s)took longer than the time limit.*in training_step"),
         (Dies, r"Rank 1 of 2 died \(exit code -9\)"),
     ],
 )
@@ -327,8 +337,8 @@ def test_failures_are_told(module: type[LightningModule], text: str) -> None:
     ("arguments", "text"),
     [
         ({"steps": 0}, "steps must be an integer of at least 1, got 0"),
-        ({"time_limit": 0}, "time_limit must be a number of seconds above 0"),
-        ({"trainer": {"devices": 2}}, "trainer takes accumulate_grad_batches, .*; got devices"),
+        ({"time_limit": 0}, "time_limit must be a positive number of seconds"),
+        ({"trainer": {"devices": 2}}, "trainer accepts only accumulate_grad_batches, .*; got devices"),
         ({"schedule": "1f2b"}, "schedule must be one of"),
     ],
 )
@@ -475,7 +485,7 @@ def test_command_says_equal(
     words = ["--config", _config(tmp_path, "tests.modules.Around"), "--steps", "3", "--model.batch_size", "4"]
     assert _command(monkeypatch, *words) == 0
     out = capsys.readouterr().out
-    assert "One process against data 1 x tensor 1 x pipeline 2 = 2 processes, 2 microbatches" in out
+    assert "One process compared with data 1 x tensor 1 x pipeline 2 = 2 processes, 2 microbatches" in out
     assert len(re.findall(r"^ +3  (loss|gradient norm|log loss) ", out, re.MULTILINE)) == 3
     assert "  16 weights and buffers " in out
 
@@ -503,7 +513,7 @@ def test_command_on_a_model_of_hugging_face(
     words = ["--model.depth", "2", "--model.dim", "16", "--model.length", "16", "--data.length", "16"]
     assert _command(monkeypatch, "--config", str(ROOT / "configs" / "hf_gpt2.yaml"), *words, "--steps", "1") == 0
     out = capsys.readouterr().out
-    assert "One process against data 2 x tensor 1 x pipeline 2 = 4 processes, 4 microbatches" in out
+    assert "One process compared with data 2 x tensor 1 x pipeline 2 = 4 processes, 4 microbatches" in out
     assert "The step computes in float32 at transformers/loss/loss_utils.py:" in out
 
 
@@ -513,7 +523,7 @@ def test_command_says_different(
 ) -> None:
     assert _command(monkeypatch, "--config", _config(tmp_path, "tests.cli.test_check.UnweightedTokens")) == 1
     out = " ".join(capsys.readouterr().out.split())
-    assert "Different, first in loss of step 1" in out
+    assert "Different. First difference: loss of step 1" in out
     assert "num_microbatches=1: equal" in out
     assert "`microbatch_weight(self, microbatch)`" in out
 

@@ -271,7 +271,7 @@ def test_the_program_writes_a_file(shards: Path, capsys: pytest.CaptureFixture[s
 def test_a_file_is_replaced_only_if_that_is_said(shards: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = shards.parent / "one.ckpt"
     file.write_text("old")
-    assert f"{file} exists; it is replaced with --overwrite" in refused(capsys, shards, file)
+    assert f"{file} already exists. Use --overwrite to replace it" in refused(capsys, shards, file)
     assert file.read_text() == "old"
     main(["consolidate", str(shards), str(file), "--overwrite", "--weights-only"])
     assert sorted(torch.load(file)) == ["epoch", "global_step", "state_dict"]
@@ -298,10 +298,10 @@ def damage(path: Path, kind: str) -> None:
     [
         ("unfinished", "not a complete checkpoint: it has no file '.metadata'"),
         ("metadata", ".metadata cannot be read: UnpicklingError"),
-        ("meta.pt", "meta.pt is damaged, or was not written completely"),
-        ("missing", "lacks the file '__0_0.distcp'"),
-        ("truncated", "the file '__0_0.distcp' has 5000 bytes of"),
-        ("overwritten", "shards.ckpt is damaged, or was not written completely"),
+        ("meta.pt", "meta.pt is damaged or incomplete"),
+        ("missing", "has no file '__0_0.distcp'"),
+        ("truncated", "the file '__0_0.distcp' has 5000 of at least"),
+        ("overwritten", "shards.ckpt is damaged or incomplete"),
     ],
 )
 def test_a_damaged_directory_is_one_line(
@@ -318,10 +318,10 @@ def test_a_damaged_directory_is_one_line(
 def test_what_is_no_directory_of_shards_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "file.ckpt"
     torch.save({}, file)
-    assert f"{file} is a file, not a directory of shards" in refused(capsys, file, tmp_path / "new.ckpt")
+    assert f"{file} is a file, not a sharded checkpoint" in refused(capsys, file, tmp_path / "new.ckpt")
     assert "Checkpoint not found" in refused(capsys, tmp_path / "nowhere", tmp_path / "new.ckpt")
     assert "is not a complete checkpoint" in refused(capsys, tmp_path, tmp_path / "new.ckpt")
-    assert "is a directory; name a file" in refused(capsys, tmp_path, tmp_path)
+    assert "is a directory. Give the path of a file" in refused(capsys, tmp_path, tmp_path)
 
 
 def test_a_class_that_is_not_there_is_named(shards: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -333,7 +333,7 @@ def test_a_class_that_is_not_there_is_named(shards: Path, capsys: pytest.Capture
         for name, content in parts.items():
             archive.writestr(name, content.replace(b"tests.cli.test_consolidate", b"tests.left_at_home____"))
     line = refused(capsys, shards, shards.parent / "one.ckpt")
-    assert "No module named 'tests.left_at_home____'. Run this where it can be imported" in line
+    assert "No module named 'tests.left_at_home____'. Run the command where your project can" in line
 
 
 @pytest.mark.skipif(not hasattr(os, "posix_fallocate"), reason="the room is reserved by `posix_fallocate`")
@@ -348,7 +348,7 @@ def test_no_room_is_one_line_and_the_old_file_stays(
     file.write_text("old")
     monkeypatch.setattr(os, "posix_fallocate", full)
     line = refused(capsys, shards, file, "--overwrite")
-    assert f"{file}, 33280 bytes of tensors, cannot be written: [Errno 28] No space left on device" in line
+    assert f"{file} (33280 bytes of tensors) cannot be written: [Errno 28] No space left on device" in line
     assert file.read_text() == "old"
     assert len(list(file.parent.iterdir())) == 2
 

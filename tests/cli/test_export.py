@@ -135,7 +135,7 @@ def test_one_of_several_attributes_is_named(tmp_path: Path, prefix: str) -> None
     result = export(path, tmp_path / "one", prefix=prefix)
     assert_same(written(tmp_path / "one"), without_prefix(state_of()), 0.0)
     assert result.left_out == ["criterion.weight"]
-    with pytest.raises(ValueError, match=r"begins with 'net\.'. They begin with 'model\.', 'criterion\.'\."):
+    with pytest.raises(ValueError, match=r"starts with 'net\.'. The names start with 'model\.', 'criterion\.'\."):
         export(path, tmp_path / "none", prefix="net")
     assert not (tmp_path / "none").exists()
 
@@ -234,7 +234,7 @@ def test_a_folder_with_files_stays(tmp_path: Path) -> None:
     export(path, out)  # empty
     before = (out / "model.safetensors").read_bytes()
     for target in (out, path):
-        with pytest.raises(FileExistsError, match="is not an empty folder: name another one"):
+        with pytest.raises(FileExistsError, match="is not an empty folder\\. Choose another one"):
             export(path, target, prefix="")
     assert (out / "model.safetensors").read_bytes() == before
 
@@ -275,14 +275,14 @@ def wrong(fault: str, folder: Path) -> list[str]:
 
 FAULTS = {
     "damaged": "is not a complete checkpoint",
-    "no weights": "has no weights: tensors by name, alone or as 'state_dict'. It has ['epoch']",
+    "no weights": "has no weights (tensors by name, alone or under 'state_dict'). It has ['epoch']",
     "no checkpoint": "Checkpoint not found",
     "empty directory": "is not a complete checkpoint",
-    "no configuration": "There is no configuration at",
-    "torn configuration": "is not a configuration of a model",
+    "no configuration": "No model configuration found at",
+    "torn configuration": "is not a model configuration",
     "no size": "'5XB' is not a size in bytes, such as 5GB",
     "size of nothing": "'0' is not a size in bytes",
-    "prefix": "begins with 'net.'",
+    "prefix": "starts with 'net.'",
 }
 
 
@@ -305,11 +305,11 @@ def test_the_program_says_what_it_did(tmp_path: Path, capsys: pytest.CaptureFixt
     text = capsys.readouterr().out
     for part in (
         "model-00001-of-00002.safetensors, model-00002-of-00002.safetensors, model.safetensors.index.json; ",
-        "names without 'model.'",
-        "head.weight is tied to embed.weight, and stored once",
-        "left out: criterion.weight",
-        "no config.json: the checkpoint does not say",
+        "removed the prefix 'model.' from the names",
+        "head.weight is tied to embed.weight and stored only once",
+        "not exported: criterion.weight",
+        "no config.json, which `from_pretrained` needs",
     ):
         assert part in text
     main(["export", str(path), str(tmp_path / "all")])
-    assert "beginning with 'model.' (7), 'criterion.' (1); to write one part" in capsys.readouterr().out
+    assert "which start with 'model.' (7), 'criterion.' (1); use --prefix" in capsys.readouterr().out

@@ -56,7 +56,7 @@ head.weight          1x8    float64
 head.bias            1      float64
 body.3.0.weight tied to body.0.0.weight
 
-optimizer 0       exp_avg, exp_avg_sq, step of 11 parameters; 33 tensors, 589 elements, 4.7 kB
+optimizer 0       exp_avg, exp_avg_sq, step for 11 parameters; 33 tensors, 589 elements, 4.7 kB
   group 0         7 parameters; lr 0.0001, betas (0.9, 0.999), decoupled_weight_decay True, eps 1e-08, \
 initial_lr 0.01, weight_decay 0.1
   group 1         4 parameters; lr 3e-05, betas (0.9, 0.999), decoupled_weight_decay True, eps 1e-08, \
@@ -145,13 +145,13 @@ def test_no_tensor_is_read(tmp_path: Path) -> None:
     ("kind", "complaint"),
     [
         ("nothing", "Checkpoint not found"),
-        ("truncated", "900 bytes, is not a complete checkpoint"),
+        ("truncated", "900 bytes) is not a complete checkpoint"),
         ("text", "is not a complete checkpoint"),
         ("zip", "cannot be read"),
-        ("tensor", "holds 1 tensor, 3 elements, 12 bytes, not a checkpoint"),
+        ("tensor", "contains 1 tensor, 3 elements, 12 bytes instead of a checkpoint"),
         ("unfinished", "it has no file '.metadata'"),
-        ("shards", "lacks the file '__0_0.distcp'"),
-        ("other shards", "holds no state of a module: it has ['weights']"),
+        ("shards", "has no file '__0_0.distcp'"),
+        ("other shards", "does not contain a module: it has ['weights']"),
     ],
 )
 def test_what_cannot_be_read_is_one_line(
@@ -243,7 +243,9 @@ def test_no_code_of_a_checkpoint_runs(tmp_path: Path, place: str) -> None:
         if place == ".metadata":
             (path / ".metadata").write_bytes(pickle.dumps(Evil(ran)))
     if place == ".metadata":
-        with pytest.raises(ValueError, match="metadata cannot be read: TypeError: it holds no index, but a system"):
+        with pytest.raises(
+            ValueError, match="metadata cannot be read: TypeError: it contains a system instead of an index"
+        ):
             inspect_checkpoint(path)
     else:
         text = inspect_checkpoint(path).text()
@@ -257,7 +259,7 @@ def test_a_program_in_torchscript_is_not_run(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # TorchScript is going
         torch.jit.save(torch.jit.script(nn.Linear(2, 2)), path)
-    with pytest.raises(ValueError, match="is a program in TorchScript, not a checkpoint"):
+    with pytest.raises(ValueError, match="is a TorchScript program, not a checkpoint"):
         inspect_checkpoint(path)
 
 
@@ -270,6 +272,6 @@ def test_the_index_of_a_directory_runs_no_code(tmp_path: Path) -> None:
     with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
         DistributedCheckpoint(tmp_path / "x").read({("note",): None})
     (tmp_path / "x" / ".metadata").write_bytes(pickle.dumps(Evil(ran)))
-    with pytest.raises(ValueError, match="it holds no index"):
+    with pytest.raises(ValueError, match="instead of an index"):
         DistributedCheckpoint(tmp_path / "x")
     assert not ran.exists()

@@ -27,7 +27,7 @@ def test_the_command_prints_the_best_and_why_the_others_are_not(capsys: pytest.C
     text = capsys.readouterr().out
     assert "class_path: lightning_hybrid.HybridStrategy" in text
     assert "recompute" in text
-    assert "Why the others are not among them:" in text
+    assert "Why other layouts were rejected:" in text
     assert "layers cannot be divided into so many stages" in text
 
 
@@ -71,7 +71,7 @@ def report_of(layout: Layout, share: float, size: float = 50.0) -> str:
 
 def test_what_is_not_varied_is_said_and_stays_in_the_yaml() -> None:
     text = report_of(Layout(1, 2, 1), 0.9)
-    assert "Not varied, as configured: tuning.reshard_after_forward='auto'." in text
+    assert "Not varied, but taken from the configuration: tuning.reshard_after_forward='auto'." in text
     assert "      sequence_parallel: true" in text
     assert "      tuning:\n        memory_limit: 8" in text
     assert "num_chunks" not in text, "which is the layout's"
@@ -145,8 +145,8 @@ def test_what_does_not_fit_is_said_with_what_it_would_take() -> None:
     losers = Losers("does not fit", 9, Layout(2, 1, 1), "96.0 GiB, 1.20 x the memory")
     text = as_text(Suggestions((), (losers,), 9, 0), Machine(), Step(16), CONFIGURED, {})
     text = " ".join(text.split())
-    assert "Does not fit: no layout can be used with 80.00 GiB on each device." in text
-    assert "The smallest takes 96.0 GiB, 1.20 x the memory." in text
+    assert "Does not fit: no layout can be used with 80.00 GiB per device." in text
+    assert "The smallest needs 96.0 GiB, 1.20 x the memory." in text
 
 
 def test_layouts_that_leave_most_layers_whole_are_told_apart() -> None:
@@ -188,7 +188,7 @@ def test_the_command_gives_data_and_says_that_nothing_fits(capsys: pytest.Captur
         (["--ranks", "8", "--nodes", "3"], "--ranks 8 cannot be split evenly over --nodes 3"),
         (["--ranks", "0"], "not a number of at least 1"),
         (["--ranks", "2", "--memory", "much"], "not a quantity such as 80GiB"),
-        (["--ranks", "2", "--overlap", "2"], "no share between 0 and 1"),
+        (["--ranks", "2", "--overlap", "2"], "not a number between 0 and 1"),
     ],
 )
 def test_wrong_arguments_are_refused(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:

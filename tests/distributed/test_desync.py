@@ -76,7 +76,7 @@ def desync_watch(store: Any, rank: int, timeout: float = 30.0) -> DesyncWatch:
         ),
         (
             (("step", "a"), ("epoch", "a")),
-            "`what comes next` is not the same on every rank: step on rank 0; epoch on rank 1. All ranks must make",
+            "`next action` is not the same on every rank: step on rank 0; epoch on rank 1. All ranks must communicate",
         ),
     ],
     ids=["alike", "another value", "another place"],
@@ -109,9 +109,7 @@ def test_ranks_that_meet_tell_alike_from_different_in_any_order(
 
 def test_who_does_not_come_is_named_when_the_time_is_over() -> None:
     watch = desync_watch(dist.HashStore(), 0, timeout=0.2)
-    with pytest.raises(
-        RuntimeError, match=r"training_step is new to rank 0, and rank 1 did not come to it within 0 s\."
-    ):
+    with pytest.raises(RuntimeError, match=r"training_step is new on rank 0, but rank 1 did not reach it within 0 s\."):
         watch.note("training_step", "a", lambda: {"shape": "a"})
     assert watch.meeting().number == 1
 

@@ -299,7 +299,7 @@ def test_a_rank_that_vanishes_is_named(ranks: Pools, rank: int) -> None:
     """Who noticed was blamed: "Rank 0 failed: Connection reset by peer"."""
     results = ranks(2, lightning=True).run(vanish, LAYOUT_OF_SIZE[2], rank, timeout=30)
     text = results[1 - rank][0]
-    assert text.startswith(f"Gone without a message, so killed or crashed: rank {rank} (on {socket.gethostname()})."), (
+    assert text.startswith(f"Killed or crashed without an error message: rank {rank} (on {socket.gethostname()})."), (
         text
     )
     assert f"Rank {1 - rank} " in text
@@ -574,7 +574,7 @@ def test_a_rank_that_has_gone_is_named_by_the_roll_call() -> None:
     watcher.start()
     cause = failures.leave(dist.DistError("gloo: Connection reset by peer"), "Rank 0 (stage 0)", lambda: None)
     watcher.close()
-    assert "Gone without a message, so killed or crashed: rank 1 (on " in str(cause)
+    assert "Killed or crashed without an error message: rank 1 (on " in str(cause)
     assert "rank 2" not in str(cause)
     assert "Rank 0 (stage 0) failed: DistError: gloo: Connection reset by peer" in str(cause)
     assert str(other.cause(patience=0.0)) == str(cause)
@@ -597,7 +597,7 @@ def test_a_rank_that_has_gone_is_named_although_nobody_waits_for_it() -> None:
                 watch.look()
     assert aborted
     assert failures.gone == {2}
-    assert str(failures.cause(patience=0.0)).startswith("Gone without a message, so killed or crashed: rank 2 (on ")
+    assert str(failures.cause(patience=0.0)).startswith("Killed or crashed without an error message: rank 2 (on ")
 
 
 def test_a_rank_that_is_busy_or_not_in_the_run_has_not_gone() -> None:
@@ -647,13 +647,13 @@ def test_a_roll_that_could_not_be_called_before_is_called_where_it_is_heard() ->
     watcher.start()
     cause = failures.leave(dist.DistError("gloo: Connection reset by peer"), "Rank 0", lambda: None)
     watcher.close()
-    assert "All ranks are there: rank 1 at " in str(cause)
+    assert "All ranks are still running: rank 1 at " in str(cause)
 
 
 def test_a_rank_that_has_not_begun_the_run_is_not_said_to_be_killed() -> None:
     failures, _ = watched(dist.HashStore(), 0)
     cause = failures.leave(dist.DistError("gloo: Timed out waiting 8000ms for recv"), "Rank 0", lambda: None)
-    assert str(cause).startswith("Not in this run, so elsewhere in the program, or gone before: rank 1 (on ")
+    assert str(cause).startswith("Not in this run, but elsewhere in the program or already ended: rank 1 (on ")
 
 
 def test_a_timeout_says_where_every_rank_is() -> None:
@@ -664,7 +664,7 @@ def test_a_timeout_says_where_every_rank_is() -> None:
     watcher.start()
     cause = failures.leave(dist.DistError("gloo: Timed out waiting 8000ms for recv"), "Rank 0", lambda: None)
     watcher.close()
-    assert "All ranks are there: rank 1 at " in str(cause)
+    assert "All ranks are still running: rank 1 at " in str(cause)
     assert "test_a_timeout_says_where_every_rank_is (test_failure.py:" in str(cause)
 
 
@@ -705,7 +705,7 @@ def test_a_rank_that_waits_in_vain_is_ended_with_the_cause(ranks: Pools, how: st
     code, seconds, text = ranks(2).run(stuck, how)[0]
     assert code == 1
     assert seconds < QUICK + 3
-    assert ("Rank 1 failed: ArithmeticError: broken" if how == "failed" else "The run is over for rank 1") in text
+    assert ("Rank 1 failed: ArithmeticError: broken" if how == "failed" else "The run is over on rank 1") in text
     assert "This rank was at recv (distributed_c10d.py:" in text
 
 
@@ -745,7 +745,7 @@ def test_the_process_of_a_rank_that_ends_without_a_word_is_noticed() -> None:
         assert not aborted
         process.kill()
         assert wait_for(lambda: watch.look() or aborted)
-    text = f"Gone without a message, so killed or crashed: rank 1 (on {socket.gethostname()}). [LH221]"
+    text = f"Killed or crashed without an error message: rank 1 (on {socket.gethostname()}). [LH221]"
     assert str(failures.cause(patience=0.0)) == text
     other, _ = watched(store, 2)
     assert str(other.cause(patience=0.0)) == text, "it is written down for all"
@@ -814,7 +814,7 @@ def test_a_store_that_does_not_answer_ends_who_waits() -> None:
     first = FailureStore(Silent(), rank=0, size=2)  # of what launched the ranks
     first.is_store_silent = True
     first.linger(Silent())
-    text = "The store of all ranks does not answer: rank 0 (on node7), or what launched the ranks, is stopped, or its"
+    text = "The store that all ranks share does not respond: rank 0 (on node7) or the launcher of the ranks is stopped"
     assert str(failures.cause(patience=0.0)).startswith(text)
     cause = failures.leave(dist.DistError("gloo: Connection closed by peer"), "Rank 1", lambda: None)
     assert str(cause).startswith(text)
@@ -832,7 +832,7 @@ def test_a_store_that_answers_again_has_why_all_end() -> None:
     watch.look()
     assert not failures.is_store_silent
     other, _ = watched(store, 2)
-    assert str(other.cause(patience=0.0)).startswith("The store of all ranks does not answer: rank 0 (on ")
+    assert str(other.cause(patience=0.0)).startswith("The store that all ranks share does not respond: rank 0 (on ")
 
 
 class Closed(io.StringIO):
@@ -1031,7 +1031,7 @@ def test_after_sigterm_a_rank_that_stands_still_ends_all(sleep: float) -> None:
         wait(30)
     look()
     look()
-    text = "SIGTERM came, and the batch does not end: rank 1 is stuck at"
+    text = "The batch did not end after SIGTERM: rank 1 is stuck at"
     assert text in look()[0]
     assert text in str(told[0]), "it hears of it where it stands"
 
@@ -1206,7 +1206,9 @@ def test_who_leaves_twice_without_a_store_tells_the_same() -> None:
     failures.learn_host(0, "node7")
     first = failures.leave(dist.DistError("gloo: Connection closed by peer"), "Rank 1, action 0F1", lambda: None)
     assert first is not None
-    assert str(first).startswith("The store of all ranks is gone, so rank 0 (on node7) or what launched the ranks has")
+    assert str(first).startswith(
+        "The store that all ranks share is gone: rank 0 (on node7) or the launcher of the ranks has"
+    )
     again = failures.leave(first, "Rank 1", lambda: None)
     assert str(again) == str(first)
 

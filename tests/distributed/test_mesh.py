@@ -220,8 +220,11 @@ def test_a_grid_of_one_rank_is_none() -> None:
     [
         ({"tensor_parallel_mode": "4d"}, "must be one of '1d', '2d', '2.5d', '3d', got '4d'"),
         ({"tensor_parallel_depth": 0}, "tensor_parallel_depth must be at least 1"),
-        ({"tensor_parallel_depth": 2, "tensor_parallel_mode": "3d"}, "a number of squares"),
-        ({"tensor_parallel_mode": "2d", "tensor_parallel_size": 4, "sequence_parallel": True}, "Leave one of the two"),
+        (
+            {"tensor_parallel_depth": 2, "tensor_parallel_mode": "3d"},
+            "tensor_parallel_depth=2 needs tensor_parallel_mode='2.5d'",
+        ),
+        ({"tensor_parallel_mode": "2d", "tensor_parallel_size": 4, "sequence_parallel": True}, "Remove one of the two"),
     ],
 )
 def test_arguments_of_a_grid_that_do_not_fit(arguments: Any, words: str) -> None:

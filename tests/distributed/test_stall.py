@@ -83,11 +83,11 @@ def test_the_table_begins_with_whom_the_others_wait_for_and_ranks_at_one_place_s
     text = stall_text(answers, [10])
     assert text == (
         "Stalled: nothing has finished for 109 s. The other ranks wait for rank 10 (on host5), which has computed"
-        " nothing for 110 s at training_step (train.py:7). If that may take so long, raise `faults.stall_timeout`"
+        " nothing for 110 s at training_step (train.py:7). If this can take that long, increase `faults.stall_timeout`"
         " and `timeout`. [LH224]"
     )
     lines = [re.split(r"\s{2,}", line) for line in table(answers, [10]).splitlines()]
-    assert lines[0] == ["rank", "state", "for s", "batch", "action", "last actions", "messages under way", "at"]
+    assert lines[0] == ["rank", "state", "seconds", "batch", "action", "last actions", "pending messages", "at"]
     assert lines[1] == ["10", "idles", "110", "training_step (train.py:7)"]
     row = ["0, 1, 2, 3, 4, 5, 6, 7, ... (10)", "waits for 10", "109", "1F4", *sends, "wait (p2p.py:73)"]
     assert lines[2:] == [row]
@@ -128,12 +128,12 @@ def chain() -> str:
 def test_who_computes_is_let_go_on_and_who_does_not_answer_ends_the_run(ranks: Pools) -> None:
     judge, *others = ranks(3).run(chain, timeout=40)
     lines = judge.splitlines()
-    computing = [line for line in lines if line.endswith("They wait until `timeout`.")]  # once for each look
+    computing = [line for line in lines if line.endswith("They wait until `timeout` expires.")]  # once for each look
     computes = r"\[rank 0\] Stalled: .* wait for rank 2 \(on .*\), which works at .*chain \(test_stall"
     assert computing
     assert all(re.match(computes, line) for line in computing)
     second, *rows, cause = lines[len(computing) :]
-    silent = r"\[rank 0\] (Stalled: .* wait for rank 2 \(on .*\), which does not answer: its process is stopped.*)"
+    silent = r"\[rank 0\] (Stalled: .* wait for rank 2 \(on .*\), which does not respond: its process is stopped.*)"
     named = re.fullmatch(silent, second)
     assert named
     assert cause == f"cause: {named[1]}"
@@ -242,7 +242,7 @@ def judged(change: Callable[[Clock, Position], None]) -> tuple[str, list[str]]:
 
 def test_who_does_not_answer_is_named_with_its_host() -> None:
     cause, printed = judged(lambda clock, position: None)
-    assert "wait for rank 1 (on node7), which does not answer" in cause
+    assert "wait for rank 1 (on node7), which does not respond" in cause
     assert printed[0] == f"[rank 0] {cause}"
 
 

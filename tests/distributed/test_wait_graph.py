@@ -42,7 +42,7 @@ def test_what_all_have_started_is_on_its_way() -> None:
 def test_another_collective_at_the_same_number_ends_nowhere() -> None:
     found = find_deadlock({0: at("world", 3, "barrier", world=2), 1: at("world", 3, "broadcast", world=2)})
     assert found is not None
-    assert "in `barrier` of ranks 0, 1, where that one did `broadcast`" in found[1]
+    assert "in `barrier` of ranks 0, 1, where that rank called `broadcast`" in found[1]
 
 
 def test_who_went_past_it_has_done_another_one() -> None:
@@ -69,7 +69,7 @@ def test_a_rank_whose_run_is_over_never_comes() -> None:
     over = Waiting(finished=True, started={"world": (1, ["broadcast"] * 2)}, state="fit")
     found = find_deadlock({0: at("world", 3, world=2), 1: over})
     assert found is not None
-    assert "rank 1 came to the end of the run" in found[1]
+    assert "rank 1 reached the end of the run" in found[1]
     assert find_deadlock({1: over}) is None
     assert find_deadlock({0: at("world", 2, world=1), 1: over}) is None, "it did that before"
 

@@ -421,7 +421,7 @@ def test_buffers_without_values_are_recomputed() -> None:
 
 
 def test_a_step_that_reads_numbers_which_are_not_there_is_refused() -> None:
-    with pytest.raises(ValueError, match="cannot be run without numbers"):
+    with pytest.raises(ValueError, match="cannot run without parameter values"):
         estimate(OnMeta, {}, 1, Precision())
 
 

@@ -96,8 +96,8 @@ def test_a_machine_that_falls_silent_ends_all(machines: Machines, tmp_path: Path
     seconds = time.monotonic() - begin
     machines.signal(number, signal.SIGCONT)
     ((_, of_lost),) = outputs([started[number - 1]])
-    silent = "No heartbeat for 6 s, so stopped, cut off or without power: rank 1 (on node2)"
-    no_store = "The store of all ranks does not answer: rank 0 (on node1)"
+    silent = "No heartbeat for 6 s (stopped, disconnected or without power): rank 1 (on node2)"
+    no_store = "The store that all ranks share does not respond: rank 0 (on node1)"
     assert (no_store if number == 1 else silent) in text
     assert other.returncode
     assert started[number - 1].returncode, of_lost
@@ -231,7 +231,7 @@ def test_a_directory_on_disks_of_their_own_is_refused_before_training(machines: 
     assert all(code for code, _ in ended)
     for _, text in ended:
         assert f"node1 does not see what node2 has written into the folder '{machines.disk}'" in text
-        assert "its disk must be one that all machines share" in text
+        assert "so the directory must be on a disk that all nodes share" in text
 
 
 @pytest.mark.thorough
@@ -243,7 +243,7 @@ def test_a_run_goes_on_from_a_file_that_only_the_first_machine_has(machines: Mac
     assert seen[1] == []
     ended = outputs(machines.torchrun(run, processes=1))
     assert [code for code, _ in ended] == [0, 0], ended
-    assert re.search(r"last\.ckpt, [\d,]+ bytes, is read on node1 and sent to node2, which does not see", ended[0][1])
+    assert re.search(r"last\.ckpt \([\d,]+ bytes\) is read on node1 and sent to node2, which does not see", ended[0][1])
     assert [re.search(r": from step (\d) to step 10", text) is not None for _, text in ended] == [True, True], ended
     assert "from step 0" not in ended[0][1]
     assert_same(trained(tmp_path), one_process(8))

@@ -99,13 +99,16 @@ def test_open_is_what_is_left_at_its_default_or_auto(arguments: dict[str, Any], 
     ("arguments", "text"),
     [
         ({"layout": "best"}, "layout must be 'auto' or None, got 'best'"),
-        ({"tuning": {"memory_limit": "80GiB"}}, "every argument is given. Add layout='auto' or recompute='auto'"),
+        ({"tuning": {"memory_limit": "80GiB"}}, "every argument is set. Add layout='auto' or recompute='auto'"),
         ({"tuning": {"memory_limit": "much"}, **AUTO}, "tuning.memory_limit must be a quantity such as '80GiB' or"),
         ({"tuning": {"memory_limit": -1}, **AUTO}, "tuning.memory_limit must be above 0 bytes"),
-        ({"partition": [1, 2], **AUTO}, r"partition=\[1, 2\] says something for each stage"),
-        ({"recompute": [1, 2], "pipeline_parallel_size": "auto"}, r"recompute=\[1, 2\] says something for each stage"),
-        ({"recompute": 0.5, **AUTO}, "recompute=0.5 cannot be weighed"),
-        ({"num_chunks": 9, "schedule": "interleaved_1f1b", **AUTO}, "num_chunks=9 cannot be weighed"),
+        ({"partition": [1, 2], **AUTO}, r"partition=\[1, 2\] has a value for each stage"),
+        ({"recompute": [1, 2], "pipeline_parallel_size": "auto"}, r"recompute=\[1, 2\] has a value for each stage"),
+        ({"recompute": 0.5, **AUTO}, "recompute=0.5 cannot be compared with other layouts"),
+        (
+            {"num_chunks": 9, "schedule": "interleaved_1f1b", **AUTO},
+            "num_chunks=9 cannot be compared with other layouts",
+        ),
         ({"tensor_parallel_size": 0, **AUTO}, "tensor_parallel_size must be at least 1"),
     ],
 )
@@ -602,7 +605,7 @@ def refused(kind: str) -> str:
     data = DataLoader(Nothing(), batch_size=None) if kind == "no batch" else loader(4, 32)
     trainer = make_trainer({"layout": "auto"}, max_steps=1)
     run: Any = trainer.validate if kind == "no training" else trainer.fit
-    with pytest.raises(ValueError, match="cannot be found for") as caught:
+    with pytest.raises(ValueError, match="cannot be chosen for") as caught:
         run(module, data)
     return str(caught.value)
 
@@ -622,7 +625,7 @@ class Nothing(IterableDataset[Any]):
     ("kind", "text"),
     [
         ("by hand", "ByHand uses manual optimization"),
-        ("no batch", "was not trained with any batch"),
+        ("no batch", "got no training batch"),
         ("no training", "`train_dataloader` must be implemented"),
     ],
 )
@@ -630,7 +633,7 @@ def test_what_cannot_be_found_is_refused_on_every_rank(kind: str, text: str, ran
     first, second = ranks(2, lightning=True).run(refused, kind)
     assert first == second
     assert text in first
-    assert "Give the layout by hand, such as HybridStrategy(pipeline_parallel_size=2)" in first
+    assert "Set the layout yourself, for example HybridStrategy(pipeline_parallel_size=2)" in first
 
 
 def measured() -> dict[str, Any]:
@@ -669,9 +672,9 @@ def test_yaml_takes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_commands_about_one_layout_ask_for_it(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main([command, "--config", CONFIG, "--trainer.strategy.init_args.layout", "auto"])
-    assert "are found when training starts" in capsys.readouterr().err
+    assert "will be chosen when training starts" in capsys.readouterr().err
 
 
 def test_check_asks_for_a_layout() -> None:
-    with pytest.raises(ValueError, match="Give a layout to be checked: zero_stage would be found"):
+    with pytest.raises(ValueError, match="zero_stage must be set for a check"):
         lightning_hybrid.check(Regression, zero_stage="auto")

@@ -52,12 +52,12 @@ class Problem:
         if layout.pipeline * layout.num_chunks > len(self.seconds):
             return "too few layers", "so few"
         if layout.tensor_mode == "3d" and self.output % 2:
-            return "layers cannot be shared", "in no cube"
+            return "tensor parallelism cannot be used", "in no cube"
         if layout.context_kind == "ulysses":
             is_possible = 12 // layout.tensor % layout.context == 0  # of its heads
         else:
             is_possible = layout.recompute != "selective"
-        return None if is_possible else ("sequences cannot be shared", "so")
+        return None if is_possible else ("context parallelism cannot be used", "so")
 
     def layers(self, layout: Layout) -> list[list[int]]:
         number = layout.pipeline * layout.num_chunks
@@ -354,7 +354,7 @@ def check_problem(seed: int) -> None:
     naive = {layout: without[layout] if layout in without else naive_cost(problem, layout) for layout in chosen}
     fitting = sorted(seconds for seconds, _ in naive.values())
     found = search(model, problem.num_ranks, refuse=problem.refuse)
-    reasons = ("too few layers", "sequences cannot be shared", "layers cannot be shared")
+    reasons = ("too few layers", "context parallelism cannot be used", "tensor parallelism cannot be used")
     refused = sum(group.count for group in found.losers if group.reason in reasons)
     too_big = sum(group.count for group in found.losers if group.reason == "does not fit")
     assert found.num_layouts - refused == len(without)
@@ -708,11 +708,11 @@ def test_a_layout_with_shares_of_sequences_holds_what_the_command_memory_says(
 
 def test_what_cannot_be_shared_is_refused(of_long: ModuleProfile) -> None:
     reason, text = of_long.refuse(Layout(1, 1, 1, context=4, context_kind="ring", recompute="selective")) or ("", "")
-    assert reason == "sequences cannot be shared"
+    assert reason == "context parallelism cannot be used"
     assert "does not go with recompute='selective'" in text
     unasked = make_profile(Long, contexts=None)
     _, text = unasked.refuse(Layout(1, 1, 1, context=4)) or ("", "")
-    assert text.startswith("of a sequence of 16 positions each of 4 ranks would have fewer than 1024")
+    assert text.startswith("a sequence of 16 positions gives each of 4 ranks fewer than 1024")
 
 
 class Blocked(Long):
@@ -811,7 +811,7 @@ def test_what_does_not_go_with_blocks_is_refused() -> None:
     config = open_config(sequence_parallel=True)
     profile = ModuleProfile(lambda: (Blocked(), None), config, 4, Machine(), precision=Precision())
     reason, text = profile.refuse(arranged(4, 4, "2d")) or ("", "")
-    assert reason == "layers cannot be shared"
+    assert reason == "tensor parallelism cannot be used"
     assert "sequence_parallel=True" in text
 
 
@@ -827,7 +827,7 @@ def test_sequences_are_shared_only_where_a_run_could() -> None:
     profile = make_profile(Scanned, ranks=2, contexts=(1, 2))
     found = search(CostModel(profile, Machine(), Step(16)), 2, refuse=profile.refuse)
     assert all(cost.layout.context == 1 for cost in found.best)
-    (group,) = [group for group in found.losers if group.reason == "sequences cannot be shared"]
+    (group,) = [group for group in found.losers if group.reason == "context parallelism cannot be used"]
     assert "'body.0', which (Sequential) mixes positions" in group.text
 
 
@@ -955,7 +955,7 @@ def test_an_error_in_a_copy_is_the_error_here() -> None:
         found = ModuleProfile(lambda cls=cls: (cls(), None), config, 4, **given)  # type: ignore[misc]
         with found.recorded_ahead([layout] if is_ahead else []):
             if cls is Refusing:
-                assert found.refuse(layout) == ("layers cannot be shared", "it shares nothing")
+                assert found.refuse(layout) == ("tensor parallelism cannot be used", "it shares nothing")
             else:
                 with pytest.raises(KeyError, match="gone"):
                     found.refuse(layout)

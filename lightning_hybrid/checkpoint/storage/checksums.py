@@ -26,7 +26,7 @@ _BEGINS = b"PK\x03\x04"  # of a zip archive
 _SUM = struct.Struct("<8sI")  # behind an index: a mark, and the CRC-32 of all that is before
 _MARK = b"\0crc-32\0"
 _HEADER = 30  # bytes of a record's header before its name
-_CHANGED = "The disk or a copy has changed it. Use another checkpoint, or copy it again."
+_CHANGED = "Copy the checkpoint again, or use another one."
 _PICKLE = "data.pkl"  # the record that says which tensors are in the others
 
 
@@ -97,7 +97,7 @@ def verify_index(content: bytes, file: Any) -> None:
     """
     index = content[: -_SUM.size]
     if content[len(index) :].startswith(_MARK) and checksum_of(index) != content[len(index) :]:
-        raise ValueError(f"{file} is damaged: the index is not what was written (CRC-32). {_CHANGED} [LH901]")
+        raise ValueError(f"{file} is damaged: the index changed after it was written (CRC-32). {_CHANGED} [LH901]")
 
 
 class _Reader(io.RawIOBase):
@@ -148,7 +148,7 @@ def _verify(view: memoryview, file: Any, share: tuple[int, int], holds: str | No
         if holds is None:
             return  # torch cannot read it either, and says so
         damaged, what = str(error), holds
-    raise ValueError(f"{file} is damaged: {what} is not what was written (CRC-32, {damaged}). {_CHANGED} [LH901]")
+    raise ValueError(f"{file} is damaged: {what} changed after it was written (CRC-32, {damaged}). {_CHANGED} [LH901]")
 
 
 def _damaged(archive: zipfile.ZipFile, view: memoryview, share: tuple[int, int]) -> Iterator[str]:

@@ -108,7 +108,7 @@ class DistributedCheckpoint:
         with _reading(mark):
             metadata = read_harmless(io.BytesIO(content))
             if not isinstance(metadata, Metadata):
-                raise TypeError(f"it holds no index, but a {type(metadata).__qualname__}")
+                raise TypeError(f"it contains a {type(metadata).__qualname__} instead of an index")
         self._metadata = metadata
         names = self._metadata.planner_data or {}
         self._names = {tuple(names.get(name, (name,))): name for name in self._metadata.state_dict_metadata}
@@ -132,13 +132,13 @@ class DistributedCheckpoint:
         for name, size in sorted(sizes_at_least(self._metadata.storage_data.values()).items()):
             if name not in found:
                 raise ValueError(
-                    f"The checkpoint {self.path} lacks the file {name!r}, {size} bytes or more, on"
+                    f"The checkpoint {self.path} has no file {name!r} (at least {size} bytes) on"
                     f" {socket.gethostname()}. [LH915]"
                 )
             if found[name] < size:
                 raise ValueError(
-                    f"The checkpoint {self.path} is damaged: the file {name!r} has {found[name]} bytes of {size} or"
-                    " more. [LH901]"
+                    f"The checkpoint {self.path} is damaged: the file {name!r} has {found[name]} of at least {size}"
+                    " bytes. [LH901]"
                 )
 
     def file_sizes(self) -> dict[str, int]:

@@ -63,7 +63,7 @@ def write_directory(path: Place, entries: Mapping[TreePath, Any], extra: Any, gr
         before = "An earlier checkpoint at that path is unchanged"
         if any(isinstance(cause, NotAnsweredError) for cause, _ in error.failures.values()):
             before = (
-                "The store did not confirm which checkpoint counts now, this one or the earlier one; both are complete"
+                "The store did not confirm whether this checkpoint or the earlier one is current; both are complete"
             )
         raise OSError(
             f"The checkpoint {path} could not be written. {before}. {'; '.join(failures[:4])} [LH911]"
@@ -133,7 +133,7 @@ class _DiskWriter(_Writer):
         """
         if not wait_for(self._new.is_dir):
             raise FileNotFoundError(
-                f"{socket.gethostname()} does not see the folder {str(self._new)!r} that rank 0 has made. {NOT_SHARED}"
+                f"{socket.gethostname()} does not see the folder {str(self._new)!r} that rank 0 created. {NOT_SHARED}"
             )
         if self._is_first:
             with (self._new / EXTRA).open("wb") as file:  # whose errors say what is wrong
@@ -256,7 +256,7 @@ def _check_seen(file: Path, size: int, host: str) -> None:
 
 
 def _not_seen(file: Place, size: int, host: str) -> str:
-    return f"{socket.gethostname()} does not see {size} bytes of {str(file)!r}, which {host} has written. {NOT_SHARED}"
+    return f"{socket.gethostname()} does not see the {size} bytes of {str(file)!r} that {host} wrote. {NOT_SHARED}"
 
 
 class _SavePlanner(DefaultSavePlanner):

@@ -41,14 +41,14 @@ def open_tensors(path: Path) -> TensorFile:
     if path.suffix != SAFETENSORS:
         found = read_torch(path)
         if not isinstance(found, dict):
-            raise ValueError(f"{path} holds a {type(found).__name__}, not a dictionary of tensors by name. [LH925]")
+            raise ValueError(f"{path} contains a {type(found).__name__}, not a dictionary of tensors by name. [LH925]")
         tensors = {name: value for name, value in found.items() if isinstance(value, Tensor)}
         return TensorFile({name: tensor.shape for name, tensor in tensors.items()}, tensors.__getitem__)
     try:
         file: Any = safe_open(path, framework="pt")
     except SafetensorError as error:
         size = path.stat().st_size
-        raise ValueError(f"{path}, {size} bytes, is not a complete .safetensors file: {error} [LH901]") from error
+        raise ValueError(f"{path} ({size} bytes) is not a complete .safetensors file: {error} [LH901]") from error
     shapes = {name: torch.Size(file.get_slice(name).get_shape()) for name in file.offset_keys()}
     return TensorFile(shapes, file.get_tensor)
 
@@ -66,10 +66,10 @@ def read_torch(path: Path) -> Any:
         return torch.load(path, "cpu", mmap=zipfile.is_zipfile(path) or None, weights_only=True)
     except pickle.UnpicklingError as error:
         raise ValueError(
-            f"{path} cannot be read as weights: {error} If you trust it, load it yourself and give"
-            " `strategy.load_weights` the state dict, for example in `setup`. [LH927]"
+            f"{path} cannot be read as weights: {error} If you trust the file, load it yourself and pass the state dict"
+            " to `strategy.load_weights`, for example in `setup`. [LH927]"
         ) from error
     except (RuntimeError, EOFError, OSError) as error:
         raise ValueError(
-            f"{path}, {path.stat().st_size} bytes, cannot be read: {type(error).__name__}: {error} [LH901]"
+            f"{path} ({path.stat().st_size} bytes) cannot be read: {type(error).__name__}: {error} [LH901]"
         ) from error

@@ -207,7 +207,7 @@ def _repeated(loader: Iterable[Any]) -> Iterator[Any]:
         for batch in loader:
             yield batch
         if batch is None:
-            raise ValueError(f"The training loader, a {type(loader).__name__}, gives no batches. [LH131]")
+            raise ValueError(f"The training loader, a {type(loader).__name__}, returned no batches. [LH131]")
 
 
 # -- strategies --------------------------------------------------------------------------------------------------------

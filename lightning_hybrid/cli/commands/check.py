@@ -12,19 +12,27 @@ def run(args: Sequence[str]) -> None:
     """Say whether a layout trains with the numbers of one process."""
     description = (
         "Train a few steps in one process and under the layout of a configuration, in float64 on the CPU of this"
-        " machine, and compare losses, logged values, gradients and weights. Where they differ, say why; < marks in"
-        " the table what differs by more than the bound, 1e-8, or 1e-4 if the step computes in float32. The exit"
-        " status is 0 if they are equal, 1 if they differ, 2 if they could not be compared. With --dry nothing is"
-        " trained, and no parameter gets memory: the step runs on shapes, and what the start of training would refuse"
-        " is an error with status 2."
+        " machine, and compare losses, logged values, gradients and weights. If they differ, print the cause. In the"
+        " table, < marks values that differ by more than 1e-8, or 1e-4 if the step computes in float32. The exit"
+        " status is 0 if all values are equal, 1 if they differ and 2 if they could not be compared. With --dry nothing"
+        " is trained and parameters take no memory: the step runs on fake tensors, and the exit status is 2 if training"
+        " could not start."
     )
     parser = ConfigParser("check", description, "--trainer.devices 2 --model.batch_size 4 --steps 3")
     group = parser.group("training")
-    group.add_argument("--steps", type=int, default=2, metavar="N", help="optimizer steps (default: %(default)s)")
     group.add_argument(
-        "--time-limit", type=float, default=600.0, metavar="S", help="seconds a training may take (default: 600)"
+        "--steps", type=int, default=2, metavar="N", help="number of optimizer steps (default: %(default)s)"
     )
-    group.add_argument("--dry", action="store_true", help="run the step on shapes alone: can the layout be trained?")
+    group.add_argument(
+        "--time-limit",
+        type=float,
+        default=600.0,
+        metavar="S",
+        help="time limit of each training in seconds (default: 600)",
+    )
+    group.add_argument(
+        "--dry", action="store_true", help="only check whether training can start, by running the step on fake tensors"
+    )
     parser.add_json()
     options, overrides = parser.parse_known_args(args)
     if options.dry:
@@ -69,4 +77,4 @@ def _run_dry(parser: ConfigParser, options: argparse.Namespace, overrides: Seque
     if options.json:
         print_json({"trains": True, "layout": result.layout})
     else:
-        print_text(f"The layout can be trained. Its numbers were not compared with one process.\n\n{result.layout}")
+        print_text(f"The layout can be trained. Its results were not compared with one process.\n\n{result.layout}")

@@ -15,13 +15,15 @@ def run(args: Sequence[str]) -> None:
     """Train the demo."""
     parser = Parser(
         "demo",
-        description="Train a Vision Transformer on handwritten digits, on the CPU of this machine: a pipeline of 2"
-        " stages where the ranks are even, whose layers are shared by 2 ranks each where they are a multiple of 4, and"
-        " as many replicas of it as are left. Nothing is downloaded.",
-        epilog="Other options change the configuration as those of `fit` do, and `--print_config` prints it. Example:"
+        description="Train a Vision Transformer on handwritten digits on the CPU of this machine. An even number of"
+        " ranks uses pipeline parallelism with 2 stages, and a multiple of 4 also uses tensor parallelism with 2 ranks."
+        " The other ranks are replicas. Nothing is downloaded.",
+        epilog="All options of `fit` work here too, and `--print_config` prints the configuration. Example:"
         f" {PROGRAM} demo --ranks 2 --trainer.max_steps 20",
     )
-    parser.add_argument("--ranks", type=positive, default=4, metavar="N", help="processes (default: %(default)s)")
+    parser.add_argument(
+        "--ranks", type=positive, default=4, metavar="N", help="number of processes (default: %(default)s)"
+    )
     options, overrides = parser.parse_known_args(args)
 
     from lightning_hybrid.cli.demo.digits import load_digits

@@ -20,27 +20,29 @@ def run(args: Sequence[str]) -> None:
     """Write the weights of a checkpoint as Hugging Face does."""
     parser = Parser(
         "export",
-        description="Write the weights of a checkpoint, a file or a directory, into a new folder as model.safetensors,"
-        " which `from_pretrained` and `safetensors.torch.load_file` open. It may be larger than the memory.",
-        epilog="It unpickles what it reads: only use checkpoints that you trust.",
+        description="Export the weights of a checkpoint to a new folder as model.safetensors, which `from_pretrained`"
+        " and `safetensors.torch.load_file` can read. Works for checkpoints larger than RAM.",
+        epilog="The command unpickles the checkpoint. Only use checkpoints that you trust.",
     )
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="the checkpoint: a path, or a URL such as s3://...")
-    parser.add_argument("folder", type=on_disk, metavar="FOLDER", help="the folder to write, new or empty")
+    parser.add_argument(
+        "checkpoint", metavar="CHECKPOINT", help="checkpoint file or directory: a path, or a URL such as s3://..."
+    )
+    parser.add_argument("folder", type=on_disk, metavar="FOLDER", help="folder to write; it must be new or empty")
     parser.add_argument(
         "--prefix",
         metavar="NAME",
-        help="the attribute of the module that holds the model, such as `model.`; names lose it, and others are left"
-        " out; found where all names begin with it; '' for names as they are",
+        help="prefix of the tensors to export, such as `model.`; it is removed from their names (default: the first"
+        " part of the names if all have the same; '' keeps the names)",
     )
     parser.add_argument(
         "--max-shard-size",
         type=_parse_bytes,
         default=5 * 10**9,
         metavar="SIZE",
-        help="the most bytes in a file, such as 500MB; 5GB by default",
+        help="maximum size of a file, such as 500MB (default: 5GB)",
     )
-    parser.add_choice("--dtype", _DTYPES, help="convert floating-point tensors")
-    parser.add_argument("--config", type=Path, metavar="PATH", help="the model's config.json, or the folder of one")
+    parser.add_choice("--dtype", _DTYPES, help="dtype of floating-point tensors (default: unchanged)")
+    parser.add_argument("--config", type=Path, metavar="PATH", help="config.json of the model, or its folder")
     options = parser.parse_args(args)
 
     import torch
@@ -67,18 +69,21 @@ def _text(result: Export) -> str:
     """What is not to be seen in the files."""
     from lightning_hybrid.distributed.module_names import fold_numbered
 
-    lines = [f"{name} is tied to {stored}, and stored once" for name, stored in result.tied.items()]
+    lines = [f"{name} is tied to {stored} and stored only once" for name, stored in result.tied.items()]
     if result.prefix:
-        lines.insert(0, f"names without {result.prefix!r}")
+        lines.insert(0, f"removed the prefix {result.prefix!r} from the names")
     elif len(result.first_parts) > 1:
         parts = ", ".join(f"{first!r} ({count})" for first, count in result.first_parts.items())
-        lines.insert(0, f"names as they are, beginning with {parts}; to write one part without its prefix: --prefix")
+        lines.insert(0, f"kept the names, which start with {parts}; use --prefix to export one part without its prefix")
     if result.left_out:
-        lines.append(f"left out: {', '.join(name for (name,) in fold_numbered((name,) for name in result.left_out))}")
+        lines.append(
+            f"not exported: {', '.join(name for (name,) in fold_numbered((name,) for name in result.left_out))}"
+        )
     if not result.has_config:
         lines.append(
-            "no config.json: the checkpoint does not say how the model is configured. `from_pretrained` needs it: give"
-            " --config, the folder or file that the model was made from, or call `model.config.save_pretrained(FOLDER)`"
+            "no config.json, which `from_pretrained` needs: the checkpoint does not contain the model configuration."
+            " Use --config with the folder or file of the original model, or call"
+            " `model.config.save_pretrained(FOLDER)`"
         )
     return "\n".join(lines)
 

@@ -11,14 +11,13 @@ def run(args: Sequence[str]) -> None:
     """Show what a checkpoint holds."""
     parser = Parser(
         "inspect",
-        description="Show what a checkpoint holds: tensors, optimizers, the layout it was written under. No tensor is"
-        " read. Layers that are alike share a line.",
-        epilog="No code of the checkpoint runs: what is neither a tensor nor a plain container is shown by its class.",
+        description="Show the contents of a checkpoint: tensors, optimizers and the layout of the run. Tensors are not"
+        " read. Similar layers share a line.",
+        epilog="No code in the checkpoint is run. Objects other than tensors and plain containers are shown by their"
+        " class.",
     )
-    parser.add_argument(
-        "path", metavar="PATH", help="a file, or a directory of shards: a path, or a URL such as s3://..."
-    )
-    parser.add_argument("--every-name", action="store_true", help="a line for each tensor")
+    parser.add_argument("path", metavar="PATH", help="checkpoint file or directory: a path, or a URL such as s3://...")
+    parser.add_argument("--every-name", action="store_true", help="print a line for each tensor")
     parser.add_json()
     options = parser.parse_args(args)
 

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 def run(args: Sequence[str]) -> None:
     """Show what each rank would hold."""
     description = (
-        "Estimate what the ranks of a configuration would hold of parameters, gradients, optimizer states, activations"
-        " and buffers. Nothing is started, and no device is needed: the step runs on shapes."
+        "Estimate the memory of each rank for parameters, gradients, optimizer states, activations and buffers."
+        " Nothing is started, and no device is needed: the training step runs on fake tensors."
     )
     parser = ConfigParser("memory", description, "--memory 40GiB --data.batch_size 64")
     group = parser.group("hardware")
@@ -27,7 +27,7 @@ def run(args: Sequence[str]) -> None:
         type=quantity,
         default=Machine.memory,
         metavar="X",
-        help="memory of a device that a run may use (default: 80 GiB)",
+        help="memory of each device that a run may use (default: 80 GiB)",
     )
     parser.add_json()
     options, overrides = parser.parse_known_args(args)
@@ -60,7 +60,7 @@ def _most(usages: Sequence[MemoryUsage]) -> tuple[int, int] | None:
 def _verdict(most: tuple[int, int] | None, memory: float) -> str:
     """Return the line that says whether the layout fits."""
     if most is None:
-        return "Unknown whether it fits: a part of the memory cannot be estimated."
+        return "Unknown whether it fits, because part of the memory cannot be estimated."
     total, rank = most
     fits = "Fits" if total <= memory else "Does not fit"
-    return f"{fits}: pipeline rank {rank} needs the most, {total / memory:.1%} of {memory / 2**30:.4g} GiB on a device."
+    return f"{fits}: pipeline rank {rank} needs the most, {total / memory:.1%} of {memory / 2**30:.4g} GiB per device."

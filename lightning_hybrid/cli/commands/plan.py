@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 def run(args: Sequence[str]) -> None:
     """Show which rank would hold what."""
     description = (
-        "Show the layout, the stages and the tensor-parallel plan of a configuration, and with several nodes what a"
-        " step sends between them; nothing is started."
+        "Show the layout, the pipeline stages and the tensor-parallel plan of a configuration. For several nodes, also"
+        " show how many bytes a step sends between them. Nothing is started."
     )
     parser = ConfigParser("plan", description, "--trainer.devices 8 --trainer.strategy.init_args.partition parameters")
     parser.add_json()
@@ -36,7 +36,7 @@ def run(args: Sequence[str]) -> None:
         cli, strategy = load_config(parser, options.config, overrides)
         size = math.prod(sizes_by_axis(strategy.settings, strategy.sizes).values())
         nodes = [rank * strategy.num_nodes // size for rank in range(size)]
-        progress("Making the module", 1, 3)
+        progress("Creating the module", 1, 3)
         with parser.refusing(ValueError, TypeError):
             module = made_without_memory(partial(_configured, maker(options.config, overrides, cli)))
             if options.json:
@@ -44,7 +44,7 @@ def run(args: Sequence[str]) -> None:
             else:
                 text = describe(module, strategy.settings, strategy.sizes, list(map(str, nodes)))
         if strategy.num_nodes > 1:
-            progress("Running the step on shapes", 2, 3)
+            progress("Running the step on fake tensors", 2, 3)
             make = maker(options.config, overrides)  # a step changes the module
             between, sentence = _between_nodes(make, cli, strategy, nodes)
     if options.json:
@@ -82,6 +82,6 @@ def _between_nodes(
     total, of_sums = bytes_between_nodes(sizes, order, nodes, traffic)
     best, least = least_bytes(sizes, order, nodes, traffic)
     found = {"bytes": total, "tensor_bytes": of_sums, "best_rank_order": best, "best_bytes": least}
-    usual = f"With launch.rank_order={order!r} a step sends {filesize.decimal(int(total))} between nodes."
+    usual = f"With launch.rank_order={order!r} each step sends {filesize.decimal(int(total))} between nodes."
     warning = traffic_text(sizes, order, nodes, traffic)
     return found, usual if warning is None else f"Warning: {warning}"

@@ -13,10 +13,11 @@ from lightning_hybrid.cli.parser import ConfigParser, positive, print_json, quan
 from lightning_hybrid.strategy.auto_layout.machine import Machine
 
 _DESCRIPTION = (
-    "Estimate memory and step time of every layout of so many ranks (sizes, tensor-parallel mode, context parallelism,"
-    " microbatches, schedule, ZeRO stage, activation checkpointing), and print the fastest that fit, with reasons for"
-    " rejecting the rest. Other settings of the configuration apply to all layouts. Nothing is started, and no device"
-    " is needed: the step runs on shapes. Describe the hardware with the options below (default: A100 of 80 GiB)."
+    "Estimate the memory and step time of every layout (sizes, tensor-parallel mode, context parallelism, microbatches,"
+    " schedule, ZeRO stage, activation checkpointing) for a number of ranks. Print the fastest layouts that fit, with"
+    " reasons for rejecting the rest. Other settings of the configuration apply to all layouts. Nothing is started, and"
+    " no device is needed: the training step runs on fake tensors. Describe the hardware with the options below"
+    " (default: A100 with 80 GiB)."
 )
 # The sizes of the configuration give way to those that are tried.
 _UNDIVIDED = {
@@ -37,16 +38,16 @@ _UNDIVIDED = {
 }
 # Arguments of a machine: option, what it is, the unit of its value.
 _MACHINE = {
-    "memory": ("memory of a device that a run may use; leave some for libraries", "B"),
-    "flops": ("floating-point rate that matrix products reach", "FLOP/s"),
-    "memory_bandwidth": ("bandwidth of the memory of a device", "B/s"),
+    "memory": ("memory of each device that a run may use; leave some for libraries", "B"),
+    "flops": ("achieved speed of matrix multiplications", "FLOP/s"),
+    "memory_bandwidth": ("memory bandwidth of a device", "B/s"),
     "node_bandwidth": ("bandwidth of a rank within a node", "B/s"),
-    "network_bandwidth": ("bandwidth of a rank to another node", "B/s"),
+    "network_bandwidth": ("bandwidth of a rank between nodes", "B/s"),
 }
 _SECONDS = {
-    "operation_seconds": "shortest time of an operation, in seconds",
+    "operation_seconds": "minimum time of an operation, in seconds",
     "node_latency": "latency of a message within a node, in seconds",
-    "network_latency": "latency of a message to another node, in seconds",
+    "network_latency": "latency of a message between nodes, in seconds",
     "collective_seconds": "fixed overhead of a collective, in seconds",
 }
 
@@ -81,7 +82,7 @@ def run(args: Sequence[str]) -> None:
     with parser.refusing(ValueError, TypeError, MisconfigurationException):
         machine = _machine(options)
         contexts = None if options.max_context is None else range(1, options.max_context + 1)
-        with _short_passes(), count_progress("Running the step on shapes") as progress:
+        with _short_passes(), count_progress("Running the step on fake tensors") as progress:
             profile = ModuleProfile(
                 maker(options.config, overrides, cli),
                 settings,
@@ -125,42 +126,43 @@ def _add_arguments(parser: ConfigParser) -> None:
 
 
 def _add_search(group: Any) -> None:
-    group.add_argument("--ranks", type=positive, required=True, metavar="N", help="processes of the run")
+    group.add_argument("--ranks", type=positive, required=True, metavar="N", help="number of processes")
     samples = group.add_mutually_exclusive_group()
     samples.add_argument(
         "--samples",
         type=positive,
         metavar="N",
-        help="of a step, over all replicas (default: a batch for each rank)",
+        help="samples per step, over all replicas (default: one batch per rank)",
     )
     samples.add_argument(
         "--keep-batch",
         action="store_true",
-        help="each replica gets a batch of the loader, whatever the layout, and layouts are ranked by the time of a"
-        " sample, as HybridStrategy(layout='auto') does",
+        help="keep one batch of the loader per replica in every layout, and rank layouts by the time per sample, as"
+        " HybridStrategy(layout='auto') does",
     )
     group.add_argument(
         "--max-tensor",
         type=positive,
         metavar="N",
-        help="largest tensor-parallel size (default: the ranks of a node)",
+        help="largest tensor-parallel size (default: the number of ranks in a node)",
     )
     group.add_argument(
         "--max-context",
         type=positive,
         metavar="N",
-        help="largest context-parallel size (default: the ranks of a node, if each gets 1024 positions or more)",
+        help="largest context-parallel size (default: the number of ranks in a node, if each gets at least 1024"
+        " positions)",
     )
     group.add_argument(
         "--measure",
         action="store_true",
-        help="measure forwards in one process on this CPU, instead of counting their operations",
+        help="time forward passes in one process on this CPU instead of counting their operations",
     )
 
 
 def _add_hardware(group: Any) -> None:
     usual = Machine()
-    group.add_argument("--nodes", type=positive, metavar="K", help="nodes (default: of 8 ranks each)")
+    group.add_argument("--nodes", type=positive, metavar="K", help="number of nodes (default: 8 ranks per node)")
     for name, (text, unit) in _MACHINE.items():
         default = getattr(usual, name)
         shown = f"{default / 2**30:g} GiB" if name == "memory" else _readable(default, unit)
@@ -184,7 +186,7 @@ def _add_hardware(group: Any) -> None:
         type=_share,
         default=usual.overlap,
         metavar="X",
-        help="fraction of compute that overlaps with messages: gradients, blocks of a ring (default: %(default)g)",
+        help="fraction of compute that overlaps with messages of gradients and ring attention (default: %(default)g)",
     )
 
 
@@ -203,11 +205,11 @@ def _machine(options: argparse.Namespace) -> Machine:
 
 
 def _seconds(text: str) -> float:
-    return _number(text, lambda value: value >= 0, "no time of at least 0 seconds")
+    return _number(text, lambda value: value >= 0, "not a number of seconds, at least 0")
 
 
 def _share(text: str) -> float:
-    return _number(text, lambda value: 0 <= value <= 1, "no share between 0 and 1")
+    return _number(text, lambda value: 0 <= value <= 1, "not a number between 0 and 1")
 
 
 def _number(text: str, is_good: Callable[[float], bool], what: str) -> float:

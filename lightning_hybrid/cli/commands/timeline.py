@@ -20,7 +20,7 @@ def run(args: Sequence[str]) -> None:
     """Draw one step of a schedule."""
     parser = Parser(
         "timeline",
-        description="Draw one training step of a pipeline schedule, its bubble and what each rank holds in memory.",
+        description="Draw one training step of a pipeline schedule, and print its bubble and microbatches in memory.",
     )
     _add_arguments(parser)
     options = parser.parse_args(args)
@@ -48,38 +48,49 @@ def run(args: Sequence[str]) -> None:
 
 def _add_arguments(parser: Parser) -> None:
     """The options of the command."""
-    parser.add_choice("--schedule", list(SCHEDULES), default="1f1b", help="default: %(default)s")
-    parser.add_argument("--ranks", type=int, default=4, metavar="N", help="pipeline ranks (default: %(default)s)")
+    parser.add_choice("--schedule", list(SCHEDULES), default="1f1b", help="pipeline schedule (default: %(default)s)")
     parser.add_argument(
-        "--microbatches", type=int, metavar="N", help="microbatches of a step (default: 4 for each rank)"
+        "--ranks", type=int, default=4, metavar="N", help="number of pipeline ranks (default: %(default)s)"
     )
-    parser.add_argument("--chunks", type=int, metavar="N", help="model chunks per rank (default: 1, interleaved 2)")
+    parser.add_argument(
+        "--microbatches", type=int, metavar="N", help="microbatches per step (default: 4 for each rank)"
+    )
+    parser.add_argument(
+        "--chunks", type=int, metavar="N", help="model chunks per rank (default: 1; 2 for interleaved_1f1b)"
+    )
     parser.add_argument(
         "--extra-in-flight",
         type=_extra,
         default=0,
         metavar="N",
-        help="extra microbatches in flight on each link: an int, a list such as 0,2,0, or auto",
+        help="extra microbatches in flight on each link: a number, a list such as 0,2,0, or auto",
     )
     messages, output = parser.group("messages"), parser.group("output")
     messages.add_argument(
-        "--send", type=float, default=0.0, metavar="T", help="time of a message; a forward takes 1 (default: 0)"
+        "--send", type=float, default=0.0, metavar="T", help="time of a message, relative to a forward (default: 0)"
     )
     messages.add_argument(
-        "--nodes", type=positive, default=1, metavar="K", help="nodes of equally many ranks (default: 1)"
+        "--nodes",
+        type=positive,
+        default=1,
+        metavar="K",
+        help="number of nodes, with the same number of ranks on each (default: 1)",
     )
-    for name, where in {"node": "inside a node", "network": "between nodes"}.items():
+    for name, where in {"node": "within a node", "network": "between nodes"}.items():
         messages.add_argument(
-            f"--{name}-latency", type=float, metavar="T", help=f"time of a message {where} (default: that of --send)"
+            f"--{name}-latency",
+            type=float,
+            metavar="T",
+            help=f"time of a message {where} (default: the value of --send)",
         )
         messages.add_argument(
             f"--{name}-bandwidth",
             type=_bandwidth,
             default=math.inf,
             metavar="X",
-            help=f"messages that a link {where} passes on while a forward runs (default: any number)",
+            help=f"messages that a link {where} can send during a forward (default: unlimited)",
         )
-    output.add_argument("--svg", type=Path, metavar="FILE", help="write the picture to this file too")
+    output.add_argument("--svg", type=Path, metavar="FILE", help="also write the picture to this file")
     parser.add_json()
 
 
@@ -115,7 +126,7 @@ def _bandwidth(text: str) -> float:
     except ValueError:
         value = 0.0
     if not value > 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
     return value
 
 
@@ -123,8 +134,9 @@ def _text(timeline: Timeline) -> str:
     peaks = ", ".join(f"{peak:g}" for peak in timeline.peak_in_flight)
     width = min(COLUMNS, max(80, shutil.get_terminal_size((COLUMNS, 24)).columns))
     figures = (
-        f"over the ideal  {timeline.bubble_over_ideal:.1%}: how much longer the step is than the busiest rank computes",
-        f"peak in flight  {peaks} microbatches, by rank, whose activations are kept",
+        f"over the ideal  {timeline.bubble_over_ideal:.1%}: the step takes that much longer than the busiest rank"
+        " computes",
+        f"peak in flight  {peaks}: microbatches with stored activations, by rank",
     )
     lines = [timeline.to_text(width), *(line for text in figures for line in wrapped(text, 16 * " "))]
     return "\n".join(lines)

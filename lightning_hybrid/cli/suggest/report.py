@@ -26,7 +26,9 @@ from lightning_hybrid.strategy.auto_layout.search import DOES_NOT_FIT, Suggestio
 from lightning_hybrid.strategy.summary import text_table
 
 _TIGHT = 0.05  # a share of the memory: where less is free, the account is too rough to tell whether a layout fits
-_TIGHT_TEXT = f"GiB !: less than {_TIGHT:.0%} of the memory is free, and the account is an estimate: try it first"
+_TIGHT_TEXT = (
+    f"GiB !: less than {_TIGHT:.0%} of the memory is free, and the numbers are estimates: try the layout first"
+)
 _SENT = {"tensor": "tp", "context": "cp", "pipeline": "pp", "data": "dp"}
 _MOSTLY_WHOLE = 0.5  # a share of the parameters: where tensor parallelism divides less, a plan may be missing
 
@@ -47,14 +49,14 @@ def as_text(
     sequential = f" x {step.accumulated} accumulated batches" if step.accumulated > 1 else ""
     problem = f"A step of {step.samples} samples"
     if isinstance(step, LoaderStep):
-        problem = f"Batches of {step.samples} samples for each replica, of which the time of a sample counts"
+        problem = f"Batches of {step.samples} samples for each replica, ranked by the time per sample"
     fixed = ", ".join(f"{name}={value!r}" for name, value in configured.fixed.items())
     lines = [
         *wrapped(
             f"{problem}{sequential}; {found.num_layouts:,} layouts, {found.num_simulated:,} simulated."
-            f" Devices of {machine.memory / 2**30:g} GiB, {machine.ranks_per_node} in a node."
+            f" Devices of {machine.memory / 2**30:g} GiB, {machine.ranks_per_node} per node."
         ),
-        *wrapped(f"Not varied, as configured: {fixed}."),
+        *wrapped(f"Not varied, but taken from the configuration: {fixed}."),
         *wrapped(_fits_text(found, machine)),
     ]
     if found.best:
@@ -66,12 +68,12 @@ def as_text(
             "",
             *(line for part in _legend(found.best, machine) for line in wrapped(part, "  ")),
             "",
-            "The first of them:",
+            "Configuration of layout 1:",
             "",
             as_yaml(found.best[0], machine, step, configured),
         ]
     lines += _whole_lines({layout.tensor for layout in shown if layout.tensor_mode == "1d"}, divided)
-    lines += ["", "Why the others are not among them:", ""]
+    lines += ["", "Why other layouts were rejected:", ""]
     for group in found.losers:
         text = " ".join(group.text.split()).split(". ")[0]  # its remedies are other layouts, which are tried too
         lines += wrapped(f"- {group.reason} ({group.count:,}), such as {in_words(group.best)}: {text}", "  ")
@@ -82,10 +84,10 @@ def _fits_text(found: Suggestions, machine: Machine) -> str:
     """Return the line that says whether a layout fits, with its memory."""
     memory = f"{machine.memory / 2**30:,.2f} GiB"
     if found.best:
-        return f"Fits: the fastest layout needs up to {found.best[0].bytes / 2**30:,.2f} GiB of {memory} on a rank."
+        return f"Fits: the fastest layout needs up to {found.best[0].bytes / 2**30:,.2f} GiB of {memory} per rank."
     smallest = [group for group in found.losers if group.reason == DOES_NOT_FIT]
-    needed = f" The smallest takes {smallest[0].text}." if smallest else ""
-    return f"Does not fit: no layout can be used with {memory} on each device.{needed}"
+    needed = f" The smallest needs {smallest[0].text}." if smallest else ""
+    return f"Does not fit: no layout can be used with {memory} per device.{needed}"
 
 
 def _whole_lines(sizes: Collection[int], divided: Mapping[int, float]) -> list[str]:
@@ -155,7 +157,7 @@ def _costs_table(best: Sequence[Cost], machine: Machine, step: Step) -> list[str
     seconds = [cost.seconds or 0.0 for cost in best]
     columns = {
         "batch": [f"{step.batch(cost.layout.data)} in {cost.layout.num_microbatches}" for cost in best],
-        "ms a step": [f"{1e3 * each:,.{2 if each < 10 else 0}f}" for each in seconds],
+        "ms/step": [f"{1e3 * each:,.{2 if each < 10 else 0}f}" for each in seconds],
     }
     if isinstance(step, LoaderStep):
         columns["samples/s"] = [f"{1 / cost.seconds_of_sample:,.0f}" for cost in best]
@@ -163,17 +165,17 @@ def _costs_table(best: Sequence[Cost], machine: Machine, step: Step) -> list[str
     columns["GiB"] = [f"{cost.bytes / 2**30:,.2f}{' !' if _is_tight(cost, machine) else ''}" for cost in best]
     for axis, short in _SENT.items():
         columns[f"{short} sent"] = [f"{cost.sent[axis] / 2**30:,.3f}" for cost in best]
-    return _table(columns, always=("ms a step", "GiB"), left=())
+    return _table(columns, always=("ms/step", "GiB"), left=())
 
 
 def _legend(best: Sequence[Cost], machine: Machine) -> list[str]:
     """Return the explanations of the columns."""
     parts = [
-        "batch: samples of each replica, in so many microbatches; GiB: memory of the rank with the highest memory;"
-        " tp, cp, pp, dp sent: GiB that a rank sends in a step for tensor, context, pipeline and data parallelism"
+        "batch: samples per replica and number of microbatches; GiB: memory of the rank with the highest memory;"
+        " tp, cp, pp, dp sent: GiB that a rank sends per step for tensor, context, pipeline and data parallelism"
     ]
     if any(isinstance(cost.layout.recompute, tuple) for cost in best):
-        parts.append("recompute: how many layers of a stage run again")
+        parts.append("recompute: number of layers per stage that are recomputed")
     if any(cost.layout.extra_in_flight for cost in best):
         parts.append("schedule +: extra microbatches in flight on some links (tuning.extra_in_flight)")
     if any(_is_tight(cost, machine) for cost in best):
@@ -208,7 +210,7 @@ def as_yaml(cost: Cost, machine: Machine, step: Step, configured: Configured) ->
     lines = [
         "trainer:",
         f"  num_nodes: {started['num_nodes']}",
-        f"  devices: {started['devices']}  # of each node",
+        f"  devices: {started['devices']}  # per node",
         "  strategy:",
         "    class_path: lightning_hybrid.HybridStrategy",
         "    init_args:",
@@ -216,7 +218,7 @@ def as_yaml(cost: Cost, machine: Machine, step: Step, configured: Configured) ->
     ]
     if batch != configured.batch_size:
         usual = configured.batch_size
-        lines.append(f"# and let the loader give batches of {batch} samples instead of {usual}, for the same step")
+        lines.append(f"# also set the batch size of the loader to {batch} instead of {usual}, for the same step")
     return "\n".join(lines)
 
 

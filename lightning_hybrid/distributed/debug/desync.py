@@ -206,7 +206,7 @@ class DesyncWatch:
         """What is not the same at an event to which all of the ranks have come, and what to do about it."""
         places = {rank: self._store.get(f"{key}/at {rank}").decode() for rank in self._ranks}
         if len(set(places.values())) > 1:  # what they have noted of these is not to be compared
-            return f"{unequal_text('what comes next', places)} {ADVICE} [LH207]"
+            return f"{unequal_text('next action', places)} {ADVICE} [LH207]"
         names = [name for name in self._values if name.endswith(f" of {where}")]
         everyone = {rank: _read(self._store, f"{key}/of {rank}") for rank in self._ranks}
         return f"{_text(everyone, event, names)} {self._advice} [LH207]"
@@ -214,9 +214,7 @@ class DesyncWatch:
     def _late_text(self, where: str, key: str) -> str:
         late = [rank for rank in self._ranks if not self._store.check([f"{key}/of {rank}"])]
         who = ranks_text(late) if late else f"one of {ranks_text(self._ranks)}"
-        return (
-            f"{where} is new to rank {self._rank}, and {who} did not come to it within {self._timeout:.0f} s. [LH208]"
-        )
+        return f"{where} is new on rank {self._rank}, but {who} did not reach it within {self._timeout:.0f} s. [LH208]"
 
     def meeting(self) -> Meeting:
         """Where this rank waits for the others. Called by the watcher."""
@@ -338,10 +336,10 @@ class Desync:
 
 
 _SAME_STEPS = (
-    "The ranks of a model get the same batch, and split it alike; hooks and `split_batch` must not depend on the rank,"
-    " nor freeze parameters on one rank only."
+    "All ranks of a model group must get the same batch and split it in the same way. Hooks and `split_batch` must not"
+    " depend on the rank, or freeze parameters on only one rank."
 )
 _SAME_LOGS = (
-    "All replicas must log the same values that are reduced over replicas (`sync_dist=True`, or a metric), in the"
-    " same order, also for a batch that has nothing to log."
+    "All replicas must log the same values with a reduction over replicas (`sync_dist=True`, or a metric), in the same"
+    " order, even for a batch that has nothing to log."
 )

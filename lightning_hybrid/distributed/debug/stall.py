@@ -206,7 +206,7 @@ class StallWatch:
         if self._since > self._called:  # something has finished while the others answered
             self._store.set(self._key("continues"), "")
         elif culprits and all(answers[rank].state == WORKS for rank in culprits):
-            print_error(f"[rank {self._rank}] {without_code(text)} They wait until `timeout`.")
+            print_error(f"[rank {self._rank}] {without_code(text)} They wait until `timeout` expires.")
             self._store.set(self._key("continues"), "")
         else:
             print_error(f"[rank {self._rank}] {text}\n{table(answers, culprits)}")
@@ -247,14 +247,14 @@ def stall_text(answers: Sequence[Answer], culprits: Sequence[int]) -> str:
     longest = max((answer.seconds for answer in answers if answer.state == WAITS), default=0.0)
     if not culprits:
         return (
-            f"Stalled: nothing has finished for {longest:.0f} s. All ranks wait in the same place: look at the network"
+            f"Stalled: nothing has finished for {longest:.0f} s. All ranks wait in the same place: check the network"
             " between them. [LH224]"
         )
     parts = []
     for rank in culprits[:_MOST]:
         answer = answers[rank]
         does = {
-            SILENT: "does not answer: its process is stopped, or its host is gone",
+            SILENT: "does not respond: its process is stopped, or its host is down",
             IDLES: f"has computed nothing for {answer.seconds:.0f} s at {answer.place}",
             WORKS: f"works at {answer.place}",
             WAITS: f"waits elsewhere, at {answer.place}",
@@ -262,7 +262,7 @@ def stall_text(answers: Sequence[Answer], culprits: Sequence[int]) -> str:
         parts.append(f"rank {rank} (on {answer.host}), which {does}")
     more = f", and {len(culprits) - _MOST} more" if len(culprits) > _MOST else ""
     may_idle = any(answers[rank].state == IDLES for rank in culprits)
-    advice = " If that may take so long, raise `faults.stall_timeout` and `timeout`." if may_idle else ""
+    advice = " If this can take that long, increase `faults.stall_timeout` and `timeout`." if may_idle else ""
     return (
         f"Stalled: nothing has finished for {longest:.0f} s. The other ranks wait for {'; for '.join(parts)}{more}."
         f"{advice} [LH224]"
@@ -274,7 +274,7 @@ def table(answers: Sequence[Answer], culprits: Sequence[int]) -> str:
     rows: dict[tuple[Any, ...], list[Answer]] = {}
     for answer in sorted(answers, key=lambda answer: (answer.rank not in culprits, answer.rank)):
         rows.setdefault(_row(answer), []).append(answer)
-    cells = [["rank", "state", "for s", "batch", "action", "last actions", "messages under way", "at"]]
+    cells = [["rank", "state", "seconds", "batch", "action", "last actions", "pending messages", "at"]]
     for alike in rows.values():
         first = alike[0]
         ranks = ", ".join(str(answer.rank) for answer in alike[:_MOST])

@@ -283,7 +283,7 @@ class _Peer:
             seconds = deadline - time.monotonic()
             if seconds < 0:
                 waited = f"{self._messages.timeout:.0f} s"
-                raise dist.DistNetworkError(f"Timed out waiting {waited} for a message of rank {self.rank}")
+                raise dist.DistNetworkError(f"Timed out waiting {waited} for a message from rank {self.rank}")
             self._messages.wait_any(min(seconds, longest_poll))
 
     def __del__(self) -> None:
@@ -316,7 +316,7 @@ class _Receive:
         assert tensor is not None
         if len(message) != tensor.nbytes + _TAG.size:
             found, rank = len(message) - _TAG.size, self._peer.rank
-            raise RuntimeError(f"Rank {rank} has sent {found} bytes where {tensor.nbytes} are expected")
+            raise RuntimeError(f"Rank {rank} sent {found} bytes, but {tensor.nbytes} were expected")
         ctypes.memmove(tensor.data_ptr(), message, tensor.nbytes)
         self._tensor = None
 

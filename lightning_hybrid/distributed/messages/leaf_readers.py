@@ -257,9 +257,9 @@ class LeafReaders:
         question = self._loader, number, index, self._rank
         if made.numel() and not self._fetch.ask(self, self._source, question, made):
             raise WrongUseError(
-                f"This rank reads a tensor of shape {tuple(like.shape)} of a batch that it has not read before."
-                " The loading rank did not send it, and has dropped or changed it. Read it in the first step with such"
-                " a batch (for example, keep a copy of it), or set HybridStrategy(broadcast_batches=False). [LH703]"
+                f"This rank reads a batch tensor of shape {tuple(like.shape)} that it has not read before. The loading"
+                " rank did not send it, and has already dropped or changed it. Read it in the first step with such a"
+                " batch (for example, keep a copy), or set HybridStrategy(broadcast_batches=False). [LH703]"
             )
         return made
 

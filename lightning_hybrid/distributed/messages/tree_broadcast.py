@@ -296,7 +296,7 @@ class TreeBroadcast:
             packet = torch.cat([packet, self._messages.receive(length - self._length)])
         if about != self.about:
             raise WrongUseError(
-                f"Ranks of a model group are out of step: rank {self._messages.source} sent {about}, and this rank"
+                f"Ranks of a model group are out of step: rank {self._messages.source} sent {about}, but this rank"
                 f" expected {self.about}. Some ranks iterate a loader or compute a metric that others do not. Do it on"
                 " all ranks or on none. [LH702]"
             )

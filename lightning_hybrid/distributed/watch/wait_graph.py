@@ -97,7 +97,7 @@ def _missing(rank: int, waiting: Mapping[int, Waiting]) -> Iterator[tuple[int, b
             if not waiting[other].has_started(group, number):
                 yield other, False, f"`{kind}` of {ranks_text(ranks)}"
             elif theirs is not None and theirs != kind:
-                yield other, True, f"`{kind}` of {ranks_text(ranks)}, where that one did `{theirs}`"
+                yield other, True, f"`{kind}` of {ranks_text(ranks)}, where that rank called `{theirs}`"
     if own.message is not None:
         channel, sender, number = own.message
         if sender in waiting and waiting[sender].sent.get(channel, 0) < number:
@@ -110,7 +110,7 @@ def _describe(waiting: Mapping[int, Waiting], stuck: set[int]) -> str:
         own = waiting[rank]
         state = f" ({own.state})" if own.state else ""
         if own.finished:
-            text = f"came to the end of the run{state}"
+            text = f"reached the end of the run{state}"
         else:
             missing = [each for each in _missing(rank, waiting) if each[0] in stuck or each[1]]
             others = sorted({other for other, *_ in missing})
@@ -120,15 +120,13 @@ def _describe(waiting: Mapping[int, Waiting], stuck: set[int]) -> str:
     for text, ranks in list(alike.items())[:_MOST]:
         waits = "" if waiting[ranks[0]].finished else "wait " if len(ranks) > 1 else "waits "
         told.append(f"{ranks_text(ranks)} {waits}{text}")
-    return (
-        f"The ranks do not do the same, so they would wait for each other for ever: {'; '.join(told)}. {ADVICE} [LH227]"
-    )
+    return f"Deadlock: the ranks make different calls and wait for each other: {'; '.join(told)}. {ADVICE} [LH227]"
 
 
 #: What to do where ranks do not do the same.
 ADVICE = (
-    "All ranks must make the same calls that communicate: `self.log` in a hook, saving, `should_stop`, leaving an"
-    " epoch (-1 of `on_train_batch_start`), collectives of torch. All ranks need the same number of batches, the same"
+    "All ranks must communicate in the same order: `self.log` in a hook, saving, `should_stop`, the early end of an"
+    " epoch (-1 from `on_train_batch_start`) and torch collectives. All ranks need the same number of batches, the same"
     " arguments and the same callbacks."
 )
 

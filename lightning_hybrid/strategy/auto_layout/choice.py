@@ -37,8 +37,8 @@ TRAINER = ("max_epochs", "max_steps", "accumulate_grad_batches", "limit_train_ba
 _SHARE_OF_TIMEOUT = 0.8  # of the time that others wait for the first rank
 _MOST_SHOWN = 3
 _BY_HAND = (
-    "Give the layout by hand, such as HybridStrategy(pipeline_parallel_size=2): `lightning-hybrid suggest` and"
-    " docs/start/choose-a-layout.md help."
+    "Set the layout yourself, for example HybridStrategy(pipeline_parallel_size=2); see `lightning-hybrid suggest` and"
+    " docs/start/choose-a-layout.md."
 )
 
 
@@ -122,7 +122,7 @@ def choose_layout(
     memory = usable_memory(device, config.tuning.memory_bytes)
     if config.searched == ("recompute",) and math.isinf(memory):
         rank_zero_info(
-            "recompute='auto': no activations are recomputed, because no tuning.memory_limit is set on the CPU."
+            "recompute='auto': no activations are recomputed, because tuning.memory_limit is not set on the CPU."
         )
         return ChosenLayout(sizes, {"recompute": False})
     start = time.monotonic()
@@ -166,10 +166,10 @@ def _search(
     try:
         return run_in_copy(problem.solve, time_limit=limit)
     except (ValueError, TypeError, RuntimeError, TimeoutError) as error:
-        more = " Others wait longer with HybridStrategy(timeout=...)." if isinstance(error, TimeoutError) else ""
+        more = " HybridStrategy(timeout=...) sets the time limit." if isinstance(error, TimeoutError) else ""
         reason = f"{without_code(error).rstrip('.')}.{more}"
         raise ValueError(
-            f"{', '.join(config.searched)} cannot be found for {type(module).__name__}: {reason} {_BY_HAND} [LH127]"
+            f"{', '.join(config.searched)} cannot be chosen for {type(module).__name__}: {reason} {_BY_HAND} [LH127]"
         ) from error
 
 
@@ -214,19 +214,19 @@ def _text(found: Suggestions, config: Settings, machine: Machine, seconds: float
     """The layout, the next best ones, and why the others are not among them."""
     limit = "" if math.isinf(machine.memory) else f" that fit in {_size(machine.memory)}"
     lines = [
-        f"Found {', '.join(config.searched)} in {seconds:.1f} s: the fastest of {found.num_layouts} layouts{limit}, by"
-        " estimates.",
-        f"By hand: {by_hand(found.best[0].layout)}",
+        f"Found {', '.join(config.searched)} in {seconds:.1f} s: the fastest of {found.num_layouts} layouts{limit},"
+        " according to estimates.",
+        f"Set it yourself: {by_hand(found.best[0].layout)}",
         _table(found.best[:_MOST_SHOWN]),
     ]
     lines += [
-        f"not: {group.reason} ({group.count}), such as {in_words(group.best)}: {_first_sentence(group.text)}"
+        f"rejected: {group.reason} ({group.count}), such as {in_words(group.best)}: {_first_sentence(group.text)}"
         for group in found.losers[:_MOST_SHOWN]
     ]
     lines.append(
-        f"measured: {machine.flops / 1e9:,.0f} GFLOP/s, memory {machine.memory_bandwidth / 1e9:,.1f} GB/s, an operation"
-        f" {1e6 * machine.operation_seconds:,.1f} us; between ranks {_link_text(machine)},"
-        f" a collective {1e6 * machine.collective_seconds:,.0f} us more"
+        f"measured: {machine.flops / 1e9:,.0f} GFLOP/s, memory {machine.memory_bandwidth / 1e9:,.1f} GB/s,"
+        f" {1e6 * machine.operation_seconds:,.1f} us per operation; between ranks {_link_text(machine)},"
+        f" {1e6 * machine.collective_seconds:,.0f} us more per collective"
     )
     return "\n".join(lines)
 
@@ -238,7 +238,7 @@ def _link_text(machine: Machine) -> str:
 
 
 def _table(best: tuple[Cost, ...]) -> str:
-    rows: list[tuple[str, ...]] = [("", "layout", "samples a step", "ms a step", "samples/s", "highest memory")]
+    rows: list[tuple[str, ...]] = [("", "layout", "samples/step", "ms/step", "samples/s", "highest memory")]
     for number, cost in enumerate(best, 1):
         assert cost.seconds is not None
         step = f"{1e3 * cost.seconds:,.2f}", f"{1 / cost.seconds_of_sample:,.0f}"
@@ -248,19 +248,16 @@ def _table(best: tuple[Cost, ...]) -> str:
 
 def _nothing_fits(found: Suggestions, machine: Machine, name: str) -> str:
     reasons = [
-        f"{group.count} {'is' if group.count == 1 else 'are'} out: {group.reason}, such as {in_words(group.best)}:"
-        f" {_first_sentence(group.text)}"
+        f"{group.count} {'was' if group.count == 1 else 'were'} rejected: {group.reason}, such as"
+        f" {in_words(group.best)}: {_first_sentence(group.text)}"
         for group in found.losers
     ]
     if not reasons:
-        return (
-            f"There is no layout for {name}: no sizes that are allowed go with the number of"
-            f" processes. {_BY_HAND} [LH129]"
-        )
-    limit = "" if math.isinf(machine.memory) else f" in tuning.memory_limit={_size(machine.memory)}"
+        return f"There is no layout for {name}: no allowed sizes match the number of processes. {_BY_HAND} [LH129]"
+    limit = "" if math.isinf(machine.memory) else f" with tuning.memory_limit={_size(machine.memory)}"
     return (
         f"None of {found.num_layouts} layouts of {name} can be used{limit}. {'; '.join(reasons)}. Start more processes,"
-        f" allow more memory, or let a batch have fewer samples. {_BY_HAND} [LH128]"
+        f" allow more memory, or use a smaller batch. {_BY_HAND} [LH128]"
     )
 
 

@@ -146,7 +146,7 @@ class ModuleProfile:
         except (ValueError, TypeError) as error:
             return str(error)
         plan, beside = self._config.tensor_parallel_plan, "" if mode == "1d" else f" with tensor_parallel_mode={mode!r}"
-        return record if record.divided_share else f"tensor_parallel_plan={plan!r} divides nothing of it{beside}"
+        return record if record.divided_share else f"tensor_parallel_plan={plan!r} shards none of its layers{beside}"
 
     @property
     def batch_size(self) -> int:
@@ -162,13 +162,13 @@ class ModuleProfile:
         self._copies.advance()
         record = self.record_or_error(layout.sharing)
         if isinstance(record, str):
-            return "layers cannot be shared", record
+            return "tensor parallelism cannot be used", record
         if layout.context > 1 and (error := self._share_error(layout)):
-            return "sequences cannot be shared", error
+            return "context parallelism cannot be used", error
         if error := record.cut_error(layout):
-            return "layers cannot be divided into so many stages", error
+            return "layers cannot be split into that many stages", error
         if error := record.trace_error(layout):
-            return "layers cannot run again", error
+            return "layers cannot be recomputed", error
         return None
 
     def divided_shares(self) -> dict[int, float]:

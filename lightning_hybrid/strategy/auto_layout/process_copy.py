@@ -87,9 +87,9 @@ class ProcessCopy(Generic[_T]):
         finally:
             self.end()
         if message is None:
-            raise TimeoutError(f"It took longer than {self._time_limit:.0f} s.")
+            raise TimeoutError(f"This took longer than {self._time_limit:.0f} s.")
         if not message:
-            raise RuntimeError("The copy of the process died.")
+            raise RuntimeError("The forked process died.")
         result, error = pickle.loads(message)
         if error is not None:
             raise error

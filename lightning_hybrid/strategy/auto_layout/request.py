@@ -88,8 +88,8 @@ def _check_open(config: HybridConfig, searched: Sequence[str]) -> None:
     if not searched:
         if config.tuning.memory_limit is not None:
             raise ValueError(
-                f"tuning.memory_limit={config.tuning.memory_limit!r} limits what is searched, and every argument is"
-                " given. Add layout='auto' or recompute='auto', or leave it out. [LH122]"
+                f"tuning.memory_limit={config.tuning.memory_limit!r} limits the search for a layout, but every argument"
+                " is set. Add layout='auto' or recompute='auto', or remove it. [LH122]"
             )
         return
     if {"pipeline_parallel_size", "num_chunks"} & set(searched):
@@ -97,20 +97,20 @@ def _check_open(config: HybridConfig, searched: Sequence[str]) -> None:
             value = attrgetter(name)(config)
             if isinstance(value, (list, tuple)) and not all(isinstance(each, str) for each in value):
                 raise ValueError(
-                    f"{name}={list(value)} says something for each stage, but how many stages there are is searched"
-                    f" ({', '.join(searched)}). Give pipeline_parallel_size and num_chunks too, or leave"
-                    f" {name} out. [LH123]"
+                    f"{name}={list(value)} has a value for each stage, but the number of stages is searched"
+                    f" ({', '.join(searched)}). Set pipeline_parallel_size and num_chunks too, or remove"
+                    f" {name}. [LH123]"
                 )
     recompute, chunks = config.recompute, config.num_chunks
     if "recompute" not in searched and not any(_is(recompute, each) for each in RECOMPUTE):
         raise ValueError(
-            f"recompute={recompute!r} cannot be weighed against other layouts ({', '.join(searched)} are searched):"
-            " choose False, 'selective', True or 'auto', or give the layout by hand. [LH124]"
+            f"recompute={recompute!r} cannot be compared with other layouts ({', '.join(searched)} are searched). Use"
+            " False, 'selective', True or 'auto', or set the layout yourself. [LH124]"
         )
     if "num_chunks" not in searched and isinstance(chunks, int) and chunks > MOST_CHUNKS:
         raise ValueError(
-            f"num_chunks={chunks} cannot be weighed against other layouts ({', '.join(searched)} are searched): choose"
-            f" at most {MOST_CHUNKS}, or give the layout by hand. [LH124]"
+            f"num_chunks={chunks} cannot be compared with other layouts ({', '.join(searched)} are searched). Use at"
+            f" most {MOST_CHUNKS}, or set the layout yourself. [LH124]"
         )
 
 

@@ -234,7 +234,7 @@ def search(
     every = list(layouts(num_ranks, step, *most, space))
     with prepared(every):
         for number, layout in enumerate(every):
-            progress("Weighing layouts", number, len(every))
+            progress("Estimating layouts", number, len(every))
             reason = refuse(layout)
             if reason is not None:
                 refused.setdefault(reason[0], []).append((layout, reason[1]))
@@ -288,7 +288,7 @@ class _Ranking:
                 self.left += waiting[number:]
                 break
             self.simulated.append(self._model.simulate(cost))
-            self._progress("Simulating layouts that fit, at most", len(self.simulated), self.num_layouts)
+            self._progress("Simulating layouts that fit", len(self.simulated), self.num_layouts)
             self._best = heapq.nsmallest(self._num_best, [*self._best, self.simulated[-1]], key=_rank)
 
     def sorted(self, as_good: float) -> list[Cost]:

@@ -178,7 +178,7 @@ def failing(how: str) -> tuple[str, bool, float]:
     [
         ("abandon", "Connection closed by rank 0"),
         ("thread", "Connection closed by rank 0"),
-        ("timeout", "Timed out waiting 0 s for a message of rank 0"),
+        ("timeout", "Timed out waiting 0 s for a message from rank 0"),
     ],
 )
 def test_a_wait_ends_when_the_other_rank_leaves(ranks: Pools, how: str, text: str) -> None:
@@ -244,7 +244,7 @@ def unequal_lengths() -> str:
 
 
 def test_a_message_of_another_length_is_refused(ranks: Pools) -> None:
-    assert ranks(2).run(unequal_lengths)[0] == "Rank 1 has sent 8 bytes where 12 are expected"
+    assert ranks(2).run(unequal_lengths)[0] == "Rank 1 sent 8 bytes, but 12 were expected"
 
 
 def of_subclass() -> list[float]:

@@ -166,7 +166,7 @@ def run_first_step(
                 except StopAfterFirstStepError:
                     return strategy
         raise ValueError(
-            f"{type(module).__name__} was not trained with any batch: its loader is empty, or limited to 0. [LH131]"
+            f"{type(module).__name__} got no training batch: its loader is empty, or limited to 0. [LH131]"
         )
 
     if Fake is None:
@@ -187,7 +187,7 @@ def run_first_step(
 def _fake_process_group(size: int) -> Iterator[None]:
     """Be the first of so many processes, of which the others do not exist."""
     if Store is None:
-        raise ValueError(f"torch {torch.__version__} cannot pretend that there are other processes. [LH135]")
+        raise ValueError(f"torch {torch.__version__} cannot simulate other processes. [LH135]")
     dist.init_process_group("fake", store=Store(), rank=0, world_size=size)
     try:
         yield
@@ -289,7 +289,8 @@ class DryRunStrategy(SingleDeviceStrategy):
     def _without_memory(self) -> AbstractContextManager[Any]:
         if self._mode is None:
             raise ValueError(
-                f"torch {torch.__version__} cannot run a module without values; make them in `__init__`. [LH135]"
+                f"torch {torch.__version__} cannot run a module without values. Create its parameters in `__init__`."
+                " [LH135]"
             )
         mode: AbstractContextManager[Any] = self._mode
         return mode
@@ -338,8 +339,10 @@ class DryRunStrategy(SingleDeviceStrategy):
             except Exception as error:  # whatever it is, it is said
                 self._stage_map = replace(self._stage_map, is_followed=not self._stage_map.is_chain)
                 text = " ".join(f"{type(error).__name__}: {error}".split())
-                where = "stays on the first and the last stage" if self._stage_map.is_chain else "is an estimate"
-                reason = f"The step cannot be followed, so what is outside {where}. {text}"
+                where = (
+                    "stay on the first and the last stage" if self._stage_map.is_chain else "are placed by estimates"
+                )
+                reason = f"The step cannot be traced, so parameters outside the layers {where}. {text}"
         table = layout.stages_text(
             module,
             self._config,
@@ -427,8 +430,8 @@ class DryRunStrategy(SingleDeviceStrategy):
             except Exception as error:
                 if not self._has_values:
                     raise ValueError(
-                        f"The training step of {type(module).__name__} cannot be run without numbers."
-                        f" Make the module's values in `__init__` for this. {without_code(error)} [LH130]"
+                        f"The training step of {type(module).__name__} cannot run without parameter values."
+                        f" Create the parameters in `__init__`. {without_code(error)} [LH130]"
                     ) from error
         return run(nullcontext())
 

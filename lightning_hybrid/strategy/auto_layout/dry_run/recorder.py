@@ -142,7 +142,7 @@ class Recorder(DryRunStrategy):
         size = find_batch_size(batch)
         if not size:
             raise ValueError(
-                f"The number of samples of a {type(batch).__name__} is not known; return tensors or lists. [LH134]"
+                f"The number of samples in a {type(batch).__name__} is unknown. Return tensors or lists. [LH134]"
             )
         split = getattr(module, "split_batch", None)
         microbatches = _of_different_sizes(split_into(batch, number, split)[0][0] for number in (1, 2))
@@ -166,8 +166,8 @@ class Recorder(DryRunStrategy):
         length = whole[0].length if isinstance(whole, tuple) and whole else 0
         if context > 1 and length < self._least_share * context:
             return (
-                f"of a sequence of {length} positions each of {context} ranks would have fewer than"
-                f" {self._least_share}, so that messages cost more than shares save"
+                f"a sequence of {length} positions gives each of {context} ranks fewer than"
+                f" {self._least_share}, so communication costs more than sharding saves"
             )
         return ""
 
@@ -177,7 +177,7 @@ class Recorder(DryRunStrategy):
         """The step with each of the microbatches, or why it cannot be run so."""
         context, kind = share
         if cut.body is None and context > 1:
-            return "there are no layers that get shares: the module has no lists of layers"
+            return "no layers can get shards of the sequence: the module has no lists of layers"
         again = cut.body is not None  # their saved tensors are noted for every kind of recomputation
         config = self._config.changed({"recompute": again, "context_parallel_size": context, "context_parallel": kind})
         group = self._context_group(context) if context > 1 else None
@@ -215,7 +215,7 @@ class Recorder(DryRunStrategy):
         """The seconds of each place in a forward with numbers: the shortest of some, after one that warms up."""
         if not self._has_values:
             raise ValueError(
-                f"{type(self._module).__name__} has no values to be measured with."
+                f"{type(self._module).__name__} has no parameter values to be measured with."
             )  # made, and tried again
         config = replace(self._config, recompute=False)
         runs = []
