@@ -106,8 +106,8 @@ def test_a_saved_configuration_is_read_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "option", "text"),
     [
-        ({"heartbeat_timeout": 60}, "", "it is a part of `faults`: faults.heartbeat_timeout"),
-        ({}, "rank_order=dp-pp-tp", "it is a part of `launch`: launch.rank_order"),
+        ({"heartbeat_timeout": 60}, "", "it belongs to `faults`: use faults.heartbeat_timeout"),
+        ({}, "rank_order=dp-pp-tp", "it belongs to `launch`: use launch.rank_order"),
         ({"faults": {"hartbeat_timeout": 60}}, "", "no option 'faults.hartbeat_timeout'; did you mean 'heartbeat_time"),
         ({}, "tuning.extra_in_fligth=1", "no option 'tuning.extra_in_fligth'; did you mean 'extra_in_flight'?"),
         ({"faults": {"on_nonfinite": "stop"}}, "", "faults.on_nonfinite"),

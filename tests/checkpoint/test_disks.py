@@ -46,7 +46,7 @@ def test_a_folder_that_not_all_machines_share_is_found(ranks: Pools, tmp_path: P
     hosts = ["node1", "node2", "node2", "node3"]
     texts = [text for text, _ in ranks(4).run(said, own, hosts)]
     assert len(set(texts)) == 1
-    assert texts[0].startswith("ValueError: node1 does not see what node2 and node3 have written into the folder ")
+    assert texts[0].startswith("ValueError: node1 does not see the files that node2 and node3 wrote to ")
     assert f"'{own[0]}'" in texts[0]
     assert "so the directory must be on a disk that all nodes share" in texts[0]
     assert [path for path in tmp_path.rglob("*") if not path.is_dir()] == []
@@ -102,7 +102,7 @@ def begun(folder: str, checkpoints: bool, layout: dict[str, Any], fast: bool) ->
 def test_disks_of_their_own_are_found_before_the_first_step(ranks: Pools, tmp_path: Path) -> None:
     texts = ranks(2, lightning=True).run(begun, str(tmp_path / "ckpts"), True, SHARDED, False)
     assert texts[0] == texts[1]
-    assert "node1 does not see what node2 has written into the folder" in texts[0][0]
+    assert "node1 does not see the files that node2 wrote to" in texts[0][0]
     assert texts[0][1] == 0
 
 

@@ -283,7 +283,7 @@ def test_a_directory_whose_parts_are_on_several_disks_does_not_take_the_place_of
     texts = ranks(2).run(write_on_own_disk, str(path), str(own), 2.0)
     assert texts[0] == texts[1]
     assert f"{socket.gethostname()} does not see " in texts[0]
-    assert (f"bytes of '{path.parent}/.saved.unfinished/__1_0.distcp', which " in texts[0]) == is_there
+    assert (f"bytes of '{path.parent}/.saved.unfinished/__1_0.distcp' that " in texts[0]) == is_there
     assert (f"the folder '{own}'" in texts[0]) != is_there
     assert "so the directory must be on a disk that all nodes share" in texts[0]
     assert [each.name for each in path.parent.iterdir()] == ["saved"]

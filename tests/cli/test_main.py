@@ -159,17 +159,25 @@ CLASS = "lightning_hybrid.cli.demo.vit.ViT"
     ("change", "words", "complaint"),
     [
         ("", ["--model.dept", "3"], f"model: {CLASS} has no option 'dept'; did you mean 'depth'?"),
-        ("", ["--model.colour", "red"], f"model: {CLASS} has no option 'colour'. It has image_size, patch_size, "),
+        (
+            "",
+            ["--model.colour", "red"],
+            f"model: {CLASS} has no option 'colour'. Its options are image_size, patch_size, ",
+        ),
         (f"model: {{class_path: {CLASS}, init_args: {{dept: 3}}}}", [], "has no option 'dept'; did you mean 'depth'?"),
-        ("model: {class_path: examples.vit.VIT}", [], "model: there is no examples.vit.VIT: module 'examples.vit' has"),
+        (
+            "model: {class_path: examples.vit.VIT}",
+            [],
+            "model: cannot import examples.vit.VIT: module 'examples.vit' has",
+        ),
         ("", ["--model", "examples.vit.VIT"], "has no attribute 'VIT'; did you mean 'ViT'?"),
         ("", ["--model", "examples.vitt.ViT"], "has no attribute 'vitt'; did you mean 'vit'?"),
         ("", ["--model", "exampels.vit.ViT"], "No module named 'exampels'; did you mean 'examples'?"),
-        ("data: {class_path: examples.data.Digit}", [], "data: there is no examples.data.Digit: "),
+        ("data: {class_path: examples.data.Digit}", [], "data: cannot import examples.data.Digit: "),
         (
             "trainer: {strategy: {class_path: lightning_hybrid.HybridStrateg}}",
             [],
-            "trainer.strategy: there is no lightning_hybrid.HybridStrateg: module 'lightning_hybrid' has no attribute"
+            "trainer.strategy: cannot import lightning_hybrid.HybridStrateg: module 'lightning_hybrid' has no attribute"
             " 'HybridStrateg'; did you mean 'HybridStrategy'?",
         ),
         (

@@ -230,7 +230,7 @@ def test_a_directory_on_disks_of_their_own_is_refused_before_training(machines: 
     ended = outputs(machines.torchrun(words(layout, tmp_path, str(machines.disk)), processes=1))
     assert all(code for code, _ in ended)
     for _, text in ended:
-        assert f"node1 does not see what node2 has written into the folder '{machines.disk}'" in text
+        assert f"node1 does not see the files that node2 wrote to '{machines.disk}', the folder" in text
         assert "so the directory must be on a disk that all nodes share" in text
 
 
