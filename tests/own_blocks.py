@@ -239,17 +239,20 @@ def replaced() -> nn.Module:
 
 #: What stays whole, and the words that say why.
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "a branch by values": (Branching, "by `h.max() > self.limit`"),
-    "a choice by values": (BranchingByWhere, "by `h > self.limit`"),
-    "a limit that large values pass": (Limited, "from what another one has"),
-    "a norm of the whole width": (WideNorm, "No plan is known for it, as it does not give the same"),
-    "a counter": (Counting, "by `self.calls += 1`"),
-    "a branch by the length": (LongSequences, "by `h.shape[1] > 100`"),
-    "a flag": (Flagged, "by `self.calls`"),
-    "a mask": (Masked, "takes 'x', 'mask', and not its input alone"),
-    "a global variable": (Switched, "by `SWITCH`"),
-    "a property": (ByProperty, "by `self.factor`"),
-    "talking heads": (TalkingHeads, "No plan is known for it, as it does not give the same"),
-    "hooks": (hooked, "with hooks, which would see shards"),
-    "another forward": (replaced, "with a `forward` that was put"),
+    "a branch by values": (Branching, "in another call: `h.max() > self.limit`"),
+    "a choice by values": (BranchingByWhere, "in another call: `h > self.limit`"),
+    "a limit that large values pass": (Limited, "from values of another rank"),
+    "a norm of the whole width": (
+        WideNorm,
+        "No plan is known for it, because it gives different results when it is sharded",
+    ),
+    "a counter": (Counting, "in another call: `self.calls += 1`"),
+    "a branch by the length": (LongSequences, "in another call: `h.shape[1] > 100`"),
+    "a flag": (Flagged, "in another call: `self.calls`"),
+    "a mask": (Masked, "takes 'x', 'mask' instead of only its input"),
+    "a global variable": (Switched, "in another call: `SWITCH`"),
+    "a property": (ByProperty, "in another call: `self.factor`"),
+    "talking heads": (TalkingHeads, "No plan is known for it, because it gives different results when it is sharded"),
+    "hooks": (hooked, "with hooks, which would see only shards"),
+    "another forward": (replaced, "with a replaced `forward`"),
 }

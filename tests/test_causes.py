@@ -194,7 +194,7 @@ def fit(module: type[Tokens], layout: dict[str, Any] | None, **attributes: Any) 
         warnings.simplefilter("always")
         made = kind()
         make_trainer(layout).fit(made, data)
-    texts = [str(each.message) for each in caught if "Some samples in one microbatch" in str(each.message)]
+    texts = [str(each.message) for each in caught if "The same samples have a loss" in str(each.message)]
     return {"weights": weights(made), "texts": texts}
 
 
@@ -206,27 +206,30 @@ def assert_equal(found: list[dict[str, Any]], expected: dict[str, Any]) -> None:
 
 COUNT = "microbatch_weight = lightning_hybrid.count_tokens("
 CAUSES: dict[type[Tokens], tuple[str, str]] = {
-    MaskedMean: ("the elements of `batch['mask']` that are not 0", COUNT + "'mask', ignore_index=0)`"),
-    Padded: ("the elements of `batch['mask']` that are not 1", COUNT + "'mask', ignore_index=1)`"),
-    PaddedLabels: ("the elements of `batch['labels']` that are not 0", COUNT + "'labels', ignore_index=0)`"),
+    MaskedMean: ("the number of elements that are not 0 in `batch['mask']`", COUNT + "'mask', ignore_index=0)`"),
+    Padded: ("the number of elements that are not 1 in `batch['mask']`", COUNT + "'mask', ignore_index=1)`"),
+    PaddedLabels: ("the number of elements that are not 0 in `batch['labels']`", COUNT + "'labels', ignore_index=0)`"),
     Shifted: (
-        "the elements of `batch['mask']` without the first position of each sequence that are not 0",
+        "the number of elements that are not 0 in `batch['mask']` (without the first position of each sequence)",
         COUNT + "'mask', ignore_index=0, shift=True)`",
     ),
     Lengths: ("the sum of `batch['lengths']`", "returns `batch['lengths'].sum()`"),
     HeldWeights: (
-        "the weights `class_weights` of the classes in `batch['labels']`",
+        "the sum of the weights `class_weights` of the classes in `batch['labels']`",
         "returns `self.class_weights[batch['labels']].sum()`",
     ),
     WeightsOfTheStep: (
         "a ratio of two sums over samples",
-        "`microbatch_weight(microbatch)` that returns the lower sum",
+        "`microbatch_weight(microbatch)` that returns the denominator",
     ),
-    Contrastive: ("it couples the samples of a batch, such as a contrastive loss or statistics over samples.", "split"),
-    Deviation: ("alone, one of them has a loss that is not finite", "`split_batch(batch, num_microbatches)`"),
-    Neighbors: ("it depends on the order of the rows", "`split_batch(batch, num_microbatches)`"),
-    TimeFirst: ("the samples of the batch lie along the second dimension", "that splits the second dimension"),
-    Table: ("`batch['table']` was split by rows", "keep it in the module, as a buffer"),
+    Contrastive: (
+        "the loss couples the samples of a batch, like a contrastive loss or statistics over samples.",
+        "split",
+    ),
+    Deviation: ("the loss of one microbatch alone is not finite", "`split_batch(batch, num_microbatches)`"),
+    Neighbors: ("the loss depends on the order of the rows", "`split_batch(batch, num_microbatches)`"),
+    TimeFirst: ("the second dimension of the tensors is the batch dimension", "that splits the second dimension"),
+    Table: ("`batch['table']` was split because it has as many rows as samples", "make it a buffer of the module"),
 }
 
 
@@ -241,7 +244,7 @@ def test_the_cause_and_its_remedy_are_named(ranks: Pools, module: type[Tokens], 
         assert part in text
     if size > 1:  # "auto" takes one microbatch
         assert "one microbatch instead of" in text
-        assert "A rank of 2 then computes during 1/2 of a step" in text
+        assert "Each of the 2 stages then computes for 1/2 of a step" in text
         assert_equal(found, fit(module, None))
 
 

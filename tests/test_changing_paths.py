@@ -304,7 +304,7 @@ class MovingTeacher(AuxiliaryLoss):
 
 
 def refused(kind: type[Blocks], layout: dict[str, Any]) -> str:
-    with pytest.raises((ValueError, RuntimeError), match="another path") as caught:
+    with pytest.raises((ValueError, RuntimeError), match="a different path") as caught:
         train(kind, layout)
     return str(caught.value)
 

@@ -455,7 +455,7 @@ def refused(name: str) -> str:
         ("failing", "of rank 1 alone"),
         ("stopping early", "does not call the same layers on every rank"),
         ("stopping early on the last", "does not call the same layers on every rank"),
-        ("with other tokens", "calls layers with other tokens on each rank"),
+        ("with other tokens", "calls layers with different tokens on different ranks"),
         ("in a circle", "make different calls and wait for each other"),
     ],
 )

@@ -281,7 +281,7 @@ def refused() -> str:
 
 def test_shards_of_replicas_without_samples_are_not_waited_for(ranks: Pools) -> None:
     for text in ranks(2, lightning=True).run(refused):
-        assert "fewer samples to predict than the 2 replicas" in text
+        assert "fewer samples to predict than replicas (2)" in text
 
 
 # -- gradients --------------------------------------------------------------------------------------------------------

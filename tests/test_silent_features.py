@@ -123,7 +123,7 @@ def trained(layout: Any, kind: type[Regression]) -> str:
     return said(layout, kind())
 
 
-NO_GRAPH = "ValueError: The loss of `training_step` has no graph, so nothing would be trained"
+NO_GRAPH = "ValueError: The loss of `training_step` has no autograd graph, so nothing would be trained"
 
 
 @pytest.mark.parametrize("kind", [Detached, DetachedLater, Frozen])

@@ -360,7 +360,7 @@ def refused(cls: type[zoo.Example], arguments: dict[str, Any], words: str = "ten
 REFUSALS: dict[str, tuple[Any, list[str]]] = {
     "nothing matches": ({"body.*.mpl": "colwise"}, ["'body.*.mpl'", "matches no module of GPT", "'body.3.mlp'"]),
     "no such style": ({"head": "columnwise"}, ["'columnwise'", "'head'", "colwise, "]),
-    "another kind of layer": ({"norm": "colwise"}, ["'norm'", "LayerNorm", "not one of Linear"]),
+    "another kind of layer": ({"norm": "colwise"}, ["'norm'", "LayerNorm", "instead of Linear"]),
     "indivisible": (
         {"body.*.attention": "divide:dropout"},
         ["body.0.attention.dropout is 0.0", "tensor_parallel_size=2 does not divide"],

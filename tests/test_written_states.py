@@ -186,7 +186,7 @@ class Contrast(Queue):
 @pytest.mark.parametrize("is_chain", [True, False], ids=["chain", "list"])
 def test_a_queue_that_the_loss_uses_takes_one_microbatch(ranks: Pools, is_chain: bool) -> None:
     ((said,),) = assert_equal(ranks, {"pipeline_parallel_size": 2}, [Contrast], is_chain)
-    assert "The loss of a second microbatch depends on it" in said
+    assert "The loss of the second microbatch depends on the state" in said
     assert "one microbatch instead of 8" in said
 
 
@@ -196,4 +196,4 @@ def test_a_number_that_was_set_is_kept(ranks: Pools, layout: dict[str, Any]) -> 
     results = ranks(size, lightning=True).run(fit, layout, DIFFERENT, True)
     for said in texts_of(results):
         assert len(said) == 1
-        assert "With 4 microbatches, as set, each of them updates the state" in said[0]
+        assert "With 4 microbatches, as set, each microbatch updates the state" in said[0]

@@ -12,47 +12,47 @@ ERRORS = {
         "Do it on all ranks or on none.",
     ),
     "LH703": Entry(
-        "A large tensor of an earlier batch, which was not sent to this stage, is read.",
+        "This stage reads a large tensor of an earlier batch that was not sent to it.",
         'Keep a copy (`batch["x"].clone()`) in the step, or set `broadcast_batches=False`.',
     ),
     "LH704": Entry(
-        "The loss was detached, or made from numbers.",
-        "Return the tensor that the layers computed.",
+        "The loss was detached, or created from plain numbers.",
+        "Return the loss tensor that the model computed.",
     ),
     "LH705": Entry(
-        "A function that the step calls returns None; stages must know this before the step.",
+        "`training_step` returns None without a `return None` in its code; stages must know this before the step.",
         "Write `return None` in `training_step` itself, or set `dynamic_shapes=True`.",
     ),
     "LH706": Entry(
-        'Gradients overflow, with `faults.on_nonfinite="raise"`. Otherwise it is a warning.',
-        "`Trainer(detect_anomaly=True)` names the layer.",
+        'Gradients are not finite, and `faults.on_nonfinite="raise"` is set. Otherwise, this is a warning.',
+        "Set `Trainer(detect_anomaly=True)` to find the layer.",
     ),
     "LH707": Entry(
-        "The code after the layers, or the labels, make a loss that is not finite.",
-        "Check that code, and the labels.",
+        "The loss is not finite because of the code after the layers, or because of the labels.",
+        "Check this code and the labels.",
     ),
     "LH708": Entry(
-        "A layer, or its backward, makes NaNs. Found by `Trainer(detect_anomaly=True)`.",
+        "`Trainer(detect_anomaly=True)` found a layer whose forward or backward produces NaNs.",
         "Check the layer or the code that the message names.",
     ),
     "LH710": Entry(
-        "The labels have another key.",
-        "Pass their key, attribute or index.",
+        "The batch has no labels under this key.",
+        "Pass the key, attribute or index of the labels.",
     ),
     "LH711": Entry(
-        "The key leads to something other than integers of this shape.",
-        "Pass the keys of the batch: [how a step runs](../concepts/step.md).",
+        "The value at this key does not have the expected type or shape.",
+        "Pass the right keys of the batch: [how a step runs](../concepts/step.md).",
     ),
     "LH712": Entry(
-        "Nodes of a graph are not contiguous.",
+        "The nodes of a graph are not contiguous.",
         "Sort the nodes by graph in `collate_fn`.",
     ),
     "LH713": Entry(
-        "A tensor does not have a dimension of samples.",
+        "A tensor does not have a batch dimension.",
         "Make it a buffer of the module, or define `split_batch`.",
     ),
     "LH714": Entry(
-        "Offsets do not begin with 0, descend, or have different lengths.",
+        "Offsets do not start with 0, are not in ascending order, or differ in number.",
         "Correct the offsets in `collate_fn`.",
     ),
     "LH715": Entry(
@@ -76,16 +76,16 @@ ERRORS = {
         "Return its mean or sum.",
     ),
     "LH720": Entry(
-        "Your sampler counts all ranks.",
+        "Your sampler shards the data over all ranks instead of over the replicas.",
         "Remove it, or use `DistributedSampler(..., **trainer.distributed_sampler_kwargs)`.",
     ),
     "LH721": Entry(
-        "A batch sampler has no attribute `sampler`.",
+        "The batch sampler has no attribute `sampler`.",
         "Add it, or set `Trainer(use_distributed_sampler=False)` and shard the samples yourself.",
     ),
     "LH722": Entry(
         "Some replicas have no samples to predict.",
-        "Predict more samples, or use `zero_stage=0`.",
+        "Predict at least one sample per replica, or use `zero_stage=0`.",
     ),
     "LH723": Entry(
         "Ranks log different keys.",
@@ -100,7 +100,7 @@ ERRORS = {
         "Pass tensors, arrays, numbers, text or figures.",
     ),
     "LH726": Entry(
-        "A sparse tensor, or an object that cannot be pickled, has to be sent to another rank.",
-        "Use `.to_dense()`, and tensors or plain values.",
+        "A sparse tensor or an object that cannot be pickled must be sent to another rank.",
+        "Convert sparse tensors with `.to_dense()`, and use tensors or plain values for the rest.",
     ),
 }

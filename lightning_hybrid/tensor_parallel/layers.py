@@ -331,7 +331,7 @@ class NarrowInput(ParallelLayer):
                     f"A {type(self).__name__} has the style 'narrow_input', but passes a modified input to its layers,"
                     f" which are sharded over tensor_parallel_size={self.tensor_group.size} ranks. Pass the input"
                     " itself, or remove 'narrow_input' from `tensor_parallel_plan` and read widths from the outputs of"
-                    " the layers. The style 'replicate' leaves it whole. [LH514]"
+                    " the layers. The style 'replicate' keeps it unsharded. [LH514]"
                 )
             return None
 
@@ -369,10 +369,10 @@ class MaskPerHead(ParallelLayer):
                 local[name] = mappings.scatter_to_tp(mask, 1, self.tensor_group)
             elif mask.ndim in (1, 3) and len(mask) in {self.total_heads, self.total_heads * sizes[0]} - {sizes[0]}:
                 raise WrongUseError(
-                    f"A {type(self).__name__} is given {name!r} of shape {tuple(mask.shape)}. Its {self.total_heads}"
-                    f" heads are divided over tensor_parallel_size={self.tensor_group.size} ranks, by `tensor_parallel"
-                    f"_plan` (the style 'mask_per_head'); there a mask or bias of each head must be of shape (batch,"
-                    f" {self.total_heads}, L, S). To keep the attention whole, write a plan of your own"
+                    f"A {type(self).__name__} got {name!r} of shape {tuple(mask.shape)}, but its {self.total_heads}"
+                    f" heads are sharded over tensor_parallel_size={self.tensor_group.size} ranks (style"
+                    " 'mask_per_head' in `tensor_parallel_plan`), so a mask or bias per head must have the shape"
+                    f" (batch, {self.total_heads}, L, S). To keep the attention unsharded, write your own plan"
                     " without it. [LH515]"
                 )
         args = tuple(local.get(name, value) for name, value in zip_longest(names[: len(args)], args))

@@ -201,7 +201,8 @@ def check_styles(requested: UserPlan | str | None) -> None:
     """
     if isinstance(requested, str) and requested != "auto":
         raise ValueError(
-            f"tensor_parallel_plan={requested!r} is unknown; pass 'auto', None or a dict of styles by name. [LH102]"
+            f"tensor_parallel_plan={requested!r} is unknown; pass 'auto', None, or a dict from module names to"
+            " styles. [LH102]"
         )
     for pattern, style in requested.items() if isinstance(requested, Mapping) else ():
         if style is None or is_layout(style) or isinstance(style, ParallelStyle) or _is_known(style):
@@ -209,9 +210,9 @@ def check_styles(requested: UserPlan | str | None) -> None:
         names = [name for name in STYLES if name != LAYOUT]
         close = difflib.get_close_matches(str(style), [*names, "S(0)", "S(1)"], n=1, cutoff=0.5)
         raise ValueError(
-            f"tensor_parallel_plan names the style {style!r} for {pattern!r}"
-            f"{f'; did you mean {close[0]!r}?' if close else '.'} There are {', '.join(names)} ('divide:ATTRIBUTE' for"
-            " an integer that a module computes with); and layouts of parameters and buffers by their names, such as"
+            f"tensor_parallel_plan has the unknown style {style!r} for {pattern!r}"
+            f"{f'; did you mean {close[0]!r}?' if close else '.'} The styles are {', '.join(names)} ('divide:ATTRIBUTE'"
+            " for an integer that a module computes with). The names of parameters and buffers take layouts, such as"
             " 'S(0)'. [LH502]"
         )
 
@@ -243,7 +244,8 @@ def _expand(module: nn.Module, requested: UserPlan, axes: Sequence[str]) -> dict
             close = difflib.get_close_matches(pattern, names, n=3, cutoff=0.4) or names[:8]
             raise ValueError(
                 f"The pattern {pattern!r} of tensor_parallel_plan matches no module of {type(module).__name__} ('*'"
-                f" matches anything between two dots). There are, for example, {', '.join(map(repr, close))}. [LH501]"
+                f" matches anything between two dots). Use one of its names, such as"
+                f" {', '.join(map(repr, close))}. [LH501]"
             )
         styles.update(dict.fromkeys([first[id(layers[name])] for name in matching], style))
     return styles
@@ -256,7 +258,7 @@ def _add_layouts(styles: dict[str, Any], owner: str, dims: Mapping[str, int | No
     if before and not is_layout_too:
         raise ValueError(
             f"tensor_parallel_plan gives {owner!r} the style {before!r}, and a layout to its parameter"
-            f" {next(iter(dims))!r}. A style says itself how parameters are divided: leave one of them out. [LH506]"
+            f" {next(iter(dims))!r}. The style already shards the parameters. Remove one of the two. [LH506]"
         )
     every = {**(layout_dims(before) if is_layout_too else {}), **dims}
     divided = {name: dim for name, dim in every.items() if dim is not None}
@@ -277,14 +279,14 @@ def _placed_tensors(
         close = difflib.get_close_matches(pattern, tensors, n=3, cutoff=0.4) or list(tensors)[:8]
         raise ValueError(
             f"tensor_parallel_plan gives {pattern!r} the layout {layout!r}, but {type(module).__name__} has no"
-            f" parameter or buffer of that name. There are, for example, {', '.join(map(repr, close))}. [LH507]"
+            f" parameter or buffer of that name. Use one of its names, such as {', '.join(map(repr, close))}. [LH507]"
         )
     for name in matching:
         tensor = tensors[name]
         if isinstance(tensor, DTensor) and not isinstance(tensor, nn.Parameter):
             raise ValueError(
-                f"tensor_parallel_plan gives {name!r} the layout {layout!r}, but it lies over ranks already:"
-                f" {layout_text(tensor)}. Leave the entry out, or give the plan a plain tensor. [LH508]"
+                f"tensor_parallel_plan gives {name!r} the layout {layout!r}, but it already has a layout:"
+                f" {layout_text(tensor)}. Remove the entry, or make it a plain tensor. [LH508]"
             )
         owner, _, leaf = name.rpartition(".")
         found.setdefault(owner, {})[leaf] = divided_dim(layout, axes, tensor, name)
@@ -312,22 +314,22 @@ def _check_combinations(styles: Iterable[tuple[str, str]]) -> None:
         has_two = sum(kind.mixin is not None and kind not in beside for kind in kinds) > 1
         if has_two or max(map(names.count, WRAPPERS)) > 1:
             raise ValueError(
-                f"tensor_parallel_plan gives {name!r} two styles that exclude each other: {style!r}. [LH504]"
+                f"tensor_parallel_plan gives {name!r} two styles that cannot be combined: {style!r}. [LH504]"
             )
 
 
 def _refuse_lines(styles: Mapping[str, Any], grid: GridShape) -> None:
     """What divides a parameter over ranks in a line has no place where they are arranged in a grid."""
     for name, style in styles.items():
-        what = f"a {type(style).__name__} of torch" if isinstance(style, ParallelStyle) else None
+        what = f"torch's {type(style).__name__}" if isinstance(style, ParallelStyle) else None
         if isinstance(style, str) and style.startswith(f"{LAYOUT}:"):
             what = f"a layout ({style.partition(':')[2]})"
         if what is not None:
             raise ValueError(
-                f"tensor_parallel_plan gives {name!r} {what}, which knows ranks in a line, and not"
-                f" tensor_parallel_mode={grid.mode!r}, where each has a block of every weight and activation, over"
-                " several axes of ranks. Leave the entry out, and every rank has all of it; name a style of the module"
-                f" ({', '.join(GRID_STYLES)}); or use tensor_parallel_mode='1d'. [LH509]"
+                f"tensor_parallel_plan gives {name!r} {what}, which works only with tensor_parallel_mode='1d', not with"
+                f" tensor_parallel_mode={grid.mode!r}, where each rank has a block of every weight and activation. Use"
+                f" a style of this package ({', '.join(GRID_STYLES)}) or tensor_parallel_mode='1d', or remove the"
+                " entry: every rank then has the full tensor. [LH509]"
             )
 
 
@@ -339,9 +341,11 @@ def _rows(module: nn.Module, styles: Iterable[tuple[str, str]], size: int, grid:
         for attribute in options.get("divided", ()):
             number = getattr(layer, attribute, None)
             if not isinstance(number, int) or number % feature_parts:
-                parts = "" if grid is None else f"; tensor_parallel_mode={grid.mode!r}: into {feature_parts} parts"
+                parts = (
+                    "" if grid is None else f"; tensor_parallel_mode={grid.mode!r} needs a multiple of {feature_parts}"
+                )
                 raise ValueError(
-                    f"{name}.{attribute} is {number!r}, which tensor_parallel_size={size} does not divide"
+                    f"{name}.{attribute} is {number!r}, which cannot be divided over tensor_parallel_size={size} ranks"
                     f" (tensor_parallel_plan: {style!r}{parts}). [LH503]"
                 )
         if any(isinstance(parameter, DTensor) for parameter in layer.parameters(recurse=False)):
@@ -384,9 +388,9 @@ def _check_ties(module: nn.Module, rows: Iterable[PlanRow]) -> None:
     for tied in ties.values():
         if len(set(tied.values())) > 1:
             raise ValueError(
-                f"{' and '.join(map(repr, tied))} are one tied parameter, but tensor_parallel_plan divides"
-                " them differently. Give both layers styles that divide the same dimension ('vocab' for an embedding"
-                " and for the head that shares its weight), or 'replicate'. [LH510]"
+                f"{' and '.join(map(repr, tied))} are one tied parameter, but tensor_parallel_plan shards"
+                " them differently. Give both layers styles that shard the same dimension ('vocab' for an embedding"
+                " and its tied head), or 'replicate'. [LH510]"
             )
 
 
@@ -398,10 +402,10 @@ def _check_layouts(rows: Iterable[PlanRow]) -> None:
             continue
         inside = next((name for name in names if name.startswith(f"{row.name}.") or not row.name), None)
         if inside is not None or row.sequence_dim is not None:
-            beside = f"{inside!r} in it has the style {names[inside]!r}" if inside else "it is in a sequence_region"
+            beside = f"its {inside!r} has the style {names[inside]!r}" if inside else "it is in a sequence_region"
             raise ValueError(
-                f"tensor_parallel_plan gives a parameter or a buffer of {row.name!r} a layout, but {beside}. Let the"
-                " module with the layout have no divided layers in it, and stand outside of such regions. [LH511]"
+                f"tensor_parallel_plan gives a parameter or a buffer of {row.name!r} a layout, but {beside}. Use the"
+                " layout on a module outside such regions that contains no tensor-parallel layers. [LH511]"
             )
 
 

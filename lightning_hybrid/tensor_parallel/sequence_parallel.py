@@ -46,8 +46,8 @@ def assign_sequence_dims(rows: list[PlanRow], module: nn.Module, *, sequence_par
         if region is None:
             if row.kind in _FOR_SEQUENCES:
                 raise ValueError(
-                    f"tensor_parallel_plan gives {row.name!r} the style {row.style!r}, but it is in no module with the"
-                    " style 'sequence_region', so its sequences are not divided. [LH512]"
+                    f"tensor_parallel_plan gives {row.name!r} the style {row.style!r}, but no module around it has the"
+                    " style 'sequence_region', so its sequences are not sharded. [LH512]"
                 )
             result.append(row)
             continue

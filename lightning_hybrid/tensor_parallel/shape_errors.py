@@ -76,15 +76,15 @@ def explain_shape_error(error: Exception, module: nn.Module) -> None:
     listed = ", ".join(repr(names.get(id(layer), "?")) for layer in divided[:_MOST])
     listed += " and others" if len(divided) > _MOST else ""
     text = (
-        f"{error}\nThis is in {(names.get(id(holder)) or type(holder).__name__)!r}, in which tensor_parallel_plan"
-        f" divides {listed}: a rank has a part of what such layers return, unless their style makes it whole."
+        f"{error}\nThis is in {(names.get(id(holder)) or type(holder).__name__)!r}, where tensor_parallel_plan"
+        f" shards {listed}: each rank has a shard of the outputs of these layers, unless their style gathers them."
     )
     group = below[0].tensor_group
     if isinstance(group, Grid):
         text += (
-            f" With tensor_parallel_mode={group.shape.mode!r} that is a part of the samples, too: an attention, or code"
-            " that reads sizes from its input, needs the style 'sequence_region' for the block around it, in which all"
-            " of this is in parts."
+            f" With tensor_parallel_mode={group.shape.mode!r}, the batch dimension is sharded too. Attention, and code"
+            " that reads sizes from its input, must be in a block with the style 'sequence_region', where all"
+            " activations are sharded."
         )
         error.args = (text, *error.args[1:])
         return
@@ -96,11 +96,11 @@ def explain_shape_error(error: Exception, module: nn.Module) -> None:
     missing = {} if is_at_fault else place.missing_entries()
     if missing:
         entries = " and ".join(f"{name!r}: {style!r}" for name, style in missing.items())
-        text += f" If the plan lacks an entry, it may be {entries}."
+        text += f" The plan may lack {entries}."
     if narrow is None and place.reads_whole_width and not isinstance(called, nn.Linear):
         text += (
-            " The code reads the width of its input, which is whole, and does more with that than give it to divided"
-            f" layers (so 'narrow_input' would be wrong): {READ_WIDTHS_BEHIND}."
+            " The code reads the full width of its input, and does more with the input than pass it to sharded layers"
+            f" (so 'narrow_input' would be wrong). To fix this, {READ_WIDTHS_BEHIND}."
         )
     error.args = (text, *error.args[1:])
 
@@ -109,9 +109,9 @@ def _about_narrow_input(module: NarrowInput, pattern: str) -> str:
     """What a module with this style may do with its input."""
     takers = ",".join(module.takers)
     return (
-        f" In the plan is {pattern!r}: 'narrow_input:{takers}', so this code gets an input that has the width of a"
-        f" rank's part, and no values: it may ask for its shape and give it to {takers}. If it does more with it, such"
-        f" as a norm or a residual, take 'narrow_input' out of the plan, and {READ_WIDTHS_BEHIND}."
+        f" The plan has {pattern!r}: 'narrow_input:{takers}', so this code gets an input with the width of a shard and"
+        f" without values. It may only read the shape and pass the input to {takers}. If it does more with the input,"
+        f" such as a norm or a residual, remove 'narrow_input' from the plan, and {READ_WIDTHS_BEHIND}."
     )
 
 

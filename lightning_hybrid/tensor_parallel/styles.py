@@ -114,15 +114,15 @@ class Style:
         """
         base = next((base for base in self.classes if isinstance(layer, base)), None)
         if base is None:
-            return f"is a {type(layer).__name__}, and not one of {', '.join(base.__name__ for base in self.classes)}"
+            return f"is a {type(layer).__name__} instead of {' or '.join(base.__name__ for base in self.classes)}"
         if self.mixin is not None and "forward" in vars(layer):
-            return "has a `forward` that was put in the place of its class's"
+            return "has a replaced `forward`"
         if base is not nn.Module and type(layer).forward is not base.forward:
-            return f"is a {type(layer).__name__} with a `forward` of its own"
+            return f"is a {type(layer).__name__} that overrides `forward`"
         if self.classes == (nn.Embedding,):
             assert isinstance(layer, nn.Embedding)
             if layer.max_norm is not None or layer.scale_grad_by_freq or layer.sparse:
-                return "uses max_norm, scale_grad_by_freq or sparse, which need the whole of it"
+                return "uses max_norm, scale_grad_by_freq or sparse, which need the full embedding"
         if self.mixin is not None and issubclass(self.mixin, ParallelAttention):
             assert isinstance(layer, nn.MultiheadAttention)
             parts = self.head_parts or size
@@ -139,12 +139,12 @@ class Style:
             if parameter is None:
                 return f"computes its {split.path!r} from other parameters"
             if parameter._backward_hooks:
-                return f"has a hook on its {split.path!r}, which would see a shard of the gradient"
+                return f"has a hook on its {split.path!r}, which would see only a shard of the gradient"
             for dim, parts, _ in split.cuts(0, size):
                 parts *= split.blocks if dim == split.dim else 1
                 if parameter.shape[dim] % parts:
                     return (
-                        f"has {split.path!r} of shape {tuple(parameter.shape)}, whose dimension {dim} cannot be divided"
+                        f"has {split.path!r} of shape {tuple(parameter.shape)}, whose dimension {dim} cannot be split"
                         f" into {parts} equal parts"
                     )
         return None

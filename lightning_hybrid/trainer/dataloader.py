@@ -213,16 +213,16 @@ def _shard(
     order = loader.sampler if batches is None else getattr(batches, "sampler", None)
     if isinstance(order, DistributedSampler) and order.num_replicas != num_replicas:
         raise ValueError(
-            f"The loader's DistributedSampler divides the data over {order.num_replicas} processes, but there are"
-            f" {num_replicas} replicas; the ranks of one pipeline share their data. Leave the sampler out, or make it"
+            f"The loader's DistributedSampler shards the data over {order.num_replicas} processes, but there are"
+            f" {num_replicas} replicas, and all ranks of a replica use the same data. Remove the sampler, or create it"
             " with `DistributedSampler(dataset, **trainer.distributed_sampler_kwargs)`. [LH720]"
         )
     if isinstance(order, DistributedSampler) or num_replicas == 1:
         return loader
     if order is None:
         raise TypeError(
-            f"The batch sampler {type(batches).__name__} has no attribute `sampler` to divide over {num_replicas}"
-            " replicas. Give it one, or divide the samples yourself and set"
+            f"The batch sampler {type(batches).__name__} has no attribute `sampler` to shard over {num_replicas}"
+            " replicas. Add this attribute, or shard the samples yourself and set"
             " `Trainer(use_distributed_sampler=False)`. [LH721]"
         )
     sampler = ReplicaSampler(order, num_replicas, mesh.data_rank, group, repeat=stage != RunningStage.PREDICTING)
@@ -285,9 +285,9 @@ class EndTogetherLoader(LoaderWrapper):
         if having and not self._has_warned:
             self._has_warned = True
             rank_zero_warn(
-                f"After {number} batches {num_replicas - having} of {num_replicas} replicas have no more, but others"
-                " have. The epoch ends for all of them there, and the batches that are left are not used. Divide the"
-                " data so that each replica has as many batches."
+                f"After {number} batches, {num_replicas - having} of {num_replicas} replicas have no more batches, but"
+                " the others do. The epoch ends there for all replicas, and the remaining batches are not used. Shard"
+                " the data so that all replicas have the same number of batches."
             )
 
 
@@ -311,9 +311,9 @@ def with_length(loader: object, mesh: Mesh, *, predicts_alone: bool) -> object:
         return loader
     if not predicts_alone:
         raise ValueError(
-            f"There are fewer samples to predict than the {mesh.data_parallel_size} replicas, and with zero_stage > 0"
-            " replicas without samples would keep the others waiting for their shards. Predict at least as many"
-            " samples, or use zero_stage=0. [LH722]"
+            f"There are fewer samples to predict than replicas ({mesh.data_parallel_size}). With zero_stage > 0, the"
+            " other replicas would wait for the shards of replicas without samples. Predict at least one sample per"
+            " replica, or use zero_stage=0. [LH722]"
         )
     return EmptyLoader(loader) if number == 0 else loader
 
@@ -420,7 +420,7 @@ class ComparedLoader(LoaderWrapper):
             raise ValueError(
                 f"Batch {number} differs between the ranks of one model group (checksums"
                 f" {[int(other) for other in all_values]}), so inputs and labels would belong to different samples."
-                " Seed the loader by data rank alone, or let one rank load:"
+                " Seed the loader with the data rank only, or let one rank load each batch:"
                 " HybridStrategy(broadcast_batches=True). [LH701]"
             )
 

@@ -302,8 +302,8 @@ class EvaluationStep:
         parts = self._divide(x, sum(counts))[0] if context.is_first and len(counts) > 1 else [x]
         if context.is_first and len(parts) != len(counts):
             raise ValueError(
-                f"The input of the body was divided into {len(counts)} microbatches before, and now into {len(parts)},"
-                " for a batch of the same shapes. If its shape depends on values, use"
+                f"The input of the body was split into {len(counts)} microbatches before, but into {len(parts)} now,"
+                " for a batch of the same shapes. If its shape depends on values, set"
                 " HybridStrategy(dynamic_shapes=True). [LH447]"
             )
 

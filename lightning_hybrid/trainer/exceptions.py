@@ -81,7 +81,7 @@ class ExceptionCallback(RunCallback):
         for callback in saving:
             callback.__dict__["on_exception"] = _save_nothing
         if saving:
-            rank_zero_warn(f"{', '.join(type(each).__name__ for each in saving)} saves nothing. {self.why_not_saved}")
+            rank_zero_warn(f"Not saved: {', '.join(type(each).__name__ for each in saving)}. {self.why_not_saved}")
         self.leave(exception)
 
     def leave(self, exception: BaseException) -> BaseException | None:
@@ -128,8 +128,8 @@ def _saves_on_exception(callback: Checkpoint) -> bool:
 
 
 _WHY_NOT = (
-    "A checkpoint cannot be saved after this {}. Every rank takes part in saving, and the others may have seen no"
-    " exception. Go on from the last checkpoint, such as `ModelCheckpoint(every_n_train_steps=...)` writes. [LH929]"
+    "A checkpoint cannot be saved after this {}. Saving needs all ranks, but the other ranks may not have raised an"
+    " exception. Resume from the last checkpoint, such as one of `ModelCheckpoint(every_n_train_steps=...)`. [LH929]"
 )
 
 
@@ -192,7 +192,7 @@ def _lines(error: BaseException) -> list[str]:
             number += len(each.stack) - len(users) if users else 0
             each.stack = traceback.StackSummary.from_list(users or list(each.stack))
             chain += [each.__cause__, each.__context__]
-    end = f"({number} frames of Lightning, torch and lightning_hybrid are left out: {VARIABLE}=full shows them.)\n"
+    end = f"({number} frames of Lightning, torch and lightning_hybrid are hidden. Set {VARIABLE}=full to show them.)\n"
     return [*shown.format(), *([end] if number else [])]
 
 

@@ -174,12 +174,11 @@ def _exponent(norm_type: float | str) -> float:
 
 
 _MIXED_TEXT = (
-    "A norm over gradients of the module and other tensors was requested: ranks hold different parts of the"
-    " module, and the others would be counted once for each rank. Pass `p.grad` of parameters of the module alone, as"
-    " they are; to compute with other tensors, use `with"
-    " self.trainer.strategy.full_parameters(gradients=True)`. [LH403]"
+    "Gradients of the module and other tensors were passed to one norm. Each rank holds a part of the module, so the"
+    " other tensors would be counted once per rank. Pass only `p.grad` of parameters of the module, unmodified; to"
+    " include other tensors, use `with self.trainer.strategy.full_parameters(gradients=True)`. [LH403]"
 )
 _IN_STEP_TEXT = (
-    "`get_total_norm` finds no gradients in a step under ZeRO: each replica has gradients of its shards only. Call"
+    "`get_total_norm` finds no gradients in a step under ZeRO: each replica has only the gradients of its shards. Call"
     " `torch.nn.utils.clip_grad_norm_(self.parameters(), ...)` or `self.trainer.strategy.grad_norm()`. [LH404]"
 )

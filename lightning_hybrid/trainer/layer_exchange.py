@@ -68,9 +68,9 @@ class LayerExchange:
             raise self._other_calls()
         if not torch.equal(self(0, checksum), checksum):
             raise DifferentStepsError(
-                f"The step of {self._name} calls layers with other tokens on each rank. It runs on all stages, as the"
-                " layers that it calls depend on results; it must draw the same random numbers and decide in the same"
-                " way on every rank. [LH434]"
+                f"The step of {self._name} calls layers with different tokens on different ranks. The step runs on all"
+                " stages, because results of layers decide which layers it calls. It must draw the same random numbers"
+                " and make the same decisions on every rank. [LH434]"
             )
 
     def _is_over(self, trees: TreeBroadcast) -> bool:
@@ -87,6 +87,6 @@ class LayerExchange:
 
     def _other_calls(self) -> DifferentStepsError:
         return DifferentStepsError(
-            f"The step of {self._name} does not call the same layers on every rank. It runs on all stages, as the"
-            " layers that it calls depend on results; it must not depend on the rank. [LH433]"
+            f"The step of {self._name} does not call the same layers on every rank. The step runs on all stages,"
+            " because results of layers decide which layers it calls. It must not depend on the rank. [LH433]"
         )

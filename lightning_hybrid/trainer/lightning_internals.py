@@ -1313,11 +1313,11 @@ def training_data(trainer: Trainer) -> Any:
 #: Private members of Lightning's ``Strategy`` and ``ParallelStrategy`` that strategies of this package, which inherit
 #: from them, use or override; and what would break without.
 STRATEGY_MEMBERS: Mapping[str, str] = {
-    "_checkpoint_io": "the property that it belongs to would write Lightning's files, which are not replaced at once",
-    "_configure_launcher": "the Trainer asks here for what starts processes; only this process would run",
-    "_launcher": "the Trainer reads there what starts processes; only this process would run",
+    "_checkpoint_io": "its property would return Lightning's plugin, which does not replace files atomically",
+    "_configure_launcher": "the Trainer calls it to create the launcher; only this process would run",
+    "_launcher": "the Trainer reads the launcher from it; only this process would run",
     "_layer_sync": "`Trainer(sync_batchnorm=True)` would have no effect",
-    "_lightning_module": "a module without values could not be kept from being moved to the host after an error",
-    "_precision_plugin": "the ranks of a model group would not agree on an overflow, nor on the norm to clip by",
-    "_reset_optimizers_and_schedulers": "optimizers of a former run would be known to the next one",
+    "_lightning_module": "after an error, a module without values would be moved to the CPU, which fails",
+    "_precision_plugin": "the ranks of a model group would not agree on an overflow or on the norm for clipping",
+    "_reset_optimizers_and_schedulers": "optimizers of an earlier run would still be set in the next run",
 }

@@ -97,8 +97,8 @@ __all__ = ["Forward", "MicrobatchComparison"]
 _T = TypeVar("_T")
 _Compare = Callable[[], list[Verdict]]
 _NOTE = (
-    "This happened in the comparison of microbatches with their batch."
-    " HybridStrategy(faults=Faults(compare_microbatches=False)) leaves it out."
+    "This happened while microbatches were compared with their batch. To skip the comparison, set"
+    " HybridStrategy(faults=Faults(compare_microbatches=False))."
 )
 _MOST = 4  # comparisons: where a first one does not tell, or batches have other structures
 
@@ -241,7 +241,7 @@ class MicrobatchComparison:
         if verdict.kind == "sum":
             self.loss_reduction = "sum"
             rank_zero_info(
-                "The loss of samples in one microbatch is the sum of their losses in two, so losses and gradients of"
+                "The loss of two joined microbatches is the sum of their losses, so losses and gradients of"
                 ' microbatches are summed, as with HybridStrategy(loss_reduction="sum").'
             )
         elif len(self._verdicts) == 1 and is_first:

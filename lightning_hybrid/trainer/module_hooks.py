@@ -24,34 +24,34 @@ class ModuleHooks(Protocol):
     pipeline_body: str | Sequence[str]
 
     def microbatch_weight(self, microbatch: Any) -> float | Tensor:
-        """Return the weight of the loss of a microbatch, such as its number of unmasked tokens. Default: its samples.
+        """Return the weight of the loss of a microbatch, such as its number of unmasked tokens.
 
-        :func:`count_tokens` makes this method.
+        By default, the weight is the number of samples. :func:`count_tokens` creates this method.
 
         Args:
             microbatch: The batch argument of `training_step`.
 
         Returns:
             The weight, at least 0, as a number or a tensor with one element. Weights are also summed over the replicas
-            and over the batches of ``accumulate_grad_batches``, so that gradients equal one process on the joined
-            batch. Means that `training_step` logs have the same weights. If the weight is 0, the loss must still be
-            finite: divide by at least 1.
+            and over the batches of ``accumulate_grad_batches``, so that gradients match a single process on the joined
+            batch. Means that `training_step` logs are weighted in the same way. If the weight is 0, the loss must still
+            be finite: divide by at least 1.
         """
 
     def split_batch(self, batch: Any, num_microbatches: int) -> Sequence[Any]:
         """Split a training batch.
 
-        Without this method a batch is split along the first dimension of its tensors if all of them have the same one,
-        and is one microbatch otherwise. :func:`split_rows`, :func:`split_graphs`, :func:`split_targets` and
-        :func:`split_samples` make this method.
+        Without this method, a batch is split along the first dimension of its tensors if all of them have the same
+        size there; otherwise the batch is one microbatch. :func:`split_rows`, :func:`split_graphs`,
+        :func:`split_targets` and :func:`split_samples` create this method.
 
         Args:
             batch: The batch of the loader.
             num_microbatches: The requested number.
 
         Returns:
-            The microbatches, at least one; the same number on every rank of a model group. The weight of a microbatch
-            is its number of samples (of graphs, for graphs), or :meth:`microbatch_weight`.
+            The microbatches: at least one, and the same number on every rank of a model group. The weight of a
+            microbatch is its number of samples (of graphs, for graphs), or :meth:`microbatch_weight`.
         """
 
     def split_body_input(self, x: Any, num_microbatches: int) -> Sequence[Any]:
@@ -70,18 +70,18 @@ class ModuleHooks(Protocol):
         """
 
     def tensor_parallel_plan(self) -> Mapping[str, Any] | None:
-        """Return the plan of the module, which ``tensor_parallel_plan="auto"`` uses.
+        """Return the plan that ``tensor_parallel_plan="auto"`` uses for this module.
 
         Returns:
-            A mapping from module names to styles, where ``*`` matches anything between two dots. An attribute with such
-            a mapping works too.
+            A mapping from module names to styles, where ``*`` matches anything between two dots. An attribute that
+            holds the mapping works too.
         """
 
 
 def count_tokens(
     key: str | int | None = None, *, ignore_index: int = -100, shift: bool = False
 ) -> Callable[[Any], Tensor]:
-    """Make a `microbatch_weight` that counts the labels which cross-entropy does not ignore.
+    """Create a `microbatch_weight` that counts the labels that cross-entropy does not ignore.
 
     Args:
         key: Key, attribute or index of the labels in a batch; ``None`` if the batch is the tensor of labels.
@@ -102,8 +102,8 @@ def count_tokens(
     """
     if isinstance(key, bool) or not isinstance(key, (str, int, type(None))):
         raise TypeError(
-            "count_tokens(key) takes the key of a mapping, the name of an attribute, the index in a tuple, or None, got"
-            f" {key!r} ({type(key).__name__}). [LH101]"
+            "count_tokens(key) must be the key of a mapping, the name of an attribute, the index in a tuple, or None;"
+            f" got {key!r} ({type(key).__name__}). [LH101]"
         )
     return _TokenCount(key, ignore_index, shift)
 
@@ -121,7 +121,7 @@ class _TokenCount:
         if not isinstance(labels, Tensor) or labels.ndim == 0:
             kind = "a tensor without dimensions" if isinstance(labels, Tensor) else type(labels).__name__
             raise WrongUseError(
-                f"count_tokens({self.key!r}) must find a tensor of labels in the batch, found {kind}. [LH711]"
+                f"count_tokens({self.key!r}) needs a tensor of labels in the batch, but found {kind}. [LH711]"
             )
         return ((labels[..., 1:] if self.shift else labels) != self.ignore_index).sum()
 
@@ -135,6 +135,6 @@ class _TokenCount:
         except (AttributeError, LookupError, TypeError) as error:
             keys = f" with the keys {list(microbatch)}" if isinstance(microbatch, Mapping) else ""
             raise WrongUseError(
-                f"count_tokens({self.key!r}) found nothing of this name in the batch, which is a"
-                f" {type(microbatch).__name__}{keys}. Give the key, the attribute or the index of the labels. [LH710]"
+                f"count_tokens({self.key!r}) found no such key, attribute or index in the batch, a"
+                f" {type(microbatch).__name__}{keys}. Pass the key, attribute or index of the labels. [LH710]"
             ) from error

@@ -95,8 +95,8 @@ class GlobalBatch(RunCallback):
     def _accumulated(self) -> int:
         if not isinstance(self._batch_size, int):
             raise ValueError(
-                f"global_batch_size={self._size} needs the number of samples in a batch, and the training loader has no"
-                " `batch_size`. Give the Trainer one `DataLoader(..., batch_size=...)`, or set"
+                f"global_batch_size={self._size} needs the batch size, but the training loader has no `batch_size`."
+                " Pass the Trainer a single `DataLoader(..., batch_size=...)`, or set"
                 " `Trainer(accumulate_grad_batches=...)` instead. [LH138]"
             )
         return accumulated_batches(self._size, self._batch_size, self._data_parallel_size)
@@ -132,6 +132,6 @@ def check_accumulation(size: int, trainer: Trainer, module: LightningModule) -> 
     else:
         return
     raise ValueError(
-        f"global_batch_size={size} says how many batches are accumulated, and so does {other}. Leave out"
-        " one of them. [LH137]"
+        f"global_batch_size={size} sets how many batches are accumulated, but {other} controls this too. Remove one of"
+        " them. [LH137]"
     )

@@ -68,14 +68,14 @@ def adapt(
         plugin.clip_grad_by_norm = partial(_clip_grad_by_norm, plugin, clip_by_norm)  # type: ignore[method-assign]
     else:
         rank_zero_warn(
-            f"{type(plugin).__qualname__}.clip_grad_by_norm is your own and stays in use; on each rank it sees only the"
-            " gradients of the layers that live there, so take the norm over the ranks of the model.",
+            f"{type(plugin).__qualname__}.clip_grad_by_norm is overridden and is used as it is. On each rank, it gets"
+            " only the gradients of the layers on that rank, so compute the norm over all ranks of the model.",
         )
     return plugin
 
 
 def check(plugin: Precision) -> None:
-    """Refuses plugins that cannot work here.
+    """Raise an error for plugins that the strategy does not support.
 
     Args:
         plugin: The plugin.
@@ -84,8 +84,8 @@ def check(plugin: Precision) -> None:
         ValueError: If the plugin replaces layers or belongs to another strategy.
     """
     refused = {
-        TransformerEnginePrecision: "replaces layers by ones that communicate on their own",
-        BitsandbytesPrecision: "replaces layers by quantized ones, which do not train",
+        TransformerEnginePrecision: "replaces layers with layers that do their own communication",
+        BitsandbytesPrecision: "replaces layers with quantized layers, which cannot be trained",
         FSDPPrecision: "belongs to `FSDPStrategy`",
         DeepSpeedPrecision: "belongs to `DeepSpeedStrategy`",
         XLAPrecision: "belongs to the strategies for XLA devices",
@@ -111,10 +111,10 @@ def check_optimizer(plugin: Precision, optimizer: Optimizer) -> None:
     scaler = getattr(plugin, "scaler", None)
     if scaler is not None and scaler.is_enabled() and getattr(optimizer, "_step_supports_amp_scaling", False):
         raise ValueError(
-            f"The optimizer `{type(optimizer).__qualname__}` unscales gradients inside its fused step, so ranks cannot"
-            " agree on an overflow, nor clip before the step, under a precision that scales the loss, such as"
-            " '16-mixed'. Create it with `fused=False` (or `foreach=True`), or use precision 'bf16-mixed', which needs"
-            " no scaling. [LH807]"
+            f"The optimizer `{type(optimizer).__qualname__}` unscales gradients inside its fused step. With a precision"
+            " that scales the loss, such as '16-mixed', ranks then cannot agree on an overflow or clip gradients before"
+            " the step. Create it with `fused=False` (or `foreach=True`), or use precision 'bf16-mixed', which needs no"
+            " scaling. [LH807]"
         )
 
 
@@ -157,10 +157,10 @@ def check_master_weights(plugin: Precision) -> None:
     """
     if not isinstance(plugin, MasterWeightsPrecision):
         raise ValueError(
-            "HybridStrategy(master_weights=True) keeps float32 copies of parameters in half precision, so it needs"
+            "HybridStrategy(master_weights=True) keeps float32 copies of half-precision parameters, so it needs"
             f" Trainer(precision='bf16-true') or '16-true'; got {type(plugin).__name__} with precision"
-            f" {plugin.precision!r}. Set one of these, or leave master_weights out: with '32-true', 'bf16-mixed' and"
-            " '16-mixed' parameters are float32 anyway. [LH808]"
+            f" {plugin.precision!r}. Set one of these, or remove master_weights: with '32-true', 'bf16-mixed' and"
+            " '16-mixed', parameters are float32 anyway. [LH808]"
         )
 
 
@@ -189,7 +189,7 @@ class ModelGroupGradScaler(GradScaler):
     def _join(self, model_group: Callable[[], ProcessGroup | None]) -> None:
         if not callable(getattr(GradScaler, "_unscale_grads_", None)):
             raise RuntimeError(
-                f"torch {torch.__version__} has no `torch.amp.GradScaler._unscale_grads_`, through which ranks agree on"
+                f"torch {torch.__version__} has no `torch.amp.GradScaler._unscale_grads_`, which ranks need to agree on"
                 " an overflow. Use precision 'bf16-mixed', or another version of torch for '16-mixed'. [LH135]"
             )
         self.device_type = getattr(self, "_device", "cuda")
@@ -211,8 +211,8 @@ class ModelGroupGradScaler(GradScaler):
         """
         if type(scaler) not in _SCALERS:
             raise TypeError(
-                f"The precision plugin's scaler is a `{type(scaler).__qualname__}`. Ranks can agree on an overflow only"
-                " with torch's own: pass a `torch.amp.GradScaler` with the settings you want. [LH809]"
+                f"The precision plugin's scaler is a `{type(scaler).__qualname__}`, but ranks can agree on an overflow"
+                " only with torch's scaler. Pass a `torch.amp.GradScaler` with the settings you want. [LH809]"
             )
         adopted: Any = scaler
         adopted.__class__ = cls

@@ -55,9 +55,9 @@ from lightning_hybrid.trainer.results.outputs import merge_outputs
 from lightning_hybrid.trainer.step_context import StepContext
 
 _UNEXPECTED_NONE = (
-    "`training_step` returned None, and no `return None` is written in it. With a pipeline the stages before the last"
-    " one have to know that this may happen. Write it there, not in a function that it calls, such as `if loss is None:"
-    " return None`, or set HybridStrategy(dynamic_shapes=True). [LH705]"
+    "`training_step` returned None but contains no `return None`. In a pipeline, the stages before the last one must"
+    " know that this can happen. Write `if loss is None: return None` in `training_step` itself, not in a function that"
+    " it calls, or set HybridStrategy(dynamic_shapes=True). [LH705]"
 )
 _TRAINING = 0  # tells the random numbers of training from those of evaluation
 
@@ -816,9 +816,10 @@ def _check_graphs(outputs: Sequence[Any], num_microbatches: int, *, each: bool) 
     if not each and (len(outputs) < num_microbatches or any(loss.requires_grad for loss in losses)):
         return
     raise WrongUseError(
-        "The loss of `training_step` has no graph, so nothing would be trained: no parameter that it depends on"
-        " requires a gradient, or it was detached or copied into a new tensor. Return the loss that the model computed;"
-        " for a batch without targets, return it times 0. If all parameters are frozen, do not train. [LH704]"
+        "The loss of `training_step` has no autograd graph, so nothing would be trained: it depends on no parameter"
+        " that requires a gradient, or it was detached or copied into a new tensor. Return the loss that the model"
+        " computed; for a batch without targets, return it times 0. If all parameters are frozen, do not"
+        " train. [LH704]"
     )
 
 

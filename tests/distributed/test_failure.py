@@ -407,7 +407,7 @@ def fail_and_save(
         trainer = make_trainer(layout, max_epochs=2, enable_checkpointing=True, callbacks=callbacks)
         with pytest.raises(Exception, match="broken") as error:
             trainer.fit(Failing(where), loader())
-    told = [str(each.message) for each in caught if "saves nothing" in str(each.message)]
+    told = [str(each.message) for each in caught if "Not saved" in str(each.message)]
     left = [type(each).__name__ for each in trainer.callbacks if "on_exception" in vars(each)]
     return str(error.value), time.time(), told, own.text, left
 
@@ -424,7 +424,7 @@ def test_nobody_waits_for_a_checkpoint_of_a_failure(ranks: Pools, tmp_path: Path
         assert "broken" in text
         assert "cannot be saved" in own
         assert not left
-    assert "ModelCheckpoint, OnExceptionCheckpoint saves nothing. A" in results[0][2][0]
+    assert "Not saved: ModelCheckpoint, OnExceptionCheckpoint. A" in results[0][2][0]
     assert not list(tmp_path.iterdir())
 
 

@@ -50,8 +50,8 @@ def without_values(cls: type[nn.Module]) -> type[Any]:
 @pytest.mark.parametrize("has_values", [True, False])
 def test_what_else_mixes_positions_is_refused(kind: str, has_values: bool) -> None:
     cls = type(kind, (zoo.Mixing,), {"kind": kind})
-    what = f"({kind})" if kind != "Balanced" else "writes statistics of its share into the buffer 'bias', and so"
-    with pytest.raises(ValueError, match=re.escape(f"'body.0', which {what} mixes positions in another way")):
+    what = f"({kind})" if kind != "Balanced" else "writes statistics of its shard into the buffer 'bias', and so"
+    with pytest.raises(ValueError, match=re.escape(f"'body.0', which {what} mixes positions without")):
         run(cls if has_values else without_values(cls))
 
 
@@ -68,9 +68,13 @@ def test_what_trains_on_shares_is_not_refused(cls: type[LightningModule], kind: 
 @pytest.mark.parametrize(
     ("make", "arguments", "text"),
     [
-        (zoo.Uneven, {"context_parallel_size": 3}, "heads on a rank; with context_parallel='ulysses'"),
-        (zoo.Uneven, {"context_parallel_size": 8, "context_parallel": "ring"}, "positions cannot be divided over"),
-        (Regression, {}, "is given no hidden states of the shape"),
+        (
+            zoo.Uneven,
+            {"context_parallel_size": 3},
+            "heads per rank, but context_parallel='ulysses' needs a multiple of",
+        ),
+        (zoo.Uneven, {"context_parallel_size": 8, "context_parallel": "ring"}, "positions cannot be sharded over"),
+        (Regression, {}, "gets no hidden states of shape"),
     ],
 )
 def test_what_a_run_refuses_is_refused_without_ranks(

@@ -240,34 +240,34 @@ def hooked() -> nn.Module:
     return module
 
 
-SAME = "does not give the same when it is tried in shards"
-OWN = "has parameters of its own between"
+SAME = "gives different results when it is sharded in a trial"
+OWN = "has parameters between the layers"
 LEFT: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "mixes": (Mixing, SAME),
     "reverses": (Reversing, SAME),
     "normalizes": (Normalizing, SAME),
     "centers": (Centering, SAME),
     "mixes, but is zero": (MixingNothing, SAME),
-    "uses its input": (Gated, "uses its input between"),
+    "uses its input": (Gated, "also uses its input between"),
     "scales": (Scaled, OWN),
     "uses the first layer elsewhere": (Leaking, SAME),
-    "calls twice": (Twice, "not called once"),
+    "calls twice": (Twice, "not called exactly once"),
     "wants more": (Picky, "needs 'context'"),
     "counts features": (Shaped, SAME),
     "a norm of all heads": (NormOfAll, SAME),
-    "a forward of one layer alone": (replaced, "has 'fc1', a Linear with a `forward` that was put"),
+    "a forward of one layer alone": (replaced, "contains 'fc1', a Linear with a replaced `forward`"),
     "talking heads": (TalkingHeads, SAME),
-    "no number of heads": (Uncounted, "no attribute that says how many heads"),
+    "no number of heads": (Uncounted, "no attribute with the number of heads"),
     "gives what is between": (Returning, SAME),
     "keeps what is between": (Keeping, SAME),
-    "uses a parameter twice": (UsedTwice, "uses parameters both between the layers"),
+    "uses a parameter twice": (UsedTwice, "uses the same parameters between the layers"),
     "mixes in training": (InTraining, SAME),
     "mixes what is large": (Clipping, SAME),
-    "gives zeros": (Shut, "gives nothing but zeros"),
+    "gives zeros": (Shut, "produces only zeros in a trial"),
     "drops whole samples": (DropPath, "draws random numbers"),
     "drops among projections": (DropBeforeKeys, "draws random numbers"),
     "does something to its input": (InputDropout, SAME),
-    "has hooks": (hooked, "has 'fc1', a Linear with hooks"),
+    "has hooks": (hooked, "contains 'fc1', a Linear with hooks"),
     "one head": (indivisible, "has 1 heads (num_heads), which cannot be divided over 2 ranks"),
 }
 
@@ -290,10 +290,10 @@ def test_blocks_of_the_users_own_that_are_not_proven_stay_whole_with_a_plan_to_w
     plan, reasons = auto(nn.ModuleDict({"body": nn.ModuleList([zoo.NanoBlock(), zoo.FusedBlock()])}))
     assert not any(name.startswith("body.0.mlp") for name in plan)
     assert reasons == {
-        "body.0": "is a NanoBlock of 'tests.tensor_modules', whose code is not known; it may do another thing in"
-        f" another call, by `self.mlp['c_fc']` (line {LINE_OF_MLP} of its file). With random values, this plan gave the"
-        " same in shards: {'body.*.mlp.c_fc': 'colwise', 'body.*.mlp.c_proj': 'rowwise'}, and `lightning-hybrid check`"
-        " compares with one process",
+        "body.0": "is a NanoBlock from 'tests.tensor_modules', whose code is unknown; it may behave differently in"
+        f" another call: `self.mlp['c_fc']` (line {LINE_OF_MLP} of its file). With random values, this plan gave the"
+        " same results when sharded: {'body.*.mlp.c_fc': 'colwise', 'body.*.mlp.c_proj': 'rowwise'};"
+        " `lightning-hybrid check` compares it with one process",
     }
     expected = {"": "divide:n_head,n_embd + mask_per_head:4 + narrow_input:c_attn", ".c_attn": "packed_colwise_3"}
     assert {name: plan[f"body.0.attn{name}"] for name in expected} == expected
@@ -321,8 +321,8 @@ class Joined(zoo.Attention):
 def test_of_a_block_of_the_users_own_an_attention_that_reads_the_whole_width_stays_whole() -> None:
     plan, reasons = auto(nn.ModuleList([Joined()]))
     assert plan == {"0.gate": "colwise", "0.up": "colwise", "0.down": "rowwise"}
-    assert "No plan is known for it, as it does not give the same when it is tried in shards" in reasons["0"]
-    assert "(it reads the width of its input, which is whole: let its `forward` read widths" in reasons["0"]
+    assert "No plan is known for it, because it gives different results when it is sharded in a trial" in reasons["0"]
+    assert "(it reads the full width of its input: read widths in `forward`" in reasons["0"]
 
 
 class Grouped(nn.Module):
@@ -351,12 +351,12 @@ def test_a_part_of_the_users_own_that_is_not_proven_keeps_a_known_block_whole() 
     block = zoo.FusedBlock()
     block.mlp.act = Deciding()
     _, reasons = auto(nn.ModuleList([block]))
-    whose = "has 'act', a Deciding of 'tests.tensor_parallel.test_auto_plan', whose code is not known; it may do"
+    whose = "contains 'act', a Deciding from 'tests.tensor_parallel.test_auto_plan', whose code is unknown; it may"
     assert whose in reasons["0.mlp"]
     model = Model(ATTENTION)
     model.layers[0].attn.norm = Own()
     styles, reasons = auto(model)
-    assert "has 'norm', a Own of" in reasons["layers.0.attn"]
+    assert "contains 'norm', a Own from" in reasons["layers.0.attn"]
     assert {name.split(".")[1] for name in styles} == {"1"}
 
 
@@ -407,7 +407,7 @@ def test_a_norm_that_another_layer_shares_keeps_its_block_whole() -> None:
 def test_two_regions_of_one_block_do_not_both_draw_their_own_numbers() -> None:
     plan, reasons = auto(nn.ModuleList([Both()]))
     assert plan["0"].count("local_rng") == 1
-    assert reasons == {"0": "has the style 'local_rng' already"}
+    assert reasons == {"0": "already has the style 'local_rng'"}
 
 
 class Both(zoo.Attention):
@@ -535,7 +535,7 @@ def test_a_style_that_is_unknown_leaves_its_block_whole() -> None:
     styles, reasons = auto(Model(plan))
     assert {"layers.0.attn.a", "layers.0.up", "layers.1.up"} <= styles.keys()
     assert not any(name.startswith("layers.1.attn") for name in styles)
-    reason = "has a plan of its own with the style 'mla_kv_a_proj', which is unknown"
+    reason = "has a built-in plan with the unknown style 'mla_kv_a_proj'"
     assert reasons == {"layers.1.attn": reason}
 
 
@@ -563,7 +563,8 @@ def test_a_parameter_that_a_models_own_plan_does_not_name_keeps_its_block_whole(
     styles, reasons = auto(model)
     assert {each.split(".")[1] for each in styles} == {"0"}
     assert (
-        reasons["layers.1.attn"] == f"has a parameter '{name.removeprefix('attn.')}', which its own plan does not name"
+        reasons["layers.1.attn"]
+        == f"has a parameter '{name.removeprefix('attn.')}' that its built-in plan does not name"
     )
 
 

@@ -286,17 +286,17 @@ def test_parameters_lie_in_blocks(grid: str) -> None:
 @pytest.mark.parametrize(
     ("make", "requested", "words"),
     [
-        (mlp, {"0": "narrow_input:x"}, "there are colwise, "),
-        (mlp, {"0": "sequence_parallel"}, "which there is not with tensor_parallel_mode='2d'"),
-        (lambda: nn.Sequential(nn.LayerNorm(16)), {"0": "sequence_parallel"}, "needs a module around it"),
+        (mlp, {"0": "narrow_input:x"}, "Use one of colwise, "),
+        (mlp, {"0": "sequence_parallel"}, "which tensor_parallel_mode='2d' does not support"),
+        (lambda: nn.Sequential(nn.LayerNorm(16)), {"0": "sequence_parallel"}, "works only inside another module"),
         (
             lambda: nn.Sequential(nn.Sequential(nn.LayerNorm([4, 16], elementwise_affine=False))),
             {"0": "sequence_region", "0.0": "sequence_parallel"},
-            r"takes its mean over the dimensions \[4, 16\]",
+            r"normalizes over the dimensions \[4, 16\]",
         ),
-        (lambda: nn.Sequential(OwnBlock()), {"0.attention": "divide:num_heads"}, "needs a module around it"),
-        (lambda: nn.Sequential(nn.Linear(16, 15)), {"0": "colwise"}, "whose dimension 0 cannot be divided into 2"),
-        (lambda: nn.Sequential(nn.Linear(15, 16)), {"0": "colwise"}, "whose dimension 1 cannot be divided into 2"),
+        (lambda: nn.Sequential(OwnBlock()), {"0.attention": "divide:num_heads"}, "works only inside another module"),
+        (lambda: nn.Sequential(nn.Linear(16, 15)), {"0": "colwise"}, "whose dimension 0 cannot be split into 2"),
+        (lambda: nn.Sequential(nn.Linear(15, 16)), {"0": "colwise"}, "whose dimension 1 cannot be split into 2"),
         (
             lambda: nn.Sequential(nn.MultiheadAttention(9, 3)),
             {"0": "attention"},
@@ -335,6 +335,6 @@ def refusals() -> list[str]:
 
 def test_calls_that_no_grid_can_do_are_refused(ranks: Pools) -> None:
     for found in ranks(4).run(refusals):
-        assert "without a dimension of samples" in found[0]
-        assert "without a dimension of samples" in found[1]
-        assert "no column-wise layer has made" in found[2]
+        assert "without a batch dimension" in found[0]
+        assert "without a batch dimension" in found[1]
+        assert "no column-wise layer produced" in found[2]

@@ -51,22 +51,22 @@ def test_layouts_are_read(layout: str | Mapping[str, str], expected: dict[str, A
     ("layout", "error", "text"),
     [
         ("S(0),S(1),B", ValueError, "has 3 letters for the axes data_parallel, tensor_parallel"),
-        ("split(0)", ValueError, r"says 'split\(0\)' of an axis. Write 'S\(dimension\)', 'B' or 'P'"),
+        ("split(0)", ValueError, r"has 'split\(0\)' for an axis. Write 'S\(dimension\)', 'B' or 'P'"),
         ("rows=S(0)", ValueError, "names 'rows'; the axes are data_parallel, tensor_parallel"),
         ("S(2)", ValueError, r"splits dimension 2 of a tensor of shape \(16, 8\)"),
         (
             "tensor_parallel=S(0),tensor_parallel=S(1)",
             ValueError,
-            r"says 'S\(0\)' and 'S\(1\)' of tensor_parallel: leave",
+            r"gives 'S\(0\)' and 'S\(1\)' for tensor_parallel. Remove",
         ),
         (
             "tensor_parallel=B, tensor_parallel=B",
             ValueError,
-            "says 'B' and 'B' of tensor_parallel: leave one of them out",
+            "gives 'B' and 'B' for tensor_parallel. Remove one of them",
         ),
         ({}, ValueError, "names no axis; the axes are data_parallel, tensor_parallel"),
-        ({"tensor_parallel": 0}, ValueError, "says 0 of an axis"),
-        (["S(0)"], TypeError, r"a text or a mapping of axes to letters, not \['S\(0\)'\]"),
+        ({"tensor_parallel": 0}, ValueError, "has 0 for an axis"),
+        (["S(0)"], TypeError, r"must be a string or a mapping of axes to letters; got \['S\(0\)'\]"),
     ],
 )
 def test_what_is_no_layout_is_refused(layout: Any, error: type[Exception], text: str) -> None:
@@ -169,8 +169,8 @@ def test_layouts_that_cannot_be_are_refused(ranks: Pools) -> None:
     assert "is not 'B' over data_parallel, whose ranks train the same parameter" in first
     assert "zero_stage=3" in first
     assert "dimension 0 of a parameter of shape (3, 4) into 2 equal parts" in uneven
-    assert "no optimizer can step" in summed
-    assert "over data_parallel, tensor_parallel, but the tensor lies over tensor_parallel" in axes
+    assert "an optimizer cannot update" in summed
+    assert "over data_parallel, tensor_parallel, but the tensor is placed over tensor_parallel" in axes
     assert "an existing tensor cannot have" in partial
 
 
@@ -251,7 +251,7 @@ def mixed_up() -> str:
 
 def test_plain_tensors_beside_one_in_a_layout_say_what_to_do(ranks: Pools) -> None:
     (text,) = ranks(1).run(mixed_up)
-    assert text.count("Distribute the plain tensors too") == 1
+    assert text.count("Distribute the plain tensors over the same axes too") == 1
 
 
 # -- parameters, by a plan ---------------------------------------------------------------------------------------------
@@ -489,24 +489,24 @@ def test_buffers_are_set_anew(ranks: Pools) -> None:
             {"body.0.up": "S(0),S(1)"},
             "of 'body.0.up' in .* is not 'B' over data_parallel, .* HybridStrategy.zero_stage=3",
         ),
-        ({"body.0.up": "P,S(1)"}, "is not 'B' over data_parallel, whose ranks train the same parameter: say 'B'"),
+        ({"body.0.up": "P,S(1)"}, "is not 'B' over data_parallel, whose ranks train the same parameter. Use 'B'"),
         ({"body.0.up": {"data_parallel": "S(0)"}}, "is not 'B' over data_parallel"),
         (
             {"body.0.gain": "S(0),B"},
-            "is not 'B' over data_parallel, whose ranks have the same buffer: .*`strategy.dist",
+            "is not 'B' over data_parallel, whose ranks have the same buffer. .*`strategy.dist",
         ),
         (
             {"body.0.up": "P"},
-            r"makes it a sum of others \(P\), which no optimizer can step: say 'S\(dimension\)' or 'B'",
+            r"has 'P' \(partial sum\), which an optimizer cannot update. Use 'S\(dim\)' or 'B'",
         ),
-        ({"body.0.gain": "P"}, r"makes it a sum of others \(P\), but its values are there, and nothing is to be added"),
+        ({"body.0.gain": "P"}, r"has 'P' \(partial sum\), which an existing tensor cannot have. Use 'S\(dim\)' or 'B'"),
         ({"body.0.calls": "S(0)"}, r"splits dimension 0 of a tensor of shape \(\)"),
         ({"body.0.up": "rows=S(0)"}, "names 'rows'; the axes are data_parallel, tensor_parallel"),
-        ({"body.0.up": "tensor_parallel=S[0]"}, r"says 'S\[0\]' of an axis"),
-        ({"body.0.up": "tensor_parallel=S(0),tensor_parallel=S(1)"}, "leave one of them out"),
-        ({"body.0.up": ["S(0)"]}, "names the style .*; and layouts of parameters and buffers by their names"),
+        ({"body.0.up": "tensor_parallel=S[0]"}, r"has 'S\[0\]' for an axis"),
+        ({"body.0.up": "tensor_parallel=S(0),tensor_parallel=S(1)"}, "Remove one of them"),
+        ({"body.0.up": ["S(0)"]}, "has the unknown style .* The names of parameters and buffers take layouts"),
         ({"body.0": "on_shards", "body.0.up": "S(0)"}, "the style 'on_shards', and a layout to its parameter 'up'"),
-        ({"body.0.up": "S(0)", "body.0.norm": "on_shards"}, "'body.0.norm' in it has the style 'on_shards'"),
+        ({"body.0.up": "S(0)", "body.0.norm": "on_shards"}, "its 'body.0.norm' has the style 'on_shards'"),
         ({"body.0.norm.weight": "S(0)", "body.0.norm.bias": "B", "body.0": "layout"}, "the style 'layout'"),
     ],
 )
@@ -546,9 +546,7 @@ def test_a_plan_divides_buffers() -> None:
     )
     assert [row.style for row in plan.rows] == ["layout:gain=S(0),up=S(1)"]
     assert plan.shapes == {"body.0.gain": (8,), "body.0.up": (16, 8)}
-    with pytest.raises(
-        ValueError, match=r"has 'gain' of shape \(8,\), whose dimension 0 cannot be divided into 3 equal"
-    ):
+    with pytest.raises(ValueError, match=r"has 'gain' of shape \(8,\), whose dimension 0 cannot be split into 3 equal"):
         make_plan(Mixed(), {"body.0.gain": "S(0)"}, 3, sequence_parallel=False)
     tied = Mixed()
     tied.body[1].gain = tied.body[0].gain
@@ -560,7 +558,8 @@ def test_a_plan_divides_buffers() -> None:
 def test_ranks_in_a_grid_take_no_layouts(mode: str) -> None:
     size = {"2d": 4, "3d": 8}[mode]
     text = (
-        f"a layout .gain=S.0.., which knows ranks in a line, and not tensor_parallel_mode='{mode}', .* Leave the entry"
+        "a layout .gain=S.0.., which works only with tensor_parallel_mode='1d', not with"
+        f" tensor_parallel_mode='{mode}', .* remove the entry"
     )
     with pytest.raises(ValueError, match=text):
         make_plan(Mixed(), {"body.*.gain": "S(0)"}, size, sequence_parallel=False, grid=grid_shape(mode, size))

@@ -64,7 +64,7 @@ def pruned() -> nn.Module:
 
 
 LEFT: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
-    "a layer with ways of its own": (lambda: nn.Sequential(Gated(8, 2, 16)), "0.linear1", "in ways of its own"),
+    "a layer with ways of its own": (lambda: nn.Sequential(Gated(8, 2, 16)), "0.linear1", "overrides methods of torch"),
     "dropout that stands twice": (twice_in_place, "0", "several places"),
     "hooks": (hooked, "0", "has a hook"),
     "pruning": (pruned, "2", "from other parameters"),
@@ -162,11 +162,11 @@ def test_a_classifier_is_not_the_head_of_a_small_embedding() -> None:
 
 
 REFUSED: dict[str, tuple[Any, str]] = {
-    "two styles": ({"0": "colwise + rowwise"}, "exclude each other"),
-    "a suffix": ({"0": "colwise:3"}, "names the style 'colwise:3'"),
+    "two styles": ({"0": "colwise + rowwise"}, "cannot be combined"),
+    "a suffix": ({"0": "colwise:3"}, "has the unknown style 'colwise:3'"),
     "a word": ("automatic", "tensor_parallel_plan='automatic' is unknown"),
     "no such attribute": ({"0": "divide:heads"}, "0.heads is None"),
-    "a norm in no region": ({"1": "sequence_parallel"}, "in no module with the style 'sequence_region'"),
+    "a norm in no region": ({"1": "sequence_parallel"}, "no module around it has the style 'sequence_region'"),
 }
 
 
@@ -180,7 +180,10 @@ def test_refusals(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("plan", "words"),
-    [({"bodies.*": "colwise"}, "matches no module of Regression"), ({"embed": "columns"}, "names the style 'columns'")],
+    [
+        ({"bodies.*": "colwise"}, "matches no module of Regression"),
+        ({"embed": "columns"}, "has the unknown style 'columns'"),
+    ],
 )
 def test_a_plan_is_checked_without_shared_layers(ranks: Pools, plan: dict[str, str], words: str) -> None:
     (text,) = ranks(1, lightning=True).run(refused_plan, plan)

@@ -92,20 +92,20 @@ def trained(plan: dict[str, str], module: type[Regression] = Blocks) -> str:
     [
         (
             {**ATTENTION, **MLP},
-            "shape '[8, 4, 2]' is invalid for input of size 32\nThis is in 'body.0.attention', in which"
-            " tensor_parallel_plan divides 'body.0.attention.q', 'body.0.attention.k', 'body.0.attention.out': a rank",
-            "If the plan lacks an entry, it may be 'body.*.attention': 'divide:num_heads'.",
+            "shape '[8, 4, 2]' is invalid for input of size 32\nThis is in 'body.0.attention', where"
+            " tensor_parallel_plan shards 'body.0.attention.q', 'body.0.attention.k', 'body.0.attention.out': each",
+            "The plan may lack 'body.*.attention': 'divide:num_heads'.",
         ),
         (
             {**ATTENTION, **HEADS, "body.*.up": "colwise"},
-            "mat1 and mat2 shapes cannot be multiplied (8x8 and 16x8)\nThis is in 'body.0', in which"
-            " tensor_parallel_plan divides 'body.0.attention', 'body.0.up': a rank has a part",
-            "it may be 'body.*.down': 'rowwise'.",
+            "mat1 and mat2 shapes cannot be multiplied (8x8 and 16x8)\nThis is in 'body.0', where"
+            " tensor_parallel_plan shards 'body.0.attention', 'body.0.up': each rank has a shard",
+            "The plan may lack 'body.*.down': 'rowwise'.",
         ),
         (
             {"embed": "colwise"},
-            "This is in 'Blocks', in which tensor_parallel_plan divides 'embed': a rank",
-            "it may be 'embed': 'colwise_gather_output'.",
+            "This is in 'Blocks', where tensor_parallel_plan shards 'embed': each rank",
+            "The plan may lack 'embed': 'colwise_gather_output'.",
         ),
         ({**ATTENTION, **MLP, **HEADS}, "no error", ""),
     ],
@@ -177,7 +177,7 @@ class ReadBehind(JoinedBlocks):
 QKVO = {**{f"body.*.{name}": "colwise" for name in "qkv"}, "body.*.o": "rowwise"}
 GATED = {"body.*.gate": "colwise", "body.*.up": "colwise", "body.*.down": "rowwise"}
 JOINED = {"body.*": "divide:num_heads"}
-BEHIND = "let its `forward` read widths from what the divided layers return (`.view(b, t, self.num_heads, -1)`, `."
+BEHIND = "read widths in `forward` from the outputs of the sharded layers (`.view(b, t, self.num_heads, -1)`, `."
 
 
 @pytest.mark.parametrize(
@@ -186,20 +186,20 @@ BEHIND = "let its `forward` read widths from what the divided layers return (`.v
         (
             QKVO,
             "shape '[8, 1, 4, 2]' is",
-            "it may be 'body.*': 'divide:num_heads'. The code reads the width",
+            "The plan may lack 'body.*': 'divide:num_heads'. The code reads the full width",
             "head_dim",
         ),
         (
             {**QKVO, **JOINED},
             "shape '[8, 1, 8]' is",
-            "makes it whole. The code reads the width of its input",
+            "gathers them. The code reads the full width of its input",
             "'divide:",
         ),
         (
             {**QKVO, "body.*": "divide:num_heads + narrow_input:q,k,v"},
             "Given normalized_shape=[8]",
-            "In the plan is 'body.*': 'narrow_input:q,k,v', so this code gets an input that has the width of a",
-            "it may be",
+            "The plan has 'body.*': 'narrow_input:q,k,v', so this code gets an input with the width of a shard",
+            "The plan may lack",
         ),
     ],
     ids=["nothing", "heads", "narrow"],
@@ -218,15 +218,18 @@ def test_a_block_in_one_forward_is_told_to_read_widths_behind_its_layers(
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"body.*.up": "replicate"}, "it may be 'body.*.up': 'colwise'."),
-        ({"body.*.up": "replicate", "body.*.down": "colwise_gather_output"}, "it may be 'body.*.up': 'colwise'."),
+        ({"body.*.up": "replicate"}, "The plan may lack 'body.*.up': 'colwise'."),
+        (
+            {"body.*.up": "replicate", "body.*.down": "colwise_gather_output"},
+            "The plan may lack 'body.*.up': 'colwise'.",
+        ),
         (
             {"body.*.gate": "replicate", "body.*.up": "replicate"},
-            "it may be 'body.*.gate': 'colwise' and 'body.*.up': 'colwise'.",
+            "The plan may lack 'body.*.gate': 'colwise' and 'body.*.up': 'colwise'.",
         ),
-        ({"body.*.down": "colwise_gather_output"}, "it may be 'body.*.down': 'rowwise'."),
-        ({"body.*.v": "replicate"}, "it may be 'body.*.v': 'colwise'."),
-        ({"body.*.o": "replicate"}, "it may be 'body.*.o': 'rowwise'."),
+        ({"body.*.down": "colwise_gather_output"}, "The plan may lack 'body.*.down': 'rowwise'."),
+        ({"body.*.v": "replicate"}, "The plan may lack 'body.*.v': 'colwise'."),
+        ({"body.*.o": "replicate"}, "The plan may lack 'body.*.o': 'rowwise'."),
         ({}, "no error"),
     ],
     ids=["up", "up, then down", "gate and up", "down", "v", "o", "complete"],
@@ -244,8 +247,8 @@ class Unrelated(Blocks):
 def test_code_around_blocks_that_are_divided_rightly_has_no_entry_proposed(ranks: Pools) -> None:
     for text in ranks(2, lightning=True).run(trained, {**ATTENTION, **MLP, **HEADS}, Unrelated):
         assert "shape '[3, 5]' is invalid" in text
-        assert "in which tensor_parallel_plan divides" in text
-        assert "it may be" not in text
+        assert "where tensor_parallel_plan shards" in text
+        assert "The plan may lack" not in text
 
 
 def unrelated() -> Any:

@@ -125,7 +125,7 @@ def test_other_errors_and_other_hooks_stay_what_they_are(
     sys.excepthook(type(error), error, error.__traceback__)
     short = capsys.readouterr().err
     assert "nn/modules/linear.py" not in short
-    assert f"are left out: {VARIABLE}=full shows them" in short
+    assert f"are hidden. Set {VARIABLE}=full to show them" in short
     another = raised()
     sys.excepthook(type(another), another, another.__traceback__)
     assert "nn/modules/linear.py" in capsys.readouterr().err

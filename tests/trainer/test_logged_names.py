@@ -87,43 +87,43 @@ OTHER, STEP, EPOCH = {0: "ab", 1: "ac"}, {"on_step": True, "on_epoch": False}, {
 CASES: dict[str, tuple[tuple[Any, ...], str]] = {
     "training, of a step": (
         ("training_step", OTHER, 0, STEP),
-        "`what is logged of training_step` is not the same on every rank: ['a', 'b'] on rank 0; ['a', 'c'] on rank",
+        "`logged keys of training_step` is not the same on every rank: ['a', 'b'] on rank 0; ['a', 'c'] on rank",
     ),
     "training, of an epoch": (
         ("training_step", OTHER, 0, EPOCH),
-        "`what was logged of an epoch of train` is not the same on every rank: ['training_step.a', 'training_step.b']",
+        "`logged keys of an epoch of train` is not the same on every rank: ['training_step.a', 'training_step.b']",
     ),
     "training, in a hook": (
         ("on_train_batch_end", OTHER, 1, STEP),
-        "`key of what is logged after 'on_train_batch_end.a'` is not the same on every rank: on_train_batch_end.b on",
+        "`key of the log call after 'on_train_batch_end.a'` is not the same on every rank: on_train_batch_end.b on",
     ),
     "training, at the end": (
         ("on_train_epoch_end", OTHER, 0, EPOCH),
-        "`key of what is logged after 'on_train_epoch_end.a'` is not the same on every rank: on_train_epoch_end.b on",
+        "`key of the log call after 'on_train_epoch_end.a'` is not the same on every rank: on_train_epoch_end.b on",
     ),
     "validation, of a step": (
         ("validation_step", OTHER, 0, STEP),
-        "`key of what is logged after 'validation_step.a'` is not the same on every rank: validation_step.b on rank 0;",
+        "`key of the log call after 'validation_step.a'` is not the same on every rank: validation_step.b on rank 0;",
     ),
     "validation, of an epoch": (
         ("validation_step", OTHER, 0, EPOCH),
-        "`what was logged of an epoch of validate` is not the same on every rank: ['validation_step.a',",
+        "`logged keys of an epoch of validate` is not the same on every rank: ['validation_step.a',",
     ),
     "validation, in another order": (
         ("validation_step", {0: "ab", 1: "ba"}, 0, EPOCH),
-        "`what was logged of an epoch of validate` is not the same on every rank: ['validation_step.a',",
+        "`logged keys of an epoch of validate` is not the same on every rank: ['validation_step.a',",
     ),
     "validation, of a later epoch": (
         ("validation_step", {0: "ab", 1: "b"}, 2, EPOCH),
-        "`what was logged of an epoch of validate` is not the same on every rank: ['validation_step.a',",
+        "`logged keys of an epoch of validate` is not the same on every rank: ['validation_step.a',",
     ),
     "validation, at the end": (
         ("on_validation_epoch_end", OTHER, 0, EPOCH),
-        "`key of what is logged after 'on_validation_epoch_end.a'` is not the same on every rank: on_validation_epoch",
+        "`key of the log call after 'on_validation_epoch_end.a'` is not the same on every rank: on_validation_epoch",
     ),
     "test": (
         ("test_step", OTHER, 0, EPOCH),
-        "`what was logged of an epoch of test` is not the same on every rank: ['test_step.a', 'test_step.b'] on",
+        "`logged keys of an epoch of test` is not the same on every rank: ['test_step.a', 'test_step.b'] on",
     ),
 }
 
@@ -135,7 +135,7 @@ def test_replicas_that_log_other_names_are_told_so(ranks: Pools, name: str) -> N
     results = ranks(size, lightning=True).run(fit, layout, [arguments for arguments, _ in CASES.values()])
     for (case, (_, expected)), texts in zip(CASES.items(), zip(*results, strict=True), strict=True):
         if case == "training, of a step" and not layout:  # what a step that is not cut logs is reduced at once
-            expected = "`key of what is logged after 'training_step.a'` is not the same on every rank: training_step.b"
+            expected = "`key of the log call after 'training_step.a'` is not the same on every rank: training_step.b"
         assert all(text == texts[0] for text in texts), case
         assert str(texts[0]).startswith(expected), (case, texts[0])
 

@@ -121,9 +121,9 @@ def refused(case: str) -> str:
 @pytest.mark.parametrize(
     ("case", "texts"),
     [
-        ("trainer", ["and so does Trainer(accumulate_grad_batches=2)", "Leave out one"]),
-        ("scheduler", ["and so does GradientAccumulationScheduler"]),
-        ("manual", ["and so does the manual optimization of Manual"]),
+        ("trainer", ["but Trainer(accumulate_grad_batches=2) controls this too", "Remove one"]),
+        ("scheduler", ["but GradientAccumulationScheduler controls this too"]),
+        ("manual", ["but the manual optimization of Manual controls this too"]),
         ("batch sampler", ["the training loader has no `batch_size`", "DataLoader(..., batch_size=...)"]),
         ("several", ["the training loader has no `batch_size`"]),
         ("not divided", ["a batch of 3 samples each", "2 replicas", "not a multiple of 6", "set the batch size to 2,"]),

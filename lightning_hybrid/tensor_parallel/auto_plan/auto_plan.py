@@ -71,7 +71,7 @@ def _transformer_layer(builder: PlanBuilder, name: str, layer: nn.Module, *, has
         builder.add((join_names(name, child), style)) for child, style in attentions if hasattr(layer, child)
     ]
     if not _is_unmodified(layer):
-        builder.reasons[linear1] = f"belongs to a {type(layer).__name__}, which computes in ways of its own"
+        builder.reasons[linear1] = f"belongs to a {type(layer).__name__} that overrides methods of torch"
     elif not (layer.activation in _ELEMENTWISE_FUNCTIONS or isinstance(layer.activation, _ELEMENTWISE)):
         builder.reasons[linear1] = "is followed by an activation that may mix features"
     # A layer that there is a reason against is not added.
@@ -81,7 +81,7 @@ def _transformer_layer(builder: PlanBuilder, name: str, layer: nn.Module, *, has
     if has_regions and all(is_parallel) and _can_be_region(builder, inside):
         builder.plan |= {name: "sequence_region" if _is_batch_first(layer) else "sequence_region:0", **dict(inside)}
     elif has_regions:
-        builder.reasons[name] = "cannot work on shards of a sequence, because not all of its layers are divided"
+        builder.reasons[name] = "cannot use sequence parallelism, because not all of its layers are sharded"
 
 
 def _can_be_region(builder: PlanBuilder, inside: list[tuple[str, str]]) -> bool:

@@ -139,7 +139,7 @@ class _Note:
         if finding.block is not None:
             self._right |= _entries(builder, name, finding)
         elif finding.is_tested:
-            advice = f" (it reads the width of its input, which is whole: {READ_WIDTHS_BEHIND})"
+            advice = f" (it reads the full width of its input: {READ_WIDTHS_BEHIND})"
             self._findings[finding.reason + (advice if _reads_whole_width(host, ways[0]) else "")] = None
         else:
             self._untested |= _entries(builder, name, Finding(_likely(host, ways)))
@@ -147,14 +147,14 @@ class _Note:
 
     def text(self) -> str:
         """All of it, as the rest of a sentence."""
-        check, reasons = "`lightning-hybrid check` compares with one process", " and ".join(self._findings)
+        check, reasons = "`lightning-hybrid check` compares it with one process", " and ".join(self._findings)
         text = self._reason
         if self._right:
-            text += f". With random values, this plan gave the same in shards: {self._right}, and {check}"
+            text += f". With random values, this plan gave the same results when sharded: {self._right}; {check}"
         if self._untested:
-            text += f". A plan may be {self._untested}: it is untested, as the block {reasons}, but {check}"
+            text += f". A possible plan is {self._untested}. It is untested, because the block {reasons}; {check}"
         elif reasons:
-            text += f". No plan is known for it, as it {reasons}"
+            text += f". No plan is known for it, because it {reasons}"
         return text
 
 
@@ -195,7 +195,7 @@ def _mlp(host: nn.Module, columns: tuple[str, ...], row: str, size: int) -> list
     """The way to divide the features between two layers; or why there is none."""
     width, _ = _features(host.get_submodule(row))
     if any(_features(host.get_submodule(path))[1] != width for path in columns):
-        return "has layers whose features do not fit together"
+        return "has layers whose feature sizes do not match"
     return [Block(columns, row)]
 
 
@@ -209,7 +209,7 @@ def _attention(host: nn.Module, columns: tuple[str, ...], row: str, size: int) -
     if not heads.keys() & {*HEADS}:
         head_width = next((number for name in _HEAD_WIDTHS if type(number := vars(core).get(name)) is int), 0)
         if not head_width:
-            return "has no attribute that says how many heads there are"
+            return "has no attribute with the number of heads"
         counts = {"heads": width // head_width}
     reason = indivisible_reason(counts, size)
     if reason is not None:
@@ -234,7 +234,7 @@ def _attention(host: nn.Module, columns: tuple[str, ...], row: str, size: int) -
 def _tried(host: nn.Module, candidates: list[Block], size: int, tried: dict[Hashable, Finding]) -> Finding:
     """Try a block, unless one that is alike was tried before."""
     if any(isinstance(parameter, DTensor) for parameter in host.parameters()):
-        return Finding(reason="is divided already")
+        return Finding(reason="is already sharded")
     ignored = {_NUMBER_OF_LAYER} if candidates[0].heads else set()
     key = tuple(candidates), tuple(_signature(host, ignored))
     if key not in tried:

@@ -68,9 +68,9 @@ class PlanBuilder:
             kind = style.partition(":")[0]
             # Elsewhere, it may get what is not sharded, or give shards to what does not expect them.
             if hands_on and self._uses[id(layer)] > 1:
-                return styles[0][0], "or what follows it stands at several places"
+                return styles[0][0], "is used in several places, or a layer after it is"
             if _is_wrapper(style) and kind in self.plan.get(name, ""):
-                return name, f"has the style {kind!r} already"
+                return name, f"already has the style {kind!r}"
             reason = find_grid_style(style, layer, self.grid).unsupported_reason(layer, self.size)
             if reason is not None:
                 return name, reason

@@ -15,8 +15,8 @@ from lightning_hybrid.tensor_parallel.layers import original_class
 
 #: What to do where the width of the input is read, and the input cannot be narrowed; as the rest of a sentence.
 READ_WIDTHS_BEHIND = (
-    "let its `forward` read widths from what the divided layers return (`.view(b, t, self.num_heads, -1)`,"
-    " `.reshape(b, t, -1)`, `.flatten(2)`), or put the attention into a module of its own"
+    "read widths in `forward` from the outputs of the sharded layers (`.view(b, t, self.num_heads, -1)`,"
+    " `.reshape(b, t, -1)`, `.flatten(2)`), or move the attention into a separate module"
 )
 #: What can be asked of an input that has the width of a shard, and no values.
 _HARMLESS = {"shape", "size", "dim", "ndim", "device", "dtype", "is_cuda", "new_zeros", "new_ones", "new_full"}

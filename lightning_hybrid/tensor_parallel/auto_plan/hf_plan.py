@@ -57,7 +57,7 @@ class HuggingFacePlans:
         """Plan for layers that hand shards to each other: all of a block, or none."""
         for name, styles in self._blocks.items():
             unknown = next((style for style in styles.values() if style not in _STYLES), None)
-            reason = None if unknown is None else f"has a plan of its own with the style {unknown!r}, which is unknown"
+            reason = None if unknown is None else f"has a built-in plan with the unknown style {unknown!r}"
             reason = reason or next((f"has no module {each!r}" for each in styles if each not in self._layers), None)
             reason = reason or self._heads_reason(name, styles) or self._unnamed_reason(name)
             reason = reason or unknown_reason(self._layers[name])
@@ -94,14 +94,14 @@ class HuggingFacePlans:
         for layer, style in styles.items():
             features = getattr(self._layers[layer], "out_features", 0)
             if style == "colwise" and features % (length * size):
-                return f"has heads of {length} in {features} features, which cannot be divided over {size} ranks"
+                return f"has heads of size {length} in {features} features, which cannot be divided over {size} ranks"
         return None
 
     def _unnamed_reason(self, name: str) -> str | None:
         """Of a parameter that the plan does not name nobody knows whether each rank has a part of its gradient."""
         for path, _ in self._layers[name].named_parameters(name):
             if path not in self._named and path.rpartition(".")[0] not in self._named:
-                return f"has a parameter {path.removeprefix(f'{name}.')!r}, which its own plan does not name"
+                return f"has a parameter {path.removeprefix(f'{name}.')!r} that its built-in plan does not name"
         return None
 
     def _heads(self, block: object) -> dict[str, int]:

@@ -22,7 +22,7 @@ def unknown_reason(block: nn.Module) -> str | None:
     for name, part in block.named_modules():
         kind = type(part)
         if not is_known_class(kind):
-            return f"{_which(name)}a {kind.__name__} of {kind.__module__!r}, whose code is not known"
+            return f"{_which(name)}a {kind.__name__} from {kind.__module__!r}, whose code is unknown"
         reason = _changed_reason(name, part)
         if reason is not None:
             return reason
@@ -38,11 +38,11 @@ def changed_reason(block: nn.Module) -> str | None:
 def _changed_reason(name: str, part: nn.Module) -> str | None:
     kind = type(part).__name__
     if "forward" in vars(part):
-        return f"{_which(name)}a {kind} with a `forward` that was put in the place of its class's"
+        return f"{_which(name)}a {kind} with a replaced `forward`"
     if name and (part._forward_hooks or part._forward_pre_hooks or part._backward_hooks):
-        return f"{_which(name)}a {kind} with hooks, which would see shards"
+        return f"{_which(name)}a {kind} with hooks, which would see only shards"
     return None
 
 
 def _which(name: str) -> str:
-    return f"has {name!r}, " if name else "is "
+    return f"contains {name!r}, " if name else "is "

@@ -144,13 +144,13 @@ def try_blocks(host: nn.Module, candidates: Sequence[Block], size: int, *, is_kn
         except MemoryError:
             raise
         except Exception as error:  # it is code of any kind
-            return Finding(reason=f"cannot be tried on its own ({_first_line(error)})", is_tested=False)
+            return Finding(reason=f"cannot be run on its own ({_first_line(error)})", is_tested=False)
         problem = next((run.problem for run in (*wholes, dropping) if run.problem), None)
         if problem is not None:
             return Finding(reason=problem)
         owners = sorted({path.rpartition(".")[0] for run in wholes for path in run.gradients})
         if any(not path or any(True for _ in trial.host.get_submodule(path).children()) for path in owners):
-            return Finding(reason="has parameters of its own between the layers that would be divided")
+            return Finding(reason="has parameters between the layers that would be sharded")
         draws_after = None if torch.equal(*dropping.random[-2:]) else dropping.calls[-1]
         for block in candidates:
             try:
@@ -163,7 +163,7 @@ def try_blocks(host: nn.Module, candidates: Sequence[Block], size: int, *, is_kn
             if is_right:
                 kept = tuple(path for path in owners if path not in block.embeddings)
                 return Finding(block, on_shards=kept, draws_after=draws_after, doubt=doubt)
-    return Finding(reason="does not give the same when it is tried in shards")
+    return Finding(reason="gives different results when it is sharded in a trial")
 
 
 def _doubt(host: nn.Module, block: Block, size: int) -> str | None:
@@ -175,11 +175,11 @@ def _doubt(host: nn.Module, block: Block, size: int) -> str | None:
     for training in (False, True):
         whole = trial.run(training, 1.0)
         if whole.operations.unknown is not None:
-            return f"calls {whole.operations.unknown!r}, which may do another thing for other values"
+            return f"calls {whole.operations.unknown!r}, which may behave differently for other values"
         if not trial.is_separate(block, size, training):
-            return "computes what one rank gives to the last layer from what another one has"
+            return "computes the input of the last layer on one rank from values of another rank"
         if not trial.is_right(block, size, (training, 1.0), whole, by_the_same=True):
-            return "does something else on shards than on the whole"
+            return "computes something different on shards than on full tensors"
     return None
 
 
@@ -274,7 +274,7 @@ class _Trial:
             outputs, _ = flatten(self.host.train(training)(x, **self._without))
             kept = _kept(self.host)
         if sorted(calls) != sorted(self._block.columns) or len(rows) != 1 or len(random) != len(calls) + 1:
-            raise RuntimeError("its layers are not called once, one after another")
+            raise RuntimeError("its layers are not called exactly once, one after another")
         divided = {path for path, _ in self._block.styles()}
         named = self.host.named_parameters()
         inner = {name: parameter for name, parameter in named if name.rpartition(".")[0] not in divided}
@@ -287,13 +287,13 @@ class _Trial:
         around = [*taken, *(leaf for leaf in outputs if isinstance(leaf, Tensor))]
         problem: str | None = None
         if found[0] is not None:
-            problem = "uses its input between the layers that would be divided, too"
+            problem = "also uses its input between the layers that would be sharded"
         elif not torch.equal(random[0], random[len(calls) - 1]) or not (drops or torch.equal(*random[-2:])):
-            problem = "draws random numbers, between the layers that would be divided, that are not one for each value"
+            problem = "draws random numbers between the layers that would be sharded, but not one for each value"
         elif not rows[0].any():
-            problem = "gives nothing but zeros when it is tried"
+            problem = "produces only zeros in a trial"
         elif _depend(around, [inner[name] for name in gradients]):
-            problem = "uses parameters both between the layers that would be divided and elsewhere"
+            problem = "uses the same parameters between the layers that would be sharded and elsewhere"
         outputs = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in outputs]
         return _Run(rows[0].detach(), outputs, kept, gradients, calls, random, operations, problem)
 

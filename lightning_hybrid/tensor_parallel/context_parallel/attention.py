@@ -186,7 +186,7 @@ class Region(TorchFunctionMode):
     def refuse(self, what: str) -> WrongUseError:
         """The error for what cannot be right on shares of a sequence."""
         return WrongUseError(
-            f"context_parallel_size={self.shares.group.size} divides the sequence in {self.name!r}, {what}"
+            f"context_parallel_size={self.shares.group.size} shards the sequence in {self.name!r}, {what}"
         )
 
     def _multi_head(self, *args: Any, **kwargs: Any) -> Any:
@@ -194,16 +194,17 @@ class Region(TorchFunctionMode):
         given = MULTI_HEAD.bind(*args, **kwargs).arguments
         if given.get("need_weights", True):
             raise self.refuse(
-                "whose attention returns its weights, and no rank has the weights of all positions. Call"
+                "whose attention returns its weights, but no rank has the weights of all positions. Call"
                 " `nn.MultiheadAttention` with need_weights=False. [LH609]"
             )
         if given["bias_k"] is not None or given["bias_v"] is not None or given["add_zero_attn"]:
             raise self.refuse(
-                "whose attention adds keys that are at no position (add_bias_kv, add_zero_attn)."
-                " Leave them out. [LH610]"
+                "whose attention adds keys without a position (add_bias_kv, add_zero_attn). Turn them off. [LH610]"
             )
         if given["query"].ndim != 3 or given.get("static_k") is not None or given.get("static_v") is not None:
-            raise self.refuse("whose attention is called without a batch, or with static keys or values. [LH611]")
+            raise self.refuse(
+                "whose attention is called without a batch dimension, or with static keys or values. [LH611]"
+            )
         q, k, v = (_heads_of(each, given["num_heads"]) for each in _projected(given))
         mask, is_causal = self._joined(given, q)
         dropout = given["dropout_p"] if given.get("training", True) else 0.0
@@ -228,7 +229,7 @@ class Region(TorchFunctionMode):
         own = self.shares.length
         if query.ndim != 4:
             raise self.refuse(
-                f"whose attention has queries of the shape {list(query.shape)}. They must have four dimensions: batch,"
+                f"whose attention has queries of shape {list(query.shape)}. They must have four dimensions: batch,"
                 " heads, positions, features. [LH612]"
             )
         with self.draws.own(self._next_draw()) if drops else nullcontext():
@@ -246,8 +247,8 @@ class Region(TorchFunctionMode):
         before = self._num_keys.setdefault(self.counts.attentions, number)
         if before != number:
             raise self.refuse(
-                f"whose attention had {before} keys, and has {number} where it runs again in backward: a cache of keys"
-                " has grown. Switch it off (use_cache=False), or do not recompute this layer. [LH613]"
+                f"whose attention had {before} keys in forward, but {number} when it was recomputed in backward: a key"
+                " cache has grown. Turn it off (use_cache=False), or do not recompute this layer. [LH613]"
             )
 
     def _to_memory(
@@ -256,8 +257,8 @@ class Region(TorchFunctionMode):
         """Queries of this share, keys of something else that every rank has whole."""
         if is_causal:
             raise self.refuse(
-                f"whose attention is causal between {query.shape[2]} queries and {key.shape[2]} keys: it is not known"
-                " which positions these are. [LH614]"
+                f"whose attention is causal with {query.shape[2]} queries and {key.shape[2]} keys, so their positions"
+                " are unknown. Pass an explicit mask. [LH614]"
             )
         return options.run(query, key, value, None if mask is None else self._own_rows(mask))
 
@@ -270,8 +271,8 @@ class Region(TorchFunctionMode):
         heads = query.shape[1]
         if heads % size:
             raise self.refuse(
-                f"whose attention has {heads} heads on a rank; with context_parallel='ulysses' their number must be a"
-                f" multiple of {size}. Use context_parallel='all_gather', or another size. [LH615]"
+                f"whose attention has {heads} heads per rank, but context_parallel='ulysses' needs a multiple of"
+                f" {size}. Use context_parallel='all_gather', or another size. [LH615]"
             )
         key, value = (_with_heads(each, size) for each in (key, value))
         if mask is not None and mask.ndim > 2 and mask.shape[-3] == heads:
@@ -360,9 +361,9 @@ class Region(TorchFunctionMode):
             mask = self._whole_keys(mask)
         if rows not in (1, total) or mask.shape[-1] not in (1, total):
             raise self.refuse(
-                f"whose attention has a mask of the shape {list(mask.shape)} for a sequence of {total} positions. A"
-                " layer that makes its own mask sees only its share: make it outside of the layers, and give it to them"
-                " as an argument; or use is_causal=True. [LH616]"
+                f"whose attention has a mask of shape {list(mask.shape)} for a sequence of {total} positions. A layer"
+                " that creates its own mask sees only its sequence shard. Use is_causal=True, or create the mask"
+                " outside the layers and pass it as an argument. [LH616]"
             )
         return mask
 

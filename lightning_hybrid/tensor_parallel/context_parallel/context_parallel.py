@@ -109,10 +109,10 @@ class ContextParallel:
         leaking = self._leaks.find(loss)
         if leaking is not None:
             raise WrongUseError(
-                f"context_parallel_size={self._group.size} shards the sequence in {leaking!r}, and the loss uses a"
-                " tensor that the layer keeps as an attribute, such as the balancing loss of a router. It covers"
-                " one sequence shard. Compute it from the outputs of the layer, or from logits of each position"
-                " that a forward hook collects; or use context_parallel_size=1. [LH604]"
+                f"context_parallel_size={self._group.size} shards the sequence in {leaking!r}, but the loss uses a"
+                " tensor that the layer keeps as an attribute, such as the balancing loss of a router. It covers only"
+                " one sequence shard. Compute it from the outputs of the layer, or from logits of each position that a"
+                " forward hook collects; or use context_parallel_size=1. [LH604]"
             )
         return value
 
@@ -215,17 +215,17 @@ def check_context_parallel(
     """
     if size > 1 and tensor_parallel_mode != "1d":
         raise ValueError(
-            f"context_parallel_size={size} does not go with tensor_parallel_mode={tensor_parallel_mode!r}, where"
-            " activations are divided already. Use tensor_parallel_mode='1d', or context_parallel_size=1. [LH601]"
+            f"context_parallel_size={size} cannot be combined with tensor_parallel_mode={tensor_parallel_mode!r}, which"
+            " already shards activations. Use tensor_parallel_mode='1d', or context_parallel_size=1. [LH601]"
         )
     if size > 1 and kind != "ulysses" and recompute == "selective":
         raise ValueError(
-            f"context_parallel={kind!r} does not go with recompute='selective', which keeps the results of matrix"
-            " products and of torch's attention, and this one is made of others. Use recompute=True, or"
+            f"context_parallel={kind!r} does not support recompute='selective', which saves the results of matrix"
+            " multiplications and of torch's attention: this method uses other operators. Use recompute=True, or"
             " context_parallel='ulysses'. [LH602]"
         )
     if size > 1 and sequence_parallel:
         raise ValueError(
-            f"context_parallel_size={size} does not go with sequence_parallel=True: both divide the sequence. Context"
-            " parallelism divides it everywhere in the layers, so leave sequence_parallel out. [LH603]"
+            f"context_parallel_size={size} cannot be combined with sequence_parallel=True: both shard the sequence."
+            " Context parallelism shards it everywhere in the layers, so remove sequence_parallel. [LH603]"
         )

@@ -158,8 +158,8 @@ class Trial:
             raise region.refuse(
                 f"which fails on a sequence shard of {short.shares.length} positions"
                 f" ({type(error).__name__}: {' '.join(str(error).split())})."
-                " Its arguments for the whole sequence must either go to `F.scaled_dot_product_attention` or have a"
-                " value for each position: the mask of a hand-written attention is not sharded (transformers: use"
+                " Arguments for the full sequence must be passed to `F.scaled_dot_product_attention` or have one value"
+                " per position: masks of hand-written attention are not sharded (transformers: use"
                 " attn_implementation='sdpa'). [LH620]"
             ) from error
         pairs = [(each, short.shares.own(whole, dim)) for whole, (each, dim) in zip(expected, found, strict=True)]
@@ -328,18 +328,18 @@ def written_text(of_share: Buffers, of_whole: Buffers) -> str:
     for name, whole in of_whole.items():
         share = of_share.get(name, whole)  # there may be one that only some forwards make
         if share.shape == whole.shape and not is_close(share, whole):  # or it is a table of a length
-            return f"which writes statistics of its share into the buffer {name!r}, and so"
+            return f"which writes statistics of its shard into the buffer {name!r}, and so"
     return ""
 
 
 def mixing_text(culprit: str) -> str:
     """What is said of a layer, or of a part of it, that mixes positions; `culprit` names it, in a relative clause."""
     return (
-        f"{culprit} mixes positions in another way than by `F.scaled_dot_product_attention`: a convolution or pooling"
-        " over time, a recurrent layer, statistics of the batch, or attention written by hand, perhaps. On a sequence"
-        " shard it computes other numbers than on the whole sequence. Use that function; or name the modules that do"
-        " not mix positions as the body, such as HybridStrategy(body=['layers.*.attention', 'layers.*.mlp']): all other"
-        " modules get whole sequences; or use context_parallel_size=1. [LH619]"
+        f"{culprit} mixes positions without `F.scaled_dot_product_attention`, such as by a convolution or pooling over"
+        " time, a recurrent layer, batch statistics, or hand-written attention. Its results on a sequence shard differ"
+        " from those on the full sequence. Use that function; or set the body to the modules that do not mix positions,"
+        " such as HybridStrategy(body=['layers.*.attention', 'layers.*.mlp']), so that all other modules get full"
+        " sequences; or use context_parallel_size=1. [LH619]"
     )
 
 

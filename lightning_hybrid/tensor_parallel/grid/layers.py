@@ -94,8 +94,8 @@ class GridAttention(ParallelAttention, GridLayer):
             out = out.narrow(self.rows_dim, 0, rows)
         elif weights is not None:
             raise WrongUseError(
-                f"A {type(self).__name__} in a region of tensor_parallel_mode={self.tensor_group.shape.mode!r} gives no"
-                " attention weights. Call it with need_weights=False. [LH519]"
+                f"A {type(self).__name__} in a 'sequence_region' cannot return attention weights with"
+                f" tensor_parallel_mode={self.tensor_group.shape.mode!r}. Call it with need_weights=False. [LH519]"
             )
         return out, None if weights is None else weights.narrow(0, 0, rows)
 
@@ -190,7 +190,7 @@ def _with_rows(x: Tensor, layer: GridLayer, dims: int = 2) -> Tensor:
         return x
     assert isinstance(layer, nn.Module)
     raise WrongUseError(
-        f"A {type(layer).__name__} is given an input of shape {tuple(x.shape)}, without a dimension of samples, which"
-        f" tensor_parallel_mode={layer.tensor_group.shape.mode!r} divides. Give it a batch (`x.unsqueeze(0)`), or leave"
-        " it whole: 'replicate' in `tensor_parallel_plan`. [LH518]"
+        f"A {type(layer).__name__} got an input of shape {tuple(x.shape)} without a batch dimension, which"
+        f" tensor_parallel_mode={layer.tensor_group.shape.mode!r} shards. Add one (`x.unsqueeze(0)`), or give the layer"
+        " the style 'replicate' in `tensor_parallel_plan`. [LH518]"
     )

@@ -71,7 +71,7 @@ class _NormStyle(Style):
         """As of any style."""
         assert isinstance(layer, nn.LayerNorm)
         if len(layer.normalized_shape) > 1:
-            return f"takes its mean over the dimensions {list(layer.normalized_shape)}, and not over features alone"
+            return f"normalizes over the dimensions {list(layer.normalized_shape)} instead of features only"
         return super().unsupported_reason(layer, size)
 
 
@@ -106,8 +106,8 @@ def find_grid_style(name: str, layer: nn.Module, grid: GridShape | None) -> Styl
     if kind in _IN_A_LINE:
         return find_style(name, layer)
     raise ValueError(
-        f"tensor_parallel_plan gives a {type(layer).__name__} the style {name!r}, which there is not with"
-        f" tensor_parallel_mode={grid.mode!r}; there are {', '.join(GRID_STYLES)}. [LH509]"
+        f"tensor_parallel_plan gives a {type(layer).__name__} the style {name!r}, which"
+        f" tensor_parallel_mode={grid.mode!r} does not support. Use one of {', '.join(GRID_STYLES)}. [LH509]"
     )
 
 
@@ -171,10 +171,10 @@ def find_regions(rows: Sequence[PlanRow], grid: GridShape) -> list[PlanRow]:
             row = replace(row, options={**row.options, "in_region": True, "rows_dim": dims[region]})
         elif region is None and row.kind in ("sequence_parallel", "divide"):
             raise ValueError(
-                f"tensor_parallel_plan gives {row.name!r} the style {row.style!r}, which, with"
-                f" tensor_parallel_mode={grid.mode!r}, needs a module around it with the style 'sequence_region', in"
-                " which activations are in blocks: a module with that style itself does not count. Give its attention a"
-                " module of its own, and 'sequence_region' to the module around it. [LH513]"
+                f"tensor_parallel_plan gives {row.name!r} the style {row.style!r}. With"
+                f" tensor_parallel_mode={grid.mode!r}, this style works only inside another module with the style"
+                " 'sequence_region', where activations are sharded in blocks. Move the attention into a separate"
+                " module, and give the module around it the style 'sequence_region'. [LH513]"
             )
         found.append(row)
     return found

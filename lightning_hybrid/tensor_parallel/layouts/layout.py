@@ -40,14 +40,14 @@ _HELP = "Write 'S(dimension)', 'B' or 'P' for each axis, such as 'S(0),S(1)' or 
 #: Why a parameter (or else a buffer) cannot lie otherwise, and what to do.
 _WHY = {
     True: {
-        "other axis": "train the same parameter: say 'B'. HybridStrategy(zero_stage=3) keeps a part of each parameter"
-        " on each replica.",
-        "sum": "which no optimizer can step",
+        "other axis": "train the same parameter. Use 'B'. To shard parameters over replicas, set"
+        " HybridStrategy(zero_stage=3).",
+        "sum": "which an optimizer cannot update",
     },
     False: {
-        "other axis": "have the same buffer: say 'B'. Code of your own divides a tensor over replicas by"
-        " `strategy.distribute(tensor, layout)`.",
-        "sum": "but its values are there, and nothing is to be added",
+        "other axis": "have the same buffer. Use 'B'. To shard a tensor over replicas, call"
+        " `strategy.distribute(tensor, layout)` in your code.",
+        "sum": "which an existing tensor cannot have",
     },
 }
 
@@ -93,7 +93,7 @@ def parse_layout(layout: str | Mapping[str, str], axes: Sequence[str], shape: Se
         raise ValueError(f"The layout {layout!r} names {what}; the axes are {', '.join(axes)}. {_HELP} [LH520]")
     if twice:
         said = " and ".join(repr(letter) for name, letter in pairs if name == twice[0])
-        raise ValueError(f"The layout {layout!r} says {said} of {twice[0]}: leave one of them out. {_HELP} [LH520]")
+        raise ValueError(f"The layout {layout!r} gives {said} for {twice[0]}. Remove one of them. {_HELP} [LH520]")
     given = dict(pairs)
     return {axis: _placement(layout, given[axis], shape) for axis in axes if axis in given}
 
@@ -103,7 +103,7 @@ def _letters(layout: object, axes: Sequence[str]) -> list[tuple[str, object]]:
     if isinstance(layout, Mapping):
         return list(layout.items())
     if not isinstance(layout, str):
-        raise TypeError(f"A layout is a text or a mapping of axes to letters, not {layout!r}. {_HELP} [LH520]")
+        raise TypeError(f"A layout must be a string or a mapping of axes to letters; got {layout!r}. {_HELP} [LH520]")
     parts = [part.strip() for part in layout.split(",")]
     if any("=" in part for part in parts):
         return [(name.strip(), letter.strip()) for name, _, letter in (part.partition("=") for part in parts)]
@@ -136,14 +136,14 @@ def divided_dim(layout: str | Mapping[str, str], axes: Sequence[str], tensor: Te
         raise ValueError(f"{start} is not 'B' over {other}, whose ranks {why['other axis']} [LH521]")
     placement = placements.get(TENSOR)
     if placement is not None and placement.is_partial():
-        raise ValueError(f"{start} makes it a sum of others (P), {why['sum']}: say 'S(dimension)' or 'B'. [LH522]")
+        raise ValueError(f"{start} has 'P' (partial sum), {why['sum']}. Use 'S(dim)' or 'B'. [LH522]")
     return placement.dim if isinstance(placement, Shard) else None
 
 
 def _placement(layout: object, letter: object, shape: Sequence[int]) -> Placement:
     found = _LETTER.fullmatch(letter) if isinstance(letter, str) else None
     if found is None:
-        raise ValueError(f"The layout {layout!r} says {letter!r} of an axis. {_HELP} [LH520]")
+        raise ValueError(f"The layout {layout!r} has {letter!r} for an axis. {_HELP} [LH520]")
     if found[1] is None:
         return Replicate() if letter == "B" else Partial()
     dim = int(found[1])
@@ -215,9 +215,8 @@ def _check_axes(tensor: DTensor, layout: object, placements: Mapping[str, Placem
     names = tensor.device_mesh.mesh_dim_names or ()
     if tuple(placements) != tuple(names):
         raise ValueError(
-            f"The layout {layout!r} is one over {', '.join(placements)}, but the tensor lies over {', '.join(names)}."
-            " Say how it is to lie over the same axes, or make a plain tensor of it first:"
-            " `tensor.full_tensor()`. [LH524]"
+            f"The layout {layout!r} is for {', '.join(placements)}, but the tensor is placed over {', '.join(names)}."
+            " Use a layout for the same axes, or convert it to a plain tensor first: `tensor.full_tensor()`. [LH524]"
         )
     if any(
         new.is_partial() and not old.is_partial()
@@ -236,7 +235,7 @@ def _parameter(
     dim, size = divided_dim(layout, axes, parameter), mesh[TENSOR].size()
     if dim is not None and parameter.shape[dim] % size:
         raise ValueError(
-            f"The layout {layout!r} cannot divide dimension {dim} of a parameter of shape {tuple(parameter.shape)} into"
+            f"The layout {layout!r} cannot split dimension {dim} of a parameter of shape {tuple(parameter.shape)} into"
             f" {size} equal parts. [LH523]"
         )
     placement = Replicate() if dim is None else Shard(dim)

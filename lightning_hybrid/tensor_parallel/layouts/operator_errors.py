@@ -21,8 +21,8 @@ _PLAIN = (
     " of this module ('S(0)'), replicate them: 'B'."
 )
 _ALIKE = (
-    "Distribute the plain tensors too, such as by `strategy.distribute(x, 'B')` over the same axes, or make the other"
-    " tensor plain: `x.full_tensor()`."
+    "Distribute the plain tensors over the same axes too, such as by `strategy.distribute(x, 'B')`, or convert the"
+    " DTensor to a plain tensor: `x.full_tensor()`."
 )
 _TORCH = str(Path(torch.__file__).parent)
 
@@ -46,12 +46,10 @@ def explain_operator_error(error: BaseException) -> bool:
     here = f" (here: {layouts})" if layouts else ""
     if unknown:
         name = unknown[1] or unknown[2]
-        text = f"Torch has no rule to compute {name} where tensors lie over ranks in a layout{here}. {_PLAIN} [LH525]"
+        text = f"Torch has no rule to compute {name} on DTensors{here}. {_PLAIN} [LH525]"
     else:
         assert mixed is not None
-        text = (
-            f"{mixed[1]} was given a tensor that lies over ranks in a layout{here}, and a plain one. {_ALIKE} [LH526]"
-        )
+        text = f"{mixed[1]} got both DTensors{here} and plain tensors. {_ALIKE} [LH526]"
     error.args = (f"{before.rstrip()}\n{text}", *error.args[1:])
     return True
 

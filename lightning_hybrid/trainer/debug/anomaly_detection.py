@@ -64,7 +64,7 @@ class AnomalyDetector:
         return "" if position is None else f" (stage {position.stage}, microbatch {position.microbatch})"
 
     def _named(self, layer: nn.Module) -> str:
-        return f"layer `{self._names[layer]}`, a {type(layer).__name__}"
+        return f"layer `{self._names[layer]}` ({type(layer).__name__})"
 
     def _made(self, layer: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if layer not in self._names or not self._module.training or not torch.is_grad_enabled():
@@ -75,13 +75,13 @@ class AnomalyDetector:
                 has_nan, is_finite = _look_at(tensors)
                 if has_nan:
                     given_nan, _ = _look_at(_floating((args, kwargs)))
-                    text = f"The forward of {self._named(layer)}, made NaNs"
+                    text = f"The forward of {self._named(layer)} produced NaNs"
                     if given_nan:
-                        text = f"The input of {self._named(layer)}, has NaNs already: they come from the batch, or from"
-                        text += " code before it"
+                        text = f"The input of {self._named(layer)} already contains NaNs: they come from the batch, or"
+                        text += " from code before this layer"
                     raise RuntimeError(f"{text}{self._where}.{self._first_infinity} [LH708]")
                 if not is_finite and not self._first_infinity:
-                    self._first_infinity = f" The first infinity was made by {self._named(layer)}{self._where}."
+                    self._first_infinity = f" The first infinity came from {self._named(layer)}{self._where}."
             for tensor in tensors:
                 if tensor.requires_grad:
                     tensor.register_hook(partial(self._arrived, layer))  # type: ignore[no-untyped-call]
@@ -97,8 +97,8 @@ class AnomalyDetector:
                 _, is_finite = _look_at(_floating(loss))
             if not is_finite:
                 raise RuntimeError(
-                    f"The loss is not finite{self._where}, and the layers made no NaNs: it comes from the code between"
-                    f" the last layer and the loss, or from the labels.{self._first_infinity} [LH707]"
+                    f"The loss is not finite{self._where}, but the layers produced no NaNs: the cause is the code"
+                    f" between the last layer and the loss, or the labels.{self._first_infinity} [LH707]"
                 )
 
     def _arrived(self, layer: nn.Module, gradient: Tensor) -> None:
@@ -106,11 +106,11 @@ class AnomalyDetector:
         with torch.no_grad():
             has_nan, is_finite = _look_at(_floating(gradient))
         if has_nan or not (is_finite or self._scales):
-            raise RuntimeError(self._backward_text("gave gradients that are not finite"))
+            raise RuntimeError(self._backward_text("produced gradients that are not finite"))
         self._entered = self._named(layer)
 
     def _backward_text(self, what: str) -> str:
-        of = f"of {self._entered}," if self._entered else "of the code after the last layer, such as the loss,"
+        of = f"of {self._entered}" if self._entered else "of the code after the last layer, such as the loss,"
         return f"The backward {of} {what}{self._where}.{self._first_infinity} [LH708]"
 
     @contextmanager
@@ -122,7 +122,7 @@ class AnomalyDetector:
         except RuntimeError as error:
             if _OF_TORCH not in str(error):
                 raise
-            raise RuntimeError(f"{self._backward_text('made NaNs')} {error}") from error
+            raise RuntimeError(f"{self._backward_text('produced NaNs')} {error}") from error
 
 
 def _floating(tree: Any) -> Iterator[Tensor]:

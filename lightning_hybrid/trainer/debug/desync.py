@@ -28,7 +28,7 @@ from lightning_hybrid.trainer.results.logging import Log
 _MOST = 5  # parameters in one text
 
 Shared = tuple[str, tuple[str | int, ...]]
-"""A name, and which coordinates a rank must have in common with others for the value to be the same."""
+"""A name, and the coordinates that two ranks must have in common to have the same value."""
 
 
 @contextmanager
@@ -93,7 +93,7 @@ class StepDesync:
         """A step of training has logged: what replicas reduce of it at once is compared over them."""
         reduced = (log for log in logs if log.metric is not None or log.arguments.get("sync_dist"))
         names = tuple([log.name for log in reduced if log.arguments.get("on_step") is not False])
-        self._note(self._desync.replicas, "training_step", names, lambda: {"what is logged": str(list(names))})
+        self._note(self._desync.replicas, "training_step", names, lambda: {"logged keys": str(list(names))})
 
     def noting_reductions(self, trainer: Trainer) -> AbstractContextManager[None]:
         """While entered, compare what replicas are about to reduce of what is logged, in steps, epochs and hooks."""
@@ -107,7 +107,7 @@ class StepDesync:
         Args:
             key: The hook and the name.
         """
-        where = f"what is logged after {self._last_key!r}" if self._last_key else "what is logged first"
+        where = f"the log call after {self._last_key!r}" if self._last_key else "the first log call"
         self._last_key = key
         self._note(self._desync.replicas, where, key, lambda: {"key": key})
 
@@ -119,7 +119,7 @@ class StepDesync:
         """
         stage, names = self._module.trainer.state.stage, list(keys)
         where = f"an epoch of {'' if stage is None else stage.value}"
-        self._note(self._desync.replicas, where, tuple(names), lambda: {"what was logged": str(names)})
+        self._note(self._desync.replicas, where, tuple(names), lambda: {"logged keys": str(names)})
 
     def _note(self, watch: DesyncWatch, where: str, key: Hashable, describe: Callable[[], dict[str, str]]) -> None:
         if watch.keys.get(where) == key:
@@ -180,7 +180,7 @@ class DesyncDetector:
                 continue
             # Ranks that share a layer compute alike, but not always to the last bit.
             coordinates: tuple[str | int, ...] = ("tensor", mesh.tensor_rank) if mesh.tensor_parallel_size > 1 else ()
-            kind = "part of parameter" if is_tensor_parallel(parameter) else "parameter"
+            kind = "shard of parameter" if is_tensor_parallel(parameter) else "parameter"
             coordinates = (*coordinates, "replica", mesh.data_rank) if is_shard(parameter) else coordinates
             found[f"{kind} {name}", coordinates] = _bits(to_local(parameter))
         if not found:
@@ -198,6 +198,6 @@ def _bits(tensor: Tensor) -> Tensor:
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ADVICE = (
-    "Something has changed them on some ranks only: code under `if self.global_rank == ...`, a random number drawn from"
-    " a generator of its own, or weights loaded on one rank."
+    "Something changed them on some ranks only, such as code under `if self.global_rank == ...`, random numbers from a"
+    " private generator, or weights loaded on one rank."
 )

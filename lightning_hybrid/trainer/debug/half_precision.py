@@ -48,10 +48,10 @@ def _look_at_states(optimizer: Optimizer, module: LightningModule) -> None:
     if found:
         dtype = next(iter(found.values()))
         rank_zero_warn(
-            f"{type(optimizer).__name__} keeps its states ({', '.join(found)}) in {dtype}, as the parameters of"
-            f" {type(module).__name__}: what a step adds to them, or to a weight, is lost where it is less than about"
-            f" {torch.finfo(dtype).eps:.0e} of the value. `HybridStrategy(master_weights=True)` keeps both in float32;"
-            " precision='bf16-mixed' does so too."
+            f"{type(optimizer).__name__} keeps its states ({', '.join(found)}) in {dtype}, like the parameters of"
+            f" {type(module).__name__}. An update of a state or a weight is rounded away if it is smaller than about"
+            f" {torch.finfo(dtype).eps:.0e} of the value. To keep both in float32, use"
+            " `HybridStrategy(master_weights=True)` or precision='bf16-mixed'."
         )
 
 
@@ -64,9 +64,9 @@ def _look_at_averages(trainer: Trainer, module: LightningModule) -> None:
     if averages:
         names = ", ".join(f"`{name}`" for name, _ in averages[:_MOST])
         rank_zero_warn(
-            f"Averages of weights are kept in half precision: {names}. Each update moves them by a small part of a"
-            " difference, which half precision rounds away, so that they never change. Average in float32:"
-            " `HybridStrategy(master_weights=True)` with Lightning's `EMAWeightAveraging`, or precision='bf16-mixed'."
+            f"Weight averages are kept in half precision: {names}. Each update is so small that half precision rounds"
+            " it away, so the averages never change. To average in float32, use `HybridStrategy(master_weights=True)`"
+            " with Lightning's `EMAWeightAveraging`, or precision='bf16-mixed'."
         )
 
 

@@ -164,11 +164,11 @@ class NonfiniteGuard(GradientWatch):
         if len(everyone) > 1:
             dist.all_gather_object(everyone, own, group=self._group())
         names = list(dict.fromkeys(name for names in everyone for name in names))
-        which = f": those of {_listed(names)}" if names else ", or their norm is too large for a number"
+        which = f" ({_listed(names)})" if names else ", or their norm overflows"
         return (
-            f"Gradients of optimizer step {self._module.trainer.global_step} are not finite{which}. Nothing has been"
-            " changed by them. `Trainer(detect_anomaly=True)` names the layer where that begins;"
-            " `HybridStrategy(faults=Faults(on_nonfinite='skip'))` leaves such steps out. [LH706]"
+            f"Gradients of optimizer step {self._module.trainer.global_step} are not finite{which}. The optimizer has"
+            " not used them. To find the layer where this starts, set `Trainer(detect_anomaly=True)`; to skip such"
+            " steps, set `HybridStrategy(faults=Faults(on_nonfinite='skip'))`. [LH706]"
         )
 
 
@@ -238,10 +238,10 @@ class NonfiniteWarning(GradientWatch):
             return
         names = _names(self._module, itertools.compress(found.parameters, found.flags.tolist()))
         warnings.warn(
-            f"Gradients of optimizer step {found.step} are not finite on pipeline rank {self._pipeline_rank}: those of"
-            f" {_listed(names)}. The optimizer has used them. `HybridStrategy(faults=Faults(on_nonfinite='skip'))`"
-            " leaves such steps out, 'raise' ends the run; `Trainer(detect_anomaly=True)` names the layer where that"
-            " begins. Later steps are not looked at.",
+            f"Gradients of optimizer step {found.step} are not finite on pipeline rank {self._pipeline_rank}"
+            f" ({_listed(names)}). The optimizer has used them. To skip such steps, set"
+            " `HybridStrategy(faults=Faults(on_nonfinite='skip'))`; to end the run, set 'raise'. To find the layer"
+            " where this starts, set `Trainer(detect_anomaly=True)`. Later steps are not checked.",
             stacklevel=2,
         )
 

@@ -62,26 +62,27 @@ class Cause(NamedTuple):
     remedy: str
 
 
-_SPLIT = "write a method `split_batch(batch, num_microbatches)` that splits where samples are independent"
-ROUTERS = Cause("the router loss of its experts is a product of means over the tokens of a batch", _SPLIT)
+_SPLIT = "define a method `split_batch(batch, num_microbatches)` that splits the batch between independent samples"
+ROUTERS = Cause("the router loss is a product of means over the tokens of a batch", _SPLIT)
 _COUPLED = Cause(
-    "it couples the samples of a batch, such as a contrastive loss or statistics over samples",
+    "the loss couples the samples of a batch, like a contrastive loss or statistics over samples",
     f"{_SPLIT}, or `microbatch_weight(microbatch)` that returns the number by which the loss is divided",
 )
-_UNKNOWN = _COUPLED._replace(text=f"{_COUPLED.text}, or is a mean over something else than samples")
+_UNKNOWN = _COUPLED._replace(text=f"{_COUPLED.text}, or it is a mean over something other than samples")
 _RATIO = Cause(
-    "it is a ratio of two sums over samples, such as a mean over masked tokens, a mean with class weights, or Dice",
-    "write a method `microbatch_weight(microbatch)` that returns the lower sum, if it follows from the batch alone,"
-    f" or {_SPLIT.removeprefix('write a method ')}",
+    "the loss is a ratio of two sums over samples, such as a mean over masked tokens, a mean with class weights, or"
+    " Dice",
+    "define a method `microbatch_weight(microbatch)` that returns the denominator, if it depends on the batch alone,"
+    f" or {_SPLIT.removeprefix('define a method ')}",
 )
 _ORDERED = Cause(
-    "it depends on the order of the rows in the batch, so they are not samples that are independent: neighbors are"
-    " compared, or the first dimension is not that of samples",
+    "the loss depends on the order of the rows in the batch, so the rows are not independent samples: the loss compares"
+    " neighbors, or the first dimension is not the batch dimension",
     _SPLIT,
 )
 _NOT_FINITE = Cause(
-    "alone, one of them has a loss that is not finite, as it divides by something that a microbatch may lack, such as"
-    " the standard deviation of one sample, or a number of targets",
+    "the loss of one microbatch alone is not finite, because it divides by a value that can be 0 or undefined in a"
+    " microbatch, such as the standard deviation of one sample or the number of targets",
     _COUPLED.remedy,
 )
 
@@ -250,18 +251,16 @@ def find_cause(finding: Finding, verdict: Verdict) -> Cause:
     if finding.divisors:
         divisor = finding.divisors[0]
         return Cause(
-            f"it is a mean over something else than samples, which is divided by {divisor.text}", divisor.remedy
+            f"the loss is a mean over something other than samples: it is divided by {divisor.text}", divisor.remedy
         )
     if not math.isfinite(verdict.difference):
         return _NOT_FINITE
     if finding.order == "changes" and finding.place == 1:
-        text = "the samples of the batch lie along the second dimension of its tensors, and the first one was split"
-        return Cause(text, "write a method `split_batch(batch, num_microbatches)` that splits the second dimension")
+        text = "the second dimension of the tensors is the batch dimension, but the first dimension was split"
+        return Cause(text, "define a method `split_batch(batch, num_microbatches)` that splits the second dimension")
     if finding.order == "changes" and finding.place:
-        text = f"`{finding.place}` was split by rows, as it has one for each sample by chance; its rows are not samples"
-        return Cause(
-            text, "keep it in the module, as a buffer, or write a method `split_batch(batch, num_microbatches)`"
-        )
+        text = f"`{finding.place}` was split because it has as many rows as samples, but its rows are not samples"
+        return Cause(text, "make it a buffer of the module, or define a method `split_batch(batch, num_microbatches)`")
     if finding.order == "changes":
         return _ORDERED
     return _COUPLED if finding.is_ratio is False else _RATIO if finding.is_ratio else _UNKNOWN
@@ -275,7 +274,7 @@ def structure_text(signature: Any) -> str:
     """
     return (
         f"The loss of microbatches like {signature_text(signature)} is not compared with the loss of their batch,"
-        " because batches of the first steps had other structures. If the loss is not a mean over samples, write a"
+        " because batches of the first steps had other structures. If the loss is not a mean over samples, define a"
         " method `microbatch_weight(self, microbatch)` that returns the number by which it is divided, or set"
         " `num_microbatches=1`."
     )
@@ -284,9 +283,9 @@ def structure_text(signature: Any) -> str:
 def small_text(verdict: Verdict, cause: Cause) -> str:
     """Return the note on a difference that is accepted."""
     return (
-        f"Some samples in one microbatch have a loss of {verdict.joined:.6g}, and in two a mean loss of"
-        f" {verdict.expected:.6g}, a difference of {100 * verdict.difference:.2g}%: {cause.text}, and each"
-        " microbatch has its own. `num_microbatches=1` gives the numbers of one process."
+        f"The same samples have a loss of {verdict.joined:.6g} in one microbatch and a mean loss of"
+        f" {verdict.expected:.6g} in two, a difference of {100 * verdict.difference:.2g}%: {cause.text}, and each"
+        " microbatch computes its own. Set `num_microbatches=1` to match a single process."
     )
 
 
@@ -301,25 +300,26 @@ def warning_text(verdict: Verdict, number: int, cause: Cause, *, switches: bool,
         num_stages: The number of pipeline stages.
     """
     found = (
-        f"Some samples in one microbatch have a loss of {verdict.joined:.6g}, and in two a weighted mean loss of"
-        f" {verdict.expected:.6g}"
+        f"The same samples have a loss of {verdict.joined:.6g} in one microbatch and a weighted mean loss of"
+        f" {verdict.expected:.6g} in two"
     )
     if math.isfinite(verdict.difference):
         found += f", a difference of {100 * verdict.difference:.2g}%"
     if not switches:
         return (
-            f"{found}: {cause.text}. {number} microbatches, as set, train to other numbers than one process. Set"
-            f" `num_microbatches=1` for the numbers of one process, or {cause.remedy}."
+            f"{found}: {cause.text}. With {number} microbatches, as set, training does not match a single process. Set"
+            f" `num_microbatches=1` to match it, or {cause.remedy}."
         )
     bubble = (
-        f" A rank of {num_stages} then computes during 1/{num_stages} of a step, instead of"
+        f" Each of the {num_stages} stages then computes for 1/{num_stages} of a step, instead of"
         f" {number}/{number + num_stages - 1}."
         if num_stages > 1
         else ""
     )
     return (
-        f"{found}: {cause.text}. Each batch now runs as one microbatch instead of {number}, so that training equals one"
-        f" process.{bubble} To keep microbatches, {cause.remedy}; `num_microbatches={number}` keeps them as they are."
+        f"{found}: {cause.text}. Each batch now runs as one microbatch instead of {number}, so that training matches a"
+        f" single process.{bubble} To keep microbatches, {cause.remedy}; or set `num_microbatches={number}` to accept"
+        " the difference."
     )
 
 

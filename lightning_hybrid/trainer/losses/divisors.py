@@ -55,12 +55,12 @@ class Divisor(NamedTuple):
     @property
     def text(self) -> str:
         """A noun phrase for messages."""
-        place = f"`{self.path}`" + " without the first position of each sequence" * self.shift
+        place = f"`{self.path}`" + " (without the first position of each sequence)" * self.shift
         if self.kind == "count":
-            return f"the elements of {place} that are not {self.ignored}"
-        return (
-            f"the sum of {place}" if self.kind == "sum" else f"the weights `{self.weights}` of the classes in {place}"
-        )
+            return f"the number of elements that are not {self.ignored} in {place}"
+        if self.kind == "sum":
+            return f"the sum of {place}"
+        return f"the sum of the weights `{self.weights}` of the classes in {place}"
 
     @property
     def remedy(self) -> str:
@@ -68,14 +68,14 @@ class Divisor(NamedTuple):
         if self.kind == "count" and (self.key is not None or self.path == "batch"):
             arguments = [repr(self.key)] if self.key is not None else []
             arguments += [f"ignore_index={self.ignored}"] * (self.ignored != -100) + ["shift=True"] * self.shift
-            return f"write `microbatch_weight = lightning_hybrid.count_tokens({', '.join(arguments)})` into the module"
+            return f"set `microbatch_weight = lightning_hybrid.count_tokens({', '.join(arguments)})` in the module"
         place = self.path + "[..., 1:]" * self.shift
         value = {
             "count": f"({place} != {self.ignored}).sum()",
             "sum": f"{place}.sum()",
             "weights": f"self.{self.weights}[{place}].sum()",
         }[self.kind]
-        return f"write a method `microbatch_weight(self, batch)` that returns `{value}`"
+        return f"define a method `microbatch_weight(self, batch)` that returns `{value}`"
 
 
 def find_class_weights(module: nn.Module) -> dict[str, Tensor]:

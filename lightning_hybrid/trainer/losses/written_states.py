@@ -177,24 +177,24 @@ def state_text(
     paths = [each.path for each in found] or list(used)
     names = ", ".join(map(repr, paths[:_MOST_NAMED]))
     names += f" and {len(paths) - _MOST_NAMED} others" if len(paths) > _MOST_NAMED else ""
-    text = f"Forwards write {names} from the batch."
+    text = f"The forward pass updates {names} from the batch."
     if found:
         largest = max(each.size for each in found)
         text += (
-            " After two microbatches the state differs from that after both joined, by"
+            " After two microbatches, the state differs from its value after both as one, by"
             f" {100 * largest:.2g}% of its change."
         )
     if losses is not None:
         text += (
-            f" The loss of a second microbatch depends on it: {losses[1]:.6g} after the first one, {losses[0]:.6g}"
-            " without it."
+            f" The loss of the second microbatch depends on the state: it is {losses[1]:.6g} after the first"
+            f" microbatch, and {losses[0]:.6g} without it."
         )
     if switches:
         return (
-            f"{text} Each batch now runs as one microbatch instead of {number}, so that training equals one process."
-            f" `num_microbatches={number}` keeps microbatches, each of which updates the state."
+            f"{text} Each batch now runs as one microbatch instead of {number}, so that training matches a single"
+            f" process. To let each microbatch update the state, set `num_microbatches={number}`."
         )
     return (
-        f"{text} With {number} microbatches, as set, each of them updates the state. Set `num_microbatches=1` for the"
-        " numbers of one process."
+        f"{text} With {number} microbatches, as set, each microbatch updates the state. Set `num_microbatches=1` to"
+        " match a single process."
     )

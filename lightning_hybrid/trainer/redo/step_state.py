@@ -116,9 +116,9 @@ def cannot_text(why: str) -> str:
         why: The reason: a verb phrase with the step as its subject.
     """
     return (
-        "The step took another path than before with a batch of these shapes, and cannot be repeated: it"
+        "The step took a different path than before for a batch of these shapes, and cannot be repeated because it"
         f" {why}. Gradients, attributes, containers of up to {_MOST_ENTRIES} entries and buffers of up to"
-        f" {_MOST_ELEMENTS} elements are restored; parameters, tensors of the batch, and gradients of earlier batches"
-        " are not when a path changes for the first time. Set HybridStrategy(dynamic_shapes=True), which traces every"
+        f" {_MOST_ELEMENTS} elements can be restored; parameters, tensors of the batch and, at the first change of the"
+        " path, gradients of earlier batches cannot. Set HybridStrategy(dynamic_shapes=True), which traces every"
         " step. [LH432]"
     )

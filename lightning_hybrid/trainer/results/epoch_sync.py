@@ -99,8 +99,8 @@ class EpochSync(RunCallback):
         received_name, received = pickle.loads(messages[-1])
         if received_name != name:
             raise ValueError(
-                f"This rank logs {name!r} where the last stage logs {received_name!r}. Log the same keys on every rank,"
-                " or with `rank_zero_only=True`. For the norm of the gradients log"
+                f"This rank logs {name!r}, but the last stage logs {received_name!r}. Log the same keys on every rank,"
+                " or set `rank_zero_only=True`. To log the gradient norm, use"
                 " `self.trainer.strategy.grad_norm()`. [LH723]"
             )
         if received is _WITHOUT_VALUE:
@@ -151,10 +151,10 @@ class EpochSync(RunCallback):
         if different and name not in self._warned:
             self._warned.add(name)
             rank_zero_warn(
-                f"{name!r} is logged in a hook, and is {mine:.6g} on the last stage, which counts, but"
-                f" {different[0]:.6g} on another one. Each stage has the gradients and parameters of its own layers: a"
-                " number that depends on them is not the whole model's. The norm of all gradients is"
-                " `trainer.strategy.grad_norm()`, on every rank."
+                f"{name!r}, logged in a hook, is {mine:.6g} on the last stage, whose value is used, but"
+                f" {different[0]:.6g} on another stage. Each stage has only the gradients and parameters of its layers,"
+                " so a number computed from them does not cover the full model. For the norm of all gradients, call"
+                " `trainer.strategy.grad_norm()` on every rank."
             )
 
     def _sync_attributes(self) -> None:

@@ -23,11 +23,11 @@ class HybridTimeline(Callback):
     """Callback that records the start and end of each action of some training batches, on every rank.
 
     For each of these batches rank 0 writes ``batch-N.json``, a trace for https://ui.perfetto.dev and
-    ``chrome://tracing``, and ``batch-N.svg``: the measured step of the first replica, below the simulated step with the
-    same times. These shares of a rank's time are logged, as means over the ranks: ``timeline/bubble`` (neither forward
-    nor backward), ``timeline/wait`` (for messages), ``timeline/messages`` (sending and receiving), ``timeline/reduce``
-    (reduction of gradients that did not overlap with backward) and ``timeline/optimizer``. The last four are shares of
-    the time from the first action to the end of the batch.
+    ``chrome://tracing``, and ``batch-N.svg``: the measured step of the first replica, below a simulated step with the
+    same times. These fractions of a rank's time are logged, averaged over the ranks: ``timeline/bubble`` (neither
+    forward nor backward), ``timeline/wait`` (waiting for messages), ``timeline/messages`` (sending and receiving),
+    ``timeline/reduce`` (reduction of gradients that did not overlap with backward) and ``timeline/optimizer``. The last
+    four are fractions of the time from the first action to the end of the batch.
 
     All ranks synchronize before such a batch, so that their clocks start together. Other batches are not affected. The
     Trainer's profiler does not record the actions of a recorded batch.
@@ -45,7 +45,7 @@ class HybridTimeline(Callback):
 
     def __init__(self, batches: Sequence[int] = (10,), dirpath: str | Path | None = None) -> None:
         if any(number < 0 for number in batches):
-            raise ValueError(f"HybridTimeline(batches={list(batches)}): numbers of batches begin with 0. [LH103]")
+            raise ValueError(f"HybridTimeline(batches={list(batches)}): batch numbers must be at least 0. [LH103]")
         self.batches, self.dirpath = frozenset(batches), dirpath
         self._recorder: Recorder | None = None
         self._optimizer_begins: Any = None
@@ -59,20 +59,20 @@ class HybridTimeline(Callback):
         """
         if not getattr(getattr(trainer.strategy, "run", None), "has_actions", False):
             raise ValueError(
-                "HybridTimeline records the actions of a schedule, and there is none:"
-                " use HybridStrategy(pipeline_parallel_size=...) or HybridStrategy(num_microbatches=...). [LH139]"
+                "HybridTimeline records the actions of a schedule, but this run has no schedule. Set"
+                " HybridStrategy(pipeline_parallel_size=...) or HybridStrategy(num_microbatches=...). [LH139]"
             )
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Begin to record."""
+        """Start recording."""
         if trainer.fit_loop.total_batch_idx in self.batches:
             trainer.strategy.barrier()
             self._recorder = _run(trainer).record()
 
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        """The optimizer begins."""
+        """Note when the optimizer step starts."""
         if self._recorder is not None:
             self._optimizer_begins = self._recorder.now()
 
@@ -80,7 +80,7 @@ class HybridTimeline(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Gather what has been recorded, write and log it."""
+        """Gather, write and log the recorded times."""
         recorder, self._recorder = self._recorder, None
         if recorder is None:
             return

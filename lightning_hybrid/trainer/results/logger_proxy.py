@@ -132,8 +132,8 @@ class _RecordedPath:
     def _no_value(self, *_: Any) -> Any:
         path = "".join(f".{name}" if kind == "attribute" else f"[{name!r}]" for kind, name in self._path)
         raise TypeError(
-            f"`self.logger{path}` has no value in a step: what is done with a logger there is recorded, and made on"
-            " rank 0 after the step. Read it from the logger itself (such as `self.logger.log_dir` or"
+            f"`self.logger{path}` has no value in a step: calls of the logger are recorded there, and rank 0 makes them"
+            " after the step. Read the value from the logger itself (such as `self.logger.log_dir` or"
             " `self.logger.version`), or in a hook, such as `on_train_start`. [LH724]"
         )
 
@@ -151,8 +151,8 @@ def pack_calls(calls: Sequence[LoggerCall]) -> bytes:
         return pickle.dumps(list(calls))
     except Exception as error:  # the pickle protocol lets classes raise anything
         raise TypeError(
-            "A call of `self.logger` or `self.print` in a step is made on rank 0, but an argument of it cannot be"
-            f" pickled to get there ({error}). Pass tensors, arrays, numbers, text or figures. [LH725]"
+            "Rank 0 makes the calls of `self.logger` and `self.print` in a step, but an argument of a call cannot be"
+            f" pickled and sent to it ({error}). Pass tensors, arrays, numbers, text or figures. [LH725]"
         ) from error
 
 

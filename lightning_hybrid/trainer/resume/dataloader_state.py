@@ -129,6 +129,6 @@ def _replay(combined: CombinedLoader, fetcher: Any, state: Mapping[str, Any], ep
 
 
 _OTHER_LOADERS = (
-    "The checkpoint has no positions of the training loaders, or the number of loaders has changed: the epoch resumes"
-    " with a new order of the data."
+    "The checkpoint does not contain the positions of the training loaders, or the number of loaders has changed. The"
+    " epoch resumes with a new order of the data."
 )

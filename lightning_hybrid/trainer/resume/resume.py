@@ -301,6 +301,6 @@ def _prepare_validation(trainer: Trainer, states: list[Any] | None) -> None:
 
 
 _ACCUMULATING = (
-    "The checkpoint was written between two optimizer steps. It does not contain gradients: the next step lacks the"
-    " gradients of the earlier batches. `ModelCheckpoint(every_n_train_steps=...)` saves at optimizer steps."
+    "The checkpoint was written between two optimizer steps. It does not contain gradients, so the next step lacks the"
+    " gradients of the earlier batches. To save at optimizer steps, use `ModelCheckpoint(every_n_train_steps=...)`."
 )

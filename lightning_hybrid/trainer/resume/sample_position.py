@@ -54,8 +54,8 @@ def in_new_batches(
         return loops, loaders
     if before.sampler != now.sampler:
         raise ValueError(
-            f"The checkpoint was written in the middle of an epoch whose order was made by {before.sampler}, with"
-            f" another number of replicas; now it is made by {now.sampler}, whose order is another one."
+            f"The checkpoint was written in the middle of an epoch, with the sample order of {before.sampler} and"
+            f" another number of replicas. The order now comes from {now.sampler}, and is different."
             f" {_INSTEAD} [LH935]"
         )
     is_over = loaders["done"] or loops.batches >= loaders["num_batches"]
@@ -65,17 +65,17 @@ def in_new_batches(
         used, at_once = steps * accumulated * before.num_samples, trainer.accumulate_grad_batches * now.num_samples
         if used % at_once:
             raise ValueError(
-                f"The checkpoint was written after {used} samples of an epoch, {before.num_samples} with each batch of"
-                f" all replicas. Now an optimizer step takes {at_once}: {now.num_samples} with each batch x"
-                f" {trainer.accumulate_grad_batches} accumulated. {used} is not a multiple of {at_once}, so no step"
-                f" begins after these samples. With HybridStrategy(global_batch_size=...) one always"
+                f"The checkpoint was written after {used} samples of an epoch ({before.num_samples} per batch of all"
+                f" replicas). An optimizer step now takes {at_once} samples ({now.num_samples} per batch x"
+                f" {trainer.accumulate_grad_batches} accumulated batches). {used} is not a multiple of {at_once}, so no"
+                " step starts at this position. With HybridStrategy(global_batch_size=...), a step always"
                 f" does. {_INSTEAD} [LH936]"
             )
         batches = min(used // now.num_samples, batches)
     _set_batches(trainer, batches)
     rank_zero_info(
-        f"Other batches than before, {now.num_samples} samples of all replicas instead of {before.num_samples}: of this"
-        f" epoch {batches} batches have been trained with, which were {loops.batches}."
+        f"A batch of all replicas now has {now.num_samples} samples instead of {before.num_samples}. The epoch resumes"
+        f" after {batches} of these batches, instead of {loops.batches}."
     )
     is_whole = is_over or loops.batches % accumulated == 0
     return replace(loops, batches=batches, kind=loops.kind if is_whole else "batch"), _moved(loaders, batches, is_over)
@@ -113,12 +113,12 @@ def _moved(loaders: Mapping[str, Any], batches: int, is_over: bool) -> dict[str,
 
 
 _INSTEAD = (
-    "Go on from a checkpoint of the end of an epoch, or from this one with as many replicas and the same batches as"
-    " before."
+    "Resume from a checkpoint written at the end of an epoch, or use the same number of replicas and the same batches"
+    " as before."
 )
 _UNKNOWN = (
-    "The checkpoint was written in the middle of an epoch, with another number of replicas, and it cannot be said which"
-    " samples have been used: that needs one `DataLoader` over a data set with a length, with `batch_size`, whose"
-    " samples the strategy or a `DistributedSampler` divides - no batch sampler of its own, no iterable data set, no"
-    f" loader with a state, not several. {_INSTEAD} [LH934]"
+    "The checkpoint was written in the middle of an epoch, with another number of replicas, and the samples used so far"
+    " are unknown. They are known only for a single `DataLoader` with `batch_size` and a dataset with a length, sharded"
+    " by the strategy or a `DistributedSampler`, without a custom batch sampler or a loader state."
+    f" {_INSTEAD} [LH934]"
 )

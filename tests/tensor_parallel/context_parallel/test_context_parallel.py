@@ -393,7 +393,7 @@ PARTS = {
     "Tempered": ["Tempered"],
     "Added": ["Added"],
     "Rotary": ["Rotary"],
-    "Balanced": ["which writes statistics of its share into the buffer 'bias'"],
+    "Balanced": ["which writes statistics of its shard into the buffer 'bias'"],
 }
 
 

@@ -369,7 +369,7 @@ def warnings_of(kind: type[Labelled], labels: Tensor, num_microbatches: int) -> 
 def test_a_loss_that_is_likely_to_be_a_mean_over_labels_is_warned_of(ranks: Pools) -> None:
     pool, labels = ranks(2, lightning=True), padded(4, 4, 4, 4, 4, 1, 2, 4)
     (text,), others = pool.run(warnings_of, Labelled, labels, 2)
-    assert "`microbatch_weight = lightning_hybrid.count_tokens(1)` into Labelled" in text
+    assert "`microbatch_weight = lightning_hybrid.count_tokens(1)` in Labelled" in text
     assert not others
     for arguments in ((Counted, labels, 2), (Labelled, labels, 1), (Labelled, padded(2, 2, 2, 2), 2)):
         assert pool.run(warnings_of, *arguments) == [[], []]

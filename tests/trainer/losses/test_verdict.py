@@ -135,9 +135,11 @@ def test_a_structure_has_no_lengths() -> None:
 
 def test_the_warning_tells_the_difference_the_cost_and_the_remedy() -> None:
     verdict = Verdict("other", 2.0, (1.0, 2.0), 1.5)
-    cause = Cause("it couples samples", "write a method `split_batch(batch, num_microbatches)`")
+    cause = Cause("the loss couples samples", "define a method `split_batch(batch, num_microbatches)`")
     text = warning_text(verdict, 8, cause, switches=True, num_stages=2)
-    assert all(part in text for part in ("25%", "it couples samples", "instead of 8", "1/2", "8/9", "`split_batch("))
+    assert all(
+        part in text for part in ("25%", "the loss couples samples", "instead of 8", "1/2", "8/9", "`split_batch(")
+    )
     text = warning_text(verdict, 8, cause, switches=False, num_stages=2)
     assert all(part in text for part in ("25%", "8 microbatches, as set", "`num_microbatches=1`"))
 

@@ -129,7 +129,7 @@ def test_a_negative_number_is_refused() -> None:
 
 def refused() -> str:
     trainer = make_trainer({}, max_epochs=1, callbacks=[HybridTimeline()])
-    with pytest.raises(ValueError, match="there is none") as error:
+    with pytest.raises(ValueError, match="this run has no schedule") as error:
         trainer.fit(Regression(), loader())
     return str(error.value)
 
