@@ -363,7 +363,7 @@ REFUSALS: dict[str, tuple[Any, list[str]]] = {
     "another kind of layer": ({"norm": "colwise"}, ["'norm'", "LayerNorm", "instead of Linear"]),
     "indivisible": (
         {"body.*.attention": "divide:dropout"},
-        ["body.0.attention.dropout is 0.0", "tensor_parallel_size=2 does not divide"],
+        ["body.0.attention.dropout is 0.0", "cannot be divided over tensor_parallel_size=2 ranks"],
     ),
     "tied": ({"embed": "vocab"}, ["'embed.weight' and 'head.weight'", "tied"]),
 }

@@ -170,7 +170,7 @@ def test_layouts_that_cannot_be_are_refused(ranks: Pools) -> None:
     assert "zero_stage=3" in first
     assert "dimension 0 of a parameter of shape (3, 4) into 2 equal parts" in uneven
     assert "an optimizer cannot update" in summed
-    assert "over data_parallel, tensor_parallel, but the tensor is placed over tensor_parallel" in axes
+    assert "is for data_parallel, tensor_parallel, but the tensor is placed over tensor_parallel" in axes
     assert "an existing tensor cannot have" in partial
 
 
@@ -507,7 +507,7 @@ def test_buffers_are_set_anew(ranks: Pools) -> None:
         ({"body.0.up": ["S(0)"]}, "has the unknown style .* The names of parameters and buffers take layouts"),
         ({"body.0": "on_shards", "body.0.up": "S(0)"}, "the style 'on_shards', and a layout to its parameter 'up'"),
         ({"body.0.up": "S(0)", "body.0.norm": "on_shards"}, "its 'body.0.norm' has the style 'on_shards'"),
-        ({"body.0.norm.weight": "S(0)", "body.0.norm.bias": "B", "body.0": "layout"}, "the style 'layout'"),
+        ({"body.0.norm.weight": "S(0)", "body.0.norm.bias": "B", "body.0": "layout"}, "the unknown style 'layout'"),
     ],
 )
 def test_what_a_plan_cannot_lay_out_is_refused(plan: dict[str, str], text: str) -> None:

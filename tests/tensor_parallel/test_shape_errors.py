@@ -123,8 +123,8 @@ def test_a_shape_that_does_not_fit_names_the_entry_that_is_missing(
 def test_code_that_takes_the_width_of_its_input_is_told_to_narrow_it(ranks: Pools, entry: dict[str, str]) -> None:
     both = "divide:heads + narrow_input:qkv"
     for text in ranks(2, lightning=True).run(trained, {**NARROW, **entry}, NarrowBlocks):
-        assert "not enough values to unpack (expected 3, got 2)\nThis is in 'body.0.attention', in which" in text
-        assert f"it may be 'body.*.attention': '{both}'." in text
+        assert "not enough values to unpack (expected 3, got 2)\nThis is in 'body.0.attention', where" in text
+        assert f"The plan may lack 'body.*.attention': '{both}'." in text
     assert ranks(2, lightning=True).run(trained, {**NARROW, "body.*.attention": both}, NarrowBlocks) == ["no error"] * 2
 
 
