@@ -229,7 +229,7 @@ def peeked(layout: Layout) -> str:
 
 def test_running_the_model_outside_of_steps_is_refused_with_what_to_do(ranks: Pools) -> None:
     for text in ranks(2, lightning=True).run(peeked, PP2):
-        assert "Outside of steps no rank can run the model: use `trainer.predict`" in text
+        assert "Outside steps, no rank can run the model: use `trainer.predict`" in text
 
 
 def validated_without_pipeline(layout: Layout) -> str:
@@ -242,7 +242,7 @@ def validated_without_pipeline(layout: Layout) -> str:
 
 def test_a_divided_module_tells_a_trainer_without_a_pipeline_what_to_do(ranks: Pools) -> None:
     for text in ranks(2, lightning=True).run(validated_without_pipeline, PP2):
-        assert "an earlier one has divided this module" in text
+        assert "the module stays split after a run" in text
         assert "`trainer.strategy.gather_module()`" in text
 
 
@@ -336,7 +336,7 @@ def norm_refused(layout: Layout) -> str:
 
 def test_a_log_of_weights_that_live_elsewhere_is_refused_with_what_to_do(ranks: Pools) -> None:
     for text in ranks(2, lightning=True).run(norm_refused, PP2):
-        assert "The value logged as 'weights' depends on parameters of layers that live on other stages" in text
+        assert "The value logged as 'weights' depends on parameters of layers on other stages" in text
         assert "with self.trainer.strategy.full_parameters():" in text
 
 
@@ -611,11 +611,11 @@ def penalized(layout: Layout, where: str) -> str:
 @pytest.mark.parametrize(
     ("where", "words"),
     [
-        ("loss", ["The loss of `training_step` depends on parameters of layers that live on", "`weight_decay`"]),
+        ("loss", ["The loss of `training_step` depends on parameters of layers on", "`weight_decay`"]),
         ("log", ["The value logged as 'penalty' depends on parameters", "`self.device`"]),
         ("hook", ["The value logged as 'penalty' depends on parameters", "`self.device`"]),
-        ("reads", ["What `float` was called on depends on parameters", "`if not p.is_meta`"]),
-        ("norms", ["What `stack` computes depends on parameters", "`self.trainer.strategy.grad_norm()`"]),
+        ("reads", ["The tensor of the `float` call depends on parameters", "`if not p.is_meta`"]),
+        ("norms", ["The result of `stack` depends on parameters", "`self.trainer.strategy.grad_norm()`"]),
     ],
 )
 def test_values_of_all_parameters_are_refused_with_what_to_use(ranks: Pools, where: str, words: list[str]) -> None:

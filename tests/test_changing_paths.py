@@ -314,7 +314,7 @@ def refused(kind: type[Blocks], layout: dict[str, Any]) -> str:
     ("kind", "layout", "words"),
     [
         (MovingTeacher, PP2, "has written a tensor of shape [12, 6]"),
-        (AuxiliaryLoss, {**PP2, "zero_stage": 2}, "call 3 of AuxiliaryLoss is `linear`, and was 'blocks.2'"),
+        (AuxiliaryLoss, {**PP2, "zero_stage": 2}, "call 3 of AuxiliaryLoss is now `linear`, but was 'blocks.2'"),
     ],
 )
 def test_what_cannot_be_done_again_is_refused(

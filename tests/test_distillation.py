@@ -139,7 +139,7 @@ class Loops(Distillation):
 
 def refusal_of_loop(sizes: Sizes) -> str:
     data = DataLoader(TensorDataset(torch.randn(12, 6).double(), torch.randn(12, 1).double()), BATCH)
-    with pytest.raises(ValueError, match="layer by layer") as caught:
+    with pytest.raises(ValueError, match="one by one") as caught:
         make_trainer(PP2 | {"body": "student"}).fit(Loops(sizes), data)
     return str(caught.value)
 

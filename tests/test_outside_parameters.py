@@ -287,7 +287,7 @@ def test_code_before_a_chain_may_take_any_path(ranks: Pools) -> None:
 def test_a_use_after_a_chain_that_appears_later_is_refused_on_every_rank(ranks: Pools) -> None:
     texts = ranks(2, lightning=True).run(_fit_augmenting, 2, True, timeout=90)
     assert len(set(texts)) == 1
-    assert "`add` uses a parameter around the chain that another stage has" in texts[0]
+    assert "`add` uses a parameter outside the layers that is on another stage" in texts[0]
     assert "dynamic_shapes=True" in texts[0]
 
 
@@ -349,7 +349,7 @@ def _strategy(layout: dict[str, Any] | None) -> tuple[Any, int]:
 
 
 def _travels(caught: Sequence[warnings.WarningMessage]) -> list[str]:
-    return [str(warning.message) for warning in caught if "They are sent in each step" in str(warning.message)]
+    return [str(warning.message) for warning in caught if "bytes are sent in each step" in str(warning.message)]
 
 
 def _fit_switching(
@@ -538,9 +538,9 @@ def test_the_user_is_told_what_travels_and_what_to_do(ranks: Pools) -> None:
     # 8 x 8 numbers over 2 boundaries, there and back, in 2 microbatches.
     assert text == (
         "`training_step` uses parameters on stages that do not have them: 'switched.bias' of stage 0 on stage 2,"
-        " 'switched.weight' of stage 0 on stage 2. Parameters outside of the layers live where the first batch of"
-        " training used them. They are sent in each step: 4,608 bytes. Let the first batch of training use the"
-        " parameter there too, such as by adding `0 * parameter.sum()`, or make it a part of a layer."
+        " 'switched.weight' of stage 0 on stage 2. Parameters outside the layers are on the stages where"
+        " the first training batch used them, so 4,608 bytes are sent in each step. Use the parameter on that stage in"
+        " the first training batch too, for example by adding `0 * parameter.sum()`, or make it part of a layer."
     )
 
 
@@ -548,7 +548,11 @@ def test_the_user_is_told_what_travels_and_what_to_do(ranks: Pools) -> None:
 @pytest.mark.parametrize(
     ("layout", "places", "text"),
     [
-        (PP2, ["last", "first", "-"], "on stage 0, but it lives on stage 1, where the first batch of training used it"),
+        (
+            PP2,
+            ["last", "first", "-"],
+            "on stage 0, but the parameter is on stage 1, where the first training batch used",
+        ),
         (
             {**TP2, "tensor_parallel_plan": {"switched": "colwise_gather_output"}},
             ["first", "last", "-"],

@@ -61,13 +61,13 @@ class Adapted(nn.Module):
 
 
 CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "another layer": (lambda module: module.body.__setitem__(1, layer()), "'body.1' is another module"),
+    "another layer": (lambda module: module.body.__setitem__(1, layer()), "'body.1' was replaced"),
     "one more": (lambda module: module.body.append(layer()), "'body' has 7 layers instead of 6"),
     "one less": (lambda module: module.body.__delitem__(5), "'body' has 5 layers instead of 6"),
-    "another body": (lambda module: setattr(module, "body", nn.Sequential(layer())), "'body' is another module"),
+    "another body": (lambda module: setattr(module, "body", nn.Sequential(layer())), "'body' was replaced"),
     "adapter": (
         lambda module: setattr(module.body[4], "0", Adapted(module.body[4][0])),
-        "parts of layers with parameters are new, or not there any more (Linear)",
+        "submodules with parameters were added or removed (Linear)",
     ),
 }
 

@@ -41,11 +41,11 @@ def batch_norm_text(layers: Sequence[nn.Module], counts: Sequence[int], num_repl
     synchronized = all(isinstance(layer, nn.SyncBatchNorm) for layer in layers)
     replicas = f" on each of {num_replicas} replicas" if synchronized and num_replicas > 1 else ""
     synchronize = (
-        "" if synchronized or num_replicas == 1 else " Trainer(sync_batchnorm=True) for the statistics of all replicas,"
+        "" if synchronized or num_replicas == 1 else " Trainer(sync_batchnorm=True) for statistics over all replicas,"
     )
     samples = f"{min(counts)} sample{'s' if min(counts) > 1 else ''}"
     return (
         f"{number} BatchNorm layer{'s see' if number > 1 else ' sees'} microbatches of {samples}{replicas},"
-        f" not the batch of {sum(counts)}, and statistics of few samples are noisy. Use larger batches,{synchronize}"
-        " GroupNorm, or num_microbatches=1 for the statistics of whole batches."
+        f" not the full batch of {sum(counts)}. Statistics of few samples are noisy. Use larger batches,{synchronize}"
+        " GroupNorm, or num_microbatches=1 for statistics over the full batch."
     )

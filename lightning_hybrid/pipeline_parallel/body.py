@@ -109,7 +109,7 @@ class BodyWatch:
                 self._refuse(f"{path or 'the module'!r} has {len(part._modules)} layers instead of {count}")
         for path, owner, key, known in self._places:
             if owner._modules.get(key) is not known:
-                self._refuse(f"{path!r} is {'another module' if key in owner._modules else 'not there any more'}")
+                self._refuse(f"{path!r} was {'replaced' if key in owner._modules else 'removed'}")
         if any(list(part._modules.values()) != children for part, children in self._inside):
             before = self._with_parameters
             self._look()
@@ -117,12 +117,12 @@ class BodyWatch:
             changed = [part for key, part in {**before, **self._with_parameters}.items() if key not in both]
             if changed:
                 kinds = sorted({type(part).__name__ for part in changed})
-                self._refuse(f"parts of layers with parameters are new, or not there any more ({', '.join(kinds)})")
+                self._refuse(f"submodules with parameters were added or removed ({', '.join(kinds)})")
 
     def _refuse(self, what: str) -> NoReturn:
         raise WrongUseError(
             f"The layers of {self._kind} were changed after they had been split into stages: {what}. Other ranks and"
-            " the optimizer still have the old layers. Change them in `__init__` or in `configure_model`, before"
+            " the optimizer still have the old layers. Change layers in `__init__` or in `configure_model`, before"
             " they are split. Layers that grow or shrink during training need pipeline_parallel_size=1. [LH305]"
         )
 
@@ -154,15 +154,14 @@ def find_body(module: nn.Module, wanted: str | Sequence[str] | None, num_stages:
             part = module.get_submodule(wanted)
         except AttributeError:
             raise ValueError(
-                f"body={wanted!r} names nothing in {type(module).__name__}. {_candidates_text(module)} [LH302]"
+                f"body={wanted!r} is not a submodule of {type(module).__name__}. {_candidates_text(module)} [LH302]"
             ) from None
         if _is_chain(part):
             return Body.of_chain(wanted, cast(nn.Sequential, part), lists=_lists_with(module, wanted, num_stages))
         if not is_container(part):
             raise TypeError(
-                f"body={wanted!r} is a {type(part).__name__}, which has no layers in an order: only an `nn.Sequential`,"
-                f" an `nn.ModuleList` or an `nn.ModuleDict` can be divided into stages."
-                f" {_candidates_text(module)} [LH303]"
+                f"body={wanted!r} is a {type(part).__name__}, not a list of layers: only an `nn.Sequential`, an"
+                f" `nn.ModuleList` or an `nn.ModuleDict` can be split into stages. {_candidates_text(module)} [LH303]"
             )
     patterns = [wanted] if isinstance(wanted, str) else wanted
     named = named_units(module, patterns)
@@ -188,8 +187,8 @@ def _largest(module: nn.Module, num_stages: int, *, spreads: bool) -> Body:
         rows = side_by_side(module, units)
         return Body.of_units(spread(module, rows, num_stages) if spreads else rows)
     raise ValueError(
-        f"No list of layers holds a considerable part of the {total:,} parameters of {type(module).__name__}, so it is"
-        f" not clear what to divide into pipeline stages. {_candidates_text(module)} [LH301]"
+        f"No list of layers holds a large part of the {total:,} parameters of {type(module).__name__}, so the layers to"
+        f" split into pipeline stages cannot be detected. {_candidates_text(module)} [LH301]"
     )
 
 
@@ -214,8 +213,8 @@ def _candidates_text(module: nn.Module) -> str:
     largest = sorted(found, key=lambda name: -_count(found[name]))[:5]
     if not largest:
         return (
-            "It has no list of layers: put the layers to divide into an `nn.Sequential` or an `nn.ModuleList`, in"
-            " `__init__` or in `configure_model`, or name them with HybridStrategy(body=['first', 'second', ...])."
+            "The module has no list of layers: put the layers to split into an `nn.Sequential` or an `nn.ModuleList`,"
+            " in `__init__` or `configure_model`, or name them with HybridStrategy(body=['first', 'second', ...])."
         )
     shares = [
         f"{name!r} ({len(list(found[name].children()))} layers, {100 * _count(found[name]) / total:.0f}% of the"
@@ -224,7 +223,7 @@ def _candidates_text(module: nn.Module) -> str:
     ]
     return (
         f"Candidates: {', '.join(shares)}. Name one with HybridStrategy(body='...') or a `pipeline_body` attribute."
-        " A list may name several of them, or single layers."
+        " A list can name several candidates, or single layers."
     )
 
 
@@ -237,11 +236,11 @@ def body_call_text(name: str, lists: Sequence[str], step: str, calls: int) -> st
         step: The user's step, such as ``"training_step"``.
         calls: How often it was called.
     """
-    times = "did not call" if calls == 0 else f"called {calls} times"
+    called = f"did not call the body {name!r}" if calls == 0 else f"called the body {name!r} {calls} times"
     return (
-        f"`{step}` {times} the body {name!r}. With a pipeline a body that you name, or that the first step calls as a"
-        f" whole, must be called exactly once in a step: `x = self.{name}(x)`, not layer by layer or in a loop over its"
-        f" layers. Otherwise let any code call its layers: HybridStrategy(body={list(lists)!r}). [LH430]"
+        f"`{step}` {called}. With a pipeline, a body that you name, or that the first step calls as a whole, must be"
+        f" called exactly once in each step. Write `x = self.{name}(x)` instead of calling its layers one by one, or"
+        f" allow calls of single layers with HybridStrategy(body={list(lists)!r}). [LH430]"
     )
 
 
@@ -253,12 +252,11 @@ def layer_call_text(name: str, lists: Sequence[str]) -> str:
         lists: The lists to name instead.
     """
     return (
-        f"A layer of the body {name!r} was called that lives on another stage. In a step a body that you name, or that"
-        f" the first step calls as a whole, must be called exactly once: `x = self.{name}(x)`, not layer by layer or in"
-        f" a loop over its layers. Otherwise let any code call its layers: HybridStrategy(body={list(lists)!r})."
-        " Outside of steps no rank can run the model: use `trainer.predict`, or make the module whole after the run by"
-        " `trainer.strategy.gather_module()` on every rank. A Trainer without a pipeline needs that too: an earlier one"
-        " has divided this module, and so it stays. [LH405]"
+        f"A layer of the body {name!r} was called, but it is on another stage. In a step, write `x = self.{name}(x)`"
+        " exactly once instead of calling layers one by one, or allow calls of single layers with"
+        f" HybridStrategy(body={list(lists)!r}). Outside steps, no rank can run the model: use `trainer.predict`, or"
+        " call `trainer.strategy.gather_module()` on every rank after the run. Gather the module before using a Trainer"
+        " without a pipeline too, because the module stays split after a run. [LH405]"
     )
 
 
@@ -419,7 +417,7 @@ _NOT_IN_GRAPH = "to not have been used in the graph"  # as torch says it
 
 def _derivative_text(step: str, name: str) -> str:
     return (
-        f"`{step}` differentiates through the body {name!r} in the step, by `torch.autograd.grad` or `backward`. Its"
-        " layers live on several stages, and no rank has the whole graph: a loss of derivatives needs"
-        " pipeline_parallel_size=1. [LH407]"
+        f"`{step}` computes derivatives through the body {name!r}, with `torch.autograd.grad` or `backward`. Its layers"
+        " are on several stages, and no rank has the full graph. Set pipeline_parallel_size=1 for a loss that contains"
+        " derivatives. [LH407]"
     )

@@ -90,15 +90,15 @@ class ChainUse(FrameCut):
                 graph = self._discover(step, arguments, seed)
             numbers = [number for number, call in enumerate(graph.calls) if call.unit is not None]
             if len(numbers) != 1:
-                number = f"{graph.needed} needs a number" if graph.needed else "it does not call them once"
-                raise WrongUseError(f"before it has called the layers {number}")
+                reads = f"{graph.needed} reads a value before the layers are called"
+                raise WrongUseError(reads if graph.needed else "the layers are not called exactly once")
             if any(call.is_made_again for call in graph.calls[: numbers[0]]):
-                raise WrongUseError("`torch.utils.checkpoint` runs what comes before the layers again")
+                raise WrongUseError("`torch.utils.checkpoint` recomputes code before the layers")
             graph.read(self.holders.keys())
             routes = find_routes_around(graph, numbers[0], self._num_stages, self.holders)
             sent = next(iter(routes[0].sent), None)
             if sent is not None:
-                raise WrongUseError(f"the last stage needs what {graph.all_calls[sent.call]} makes on the first one")
+                raise WrongUseError(f"the last stage needs the result of {graph.all_calls[sent.call]} on the first one")
         except Exception as error:  # of the user's code too, which shows itself again when the step runs
             raise NotFollowedError(" ".join(f"{error}".split())) from error
         finally:
@@ -231,7 +231,7 @@ class CodeBefore(TorchFunctionMode):
         if fakes is not None:
             fakes.is_over = True
         if any(isinstance(leaf, FakeTensor) for leaf in flatten(x)[0]):
-            raise WrongUseError(_text("The input of the chain", "is computed from"))
+            raise WrongUseError(_text("The input of the body", "is computed from"))
         self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         try:
             yield
@@ -280,9 +280,9 @@ class CodeBefore(TorchFunctionMode):
             if seen.draws:
                 self._draw(func, fakes, spec)
         except Exception as error:
-            raise WrongUseError(_text(name, f"({type(error).__name__}) needs the numbers of")) from error
+            raise WrongUseError(_text(name, f"({type(error).__name__}) needs the values of")) from error
         if any(memory_of(fake) in seen.written for fake in real):
-            raise WrongUseError(_text(name, "writes into a tensor that every stage has what comes of"))
+            raise WrongUseError(_text(name, "writes, into a tensor that every stage has, a value computed from"))
         if torch.is_grad_enabled() and any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in fakes):
             for leaf in flatten(result)[0]:
                 if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex()):
@@ -292,7 +292,7 @@ class CodeBefore(TorchFunctionMode):
     def _draw(self, func: Any, fakes: list[Any], spec: Any) -> None:
         """Draw what a call would have drawn: how many numbers depends on shapes and strides, not on values."""
         if function_name(func) in _BY_VALUE:
-            raise ValueError("it draws until the numbers are right")
+            raise ValueError("how many numbers it draws depends on values")
         ones = [
             torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device).fill_(
                 1 if fake.is_floating_point() else 0
@@ -316,11 +316,10 @@ def _is_meta(leaf: Any) -> bool:
 
 def _text(what: str, how: str) -> str:
     return (
-        f"{what} {how} a parameter around the chain that another stage has, where the first batch of training used it."
-        " Let the first batch of training, or the sanity check before it, use it here too, such as by adding"
-        " `0 * parameter.sum()`; with"
-        " HybridStrategy(dynamic_shapes=True) parameters around an `nn.Sequential` stay on the first and on the last"
-        " stage. [LH410]"
+        f"{what} {how} a parameter outside the layers that is on another stage, where the first training batch used it."
+        " Use it here too in the first training batch, or in the sanity check before it, for example by adding"
+        " `0 * parameter.sum()`. Or set HybridStrategy(dynamic_shapes=True), which keeps parameters outside an"
+        " `nn.Sequential` on the first and the last stage. [LH410]"
     )
 
 
@@ -332,6 +331,6 @@ def stays_text(step: str, error: NotFollowedError) -> str:
         error: Why not.
     """
     return (
-        f"`{step}` cannot be followed without values, so parameters around the body stay on the first and on the last"
-        f" stage, which sum their gradients: {error}"
+        f"`{step}` cannot be traced without values, so parameters outside the body are kept on both the first and the"
+        f" last stage, which sum their gradients: {error}"
     )

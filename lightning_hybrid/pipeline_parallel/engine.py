@@ -25,7 +25,7 @@ Compute = Callable[[int, int, Any], Any]
 """``compute(stage, microbatch, inputs) -> outputs``: runs the layers of a stage."""
 
 Profile = Callable[[str], AbstractContextManager[Any]]
-"""Makes the context of a named range."""
+"""Creates the context of a named range."""
 
 
 class UnderWay(NamedTuple):
@@ -43,7 +43,7 @@ class UnderWay(NamedTuple):
 
 
 _Buffer = dict[int, Any]
-"""Messages that wait for the action that needs them, by microbatch."""
+"""Messages that are kept until an action needs them, by microbatch."""
 
 
 #: Stands for a message that is not made.

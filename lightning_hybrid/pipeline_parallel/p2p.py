@@ -238,8 +238,8 @@ class Channel:
                 _check_equal(known.meta, TreeMeta.of(leaves, spec))
         except TypeError as error:
             raise TypeError(
-                "A message cannot cross a stage boundary. Pass dense tensors and plain values between the layers of the"
-                f" body, or move the boundary with `partition`: {error}"
+                "A value cannot be sent to another stage. Pass dense tensors and plain Python values between the layers"
+                f" of the body, or move the stage boundary with `partition`: {error}"
             ) from error
         self._send_tensors(known, leaves, send)
         return send
@@ -508,7 +508,7 @@ class _WireTensor:
 
 
 #: The meta of a message that is not made: it has no tensors.
-_BLANK_META = TreeMeta.of(["a message that is not made"], None)
+_BLANK_META = TreeMeta.of(["a blank message"], None)
 
 
 class _Format(NamedTuple):
@@ -532,9 +532,9 @@ def _check_equal(known: TreeMeta, meta: TreeMeta) -> None:
         "Activations between two stages changed for the same batch shape.\n"
         f"    first: {known}\n"
         f"    now:   {meta}\n"
-        "If the tree, shapes, dtypes, requires_grad or plain values depend on the data, or gradients are switched on"
-        " and off around the body (`torch.set_grad_enabled`), set HybridStrategy(dynamic_shapes=True). Freezing"
-        " parameters needs nothing. [LH438]"
+        "If their structure, shapes, dtypes, requires_grad or Python values depend on the data, or gradients are"
+        " switched on and off around the body (`torch.set_grad_enabled`), set HybridStrategy(dynamic_shapes=True)."
+        " This is not needed for freezing parameters. [LH438]"
     )
 
 

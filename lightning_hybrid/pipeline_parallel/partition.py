@@ -41,8 +41,8 @@ def partition(method: str | Sequence[int], weights: Sequence[int], num_stages: i
         return balanced(weights, num_stages)
     if not isinstance(method, (list, tuple)):
         raise ValueError(
-            f"there is no partition {method!r}; choose 'uniform', 'parameters', or a list with the number of layers of "
-            "each stage, or with the stage of each layer [LH102]"
+            f"partition={method!r} must be 'uniform', 'parameters', or a list with the number of layers of each stage"
+            " or with the stage of each layer [LH102]"
         )
     if is_numbered(method):
         return numbered(method, len(weights), num_stages)
@@ -74,12 +74,12 @@ def explicit(layers_per_stage: Sequence[int], num_layers: int, num_stages: int) 
     _check_integers("number of layers", counts, at_least=1)
     if len(counts) != num_stages:
         raise ValueError(
-            f"partition {counts} has {len(counts)} stages, but pipeline_parallel_size * num_chunks is {num_stages}; "
-            "give one number of layers for each stage, or the stage of each layer, which begins with 0 [LH117]"
+            f"partition={counts} has {len(counts)} stages, but pipeline_parallel_size * num_chunks is {num_stages}; "
+            "list the number of layers of each stage, or the stage of each layer, starting at 0 [LH117]"
         )
     if sum(counts) != num_layers:
         raise ValueError(
-            f"partition {counts} has {sum(counts)} layers, but the body has {num_layers}; "
+            f"partition={counts} has {sum(counts)} layers, but the body has {num_layers}; "
             f"change the numbers so that they sum to {num_layers} [LH117]"
         )
     return _ranges(counts)
@@ -103,25 +103,25 @@ def numbered(stages: Sequence[int], num_layers: int, num_stages: int) -> list[ra
     _check_integers("stage", stages, at_least=0)
     if len(stages) != num_layers:
         raise ValueError(
-            f"the stages of layers {stages} are {len(stages)} numbers, but there are {num_layers} layers; give one for"
+            f"the layer stages {stages} are for {len(stages)} layers, but there are {num_layers} layers; give one for"
             f" each layer, or the number of layers, at least 1, of each of the {num_stages} stages [LH117]"
         )
     for layer, (before, stage) in enumerate(pairwise([0, *stages])):
         if stage < before:
             raise ValueError(
-                f"the stages of layers {stages} go back from {before} to {stage} at layer {layer}; layers are called in"
-                " their order, so give numbers that do not descend [LH117]"
+                f"the layer stages {stages} go back from {before} to {stage} at layer {layer}; layers are called in"
+                " order, so the numbers must not decrease [LH117]"
             )
     counts = [stages.count(stage) for stage in range(max(num_stages, stages[-1] + 1))]
     if len(counts) > num_stages:
         raise ValueError(
-            f"the stages of layers {stages} name stage {stages[-1]}, but pipeline_parallel_size * num_chunks is"
-            f" {num_stages}; give numbers from 0 to {num_stages - 1} [LH117]"
+            f"the layer stages {stages} contain stage {stages[-1]}, but pipeline_parallel_size * num_chunks is"
+            f" {num_stages}; use numbers from 0 to {num_stages - 1} [LH117]"
         )
     if 0 in counts:
         raise ValueError(
-            f"the stages of layers {stages} leave out stage {counts.index(0)} of {num_stages}; give each stage at least"
-            " one layer, counted from 0 [LH117]"
+            f"the layer stages {stages} do not contain stage {counts.index(0)} of {num_stages}; assign at least one"
+            " layer to each stage, starting at 0 [LH117]"
         )
     return _ranges(counts)
 
@@ -193,10 +193,10 @@ def _ranges(counts: Sequence[int]) -> list[range]:
 
 def _check_sizes(num_layers: int, num_stages: int) -> None:
     if num_stages < 1:
-        raise ValueError(f"the number of stages is {num_stages}, but there must be at least 1 [LH103]")
+        raise ValueError(f"the number of stages is {num_stages}, but must be at least 1 [LH103]")
     if num_layers < num_stages:
         raise ValueError(
-            f"{num_layers} layers cannot be cut into {num_stages} stages, each needs at least one layer; choose "
+            f"{num_layers} layers cannot be split into {num_stages} stages with at least one layer each; choose "
             f"pipeline_parallel_size and num_chunks so that their product is at most {num_layers} [LH118]"
         )
 
@@ -208,4 +208,4 @@ def _check_integers(what: str, values: Sequence[int], at_least: int) -> None:
                 f"a {what} must be an integer, but {value!r} is a {type(value).__name__} (in {values}) [LH101]"
             )
         if value < at_least:
-            raise ValueError(f"a {what} must be at least {at_least}, but {value} is not (in {values}) [LH103]")
+            raise ValueError(f"a {what} must be at least {at_least}, got {value} (in {values}) [LH103]")

@@ -30,19 +30,19 @@ _ADDRESSES = {Tensor.data_ptr}
 _SAVED_TEXT = (
     "A tensor of another pipeline stage cannot be saved, because this rank does not have its values. Call"
     " `trainer.save_checkpoint(path, weights_only=True)` on every rank to write the full model. In a hook, save inside"
-    " `with self.trainer.strategy.full_parameters():`, which gathers parameters; after a run call"
+    " `with self.trainer.strategy.full_parameters():`, which gathers parameters. After a run, call"
     " `trainer.strategy.gather_module()` first. [LH904]"
 )
 
 _WRITTEN_TEXT = (
-    "A tensor is written with the values of a parameter that lives on other stages, which are not here. An average of"
-    " weights that a hook moves has to live with the weights: let the first batch of training use both on the same side"
-    " of the layers, make both parts of one layer, or use Lightning's `WeightAveraging`. [LH424]"
+    "A tensor is set to values of a parameter on other stages, but this rank does not have these values. If a hook"
+    " averages weights, the average must be on the same stage as the weights: use both on the same side of the layers"
+    " in the first training batch, make both part of one layer, or use Lightning's `WeightAveraging`. [LH424]"
 )
 
 _GRADIENT_TEXT = (
-    "The gradient of a parameter that lives on another stage is set to a tensor with values, which would be lost."
-    " Change gradients in place (`p.grad.mul_(...)`), or in"
+    "The gradient of a parameter on another stage was set to a tensor with values, which would be lost."
+    " Change gradients in place (`p.grad.mul_(...)`), or inside"
     " `with self.trainer.strategy.full_parameters(gradients=True, writes=True)`. [LH425]"
 )
 
@@ -65,7 +65,7 @@ class PlaceholderTensor(Tensor):
         if func is torch.equal:  # by which callbacks look for parameters
             return args[0] is args[1]
         if func in _READS:
-            raise WrongUseError(without_value_text(f"what `{func.__name__.strip('_')}` was called on"))
+            raise WrongUseError(without_value_text(f"the tensor of the `{func.__name__.strip('_')}` call"))
         if func in _ADDRESSES:
             raise WrongUseError(_SAVED_TEXT)
         with torch._C.DisableTorchFunctionSubclass():
@@ -75,7 +75,7 @@ class PlaceholderTensor(Tensor):
                 result = func(*args, **(kwargs or {}))
             except RuntimeError as error:
                 if "meta" in str(error) and any(map(_has_values, flatten((args, kwargs))[0])):
-                    raise WrongUseError(without_value_text(f"what `{func.__name__}` computes")) from error
+                    raise WrongUseError(without_value_text(f"the result of `{func.__name__}`")) from error
                 raise
             return result.as_subclass(PlaceholderBuffer) if type(result) is Tensor and result.is_meta else result
 
@@ -333,15 +333,16 @@ def without_value_text(what: str) -> str:
         what: It, such as ``"the loss"``.
     """
     return (
-        f"{what[0].upper()}{what[1:]} depends on parameters of layers that live on other stages: no stage has the"
-        " values of all parameters.\n"
-        "  - To read parameters in a hook: `with self.trainer.strategy.full_parameters():` on every rank, with"
-        " `gradients=True` for gradients too; or only those of this stage, by `if not p.is_meta`.\n"
-        "  - To penalize weights: the optimizer's `weight_decay`. Or name the `nn.Sequential` that is divided,"
-        " `HybridStrategy(body=[...])`: then a penalty over parameters in `training_step` works.\n"
-        "  - For the gradient norm: `self.trainer.strategy.grad_norm()` or `torch.nn.utils.get_total_norm`.\n"
-        "  - To move a teacher or an average of weights: a hook, such as `on_train_batch_end`, or `WeightAveraging`.\n"
-        "  - For the device: `self.device`, not a parameter's. [LH401]"
+        f"{what[0].upper()}{what[1:]} depends on parameters of layers on other stages, but no stage has the values of"
+        " all parameters.\n"
+        "  - To read parameters in a hook, use `with self.trainer.strategy.full_parameters():` on every rank, with"
+        " `gradients=True` for gradients. Or read only the parameters of this stage, with `if not p.is_meta`.\n"
+        "  - To penalize weights, use the optimizer's `weight_decay`. Or set `HybridStrategy(body=[...])` with the name"
+        " of the `nn.Sequential`: a penalty over parameters in `training_step` then works.\n"
+        "  - For the gradient norm, use `self.trainer.strategy.grad_norm()` or `torch.nn.utils.get_total_norm`.\n"
+        "  - To update a teacher or an average of weights, use a hook, such as `on_train_batch_end`, or"
+        " `WeightAveraging`.\n"
+        "  - For the device, use `self.device`, not the device of a parameter. [LH401]"
     )
 
 

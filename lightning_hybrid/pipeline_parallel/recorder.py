@@ -113,7 +113,7 @@ def measured(schedule: Schedule, ranges: list[list[Range]]) -> Timeline:
         for of_rank in ranges
     )
     for done, planned in zip(spans, schedule.actions, strict=True):
-        assert [span.action for span in done] == list(planned), "what was recorded is not the schedule"
+        assert [span.action for span in done] == list(planned), "the recorded actions differ from the schedule"
     return Timeline(schedule, spans, unit="ms")
 
 

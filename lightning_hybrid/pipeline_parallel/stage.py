@@ -17,10 +17,11 @@ from lightning_hybrid.distributed.dtensor import full_tensor
 from lightning_hybrid.distributed.pytree import LEAF, TreeSpec, flatten, unflatten
 
 Message = tuple[list[Any], TreeSpec]
-"""A message from stage to stage: the leaves of a tree, and the tree. Tensors that require grad get a gradient back."""
+"""A message between stages: the leaves of a tree, and the tree. A gradient is sent back for each tensor that requires
+one."""
 
 Gradients = list[Tensor | None]
-"""The answer to a message: one gradient per leaf of it, ``None`` for leaves without one; an empty list where the
+"""The reply to a message: one gradient per leaf, or ``None`` for a leaf without a gradient. The list is empty if the
 microbatch has no loss."""
 
 
@@ -33,7 +34,7 @@ class Nothing(Enum):
 NOTHING = Nothing.NOTHING
 
 Root = Any
-"""Where backward starts: an output (a tensor), or the gradient edge that names one without its data."""
+"""The starting point of backward: an output tensor, or a gradient edge, which refers to an output without its data."""
 
 # Up to this many elements an input is copied, and an output kept: that takes less time than not to.
 _SMALL = 4096

@@ -297,7 +297,7 @@ def _text_legend(schedule: Schedule, is_numbered: bool) -> str:
     else:
         forwards, backwards = (f"{number}{first} {number}{second}" for first, second in ("ab", "AB"))
         legend = f"{forwards} forwards{which} through the rank's chunks   {backwards} {backward}s   . idle"
-    return legend if is_numbered else f"{legend}   (too long for numbers)"
+    return legend if is_numbered else f"{legend}   (too long to show numbers)"
 
 
 def _mark(schedule: Schedule, action: Action) -> str:

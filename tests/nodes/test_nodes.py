@@ -66,7 +66,7 @@ def test_machines_that_are_far_apart_are_as_one_process(
     ended = outputs(machines.lightning(words(layout, tmp_path), processes=1))
     assert [code for code, _ in ended] == [0, 0], ended
     assert_same(trained(tmp_path), one_process(8))
-    told = re.findall(r"'auto': \[(\d+)\] .* takes up to ([\d.]+) ms between nodes", ended[0][1])
+    told = re.findall(r"'auto': \[(\d+)\] .* between nodes takes up to ([\d.]+) ms,", ended[0][1])
     assert len(told) == (1 if extra == "auto" else 0)
     for chosen, milliseconds in told:  # of four microbatches, two are in flight without more
         assert int(chosen) == 2

@@ -96,17 +96,19 @@ def test_candidates_are_listed_the_largest_five() -> None:
 
 
 def test_no_candidates() -> None:
-    with pytest.raises(ValueError, match=r"It has no list of layers: put the layers .*body=\['first', 'second'"):
+    with pytest.raises(
+        ValueError, match=r"The module has no list of layers: put the layers .*body=\['first', 'second'"
+    ):
         find_body(Model(head=nn.Linear(2, 2)), None, 2)
 
 
 def test_a_name_that_leads_nowhere() -> None:
-    with pytest.raises(ValueError, match=r"body='blocks' names nothing in Model\. Candidates: 'body'"):
+    with pytest.raises(ValueError, match=r"body='blocks' is not a submodule of Model\. Candidates: 'body'"):
         find_body(Model(body=stack(2, 2)), "blocks", 2)
 
 
 def test_a_name_of_something_else() -> None:
-    with pytest.raises(TypeError, match=r"body='head' is a Linear, which has no layers"):
+    with pytest.raises(TypeError, match=r"body='head' is a Linear, not a list of layers"):
         find_body(Model(body=stack(2, 2), head=nn.Linear(2, 2)), "head", 2)
 
 
@@ -177,9 +179,9 @@ def test_a_frozen_copy_in_a_named_list_lies_beside_its_original() -> None:
 
 def test_names_of_units_that_cannot_be_meant() -> None:
     module = Model(net=Model(blocks=nn.ModuleList(stack(2, 2, 2))))
-    with pytest.raises(ValueError, match=r"body=\['blocks'\]: 'blocks' names nothing in Model"):
+    with pytest.raises(ValueError, match=r"body=\['blocks'\]: 'blocks' does not match a submodule of Model"):
         find_body(module, ["blocks"], 2)
-    with pytest.raises(ValueError, match=r"'net.blocks.0' is a part of 'net'"):
+    with pytest.raises(ValueError, match=r"'net.blocks.0' is part of 'net'"):
         find_body(module, ["net", "net.blocks.0"], 2)
 
 
@@ -313,7 +315,7 @@ def test_a_step_that_calls_the_body_twice() -> None:
     def twice(batch: Tensor) -> Any:
         return steps.body(batch) + steps.body(batch)
 
-    with pytest.raises(BodyCallError, match="`twice` called 2 times the body 'body'"), steps.cut():
+    with pytest.raises(BodyCallError, match="`twice` called the body 'body' 2 times"), steps.cut():
         around_body(steps.cut, twice, (torch.ones(1, 3),), torch.ones(1, 3))
 
 
@@ -326,10 +328,12 @@ def test_one_error_does_not_spoil_the_next_step() -> None:
     assert value["loss"] == 3
 
 
-@pytest.mark.parametrize(("calls", "words"), [(0, "did not call"), (3, "called 3 times")])
+@pytest.mark.parametrize(
+    ("calls", "words"), [(0, "did not call the body 'net.body'"), (3, "called the body 'net.body' 3 times")]
+)
 def test_the_text_says_what_to_do(calls: int, words: str) -> None:
     text = body_call_text("net.body", ["net.body"], "training_step", calls)
-    assert f"`training_step` {words} the body 'net.body'" in text
+    assert f"`training_step` {words}." in text
     assert "`x = self.net.body(x)`" in text
 
 

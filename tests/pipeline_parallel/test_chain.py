@@ -73,9 +73,9 @@ def counts(module: Before, x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("code", "text"),
     [
-        (numbers, "`__bool__` (DataDependentOutputException) needs the numbers of a parameter around the chain"),
-        (writes, "`batch_norm` writes into a tensor that every stage has what comes of a parameter around the chain"),
-        (counts, "`poisson` (ValueError) needs the numbers of a parameter around the chain"),
+        (numbers, "`__bool__` (DataDependentOutputException) needs the values of a parameter outside the layers"),
+        (writes, "`batch_norm` writes, into a tensor that every stage has, a value computed from a parameter outside"),
+        (counts, "`poisson` (ValueError) needs the values of a parameter outside the layers"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -98,7 +98,7 @@ def test_what_has_no_value_is_of_no_use_after_the_chain() -> None:
         assert module.embed.weight.device == CPU
         with pytest.raises(WrongUseError, match="uses a tensor from another pipeline stage"):
             hidden.sum()
-        with pytest.raises(WrongUseError, match="`mul` uses a parameter around the chain that another stage has"):
+        with pytest.raises(WrongUseError, match="`mul` uses a parameter outside the layers that is on another stage"):
             torch.ones(4) * module.embed.bias
 
 
@@ -113,5 +113,5 @@ def test_the_next_step_begins_anew() -> None:
 
 def test_the_chain_is_not_called_with_what_has_no_value() -> None:
     module, before = lacking(), CodeBefore(CPU)
-    with before, pytest.raises(WrongUseError, match="The input of the chain is computed from a parameter"):
+    with before, pytest.raises(WrongUseError, match="The input of the body is computed from a parameter"):
         before.at_layers(module.embed(torch.ones(5, 4))).__enter__()

@@ -152,22 +152,22 @@ def test_given_stages(stages: list[int], num_stages: int, expected: list[int]) -
 @pytest.mark.parametrize(
     ("method", "num_layers", "num_stages", "message"),
     [
-        ("even", 4, 2, "there is no partition 'even'; choose 'uniform', 'parameters', or a list"),
-        (None, 4, 2, "there is no partition None; choose 'uniform', 'parameters', or a list"),
-        ("uniform", 3, 4, "3 layers cannot be cut into 4 stages"),
+        ("even", 4, 2, "partition='even' must be 'uniform', 'parameters', or a list"),
+        (None, 4, 2, "partition=None must be 'uniform', 'parameters', or a list"),
+        ("uniform", 3, 4, "3 layers cannot be split into 4 stages"),
         ("parameters", 3, 4, "so that their product is at most 3"),
-        ([1, 1, 1], 2, 3, "2 layers cannot be cut into 3 stages"),
+        ([1, 1, 1], 2, 3, "2 layers cannot be split into 3 stages"),
         ("uniform", 3, 0, "the number of stages is 0"),
         ([2, 2], 4, 3, "[2, 2] has 2 stages, but pipeline_parallel_size * num_chunks is 3"),
         ([2, 2], 5, 2, "[2, 2] has 4 layers, but the body has 5; change the numbers so that they sum to 5"),
-        ([4, 0], 4, 2, "must be at least 1, but 0 is not (in [4, 0])"),
-        ([1, 1, 2, 2], 4, 2, "or the stage of each layer, which begins with 0"),
-        ([0, 4], 4, 2, "[0, 4] are 2 numbers, but there are 4 layers; give one for each layer, or the number of"),
+        ([4, 0], 4, 2, "must be at least 1, got 0 (in [4, 0])"),
+        ([1, 1, 2, 2], 4, 2, "or the stage of each layer, starting at 0"),
+        ([0, 4], 4, 2, "[0, 4] are for 2 layers, but there are 4 layers; give one for each layer, or the number of"),
         ([0, 1, 0, 1], 4, 2, "[0, 1, 0, 1] go back from 1 to 0 at layer 2"),
-        ([0, 0, 2, 2], 4, 3, "[0, 0, 2, 2] leave out stage 1 of 3"),
-        ([0, 0, 0, 1], 4, 3, "[0, 0, 0, 1] leave out stage 2 of 3"),
-        ([0, 1, 2, 3], 4, 2, "[0, 1, 2, 3] name stage 3, but pipeline_parallel_size * num_chunks is 2"),
-        ([0, -1, 1, 1], 4, 2, "a stage must be at least 0, but -1 is not"),
+        ([0, 0, 2, 2], 4, 3, "[0, 0, 2, 2] do not contain stage 1 of 3"),
+        ([0, 0, 0, 1], 4, 3, "[0, 0, 0, 1] do not contain stage 2 of 3"),
+        ([0, 1, 2, 3], 4, 2, "[0, 1, 2, 3] contain stage 3, but pipeline_parallel_size * num_chunks is 2"),
+        ([0, -1, 1, 1], 4, 2, "a stage must be at least 0, got -1"),
     ],
 )
 def test_wrong_values(method: str | list[int], num_layers: int, num_stages: int, message: str) -> None:
@@ -176,7 +176,7 @@ def test_wrong_values(method: str | list[int], num_layers: int, num_stages: int,
 
 
 def test_negative_weight() -> None:
-    with pytest.raises(ValueError, match=re.escape("at least 0, but -1 is not (in [1, -1])")):
+    with pytest.raises(ValueError, match=re.escape("at least 0, got -1 (in [1, -1])")):
         partition("parameters", [1, -1], 2)
 
 

@@ -413,7 +413,7 @@ def edit(schedule: Schedule, rank: int, actions: tuple[Action, ...]) -> Schedule
         ),
         pytest.param(
             "1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1RECV_F2 1B1 1SEND_B1 1F2 1B2 1SEND_B2 1SEND_F2",
-            "rank 1 has no use for 1SEND_F2",
+            "rank 1 does not need 1SEND_F2",
             id="send to nobody",
         ),
         pytest.param(
@@ -433,7 +433,7 @@ def edit(schedule: Schedule, rank: int, actions: tuple[Action, ...]) -> Schedule
         ),
         pytest.param(
             "1RECV_F0 1F0 1RECV_F2 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1 1F2 1B2 1SEND_B2",
-            "activation number 1 from rank 0 to rank 1 is 0SEND_F1 there but 1RECV_F2 here",
+            "activation number 1 from rank 0 to rank 1 is 0SEND_F1 on the sender but 1RECV_F2 on the receiver",
             id="reorder receives",
         ),
         pytest.param(
@@ -521,7 +521,7 @@ def test_schedule_is_plain_data() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("pipedream", 2, 4), "there is no schedule 'pipedream'; choose one of 'gpipe', '1f1b', 'interleaved_1f1b'"),
+        (("pipedream", 2, 4), "schedule='pipedream' must be one of 'gpipe', '1f1b', 'interleaved_1f1b'"),
         (("1f1b", 2, 4, 2), "num_chunks is 2; use schedule='interleaved_1f1b'"),
         (("1f1b", 0, 4), "num_ranks is 0"),
         (("gpipe", 2, 0), "num_microbatches is 0"),

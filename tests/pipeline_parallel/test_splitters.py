@@ -94,10 +94,10 @@ def test_queries_and_keys_have_offsets_of_their_own() -> None:
         (
             ("cu",),
             {"ids": torch.arange(4)},
-            r"split_rows\('cu'\) must find a tensor of integers.*found NoneType.*'ids'",
+            r"split_rows\('cu'\) needs a tensor of integers.*found NoneType.*'ids'",
         ),
-        (("cu",), {"ids": torch.arange(4), "cu": torch.tensor([1, 4])}, "offsets that begin with 0"),
-        (("cu",), {"ids": torch.arange(5), "cu": torch.tensor([0, 3])}, r"how to split batch\['ids'\] \[5\].*3 tokens"),
+        (("cu",), {"ids": torch.arange(4), "cu": torch.tensor([1, 4])}, "offsets that start at 0"),
+        (("cu",), {"ids": torch.arange(5), "cu": torch.tensor([0, 3])}, r"cannot split batch\['ids'\] \[5\].*3 tokens"),
         (
             ("cu",),
             {"ids": torch.arange(3), "cu": torch.tensor([0, 3]), "w": {"a": torch.rand(7)}},
@@ -217,7 +217,7 @@ def test_graphs_under_other_names() -> None:
     ("change", "message"),
     [
         ({"batch": torch.tensor([0, 1, 0, 1, 1, 1])}, "ascending"),
-        ({"weights": torch.rand(5)}, r"how to split batch\['weights'\] \[5\].*2 graphs, 6 nodes and 8 edges"),
+        ({"weights": torch.rand(5)}, r"cannot split batch\['weights'\] \[5\].*2 graphs, 6 nodes and 8 edges"),
         ({"edge_index": torch.rand(2, 8)}, "tensor of integers with 2 dimensions at 'edge_index'"),
     ],
 )
@@ -342,10 +342,13 @@ def test_joined_targets_give_the_loss_of_the_batch() -> None:
 @pytest.mark.parametrize(
     ("batch", "message"),
     [
-        ({"targets": torch.arange(5), "target_lengths": torch.tensor([2, 2])}, r"as the lengths say, 4, found \[5\]"),
+        (
+            {"targets": torch.arange(5), "target_lengths": torch.tensor([2, 2])},
+            r"as the sum of the lengths, 4, found \[5\]",
+        ),
         (
             {"targets": torch.arange(4), "target_lengths": torch.tensor([2, 2]), "w": torch.rand(7)},
-            r"how to split batch\['w'\] \[7\], in a batch of 2 samples and 4 targets",
+            r"cannot split batch\['w'\] \[7\] in a batch of 2 samples and 4 targets",
         ),
     ],
 )
@@ -368,7 +371,7 @@ def test_lists_of_samples_are_divided(kind: Any) -> None:
 
 @pytest.mark.parametrize("batch", [torch.rand(4, 2), {"x": torch.rand(4)}, [torch.rand(3), 5]])
 def test_batches_that_are_no_lists_of_samples(batch: Any) -> None:
-    with pytest.raises(ValueError, match="must get a list or a tuple of samples"):
+    with pytest.raises(ValueError, match="needs a list or a tuple of samples"):
         lightning_hybrid.split_samples()(batch, 2)
 
 

@@ -239,7 +239,7 @@ def test_picture_that_is_too_long_has_no_numbers_and_says_so() -> None:
     1f1b: 2 ranks, 8 microbatches, bubble 11.1% of the step
     rank 0 >.<<<><<<><<
     rank 1 ><<>><<>><<.
-    > forward   < backward   . idle   (too long for numbers)
+    > forward   < backward   . idle   (too long to show numbers)
     """
     timeline = simulate(build("1f1b", 2, 8))
     assert timeline.to_text(20).splitlines() == lines(expected)

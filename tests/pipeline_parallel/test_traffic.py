@@ -87,8 +87,8 @@ def test_bytes_are_those_of_every_two_ranks(seed: int) -> None:
 def test_the_warning_has_both_byte_counts() -> None:
     text = traffic_text(SIZES, "dp-pp-tp", TWO_NODES, SENT)
     assert text == (
-        "With launch.rank_order='dp-pp-tp' a step sends 800 bytes between machines, and with"
-        " launch.rank_order='pp-dp-tp' it would send 40 bytes: use that order."
+        "With launch.rank_order='dp-pp-tp', a step sends 800 bytes between nodes. Set launch.rank_order='pp-dp-tp',"
+        " which sends 40 bytes."
     )
     assert traffic_text(SIZES, "pp-dp-tp", TWO_NODES, SENT) is None
     assert traffic_text(SIZES, "dp-pp-tp", [0] * 8, SENT) is None
@@ -97,8 +97,10 @@ def test_the_warning_has_both_byte_counts() -> None:
 def test_a_tensor_group_that_no_order_keeps_on_a_node_is_said_too() -> None:
     text = traffic_text({"dp": 1, "tp": 8, "pp": 1}, "pp-dp-tp", TWO_NODES, SENT)
     assert text is not None
-    assert "a step sends 14 bytes between machines (14 bytes of them sums over tensor-parallel groups)" in text
-    assert "with no other order fewer than 14 bytes. Let tensor_parallel_size divide the ranks of a machine" in text
+    assert "a step sends 14 bytes between nodes (14 bytes for sums over tensor-parallel groups)" in text
+    assert (
+        "No other order sends less than 14 bytes. Set tensor_parallel_size to a divisor of the number of ranks" in text
+    )
 
 
 def test_of_replicas_the_most_counts_and_two_ranks_of_a_link_are_added_up() -> None:
@@ -126,7 +128,7 @@ def noted(layout: Any, module: Any = None) -> tuple[list[Any], list[str]]:
         caught = stack.enter_context(warnings.catch_warnings(record=True))
         warnings.simplefilter("always")
         trainer.fit(module, *loaders)
-    return seen, [str(each.message) for each in caught if "between machines" in str(each.message)]
+    return seen, [str(each.message) for each in caught if "between nodes" in str(each.message)]
 
 
 def test_a_run_counts_what_it_sends_and_names_the_better_order(ranks: Pools) -> None:
@@ -145,7 +147,7 @@ def test_a_run_counts_what_it_sends_and_names_the_better_order(ranks: Pools) -> 
     assert 0 < found.data <= whole * 8
     assert found.tensor == 0
     assert len(texts) == 1
-    assert "with launch.rank_order='pp-dp-tp' it would send" in texts[0]
+    assert "Set launch.rank_order='pp-dp-tp', which sends" in texts[0]
 
 
 def noted_with_nccl(layout: Any) -> tuple[list[Any], list[str]]:

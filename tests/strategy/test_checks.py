@@ -74,10 +74,10 @@ IMPOSSIBLE: list[tuple[dict[str, Any], type[Exception], list[str]]] = [
     ({"partition": [3, 3], "pipeline_parallel_size": 3}, ValueError, ["partition", "[3, 3]", "3"]),
     ({"partition": [6, 0], "pipeline_parallel_size": 2}, ValueError, ["partition", "[6, 0]", "at least 1"]),
     ({"partition": [3, 3.0], "pipeline_parallel_size": 2}, ValueError, ["partition", "3.0"]),
-    ({"partition": [1, 1, 2, 2], "pipeline_parallel_size": 2}, ValueError, ["stage of each layer", "begins with 0"]),
+    ({"partition": [1, 1, 2, 2], "pipeline_parallel_size": 2}, ValueError, ["stage of each layer", "starting at 0"]),
     ({"partition": [0, 1, 0, 1], "pipeline_parallel_size": 2}, ValueError, ["[0, 1, 0, 1]", "go back from 1 to 0"]),
-    ({"partition": [0, 0, 1, 1], "pipeline_parallel_size": 3}, ValueError, ["leave out stage 2 of 3"]),
-    ({"partition": [0, 1, 2], "pipeline_parallel_size": 2}, ValueError, ["name stage 2", "from 0 to 1"]),
+    ({"partition": [0, 0, 1, 1], "pipeline_parallel_size": 3}, ValueError, ["do not contain stage 2 of 3"]),
+    ({"partition": [0, 1, 2], "pipeline_parallel_size": 2}, ValueError, ["contain stage 2", "from 0 to 1"]),
     ({"master_weights": "yes"}, TypeError, ["master_weights", "'yes'", "bool"]),
     ({"launch": {"rank_order": "pp-dp"}}, ValueError, ["rank_order", "'pp-dp'", "'pp-dp-tp'"]),
     ({"launch": {"rank_order": "pp-dp-dp"}}, ValueError, ["rank_order", "'pp-dp-dp'"]),
@@ -401,7 +401,7 @@ def test_a_derivative_through_the_body_is_refused_and_one_behind_it_is_not(ranks
     expected = penalized(None)
     for *refused_texts, behind in ranks(2, lightning=True).run(penalized, PP2):
         for text in refused_texts:
-            assert text.startswith("`training_step` differentiates through the body 'body' in the step")
+            assert text.startswith("`training_step` computes derivatives through the body 'body'")
         assert_same(behind, expected[3])
 
 
@@ -448,12 +448,17 @@ def check_refused(
 @pytest.mark.parametrize(
     ("make", "layout", "kind", "words"),
     [
-        (NoList, {}, "ValueError", ["No list of layers", "NoList", "It has no list", "body=['first', 'second', ...]"]),
+        (
+            NoList,
+            {},
+            "ValueError",
+            ["No list of layers", "NoList", "The module has no list", "body=['first', 'second', ...]"],
+        ),
         (
             SmallBody,
             {},
             "ValueError",
-            ["SmallBody", "considerable part", "'body'", "'other'", "6 layers", "body='...'"],
+            ["SmallBody", "large part", "'body'", "'other'", "6 layers", "body='...'"],
         ),
         (Regression, {"body": "boddy"}, "ValueError", ["'boddy'", "Regression", "Candidates", "'body'"]),
         (NamesBody, {}, "ValueError", ["'boddy'", "Candidates", "'body'"]),
@@ -470,7 +475,7 @@ def check_refused(
             DecidesBetween,
             {},
             "ValueError",
-            ["`__bool__` at test_checks.py:", "the layer 'body.1' is called after it", "decide by the batch"],
+            ["`__bool__` at test_checks.py:", "the layer 'body.1' is called afterward", "decision from the batch"],
         ),
         (RankDependent, {}, "ValueError", ["not the same on every rank: call 2 is `cos` at", "`sin` at", "rank 1"]),
         (Manual, {}, "ValueError", ["Manual", "manual optimization", "automatic_optimization"]),

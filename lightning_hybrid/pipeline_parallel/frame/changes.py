@@ -19,8 +19,8 @@ from lightning_hybrid.pipeline_parallel.placeholders import PlaceholderBuffer, i
 _KNOWN, _SENT, _KEPT, _DEVICE = "known", "sent", "kept", "device"
 
 _KEPT_TEXT = (
-    "A layer reads a tensor that a layer of another stage has put into an object, such as a cache of keys. The tensor"
-    " stays on the stage that has made it. Let the one layer return it, and pass it to the other layer as"
+    "A layer reads a tensor that a layer on another stage stored in an object, such as a key-value cache. The tensor"
+    " stays on the stage that created it. Return it from the first layer, and pass it to the other layer as"
     " an argument. [LH413]"
 )
 
@@ -124,7 +124,7 @@ class Arguments:
             pickler.dump((len(self._nodes), result, changes))
         except Exception as error:  # the pickle protocol lets classes raise anything
             raise WrongUseError(
-                f"A layer returns something, or puts it into an object, that cannot be sent to other stages: {error}"
+                f"A layer returned a value, or stored one in an object, that cannot be sent to other stages: {error}"
             ) from error
         return Packed(buffer.getvalue(), pickler.sent, pickler.kept)
 
@@ -158,9 +158,9 @@ class Arguments:
         number, result, changes = unpickler.load()
         if number != len(self._nodes):
             raise WrongUseError(
-                f"A layer is called with other arguments on each rank: {number} objects, containers and tensors on the"
-                f" rank that has it, {len(self._nodes)} here. Every rank runs the code around the layers; it must not"
-                " depend on the rank. [LH433]"
+                f"A layer received different arguments on different ranks: {number} objects, containers and tensors on"
+                f" the rank that has the layer, {len(self._nodes)} here. Every rank runs the code around the layers,"
+                " which must not depend on the rank. [LH433]"
             )
         for position, value in changes:
             _apply(self._nodes[position], value)

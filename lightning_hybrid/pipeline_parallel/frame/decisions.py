@@ -103,7 +103,7 @@ class Decisions:
         inputs, _ = flatten(list(arguments))
         for position, integer in self._integers.items():
             if inputs[position] != integer:
-                self.different = f"an integer that it holds, such as {integer}"
+                self.different = f"an integer in the batch, such as {integer}"
                 return False
         copies: dict[int, Tensor] = {}  # of tensors that are the user's, where anything is written
         results: dict[int, list[Any]] = {}

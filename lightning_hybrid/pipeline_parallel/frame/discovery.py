@@ -72,8 +72,8 @@ _WRITTEN, _ALIASES, _CHANGED, _MANY = 1_000_000, 2_000_000, 3_000_000, 500_000
 
 #: The usual reason why layers are called again with what they made, or their caches are used; and what to do.
 GENERATION = (
-    "Generation sends each token back into the first stage: call it in `validation_step`, `test_step` or"
-    " `predict_step`, without gradients and without `context_parallel_size`; or after the run and"
+    "Generation feeds each token back to the first stage: generate in `validation_step`, `test_step` or"
+    " `predict_step`, without gradients and without `context_parallel_size`, or after the run and a call of"
     " `trainer.strategy.gather_module()`."
 )
 
@@ -283,8 +283,8 @@ class Discovery(TorchFunctionMode):
         if any(isinstance(leaf, Tensor) and self._is_absent(leaf) for leaf in leaves):
             if func in DERIVATIVES:
                 raise WrongUseError(
-                    f"{call} differentiates in the step, through layers that live on"
-                    " several stages: no rank has the whole graph. [LH407]"
+                    f"{call} computes derivatives through layers on several stages, but no rank has the full"
+                    " graph. [LH407]"
                 )
             return self._absent(number, call, leaves, lambda fakes: apply(func, *unflatten(fakes[:count], spec)))
         self._seed(number)
@@ -387,8 +387,8 @@ class Discovery(TorchFunctionMode):
                     watches = self._watches.items()
                     self.escaped |= {(index, tap) for index, watch in watches for tap in watch.called()}
                 raise WrongUseError(
-                    f"{call} uses a tensor that a layer of the body made and did not return. A layer must return every"
-                    f" tensor that code around the layers uses, instead of keeping it in an attribute."
+                    f"{call} uses a tensor that a layer of the body computed but did not return. A layer must return"
+                    f" every tensor that code around the layers uses, instead of storing it in an attribute."
                     f" {GENERATION} [LH414]"
                 )
             if id(leaf) in self._parameter_names:
@@ -476,7 +476,7 @@ class Discovery(TorchFunctionMode):
                 shapes = _shapes(attempt(lambda each: torch.ones_like(each) if is_whole(each) else each.clone())[0])
         if is_own and _shapes(attempt(torch.clone, _counted)[0]) != _shapes(attempt(torch.clone)[0]):
             raise WrongUseError(
-                f"The shapes of what {type(unit).__name__} returns depend on the values it is given. [LH446]"
+                f"The shapes that {type(unit).__name__} returns depend on the values of its inputs. [LH446]"
             )
         result, seen = attempt(torch.clone)
         if whole and (seen.known or shapes != _shapes(result)):
@@ -513,7 +513,7 @@ class Discovery(TorchFunctionMode):
         whole = {place: tensor for place, tensor in whole.items() if is_whole(tensor)}
         absent = [fake for fake in fakes if isinstance(fake, FakeTensor) and id(fake) not in given]
         if not (self._passes_lengths and whole) or any(map(is_whole, absent)):
-            raise ValueError("the numbers of fake tensors are needed")
+            raise ValueError("the values of fake tensors are needed")
         assert call.function is not None
         keeps = OF_LENGTHS.get(function_name(call.function), ())
 
@@ -524,7 +524,7 @@ class Discovery(TorchFunctionMode):
         (result, seen), (other, _) = attempt(torch.zeros), attempt(_counted)
         outputs = flatten(result)[0]
         if not all(isinstance(leaf, Tensor) for leaf in outputs) or _shapes(result) != _shapes(other):
-            raise ValueError("the numbers of fake tensors are needed")
+            raise ValueError("the values of fake tensors are needed")
         self._passed = number if self._passed is None else self._passed
         tensors = tuple(whole.values())
         touched, sources = frozenset(map(memory_of, tensors)), [*map(self._source, tensors)]
@@ -670,8 +670,8 @@ class Discovery(TorchFunctionMode):
             rewritten = {id(leaves[0])} & self._parameters.keys()
             if not rewritten:
                 raise WrongUseError(
-                    f"{call} assigns to an attribute of a tensor that another stage has. Make a new"
-                    " tensor instead. [LH422]"
+                    f"{call} sets an attribute of a tensor that is on another stage. Create a new tensor"
+                    " instead. [LH422]"
                 )
             for key in rewritten & self._parameter_names.keys():  # it has the memory of what was assigned
                 name = self._parameter_names[key]
@@ -691,8 +691,8 @@ class Discovery(TorchFunctionMode):
         self._checkpoints[id(frame)] = frame, self._checkpoints.get(id(frame), (frame, 0))[1] + 1
         if self._checkpoints[id(frame)][1] > 1 or call.unit is None:
             raise WrongUseError(
-                f"{call} is made again in backward by `torch.utils.checkpoint`, together with other layers, or with"
-                " random numbers around them. Checkpoint each layer by itself, or use"
+                f"{call} is recomputed by `torch.utils.checkpoint` together with other layers, or with random numbers"
+                " drawn outside the layers. Checkpoint each layer separately, or use"
                 " HybridStrategy(recompute=...). [LH440]"
             )
 

@@ -59,9 +59,9 @@ def fake_module(
         for name, generator, state in generators:
             if generator_state(generator) != state:
                 raise WrongUseError(
-                    f"The step draws random numbers from a generator of its own, {name}. Stages make different parts of"
-                    " the step, so they would draw different numbers from it. Draw without `generator=`: each call has"
-                    " a seed of its own then, which is the same on every stage. [LH448]"
+                    f"The step draws random numbers from its own generator, {name}. Stages run different parts of the"
+                    " step, so they would draw different numbers. Draw without `generator=`: each call then has its own"
+                    " seed, which is the same on every stage. [LH448]"
                 )
         for part, attributes in swapped:
             for name, value in _held(part).items():

@@ -29,16 +29,16 @@ try:
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
     class FakeMode(FakeTensorMode):  # type: ignore[no-redef, no-untyped-call]
-        """Tensors without values, with which nothing can be computed any more once the step has been followed.
+        """A mode for tensors without values. No operator can use these tensors after the step has been traced.
 
         Attributes:
-            is_over: Whether it has.
+            is_over: True after the step has been traced.
         """
 
         is_over = False
 
         def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            """An operator of tensors of which one has no values."""
+            """Run an operator on tensors, at least one of which has no values."""
             if self.is_over:
                 raise AbsentValueError(absent_text(f"`{func.overloadpacket.__name__}` at {users_line()}"))
             return super().dispatch(func, types, args, kwargs)

@@ -64,9 +64,10 @@ _MOST_OF_KEY, _MOST_PLANS = 32, 512
 # Where `module.compile()` keeps what a call of the module runs instead.
 _COMPILED = "_compiled_call_impl"
 _FIRST_OF_SHAPES = (
-    "In evaluation the first batch of these shapes decides how steps run, and it called no layer there: with"
-    " HybridStrategy(dynamic_shapes=True) each batch decides."
+    "In evaluation, the first batch of these shapes determines how steps run, and its step called no layer there. Set"
+    " HybridStrategy(dynamic_shapes=True) to trace every batch."
 )
+_END = "the end of the step"
 # With so many paths for one signature a step seems to read another number each time.
 _MANY = 8
 
@@ -326,7 +327,7 @@ class FrameCut:
             known.append(plan)
             return plan
         graph = self._known_graph(key, arguments, seed) if choice is None else None
-        begin, how = time.perf_counter(), "followed" if graph is None else "planned again"
+        begin, how = time.perf_counter(), "traced" if graph is None else "planned again"
         if graph is None:
             self.num_followed += 1
             before()
@@ -396,7 +397,7 @@ class FrameCut:
                 first = next(at for at, call in enumerate(beyond.calls) if call.unit == len(self._units) - 1)
                 if any(call.unit is not None for call in beyond.calls[first + 1 :]):
                     rank_zero_info(
-                        f"{names[module]!r} needs numbers of what layers make: all of it is on stage {stage}."
+                        f"{names[module]!r} reads values that layers compute, so all of it is on stage {stage}."
                     )
                     self._forget_plans()
                     graph = beyond
@@ -443,7 +444,8 @@ class FrameCut:
                 stage = self._pin(names[module], module, graph.calls[:first])
                 self._forget_plans()
                 rank_zero_info(
-                    f"{names[module]!r} needs what it writes into {buffer!r}: all of it is on stage {stage}."
+                    f"{names[module]!r} uses the values that it writes into {buffer!r}, so all of it is on stage"
+                    f" {stage}."
                 )
                 return True
         return False
@@ -460,10 +462,10 @@ class FrameCut:
             self._warned = True
             what = reader if isinstance(reader, str) else known[0].graph.calls[reader]
             rank_zero_warn(
-                f"`{step}` takes its {_MANY}th path with batches of the same shapes, as what it reads from the batch"
-                f" is something else each time: {what}. Each path is followed once, which takes"
-                " 10 to 200 ms. Read such numbers inside of one layer of the body; or let few values occur, such as"
-                " lengths rounded up to multiples of 64; or leave them in tensors (a mask instead of a slice)."
+                f"`{step}` takes its {_MANY}th path with batches of the same shapes, because a value that it reads from"
+                f" the batch is different each time: {what}. Each path is traced once, which takes 10 to 200 ms. Read"
+                " the values inside one layer of the body, allow only a few values (such as lengths rounded up to"
+                " multiples of 64), or keep the values in tensors (a mask instead of a slice)."
             )
 
     def _discover(self, step: Callable[..., Any], arguments: Sequence[Any], seed: Callable[[int], None]) -> Graph:
@@ -613,19 +615,16 @@ class FrameCut:
         first, second = self._units[early.unit][0], self._units[late.unit][0]
         again = len([call for call in graph.calls if call.unit == early.unit]) > 1
         remedy = (
-            f"{first!r} is called more than once in a step, each time with what the layers made of the last call, and"
-            " a pipeline is passed once. Without a pipeline it works: HybridStrategy(zero_stage=...) or"
-            " HybridStrategy(tensor_parallel_size=...). With one, divide only layers that are called once:"
+            f"{first!r} is called more than once in a step, each time with results of the last call, but a step passes"
+            " through the pipeline only once. Use HybridStrategy(zero_stage=...) or"
+            " HybridStrategy(tensor_parallel_size=...) without a pipeline, or split only layers that are called once:"
             f" HybridStrategy(body=[...]). {GENERATION} [LH435]"
             if again
-            else (
-                f"The layers are called in the order below; say so with\n   "
-                f" HybridStrategy(body={_folded(names)!r}) [LH436]"
-            )
+            else (f"Name the layers in the order of their calls:\n    HybridStrategy(body={_folded(names)!r}) [LH436]")
         )
         return (
-            f"{first!r}, on stage {self._stage_of[early.unit]}, needs at {early.where} what {second!r} makes, on stage"
-            f" {self._stage_of[late.unit]}. {remedy}"
+            f"{first!r}, on stage {self._stage_of[early.unit]}, needs at {early.where} the result of {second!r}, on"
+            f" stage {self._stage_of[late.unit]}. {remedy}"
         )
 
     def run(
@@ -724,7 +723,7 @@ class FrameCut:
             text = absent_text(f"The result of {type(self._module).__name__}")
             raise PathChangedError(text, plan, running.number, is_same=True)
         if running.number < part.free_from:
-            text = self._path_text(plan, running.number, "not made")
+            text = self._path_text(plan, running.number, _END)
             raise PathChangedError(text, plan, running.number)
         if present:
             gone = present - _tensors(self._module.modules())
@@ -776,12 +775,12 @@ class FrameCut:
     def _path_text(self, plan: FramePlan, number: int, found: str | int) -> str:
         """The text for a step that does something else than what was discovered."""
         calls = plan.graph.calls
-        expected = str(calls[number]) if number < len(calls) else "behind its end"
+        expected = str(calls[number]) if number < len(calls) else _END
         found = repr(self._units[found][0]) if isinstance(found, int) else found
         return (
-            f"The step took another path than when a batch of these shapes was traced: call {number} of"
-            f" {type(self._module).__name__} is {found}, and was {expected}. All stages must take the same path. It may"
-            " depend on the batch, on `self.training` or on `requires_grad`; if it depends on anything else, set"
+            f"The step took a different path than when a batch of these shapes was traced: call {number} of"
+            f" {type(self._module).__name__} is now {found}, but was {expected}. All stages must take the same path. It"
+            " may depend on the batch, on `self.training` or on `requires_grad`; if it depends on anything else, set"
             " HybridStrategy(dynamic_shapes=True), which traces every step. [LH431]"
         )
 
@@ -790,20 +789,20 @@ class FrameCut:
         tensor, reader = plan.kept[position]
         name = next((repr(name) for name, each in self._module.named_buffers() if each is tensor), "a tensor")
         return (
-            f"The step writes {name} of {type(self._module).__name__} after {plan.graph.needed} has asked for the"
-            f" number of a value that only the last stage has; what comes then is done there alone, and {reader} reads"
-            " it on every stage. Write it before, or in a hook, such as `on_train_batch_end`. [LH473]"
+            f"The step writes {name} of {type(self._module).__name__} after {plan.graph.needed} has read a value that"
+            f" only the last stage has. From there on, the step runs only on that stage, but {reader} reads {name} on"
+            " every stage. Write it before that, or in a hook, such as `on_train_batch_end`. [LH473]"
         )
 
     def _parameter_text(self, plan: FramePlan, placeholder: Tensor) -> str:
         """The text for a parameter of another stage that is used after the number of an absent value was needed."""
         name = next((name for name, each in self._module.named_parameters() if each is placeholder), None)
         if name is None or name not in self.holders:
-            return without_value_text(f"what follows {plan.graph.needed}")
+            return without_value_text(f"code after {plan.graph.needed}")
         return (
-            f"The step uses the parameter {name!r} after {plan.graph.needed} has asked for the number of a value that"
-            f" another stage makes, and what follows cannot be known before; {name!r}"
-            f" {lives_on_text(self.holders[name])}. {KEEP_TEXT} [LH409]"
+            f"The step uses the parameter {name!r} after {plan.graph.needed} has read a value that another stage"
+            f" computes, so this use could not be planned. {name!r} {lives_on_text(self.holders[name])}."
+            f" {KEEP_TEXT} [LH409]"
         )
 
     def _late_text(self, plan: FramePlan, index: int) -> str:
@@ -812,9 +811,9 @@ class FrameCut:
         dynamic = "" if torch.is_grad_enabled() else f" {_FIRST_OF_SHAPES}"
         return (
             f"{plan.graph.needed} reads the value of a tensor that another pipeline stage computes, and the layer"
-            f" {self._units[index][0]!r} is called{' again' * again} after it. Code between pipelined layers cannot"
-            " depend on values of activations: decide by the batch, or move the decision and the layers behind it into"
-            " one layer of the body, which sees a microbatch."
+            f" {self._units[index][0]!r} is called{' again' * again} afterward. Code between pipelined layers cannot"
+            " depend on activation values: make the decision from the batch, or move the decision and the layers after"
+            " it into one layer of the body, which processes one microbatch at a time."
             f"{f' {GENERATION}' * again}{dynamic} [LH406]"
         )
 

@@ -64,8 +64,8 @@ def call_unit(call: Call, unit: Callable[..., Any], args: Any, kwargs: Any) -> A
     result = unit(*args, **kwargs)
     if not is_unchanged((args, kwargs), leaves, spec):
         raise WrongUseError(
-            f"{call} changes a list or a dictionary that it is given, which other stages do not see. Let the layer"
-            " return what it makes. [LH450]"
+            f"{call} changes a list or a dictionary that it receives, but other stages do not see the change. Return"
+            " the new value from the layer instead. [LH450]"
         )
     return result
 
@@ -204,7 +204,7 @@ class Graph:
     def texts(self) -> list[str]:
         """What must be the same on every rank, each as text: the calls, and what these and later stages use of them."""
         used = [f"{call}, which uses {self._names(call.operands)}" for call in self.calls if call.operands]
-        return [*map(str, self.calls), *used, f"its end, which keeps {self._names(self.wanted)}"]
+        return [*map(str, self.calls), *used, f"the end of the step, which keeps {self._names(self.wanted)}"]
 
     def _names(self, values: Iterable[Value]) -> str:
         return ", ".join(f"{self.calls[value.call]} [{value.leaf}]" for value in values)
@@ -297,10 +297,10 @@ def check_backward(tensor: Tensor) -> None:
     if function is None or (tensor._is_view() and not isinstance(function, _OwnBackward)):
         return
     is_hook = type(function).__name__ == "BackwardHookFunctionBackward"
-    what = "hook on the gradients of a module is" if is_hook else "`torch.autograd.Function` was"
+    what = "module's backward hook" if is_hook else "`torch.autograd.Function`"
     raise WrongUseError(
-        f"A {what} applied at {users_line()} outside of the layers that are divided into stages, so its backward cannot"
-        f" be divided. {'Put it on a part' if is_hook else 'Call it in one'} of these layers. [LH449]"
+        f"A {what} was applied at {users_line()} outside the pipelined layers, so its backward cannot be split into"
+        f" stages. {'Register it on a module inside' if is_hook else 'Call it inside'} one of these layers. [LH449]"
     )
 
 

@@ -104,9 +104,9 @@ class Lockstep(TorchFunctionMode):
             return func(*args, **kwargs)
         if func in DERIVATIVES:
             raise WrongUseError(
-                f"`{function_name(func)}` differentiates in a step that calls layers depending on their results. The"
-                " layers live on several stages: no rank has the whole graph. Compute derivatives inside of one layer,"
-                " or use a layout without a pipeline. [LH407]"
+                f"`{function_name(func)}` computes derivatives in a step that calls layers depending on their results."
+                " The layers are on several stages, so no rank has the full graph. Compute derivatives inside one"
+                " layer, or use a layout without a pipeline. [LH407]"
             )
         self.is_answering = True
         try:
@@ -173,7 +173,7 @@ class Lockstep(TorchFunctionMode):
             common = frozenset.intersection(*places)
             if not common:
                 raise WrongUseError(
-                    f"The parameters of {name!r} live on different stages: no stage can compute it. [LH415]"
+                    f"The parameters of {name!r} are on different stages, so no stage can compute it. [LH415]"
                 )
             return self._share_other(min(common), forward, *self._arrived(min(common), args, kwargs))
 
@@ -200,7 +200,7 @@ class Lockstep(TorchFunctionMode):
             if any(map(self._held_by, written_operands(func, args, kwargs))):
                 raise WrongUseError(
                     f"`{function_name(func)}` writes a parameter in a step that calls layers depending on their"
-                    " results. The parameter lives on some stages only. Write it in a hook, such as"
+                    " results, but only some stages have the parameter. Write it in a hook, such as"
                     " `on_validation_batch_end`. [LH465]"
                 )
             return self._share_other(min(common), func, args, kwargs)
@@ -263,8 +263,8 @@ class Lockstep(TorchFunctionMode):
         assert held is not None
         if self._is_tensor_parallel and not isinstance(tensor, nn.Parameter):
             raise WrongUseError(
-                "Code around the layers reads a tensor that a layer has put into an object, such as a cache of keys."
-                " Tensor-parallel ranks have parts of it. Let the layer return what is read. [LH412]"
+                "Code around the layers reads a tensor that a layer stored in an object, such as a key-value cache."
+                " The tensor is sharded over tensor-parallel ranks. Return it from the layer instead. [LH412]"
             )
         owner, is_here = min(held), self._rank == min(held)
         received: Tensor = self._exchange(owner, tensor.detach() if is_here else None)

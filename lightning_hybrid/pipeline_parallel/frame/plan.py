@@ -347,8 +347,8 @@ def shard_text(of_layers: Mapping[str, Call]) -> str:
     """
     name, call = min(of_layers.items(), key=lambda entry: entry[0])
     return (
-        f"{call} uses the parameter {name!r} of a layer outside of that layer. With zero_stage=3 replicas have a shard"
-        " of it there. Use zero_stage=2 or zero_stage=1. [LH411]"
+        f"{call} uses the parameter {name!r} of a layer outside that layer, where replicas have only a shard of it with"
+        " zero_stage=3. Use zero_stage=2 or zero_stage=1. [LH411]"
     )
 
 
@@ -368,7 +368,7 @@ def assign(tensor: Tensor, value: Tensor) -> None:
     """
     if tensor.shape != value.shape or tensor.dtype != value.dtype:
         raise WrongUseError(
-            f"`data` of a parameter of shape {tuple(tensor.shape)} and {tensor.dtype} is assigned a tensor of shape"
+            f"`data` of a parameter with shape {tuple(tensor.shape)} and {tensor.dtype} was set to a tensor with shape"
             f" {tuple(value.shape)} and {value.dtype}. [LH471]"
         )
     with torch.no_grad():

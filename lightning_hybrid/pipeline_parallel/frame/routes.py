@@ -10,8 +10,8 @@ from lightning_hybrid.pipeline_parallel.frame.graph import HOOKS, Call, Graph, V
 
 #: What lets a parameter live on another stage too.
 KEEP_TEXT = (
-    "Let the first batch of training use the parameter there too, such as by adding `0 * parameter.sum()`, or make it a"
-    " part of a layer."
+    "Use the parameter on that stage in the first training batch too, for example by adding `0 * parameter.sum()`, or"
+    " make it part of a layer."
 )
 
 
@@ -160,19 +160,19 @@ def travel_text(step: str, travels: Iterable[Travel], holders: Mapping[str, Coll
     places = {(name, travel.stages): None for travel in travels for name in travel.names}
     uses = [f"{name!r} of {_stages(holders[name])} on {_stages(stages)}" for name, stages in places]
     return (
-        f"`{step}` uses parameters on stages that do not have them: {', '.join(uses)}. Parameters outside of the layers"
-        f" live where the first batch of training used them. They are sent in each step: {num_bytes:,} bytes."
+        f"`{step}` uses parameters on stages that do not have them: {', '.join(uses)}. Parameters outside the layers"
+        f" are on the stages where the first training batch used them, so {num_bytes:,} bytes are sent in each step."
         f" {KEEP_TEXT}"
     )
 
 
 def lives_on_text(stages: Collection[int]) -> str:
     """The text that says where a parameter lives, and why."""
-    return f"lives on {_stages(stages)}, where the first batch of training used it"
+    return f"is on {_stages(stages)}, where the first training batch used it"
 
 
 def _stages(stages: Collection[int]) -> str:
-    return f"stage {' and '.join(map(str, sorted(stages)))}"
+    return f"stage{'s' * (len(stages) > 1)} {' and '.join(map(str, sorted(stages)))}"
 
 
 class _Router:
@@ -233,8 +233,8 @@ class _Router:
                 continue
             if call.unit is not None and not call.returns(value) and (call.is_in_place or not call.written):
                 raise WrongUseError(
-                    f"{call} changes a tensor in place that is used afterwards on another stage. Use what the layer"
-                    " returns instead. [LH460]"
+                    f"{call} changes a tensor in place, but another stage uses the tensor afterward. Use the value that"
+                    " the layer returns instead. [LH460]"
                 )
             if value.call not in self.routes[source].computed:
                 self.need([value], source, needed_by)
@@ -255,15 +255,15 @@ class _Router:
         sources = [name for name in sources if not self._holds(name, stage)]
         if not sources:
             return (
-                f"{call} writes the parameter {min(call.rewritten)!r}, which lives on stage {stage} among others, with"
-                f" values that only stage {len(self.routes) - 1} has, so that it would differ from stage to stage. Do"
-                " it in a hook, such as `on_train_batch_end`, or let a layer of the body have the parameter. [LH463]"
+                f"{call} writes the parameter {min(call.rewritten)!r}, which is on stage {stage} among others, with"
+                f" values that only stage {len(self.routes) - 1} has, so the parameter would differ between stages."
+                " Write it in a hook, such as `on_train_batch_end`, or make it part of a layer of the body. [LH463]"
             )
         places = _stages(self._holders[sources[0]])
         return (
-            f"{call} writes the parameter {min(call.rewritten)!r}, which lives on stage {stage}, with {sources[0]!r},"
-            f" which lives on {places}. Put both layers on one stage: set `layer.pipeline_stage` on each, or do it in a"
-            " hook, such as `on_train_batch_end`. [LH462]"
+            f"{call} writes the parameter {min(call.rewritten)!r}, which is on stage {stage}, with {sources[0]!r},"
+            f" which is on {places}. Put both layers on one stage by setting `layer.pipeline_stage` on each, or write"
+            " the parameter in a hook, such as `on_train_batch_end`. [LH462]"
         )
 
     def make_effects(self) -> None:
@@ -275,8 +275,9 @@ class _Router:
             makers = [stage for stage, route in enumerate(self.routes) if number in route.computed]
             if call.function in HOOKS and call.operands and len(makers) > 1:
                 raise WrongUseError(
-                    f"{call} puts a hook on the gradient of a tensor that {_stages(makers)} make, each of which has a"
-                    " part of it. Put it on a tensor that is not written in place before, such as `x = x * 1`. [LH469]"
+                    f"{call} puts a hook on the gradient of a tensor that {_stages(makers)} compute, but each stage has"
+                    " only a part of the gradient. Put it on a tensor that was not written in place before, such as"
+                    " `x = x * 1`. [LH469]"
                 )
 
     def check_writes(self) -> None:
@@ -288,8 +289,8 @@ class _Router:
                 is_apart = len(arrived) > 1 or (len(arrived) == 1 and arrived[0] != min(call.old))
                 if call.unit is None and len(call.old) > 1 and is_apart:
                     raise WrongUseError(
-                        f"{call} writes in place, on stage {stage}, a tensor of which an earlier stage has sent a view."
-                        " Make a new tensor instead. [LH470]"
+                        f"{call} writes in place, on stage {stage}, to a tensor, but an earlier stage has sent a view"
+                        " of the tensor. Create a new tensor instead. [LH470]"
                     )
 
     def check_states(self, writes: Mapping[int, Value]) -> None:
@@ -304,9 +305,9 @@ class _Router:
                 reader = next((self._calls[n] for n in sorted(route.computed) if state in self._calls[n].states), None)
                 if reader is not None and not holders[stage]:
                     raise StateError(
-                        f"{writer} writes a buffer or an attribute of the module on stage {holders.index(True)}, and"
-                        f" {reader} reads it on stage {stage}, which would have its old value in the next step. Keep it"
-                        " inside of one layer of the body, write it before the layers, or write it in a hook. [LH461]",
+                        f"{writer} writes a buffer or an attribute of the module on stage {holders.index(True)}, but"
+                        f" {reader} reads it on stage {stage}, which would have the old value in the next step. Keep it"
+                        " inside one layer of the body, or write it before the layers or in a hook. [LH461]",
                         state,
                     )
 
@@ -406,11 +407,11 @@ class _Router:
                     if value.call in route.computed:
                         route.fetched.add(name)
                     where = "to earlier stages" if name in route.fetched else ""
-                    where = "to what `torch.utils.checkpoint` makes again in backward" if call.is_made_again else where
+                    where = "to code that `torch.utils.checkpoint` recomputes" if call.is_made_again else where
                     if where and not allowed:
                         raise WrongUseError(
-                            f"{call} uses the parameter {name!r} on stage {stage}, but it"
-                            f" {lives_on_text(self._holders[name])}, and it cannot be sent {where}. {KEEP_TEXT} [LH408]"
+                            f"{call} uses the parameter {name!r} on stage {stage}, but the parameter"
+                            f" {lives_on_text(self._holders[name])}, and cannot be sent {where}. {KEEP_TEXT} [LH408]"
                         )
 
     def check_rewritten(self) -> None:
@@ -420,7 +421,7 @@ class _Router:
         for call in self._calls:
             for name in sorted(call.rewritten & travelling):
                 raise WrongUseError(
-                    f"{call} writes the parameter {name!r}, which {lives_on_text(self._holders[name])}, and another"
+                    f"{call} writes the parameter {name!r}, which {lives_on_text(self._holders[name])}, but another"
                     f" stage uses it in the same step. Write it in a hook, such as `on_train_batch_end`."
                     f" {KEEP_TEXT} [LH464]"
                 )

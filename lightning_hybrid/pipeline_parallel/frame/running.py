@@ -453,20 +453,19 @@ def check_returned(call: Call, result: Any, args: Any, kwargs: Any) -> None:
         elif type(seen) is Argument:
             given = given or flatten((args, kwargs))[0]
             if leaf is not given[seen.position]:
-                texts = "a value that it makes", "one that it was given, among others that it made,"
+                texts = "a new value", "one of its arguments"
         elif not _is_same(leaf, seen):
             texts = "a tensor" if isinstance(leaf, Tensor) else repr(leaf), repr(seen)
     if texts is not None and call.taps is not None:
         raise WrongUseError(
-            f"Forward hooks inside {call} are called with other things than when the step was first seen with a batch"
-            " of these shapes, and code around the layers uses what they collect. Let them see the same in"
+            f"Forward hooks inside {call} received different values than when a batch of these shapes was traced, but"
+            " code around the layers uses the values that they collect. Make the hooks see the same calls in"
             " every step. [LH445]"
         )
     if texts is not None:
         raise WrongUseError(
-            f"{call} returns {texts[0]}, and returned {texts[1]} when it was first seen with a batch of these shapes."
-            " Other stages cannot know what it is now. Let layers return tensors, in a tree that is"
-            " always the same. [LH437]"
+            f"{call} returns {texts[0]}, but returned {texts[1]} when a batch of these shapes was traced. Other stages"
+            " cannot know the new result. Return tensors from layers, always in the same structure. [LH437]"
         )
 
 

@@ -346,9 +346,9 @@ class _NotTaken:
 
     def __next__(self) -> Any:
         raise WrongUseError(
-            f"The step takes from an iterator ({self._kind}) that the module has as an attribute. Every stage runs the"
-            " step, and would take something else. Let the batch have it: a `CombinedLoader` reads several loaders"
-            " side by side. [LH451]"
+            f"The step reads from an iterator ({self._kind}) that is an attribute of the module. Every stage runs the"
+            " step, and would read different items. Put the data into the batch: a `CombinedLoader` reads several"
+            " loaders together. [LH451]"
         )
 
 
@@ -416,9 +416,9 @@ class StatesOfStages:
         for (container, path), length in zip(self._containers.values(), lengths, strict=True):
             if len(container) != length:
                 raise WrongUseError(
-                    f"The step changes `{path}`, and did not when a batch of these shapes was traced, so each of"
-                    " several stages on a rank would change it. Change it in a hook, such as `on_train_batch_end`, or"
-                    " set HybridStrategy(dynamic_shapes=True), which traces every step. [LH472]"
+                    f"The step changes `{path}`, but did not change it when a batch of these shapes was traced, so each"
+                    " of several stages on a rank would change it. Change it in a hook, such as `on_train_batch_end`,"
+                    " or set HybridStrategy(dynamic_shapes=True), which traces every step. [LH472]"
                 )
 
     def _add_copies(self, stage: int, own: list[dict[str, Any]], places: Iterable[str]) -> None:

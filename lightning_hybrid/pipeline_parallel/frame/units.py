@@ -38,7 +38,9 @@ def named_units(module: nn.Module, patterns: Sequence[str]) -> Units:
     for pattern in patterns:
         found = [(name, part) for name, part in parts.items() if name and name_matches(name, pattern)]
         if not found:
-            raise ValueError(f"body={list(patterns)!r}: {pattern!r} names nothing in {type(module).__name__}. [LH302]")
+            raise ValueError(
+                f"body={list(patterns)!r}: {pattern!r} does not match a submodule of {type(module).__name__}. [LH302]"
+            )
         for name, part in found:
             members = _members(name, part) if is_container(part) else [(name, part)]
             units |= {member: path for path, member in members if member not in units}
@@ -292,7 +294,7 @@ def _check_disjoint(units: dict[nn.Module, str]) -> None:
         for path, part in unit.named_modules():
             if path and part in units:
                 raise ValueError(
-                    f"body: {units[part]!r} is a part of {name!r}, which is a unit itself; name one of them. [LH304]"
+                    f"body: {units[part]!r} is part of {name!r}, which is named too; name only one of them. [LH304]"
                 )
 
 

@@ -84,15 +84,13 @@ def traffic_text(sizes: Mapping[str, int], rank_order: str, nodes: Sequence[Any]
     is_worth = least <= _WORTH * total and total > 0
     if not (of_sums or is_worth):
         return None
-    sums = f" ({filesize.decimal(int(of_sums))} of them sums over tensor-parallel groups)" if of_sums else ""
-    text = f"With launch.rank_order={rank_order!r} a step sends {filesize.decimal(int(total))} between machines{sums}"
+    sums = f" ({filesize.decimal(int(of_sums))} for sums over tensor-parallel groups)" if of_sums else ""
+    text = f"With launch.rank_order={rank_order!r}, a step sends {filesize.decimal(int(total))} between nodes{sums}."
     if is_worth:
-        return (
-            f"{text}, and with launch.rank_order={best!r} it would send {filesize.decimal(int(least))}: use that order."
-        )
+        return f"{text} Set launch.rank_order={best!r}, which sends {filesize.decimal(int(least))}."
     return (
-        f"{text}, and with no other order fewer than {filesize.decimal(int(least))}. Let tensor_parallel_size divide"
-        " the ranks of a machine."
+        f"{text} No other order sends less than {filesize.decimal(int(least))}. Set tensor_parallel_size to a divisor"
+        " of the number of ranks per node."
     )
 
 

@@ -34,13 +34,13 @@ def compute_order(
             cannot have more in flight.
     """
     if name not in SCHEDULES:
-        raise ValueError(f"there is no schedule {name!r}; choose one of {', '.join(map(repr, SCHEDULES))} [LH102]")
+        raise ValueError(f"schedule={name!r} must be one of {', '.join(map(repr, SCHEDULES))} [LH102]")
     _check_sizes(num_ranks, num_microbatches, num_chunks)
     links = extra_in_flight or [0] * (num_ranks - 1)
     if len(links) != num_ranks - 1 or min(links, default=0) < 0:
         raise ValueError(
-            f"extra_in_flight is {list(links)}, but {num_ranks} ranks have {num_ranks - 1} links; it needs a number for"
-            " each, at least 0 [LH115]"
+            f"extra_in_flight={list(links)} must have one number, at least 0, for each link between ranks, but"
+            f" {num_ranks} ranks have {num_ranks - 1} links [LH115]"
         )
     # What is on its way over the links behind a rank has been sent by it, and has not come back.
     extra = [sum(links[rank:]) for rank in range(num_ranks)]
@@ -65,8 +65,8 @@ def gpipe(num_ranks: int, num_microbatches: int, num_chunks: int, extra: Sequenc
     """
     if any(extra):
         raise ValueError(
-            f"schedule='gpipe' has all microbatches in flight, and {extra[0]} more are asked for on rank 0; leave"
-            " extra_in_flight out, or use schedule='1f1b' [LH116]"
+            f"schedule='gpipe' has all microbatches in flight already, but extra_in_flight adds {extra[0]} on rank 0;"
+            " remove extra_in_flight, or use schedule='1f1b' [LH116]"
         )
 
     def of_rank(rank: int) -> tuple[Action, ...]:
@@ -169,8 +169,8 @@ SCHEDULES: dict[str, Callable[[int, int, int, Sequence[int]], Order]] = {
 }
 """The schedules by name.
 
-Each takes the numbers of ranks, microbatches and chunks, and for each rank how many forwards more than usual it runs
-before its first backward.
+Each takes the numbers of ranks, microbatches and chunks, and for each rank the number of extra forwards before its
+first backward.
 """
 
 
@@ -206,4 +206,4 @@ def _check_sizes(num_ranks: int, num_microbatches: int, num_chunks: int) -> None
     sizes = {"num_ranks": num_ranks, "num_microbatches": num_microbatches, "num_chunks": num_chunks}
     for name, size in sizes.items():
         if size < 1:
-            raise ValueError(f"{name} is {size}, but a schedule needs at least 1 [LH103]")
+            raise ValueError(f"{name} is {size}, but must be at least 1 [LH103]")

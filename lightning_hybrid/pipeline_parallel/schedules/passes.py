@@ -113,7 +113,7 @@ def _last_sends_before(schedule: Schedule) -> dict[Action, int]:
         return True
 
     waiting = schedule.play(do)
-    assert not waiting, f"communication does not go through: {waiting}"
+    assert not waiting, f"communication deadlocks: {waiting}"
     receives = map(schedule.counterpart, clocks)
     return {receive: clocks[schedule.counterpart(receive)][schedule.rank_of(receive.stage)] for receive in receives}
 

@@ -45,7 +45,7 @@ def _check_complete(schedule: Schedule) -> None:
         for problem, culprits in {
             "lacks": [action for action in expected if action not in counts],
             "repeats": [action for action in counts if counts[action] > 1],
-            "has no use for": [action for action in counts if action not in expected],
+            "does not need": [action for action in counts if action not in expected],
         }.items():
             if culprits:
                 _fail(schedule, f"rank {rank} {problem} {', '.join(sorted(map(str, culprits)))}")
@@ -87,7 +87,8 @@ def _check_channels(schedule: Schedule) -> None:
                 sender, receiver, what = channel
                 _fail(
                     schedule,
-                    f"{what} number {number} from rank {sender} to rank {receiver} is {send} there but {receive} here",
+                    f"{what} number {number} from rank {sender} to rank {receiver} is {send} on the sender but"
+                    f" {receive} on the receiver",
                 )
 
 

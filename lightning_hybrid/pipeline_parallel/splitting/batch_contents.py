@@ -235,12 +235,13 @@ def whole_text(misfits: Sequence[Entry], batch: Any, module: str, num_microbatch
     offsets = find_offsets(found)
     text = f"The batch runs as one microbatch instead of {num_microbatches}, because "
     if not misfits:
-        text += "it is a list whose entries look like samples, and not like tensors of all samples"
+        text += "it is a list whose entries look like single samples, not like tensors of all samples"
     else:
         text += f"{_reason(misfits, offsets)}: {_listed(_beside(misfits, found))}"
     return (
-        f"{text}. A batch is not split by guessing. To split it, {_remedy(batch, found, offsets, module)}"
-        " A tensor that is the same for all samples, such as class weights, belongs in the module, as a buffer."
+        f"{text}. The strategy does not guess how to split a batch. To split it,"
+        f" {_remedy(batch, found, offsets, module)}"
+        " Register a tensor that is the same for all samples, such as class weights, as a buffer of the module."
     )
 
 
@@ -288,7 +289,7 @@ def _remedy(batch: Any, found: Sequence[Entry], offsets: Sequence[Entry], module
         )
         if lengths and joined:
             ready = f"split_targets({_keys([joined, lengths])})"
-    line = f"write `split_batch = lightning_hybrid.{ready}` into {module}, or " if ready else ""
+    line = f"set `split_batch = lightning_hybrid.{ready}` in {module}, or " if ready else ""
     return f"{line}define `{module}.split_batch(batch, num_microbatches)`, which returns a list of microbatches."
 
 

@@ -449,7 +449,7 @@ def join(outputs: list[Any], counts: Sequence[int], *, strict: bool = False) -> 
     flat = [flatten(output) for output in outputs]
     spec = flat[0][1]
     if any(other != spec for _, other in flat):
-        raise JoinError("The outputs of the microbatches are different containers.")
+        raise JoinError("The outputs of the microbatches have different structures.")
     columns = zip(*(leaves for leaves, _ in flat), strict=True)
     return unflatten([_join_leaf(list(column), counts, strict) for column in columns], spec)
 
@@ -461,16 +461,17 @@ def _join_leaf(values: list[Any], counts: Sequence[int], strict: bool) -> Any:
             raise JoinError(f"A plain value differs between microbatches: {values}.")
         return first
     if not all(isinstance(value, Tensor) for value in values):
-        raise JoinError("A leaf is a tensor in some microbatches and none in others.")
+        raise JoinError("A leaf is a tensor in some microbatches but not in others.")
     alike = all(value.ndim == first.ndim for value in values)
     lengths = zip(*(value.shape for value in values), strict=True) if alike else ()
     dims = [dim for dim, along in enumerate(lengths) if along == tuple(counts)]
     if len(dims) == 1:
         if strict and all(_same(value, first) for value in values[1:]):
-            raise JoinError(f"A leaf of shape {tuple(first.shape)} may go by samples or not: it is always the same.")
+            raise JoinError(f"A leaf of shape {tuple(first.shape)} is the same in all microbatches.")
         return torch.cat(values, dims[0])
     if dims or any(value is not first and not _same(value, first) for value in values[1:]):
-        raise JoinError(f"No single dimension of {[tuple(value.shape) for value in values]} follows {list(counts)}.")
+        shapes = [tuple(value.shape) for value in values]
+        raise JoinError(f"The shapes {shapes} do not have exactly one dimension with sizes {list(counts)}.")
     return first
 
 

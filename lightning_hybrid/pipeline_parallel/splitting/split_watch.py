@@ -21,8 +21,8 @@ def microbatch_text(number: int, counts: Sequence[int]) -> str:
         counts: The number of samples of each microbatch.
     """
     return (
-        f"In microbatch {number + 1} of {len(counts)}, which holds {counts[number]} of {sum(counts)} samples. Code that"
-        " needs the whole batch needs num_microbatches=1; a batch that should be split in another way needs a method"
+        f"In microbatch {number + 1} of {len(counts)}, which holds {counts[number]} of {sum(counts)} samples. If the"
+        " code needs the full batch, set num_microbatches=1. To split batches in a different way, define a method"
         " `split_batch(batch, num_microbatches)` in the module."
     )
 
@@ -106,7 +106,7 @@ def length_text(length: int, module: str) -> str:
         module: The name of the user's class.
     """
     return (
-        f"A tensor of length {length} in the batch was split into microbatches because there were as many samples, but"
-        " it does not go by samples: it stays as it is from batch to batch. Keep it in the module, as a buffer, or say"
-        f" how batches are split: `{module}.split_batch(batch, num_microbatches)` returns a list of microbatches."
+        f"A tensor of length {length} in the batch was split into microbatches because its length was the number of"
+        " samples, but it is the same in every batch. Register it as a buffer of the module, or define"
+        f" `{module}.split_batch(batch, num_microbatches)`, which returns a list of microbatches."
     )

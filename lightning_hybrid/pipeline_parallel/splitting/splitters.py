@@ -38,23 +38,24 @@ Key = str | int
 
 
 def split_rows(*offsets: Key) -> Any:
-    """Make a `split_batch` for packed rows: it divides the documents into microbatches of about equal tokens.
+    """Create a `split_batch` hook for packed rows: it splits the documents into microbatches of about equal tokens.
 
-    Tensors with a row for each token, or of shape ``(1, tokens, ...)``, are split between documents, and so are tensors
-    with a row for each document; offsets begin with 0 again. Every microbatch receives everything else unsplit, such as
-    ``max_seqlen``, which stays an upper bound. The weight of a microbatch is its number of tokens, as the loss is a
-    mean over tokens; if some labels are ignored, add ``microbatch_weight = lightning_hybrid.count_tokens(...)``.
+    Tensors with one row per token, or of shape ``(1, tokens, ...)``, and tensors with one row per document are split
+    between documents. Offsets start at 0 again in each microbatch. All other values are passed to every microbatch
+    unchanged, such as ``max_seqlen``, which remains an upper bound. The weight of a microbatch is its number of tokens,
+    because the loss is a mean over tokens. If some labels are ignored, add
+    ``microbatch_weight = lightning_hybrid.count_tokens(...)``.
 
     Args:
-        offsets: Where the offsets are in a batch, such as ``"cu_seqlens"``: a key of a mapping, an attribute, or the
-            index in a tuple. Several have offsets of the same documents in different tensors, such as queries and keys;
-            the tokens of the first count.
+        offsets: The place of the offsets in a batch, such as ``"cu_seqlens"``: the key of a mapping, the name of an
+            attribute, or the index in a tuple. Pass several if different tensors, such as queries and keys, have their
+            own offsets for the same documents. Tokens are then counted by the first offsets.
 
     Returns:
-        A function of a batch and a number of microbatches.
+        A function that takes a batch and a number of microbatches, and returns the microbatches.
 
     Raises:
-        TypeError: If there are no keys, or one is not a string or an integer.
+        TypeError: If there are no keys, or a key is neither a string nor an integer.
 
     Example::
 
@@ -65,22 +66,22 @@ def split_rows(*offsets: Key) -> Any:
 
 
 def split_graphs(batch: Key = "batch", edge_index: Key = "edge_index") -> Any:
-    """Make a `split_batch` for graphs that are joined into one: it divides the graphs into microbatches.
+    """Create a `split_batch` hook for graphs that are joined into one: it splits the graphs into microbatches.
 
-    A `Batch` of PyTorch Geometric needs no splitter. This one is for mappings, dataclasses, named tuples and other
-    objects. Tensors with a row for each node are split by nodes; tensors with "edge" in their names, and a row for each
-    edge, by edges; tensors with a row for each graph by graphs. Nodes are numbered from 0 again. A microbatch counts by
-    its graphs.
+    A `Batch` of PyTorch Geometric does not need a splitter. This splitter is for mappings, dataclasses, named tuples
+    and other objects. Tensors with one row per node are split by nodes, tensors with one row per graph by graphs, and
+    tensors with one row per edge and "edge" in their names by edges. Nodes are numbered from 0 again in each
+    microbatch. The weight of a microbatch is its number of graphs.
 
     Args:
-        batch: Where the graph of each node is, shape ``(nodes,)``, int64, ascending.
-        edge_index: Where the nodes of each edge are, shape ``(2, edges)``, int64.
+        batch: The place of the graph number of each node: shape ``(nodes,)``, int64, ascending.
+        edge_index: The place of the two nodes of each edge: shape ``(2, edges)``, int64.
 
     Returns:
-        A function of a batch and a number of microbatches.
+        A function that takes a batch and a number of microbatches, and returns the microbatches.
 
     Raises:
-        TypeError: If a key is not a string or an integer.
+        TypeError: If a key is neither a string nor an integer.
 
     Example::
 
@@ -91,19 +92,21 @@ def split_graphs(batch: Key = "batch", edge_index: Key = "edge_index") -> Any:
 
 
 def split_targets(targets: Key = "targets", lengths: Key = "target_lengths") -> Any:
-    """Make a `split_batch` for targets that are joined to one row, as `torch.nn.CTCLoss` takes them.
+    """Create a `split_batch` hook for targets that are concatenated into one row, as `torch.nn.CTCLoss` accepts them.
 
-    Everything else with a row for each sample is split as it is without a splitter. A microbatch counts by its samples.
+    All other values with one row per sample are split as they are without a splitter. The weight of a microbatch is its
+    number of samples.
 
     Args:
-        targets: Where the joined targets are in a batch: a key of a mapping, an attribute, or the index in a tuple.
-        lengths: Where their lengths are, shape ``(samples,)``.
+        targets: The place of the targets in a batch: the key of a mapping, the name of an attribute, or the index in a
+            tuple.
+        lengths: The place of their lengths, shape ``(samples,)``.
 
     Returns:
-        A function of a batch and a number of microbatches.
+        A function that takes a batch and a number of microbatches, and returns the microbatches.
 
     Raises:
-        TypeError: If a key is not a string or an integer.
+        TypeError: If a key is neither a string nor an integer.
 
     Example::
 
@@ -114,12 +117,12 @@ def split_targets(targets: Key = "targets", lengths: Key = "target_lengths") -> 
 
 
 def split_samples() -> Any:
-    """Make a `split_batch` for batches that are lists of samples, as ``collate_fn=list`` leaves them.
+    """Create a `split_batch` hook for batches that are lists of samples, as ``collate_fn=list`` returns them.
 
-    A microbatch is a shorter list, and counts by its length.
+    A microbatch is a shorter list. Its weight is its length.
 
     Returns:
-        A function of a batch and a number of microbatches.
+        A function that takes a batch and a number of microbatches, and returns the microbatches.
 
     Example::
 
@@ -148,7 +151,7 @@ def _tensor(batch: Any, key: Key, splitter: str, ndim: int = 1) -> Tensor:
         kind = f"one of shape {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
         keys = [name or path for path, name, _ in _parts(batch)]
         raise WrongUseError(
-            f"{splitter} must find a tensor of integers with {ndim} dimension{'s' * (ndim > 1)} at {key!r}, found"
+            f"{splitter} needs a tensor of integers with {ndim} dimension{'s' * (ndim > 1)} at {key!r}, found"
             f" {kind}. The {type(batch).__name__} has {keys}. [LH711]"
         )
     return found
@@ -212,8 +215,8 @@ def _refuse(splitter: str, left: Sequence[Entry], lengths: str) -> None:
     """
     if left:
         raise WrongUseError(
-            f"{splitter} does not know how to split {', '.join(map(str, left))}, in a batch of {lengths}. Keep a tensor"
-            " that is the same for all samples in the module, as a buffer, or define"
+            f"{splitter} cannot split {', '.join(map(str, left))} in a batch of {lengths}. Register a tensor that is"
+            " the same for all samples as a buffer of the module, or define"
             " `split_batch(batch, num_microbatches)`. [LH713]"
         )
 
@@ -239,11 +242,11 @@ class _Rows:
         for key, numbers in ends.items():
             if len(numbers) < 2 or numbers[0] != 0 or numbers != sorted(numbers):
                 raise WrongUseError(
-                    f"{name} must find offsets that begin with 0 and rise at {key!r}, found {numbers[:8]}. [LH714]"
+                    f"{name} needs offsets that start at 0 and increase at {key!r}, found {numbers[:8]}. [LH714]"
                 )
         if len({len(numbers) for numbers in ends.values()}) > 1:
             raise WrongUseError(
-                f"{name} must find as many offsets at each key, found {[*map(len, ends.values())]}. [LH714]"
+                f"{name} needs the same number of offsets at each key, found {[*map(len, ends.values())]}. [LH714]"
             )
         first = ends[self.offsets[0]]
         bounds = _even_bounds(first, num_microbatches)
@@ -314,7 +317,7 @@ class _Graphs:
         name = f"split_graphs({self.batch!r}, {self.edge_index!r})"
         owners, edges = _tensor(batch, self.batch, name), _tensor(batch, self.edge_index, name, 2)
         if len(owners) > 1 and bool((owners.diff() < 0).any()):
-            raise WrongUseError(f"{name} must find ascending numbers of graphs at {self.batch!r}. [LH712]")
+            raise WrongUseError(f"{name} needs graph numbers in ascending order at {self.batch!r}. [LH712]")
         pointers = field(batch, "ptr")
         if isinstance(pointers, Tensor) and pointers.ndim == 1:
             num_graphs = len(pointers) - 1
@@ -375,7 +378,7 @@ class _Targets:
         if not isinstance(joined, Tensor) or joined.ndim == 0 or len(joined) != sum(tokens):
             kind = f"{list(joined.shape)}" if isinstance(joined, Tensor) else type(joined).__name__
             raise WrongUseError(
-                f"{name} must find as many targets at {self.targets!r} as the lengths say, {sum(tokens)},"
+                f"{name} needs as many targets at {self.targets!r} as the sum of the lengths, {sum(tokens)},"
                 f" found {kind}. [LH715]"
             )
         columns, left = [], []
@@ -401,14 +404,11 @@ class _Samples:
 
     def __call__(self, batch: Any, num_microbatches: int) -> Microbatches:
         if type(batch) not in (list, tuple) or len({type(sample) for sample in batch}) > 1:
+            is_list = isinstance(batch, (list, tuple))
+            of = f" of {sorted({type(sample).__name__ for sample in batch})}" if is_list else ""
             raise WrongUseError(
-                f"split_samples() must get a list or a tuple of samples of one type, got a"
-                f" {type(batch).__name__} [LH716]"
-                + (
-                    f" of {sorted({type(sample).__name__ for sample in batch})}."
-                    if isinstance(batch, (list, tuple))
-                    else "."
-                )
+                "split_samples() needs a list or a tuple of samples of one type, got a"
+                f" {type(batch).__name__}{of}. [LH716]"
             )
         counts = sizes(len(batch), num_microbatches)
         ends = accumulate(counts)

@@ -552,7 +552,7 @@ def test_a_step_that_takes_another_path_is_refused() -> None:
     play(cut, model, model, (inputs(),), 2)
     model.late = True
     with pytest.raises(
-        WrongUseError, match=r"call 0 of Changing is `sin`, and was `cos` at test_frame.py:\d+.*dynamic"
+        WrongUseError, match=r"call 0 of Changing is now `sin`, but was `cos` at test_frame.py:\d+.*dynamic"
     ):
         play(cut, model, model, (inputs(),), 2)
 
@@ -636,7 +636,7 @@ def test_another_leaf_module_than_before_is_refused() -> None:
     cut = cut_of(model, 2, around_discovery=model.undivided, leaf_modules=leaves)
     play(cut, model, model, (x,), 2)
     model.forward = lambda x: model.body(model.head(x)).mean()
-    with pytest.raises(WrongUseError, match=r"call 0 of Shared is 'head', and was 'embed' at test_frame.py"):
+    with pytest.raises(WrongUseError, match=r"call 0 of Shared is now 'head', but was 'embed' at test_frame.py"):
         play(cut, model, model, (x,), 2)
 
 
@@ -743,7 +743,7 @@ def test_what_travels_does_not_depend_on_garbage_collection(collects: bool) -> N
         assert check(model, step, (inputs(),), 2, cut).sends == [1]
     finally:
         gc.enable()
-    assert cut.plans[0].graph.texts()[-1].startswith("its end, which keeps `mean` at test_frame.py:")
+    assert cut.plans[0].graph.texts()[-1].startswith("the end of the step, which keeps `mean` at test_frame.py:")
 
 
 def test_what_travels_does_not_depend_on_a_watcher_that_reads_the_stack() -> None:
@@ -921,7 +921,7 @@ def test_layers_in_another_order_are_refused_with_the_order() -> None:
 
     refused(
         Reversed(4),
-        r"'blocks.1', on stage 0, needs at test_frame.py:\d+ what 'blocks.2' makes, on stage 1.*"
+        r"'blocks.1', on stage 0, needs at test_frame.py:\d+ the result of 'blocks.2', on stage 1.*"
         r"\n    HybridStrategy\(body=\['blocks.3', 'blocks.2', 'blocks.1', 'blocks.0'\]\)",
     )
 
@@ -940,7 +940,7 @@ def test_a_decision_between_the_layers_is_refused() -> None:
                     x = x * 2
             return x
 
-    refused(Deciding(), r"`__bool__` at test_frame.py:\d+ reads the value .* the layer 'blocks.1' is called after it")
+    refused(Deciding(), r"`__bool__` at test_frame.py:\d+ reads the value .* the layer 'blocks.1' is called afterward")
 
 
 class Doubled(torch.autograd.Function):
@@ -981,7 +981,7 @@ def test_hooks_on_gradients_belong_to_parts_of_layers() -> None:
     for outside in ("blocks.1", "embed"):
         model = Model(4)
         model.get_submodule(outside).register_full_backward_hook(lambda module, given, made: None)
-        refused(model, r"A hook on the gradients of a module is applied at test_frame.py:\d+ outside of the layers")
+        refused(model, r"A module's backward hook was applied at test_frame.py:\d+ outside the pipelined layers")
     model = Model(4)
     model.blocks[1].linear.register_full_backward_hook(lambda module, given, made: (given[0] * 0.5,))
     check(model, model, (inputs(),), 2)
@@ -995,7 +995,7 @@ def test_a_hook_on_the_gradient_of_what_several_stages_must_make_is_refused() ->
         x.register_hook(lambda gradient: gradient.clamp(-0.003, 0.003))
         return (model.head(model.body(x)) + x).pow(2).mean()
 
-    refused(model, r"`register_hook` at test_frame.py:\d+ puts a hook .* stage 0 and 1 make", step)
+    refused(model, r"`register_hook` at test_frame.py:\d+ puts a hook .* stages 0 and 1 compute", step)
 
 
 def test_checkpoints_of_several_layers_are_refused() -> None:
@@ -1012,7 +1012,7 @@ def test_derivatives_in_the_step_are_refused() -> None:
         (gradient,) = torch.autograd.grad(model.body(x).sum(), x, create_graph=True, allow_unused=True)
         return gradient.pow(2).mean()
 
-    refused(model, r"`grad` at test_frame.py:\d+ differentiates in the step", penalty)
+    refused(model, r"`grad` at test_frame.py:\d+ computes derivatives through layers on several stages", penalty)
 
 
 class Halving(Block):
@@ -1033,16 +1033,16 @@ def test_a_view_that_was_sent_must_not_be_written_through_its_base() -> None:
         y += 1
         return model.blocks[3](z + view).mean() + y.mean()
 
-    refused(model, "of which an earlier stage has sent a view", step)
+    refused(model, "but an earlier stage has sent a view of the tensor", step)
 
 
 @pytest.mark.parametrize(
     ("returns", "text"),
     [
-        (lambda x, late: (x, 7 if late else 4), "returns 7, and returned 4 when"),
-        (lambda x, late: (x, None if late else x.sum()), "returns None, and returned a tensor when"),
-        (lambda x, late: (x * 1.5, x * late) if late else (x * 1.5, None), "returns a tensor, and returned None when"),
-        (lambda x, late: (x, {"b": 1, "a": 2} if late else {"a": 2, "b": 1}), r"dict\(b: \*, a: \*\)\), and returned"),
+        (lambda x, late: (x, 7 if late else 4), "returns 7, but returned 4 when"),
+        (lambda x, late: (x, None if late else x.sum()), "returns None, but returned a tensor when"),
+        (lambda x, late: (x * 1.5, x * late) if late else (x * 1.5, None), "returns a tensor, but returned None when"),
+        (lambda x, late: (x, {"b": 1, "a": 2} if late else {"a": 2, "b": 1}), r"dict\(b: \*, a: \*\)\), but returned"),
     ],
 )
 def test_what_a_layer_returns_beside_tensors_is_always_the_same(returns: Any, text: str) -> None:
@@ -1089,7 +1089,7 @@ def test_what_a_layer_handed_on_when_it_was_first_seen_it_always_hands_on() -> N
     cut = cut_of(model, 2)
     play(cut, model, step, (x,), 2)
     model.blocks[1].late = True
-    with pytest.raises(WrongUseError, match=r"'blocks.1' at .* returns a value that it makes, and returned one that"):
+    with pytest.raises(WrongUseError, match=r"'blocks.1' at .* returns a new value, but returned one of its arguments"):
         play(cut, model, step, (x,), 2)
 
 
@@ -1105,7 +1105,7 @@ def test_what_a_layer_handed_on_when_it_was_first_seen_it_always_hands_on() -> N
 def test_a_generator_of_the_modules_own_is_refused(make: Any, draw: Any) -> None:
     model = Model()
     model.own = make()
-    refused(model, r"from a generator of its own, 'own' of Model", lambda x: model(x) * draw(model.own))
+    refused(model, r"from its own generator, 'own' of Model", lambda x: model(x) * draw(model.own))
     assert draw(model.own) == draw(make())
 
 
@@ -1133,7 +1133,7 @@ def test_a_list_that_a_layer_changes_is_refused(kind: str) -> None:
             x = layer(x, given)
         return x.mean() + sum(given["losses"] if kind == "dict" else [*given, *model.losses])
 
-    text = "made and did not return" if kind == "attribute" else "'blocks.0' at .* changes a list or a dictionary"
+    text = "computed but did not return" if kind == "attribute" else "'blocks.0' at .* changes a list or a dictionary"
     refused(model, text, step)
 
 
@@ -1304,7 +1304,7 @@ def test_a_module_between_layers_whose_shapes_depend_on_values_is_refused() -> N
 def test_a_buffer_that_keeps_a_graph_is_refused() -> None:
     model = Between()
     model.between.has_gradient = True
-    with pytest.raises(WrongUseError, match="'mean' of Centering is a part of the graph of gradients"):
+    with pytest.raises(WrongUseError, match="'mean' of Centering is attached to the autograd graph"):
         play(cut_of(model, 2), model, model.forward, (inputs(),), 2)
 
 
@@ -1377,7 +1377,7 @@ def test_what_a_layer_keeps_is_not_what_it_returns() -> None:
 
     model = Model()
     model.blocks = nn.ModuleList(Keeping() for _ in range(4))
-    refused(model, "made and did not return", lambda x: model.body(x).mean() + model.blocks[0].extra * 2)
+    refused(model, "computed but did not return", lambda x: model.body(x).mean() + model.blocks[0].extra * 2)
 
 
 def test_a_layer_must_not_fill_what_is_used_elsewhere() -> None:
@@ -1395,7 +1395,7 @@ def test_a_layer_must_not_fill_what_is_used_elsewhere() -> None:
             x = layer(x, out)
         return x.mean() + out.pow(2).mean()
 
-    refused(model, "changes a tensor in place that is used afterwards on another stage", step)
+    refused(model, "changes a tensor in place, but another stage uses the tensor afterward", step)
 
 
 def test_a_value_that_was_not_used_before_is_not_there() -> None:
@@ -1583,7 +1583,7 @@ def test_nothing_travels_to_earlier_stages() -> None:
     model, x = Model(), inputs()
     with (
         (cut := cut_of(model, 3, holders=held(model, embed=1)))(),
-        pytest.raises(WrongUseError, match=r"'embed\.bias' on stage 0.*lives on stage 1"),
+        pytest.raises(WrongUseError, match=r"'embed\.bias' on stage 0.*is on stage 1"),
     ):
         cut.find_plan(0, model, (x,), seed)
 
@@ -1696,7 +1696,7 @@ def test_a_unit_that_looks_at_numbers_may_fill_a_cache(is_used: bool) -> None:
     model.blocks = nn.ModuleList(Caching() for _ in range(4))
     found: list[Any] = []
     if is_used:
-        with (cut := cut_of(model, 2))(), pytest.raises(WrongUseError, match="a layer of the body made"):
+        with (cut := cut_of(model, 2))(), pytest.raises(WrongUseError, match="a layer of the body computed"):
             cut.find_plan(0, step, (x,), seed)
     else:
         check(model, step, (x,), 2)
@@ -1812,7 +1812,7 @@ def lengths_of_values(self: Model, x: Tensor, lengths: Tensor) -> Tensor:
 @pytest.mark.parametrize("step", [shape_of_values, lengths_of_values])
 def test_shapes_that_absent_values_decide_are_refused(step: Callable[..., Tensor]) -> None:
     model, batch = Model(2), (torch.randn(4, 9, WIDTH), torch.tensor([8, 7, 9, 5]))
-    with pytest.raises(WrongUseError, match=r"reads the value of a tensor .* layer 'blocks.1' is called after it"):
+    with pytest.raises(WrongUseError, match=r"reads the value of a tensor .* layer 'blocks.1' is called afterward"):
         check(model, partial(step, model), batch, 2)
 
 
@@ -2044,5 +2044,5 @@ def test_a_layer_that_has_a_reentrant_checkpoint_keeps_it() -> None:
 
 def test_a_reentrant_checkpoint_around_several_layers_is_refused() -> None:
     model = Model()
-    with pytest.raises(WrongUseError, match="Checkpoint each layer by itself"):
+    with pytest.raises(WrongUseError, match="Checkpoint each layer separately"):
         check(model, lambda x: checkpoint(model.body, x, use_reentrant=True).mean(), (inputs().requires_grad_(),), 2)

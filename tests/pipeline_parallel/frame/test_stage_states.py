@@ -308,7 +308,7 @@ def test_a_container_that_is_changed_later_is_refused() -> None:
 
     chunks(model, step, [[x]], cut=cut)
     with pytest.raises(
-        WrongUseError, match=r"changes `part\.listed`, and did not when a batch of these shapes was traced"
+        WrongUseError, match=r"changes `part\.listed`, but did not change it when a batch of these shapes was traced"
     ):
         chunks(model, step, [[x]], cut=cut)
 
@@ -318,6 +318,6 @@ def test_an_iterator_of_the_modules_own_is_refused(make: Any) -> None:
     model, x = Keeping(), torch.randn(4, WIDTH)
     model.part.own = make()
     cut = cut_of(model, 2)
-    with pytest.raises(WrongUseError, match="takes from an iterator"), cut():
+    with pytest.raises(WrongUseError, match="reads from an iterator"), cut():
         cut.find_plan(0, lambda x: model.body(x) * next(model.part.own), (x,), seed)
     assert next(model.part.own) == next(make())

@@ -140,7 +140,10 @@ def test_a_tensor_that_is_changed_after_a_hook_saw_it_is_refused() -> None:
     model = Model()
     for block in model.blocks:
         block.__class__ = Changing
-    with (cut := cut_of(model, 2))(), pytest.raises(WrongUseError, match="a layer of the body made and did not return"):
+    with (
+        (cut := cut_of(model, 2))(),
+        pytest.raises(WrongUseError, match="a layer of the body computed but did not return"),
+    ):
         cut.find_plan(0, model, (inputs(),), seed)
 
 
@@ -168,7 +171,7 @@ def test_hooks_that_are_called_more_often_than_before_are_refused() -> None:
     with (cut := cut_of(model, 2))():
         plan = cut.find_plan(0, model, (x,), seed)
         is_late = True
-        with pytest.raises(WrongUseError, match=r"^Forward hooks inside 'blocks.0' .* are called with other things"):
+        with pytest.raises(WrongUseError, match=r"^Forward hooks inside 'blocks.0' .* received different values"):
             cut.run(plan, 0, model, (x,), None, seed=seed, random=drawing)
 
 
