@@ -74,7 +74,7 @@ IMPOSSIBLE: list[tuple[dict[str, Any], type[Exception], list[str]]] = [
     ({"partition": [3, 3], "pipeline_parallel_size": 3}, ValueError, ["partition", "[3, 3]", "3"]),
     ({"partition": [6, 0], "pipeline_parallel_size": 2}, ValueError, ["partition", "[6, 0]", "at least 1"]),
     ({"partition": [3, 3.0], "pipeline_parallel_size": 2}, ValueError, ["partition", "3.0"]),
-    ({"partition": [1, 1, 2, 2], "pipeline_parallel_size": 2}, ValueError, ["stage of each layer", "starting at 0"]),
+    ({"partition": [1, 1, 2, 2], "pipeline_parallel_size": 2}, ValueError, ["stage of each layer", "begins with 0"]),
     ({"partition": [0, 1, 0, 1], "pipeline_parallel_size": 2}, ValueError, ["[0, 1, 0, 1]", "go back from 1 to 0"]),
     ({"partition": [0, 0, 1, 1], "pipeline_parallel_size": 3}, ValueError, ["do not contain stage 2 of 3"]),
     ({"partition": [0, 1, 2], "pipeline_parallel_size": 2}, ValueError, ["contain stage 2", "from 0 to 1"]),
