@@ -87,7 +87,7 @@ def explains_errors(kind: _Class) -> _Class:
         try:
             for name in kwargs:
                 if name not in parameters:
-                    advice = suggestion(name, parameters) or f"There are {', '.join(parameters)}."
+                    advice = suggestion(name, parameters) or f"its arguments are {', '.join(parameters)}."
                     raise TypeError(f"{kind.__name__} has no argument {name!r}; {advice} [LH112]")
             init(self, *args, **kwargs)
         except (TypeError, ValueError):
@@ -183,7 +183,7 @@ def check_duration(name: str, value: float | timedelta | None) -> None:
     """
     duration = as_duration(value)
     if duration is not None and duration <= timedelta(0):
-        raise ValueError(f"{name} must be positive, or None; got {value}. [LH104]")
+        raise ValueError(f"{name} must be positive or None, got {value}. [LH104]")
 
 
 def parse_quantity(text: str) -> float:
@@ -220,29 +220,32 @@ class _Group:
 @explains_errors
 @dataclass(frozen=True, repr=False)
 class Faults(_Group):
-    """Detection of faults: lost ranks, ranks that wait for each other, ranks that differ, gradients without a value.
+    """Detection of faults: lost ranks, deadlocks, ranks that diverge, and gradients that are not finite.
 
     Args:
-        heartbeat_timeout: Time without a heartbeat after which a rank is lost (a stopped process, a cut network, a lost
-            node). It is named, and all ranks exit. Busy ranks send heartbeats too. ``None``: off. At least 3 seconds.
-        stall_timeout: Time after which the job ends if ranks wait for each other and none makes progress. A table shows
-            where each rank is, and names the rank that the others wait for. It does not fire while that rank computes,
-            loads, saves or compiles. At most 80% of ``timeout``. ``None``: off.
-        detect_desync: If True, checksums are compared before each training batch: of the batch in each model group, of
-            parameters over replicas and stages that hold them, and of the random state. It is slow, for debugging.
-            Settings that determine messages between ranks are always compared.
-        on_nonfinite: Action if a gradient is not finite before an optimizer step, on any rank. ``"raise"`` an
-            error on every rank; ``"skip"`` the step, which keeps parameters and optimizer states, and log
-            ``"skipped_steps"``; ``"ignore"`` it, with one warning. With ``precision="16-mixed"`` the gradient scaler
-            skips such steps.
+        heartbeat_timeout: Time without a heartbeat after which a rank counts as lost: its process is stopped, its node
+            has failed, or the network is down. All ranks then exit, and the error names the lost rank. Busy ranks also
+            send heartbeats. At least 3 seconds; ``None`` turns this off.
+        stall_timeout: Time after which the job ends if ranks wait for each other and no rank makes progress. The error
+            contains a table of where each rank is, and names the rank that the others wait for. The job does not end
+            while that rank computes, loads, saves or compiles. Values above 80% of ``timeout`` are reduced to 80%;
+            ``None`` turns this off.
+        detect_desync: If True, ranks compare checksums before each training batch: of the batch in each model group, of
+            parameters that several replicas or stages hold, and of the random state. This is slow and meant for
+            debugging. Settings that determine the messages between ranks are always compared.
+        on_nonfinite: Action if a gradient on any rank is not finite before an optimizer step. ``"raise"`` raises an
+            error on every rank. ``"skip"`` skips the step, keeps parameters and optimizer states, and logs
+            ``"skipped_steps"``. ``"ignore"`` takes the step and warns once. With ``precision="16-mixed"`` the gradient
+            scaler skips these steps.
         compare_microbatches: If True, the first training step compares the loss of some samples in one microbatch with
-            their loss in two, forward only. A loss that is a sum over samples is then summed. For a loss that is
-            not a mean over samples, ``num_microbatches="auto"`` uses one microbatch; a number that you set is kept,
-            with a warning. A mean over targets is weighted by their number, also over replicas. If
-            False, microbatches and replicas are averaged without a comparison.
+            their loss in two, forward only, to find how to combine microbatches. A loss that is a sum over samples is
+            summed. A mean over targets is weighted by the number of targets, also over replicas. For any other loss
+            that is not a mean over samples, ``num_microbatches="auto"`` uses one microbatch; a number that you set is
+            kept, with a warning. If False, the losses of microbatches and replicas are averaged without this
+            comparison.
 
     Raises:
-        ValueError, TypeError: If an argument is not possible.
+        ValueError, TypeError: If an argument is invalid.
     """
 
     heartbeat_timeout: float | timedelta | None = timedelta(minutes=1)
@@ -257,28 +260,28 @@ class Faults(_Group):
         heartbeat = as_duration(self.heartbeat_timeout)
         if heartbeat is not None and heartbeat < _LEAST_HEARTBEAT:
             raise ValueError(
-                f"`faults.heartbeat_timeout` must be at least {_LEAST_HEARTBEAT}, or None, as ranks send heartbeats up"
-                f" to two seconds apart; got {heartbeat}. [LH104]"
+                f"`faults.heartbeat_timeout` must be at least {_LEAST_HEARTBEAT} or None, got {heartbeat}: ranks send"
+                " heartbeats up to two seconds apart. [LH104]"
             )
 
 
 @explains_errors
 @dataclass(frozen=True, repr=False)
 class Launch(_Group):
-    """Start of the processes, and their order.
+    """How processes are started and ordered.
 
     Args:
-        start_method: How the processes of a node start, unless a launcher such as `torchrun` starts them. ``"popen"``
-            runs the script once for each process. ``"fork"``, ``"spawn"`` and ``"forkserver"`` call the Trainer's
-            function in worker processes, and return weights, metrics and the path of the best checkpoint. ``"auto"``:
-            ``"fork"`` in a notebook, else ``"popen"``.
+        start_method: How the processes of a node are started, unless a launcher such as `torchrun` starts them.
+            ``"popen"`` runs the script once for each process. ``"fork"``, ``"spawn"`` and ``"forkserver"`` call the
+            Trainer's function in worker processes, and return weights, metrics and the path of the best checkpoint.
+            ``"auto"`` is ``"fork"`` in a notebook and ``"popen"`` otherwise.
         process_group_backend: Backend of the process groups. Default: nccl on CUDA, gloo on the CPU.
-        rank_order: Order of the axes in rank numbers, from the outermost to the innermost, whose ranks are consecutive.
-            For example ``"pp-dp-tp"``. With context parallelism ``cp`` is one of the axes; outside of ``tp`` by
-            default.
+        rank_order: Order of the axes in rank numbers, from the outermost to the innermost axis; ranks along the
+            innermost axis have consecutive numbers. For example ``"pp-dp-tp"``. With context parallelism the order can
+            include ``cp``, which is placed before ``tp`` by default.
 
     Raises:
-        ValueError, TypeError: If an argument is not possible.
+        ValueError, TypeError: If an argument is invalid.
     """
 
     start_method: Literal["auto", "popen", "spawn", "fork", "forkserver"] = "auto"
@@ -289,8 +292,8 @@ class Launch(_Group):
         check_types(self)
         if sorted(self.rank_order.split("-")) not in (sorted(USUAL_AXES), sorted(AXES)):
             raise ValueError(
-                f"launch.rank_order must name the axes {', '.join(USUAL_AXES)} once each, from the outermost to the"
-                " innermost, joined by '-', such as 'pp-dp-tp'; and cp, where context_parallel_size > 1. Got"
+                f"launch.rank_order must name each of the axes {', '.join(USUAL_AXES)} once, from the outermost to the"
+                " innermost, joined by '-', such as 'pp-dp-tp'. With context_parallel_size > 1 it can also name cp. Got"
                 f" {self.rank_order!r}. [LH113]"
             )
         backend = self.process_group_backend
@@ -298,34 +301,33 @@ class Launch(_Group):
         known = [name for name in dist.Backend.backend_list if name != dist.Backend.UNDEFINED]
         if unknown := [name for name in names if name.lower() not in known]:
             raise ValueError(
-                f"launch.process_group_backend={backend!r} names {unknown[0]!r}; there are"
-                f" {', '.join(map(repr, known))}, one alone, or one for each kind of device, such as"
-                " 'cpu:gloo,cuda:nccl'. [LH102]"
+                f"launch.process_group_backend={backend!r} names the unknown backend {unknown[0]!r}. Use one of"
+                f" {', '.join(map(repr, known))}, or one for each type of device, such as 'cpu:gloo,cuda:nccl'. [LH102]"
             )
 
 
 @explains_errors
 @dataclass(frozen=True, repr=False)
 class Tuning(_Group):
-    """Trade of memory for speed, and of memory for precision.
+    """Trade-offs between memory, speed and precision.
 
     Args:
         extra_in_flight: Extra microbatches in flight at each stage boundary, to hide network latency between nodes. An
             int applies to all boundaries; a list has one value for each boundary between neighboring pipeline ranks.
-            It costs the activations of as many microbatches on the ranks before the boundary; results are bitwise
-            identical. ``"auto"`` measures the links between nodes in the first three steps, and then uses the smallest
-            value that hides them and for which CUDA devices have memory; 0 within a node.
+            Each extra microbatch costs the memory of its activations on the ranks before the boundary; results are
+            bitwise identical. ``"auto"`` measures the links between nodes in the first three steps, and then uses the
+            smallest value that hides their latency and fits in the memory of CUDA devices; within a node it uses 0.
         reshard_after_forward: When ZeRO stage 3 reshards the parameters of a layer, as in FSDP2. ``True``: after each
-            forward and each backward of the layer, which takes the least memory. ``False``: after its last backward of
-            a step, so that the microbatches of a step share one all-gather. ``"auto"``: ``False`` with several
-            microbatches, else ``True``.
+            forward and each backward of the layer, which needs the least memory. ``False``: after the last backward of
+            the layer in a step, so that the microbatches of the step share one all-gather. ``"auto"``: ``False`` with
+            several microbatches, otherwise ``True``.
         float32_gradients: If True, gradients of half-precision parameters (``precision="bf16-true"``) are summed over
             microbatches and ranks in float32.
-        memory_limit: Memory of a device that a searched layout may use. ``"80GiB"``, ``"24GB"`` or a number of bytes.
-            Default: all memory of a CUDA device, no limit on the CPU. Leave some for libraries.
+        memory_limit: Memory per device that a searched layout may use: ``"80GiB"``, ``"24GB"`` or a number of bytes.
+            Default: all memory of a CUDA device, no limit on the CPU. Leave some memory for libraries.
 
     Raises:
-        ValueError, TypeError: If an argument is not possible.
+        ValueError, TypeError: If an argument is invalid.
     """
 
     extra_in_flight: int | list[int] | Literal["auto"] = 0
@@ -339,16 +341,16 @@ class Tuning(_Group):
         for number in () if isinstance(extra, str) else (extra,) if isinstance(extra, int) else extra:
             if not _is_of(number, int):
                 raise TypeError(
-                    f"tuning.extra_in_flight must be an integer or a list of integers or 'auto', got {extra!r}. [LH101]"
+                    f"tuning.extra_in_flight must be an integer, a list of integers or 'auto', got {extra!r}. [LH101]"
                 )
             if number < 0:
                 raise ValueError(f"tuning.extra_in_flight must be at least 0, got {extra!r}. [LH103]")
         if self.memory_bytes is not None and not self.memory_bytes > 0:
-            raise ValueError(f"tuning.memory_limit must be above 0 bytes, got {self.memory_limit!r}. [LH103]")
+            raise ValueError(f"tuning.memory_limit must be more than 0 bytes, got {self.memory_limit!r}. [LH103]")
 
     @property
     def memory_bytes(self) -> float | None:
-        """The bytes of a device that a run may use; ``None`` without a limit."""
+        """Memory per device that a run may use, in bytes; ``None`` without a limit."""
         if not isinstance(self.memory_limit, str):
             return self.memory_limit
         try:
@@ -375,7 +377,7 @@ class HybridConfig:
     tensor_parallel_depth: int = 1
     tensor_parallel_plan: dict[str, str | dict[str, str]] | str | None = "auto"
     sequence_parallel: bool = False
-    context_parallel_size: int = field(default=1, metadata={"advice": " (layout='auto' finds one)"})
+    context_parallel_size: int = field(default=1, metadata={"advice": " (layout='auto' searches for it)"})
     context_parallel: Literal["ulysses", "ring", "all_gather"] = "ulysses"
     global_batch_size: int | None = None
     zero_stage: Literal[0, 1, 2, 3, "auto"] = 0

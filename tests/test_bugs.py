@@ -492,8 +492,8 @@ def met(layout: Layout, name: str, before: bool) -> str:
 )
 def test_calls_that_need_every_rank_are_refused_in_a_step(ranks: Pools, name: str, before: bool) -> None:
     for text in ranks(2, lightning=True).run(met, PP2, name, before):
-        assert text.startswith(f"`{name}` of the strategy was called in a step")
-        assert "Do it in a hook" in text
+        assert text.startswith(f"`strategy.{name}` was called in a step")
+        assert "Call it in a hook" in text
 
 
 class Deciding(Regression):

@@ -275,9 +275,9 @@ STAGES = "`with self.trainer.strategy.full_parameters():`"
         ("mixed", "tp2", "Pass only `p.grad` of parameters of the module"),
         ("set", "pp2", "Change gradients in place"),
         ("exponent", "zero2", "must be positive, or inf"),
-        ("foreign", "zero1", "'weight' is not one of the LightningModule"),
-        ("call", "tp2", "call layers outside of it"),
-        ("call", "zero3", "call layers outside of it"),
+        ("foreign", "zero1", "'weight' does not belong to the LightningModule"),
+        ("call", "tp2", "call layers outside"),
+        ("call", "zero3", "call layers outside"),
         ("replace", "pp2", "Change its values in place"),
     ],
 )

@@ -137,7 +137,7 @@ def test_weights_of_a_module_that_stays_divided_do_not_come_back_and_that_is_sai
     exec(DEFINITIONS, names)
     before = names["Model"]().state_dict()
     assert all(torch.equal(torch.tensor(found["weights"][name]).double(), value) for name, value in before.items())
-    assert done.stderr.count("The trained weights of Model do not come back from the processes that trained it") == 1
+    assert done.stderr.count("The trained weights of Model were not returned from the training processes") == 1
     assert len(found["best"]) == len(before), "the checkpoint has them"
 
 
@@ -154,5 +154,5 @@ def test_a_process_that_uses_a_gpu_already_is_not_copied(monkeypatch: pytest.Mon
     monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
     check_copying("spawn", torch.device("cuda"))
     check_copying("fork", torch.device("cpu"))
-    with pytest.raises(RuntimeError, match=r"This process uses CUDA already.*Restart the kernel"):
+    with pytest.raises(RuntimeError, match=r"This process already uses CUDA.*Restart the kernel"):
         check_copying("fork", torch.device("cuda"))

@@ -269,7 +269,7 @@ def with_own_parts(kind: str) -> tuple[str, list[str]]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         text = said({"tensor_parallel_size": 2}, OwnParts(kind))
-    return text, [str(each.message) for each in caught if "`configure_model` made have other" in str(each.message)]
+    return text, [str(each.message) for each in caught if "created in `configure_model` differ" in str(each.message)]
 
 
 @pytest.mark.parametrize("kind", ["plain", "no seed", "same", "marked"])
@@ -279,7 +279,7 @@ def test_parts_that_ranks_make_by_themselves_are_asked_about(ranks: Pools, kind:
     if kind == "plain":
         assert first == second
         assert first.startswith(
-            "ValueError: Parameters that `configure_model` made have other values on each rank, although a seed is set:"
+            "ValueError: Parameters created in `configure_model` differ between ranks, although a seed is set:"
             " 'up'. They are plain tensors"
         )
         assert "DTensor.from_local(part" in first

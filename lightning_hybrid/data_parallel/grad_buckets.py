@@ -101,7 +101,7 @@ class GradientBuckets:
 
     def arm(self) -> None:
         """Say that the next backward is the last one of this step: each gradient that it completes is final."""
-        assert self._num_launched == 0, "`finish()` comes before the next step's `arm()`"
+        assert self._num_launched == 0, "call `finish()` before the next step's `arm()`"
         self._rebuild()
         self._armed = self.overlap
 
@@ -138,7 +138,7 @@ class GradientBuckets:
         Raises:
             RuntimeError: If a parameter got another gradient after its bucket had started.
         """
-        assert self._num_launched == len(self._buckets), "`launch_rest()` comes before `finish()`"
+        assert self._num_launched == len(self._buckets), "call `launch_rest()` before `finish()`"
         for bucket in self._buckets[self._num_finished :]:
             bucket.wait()
         for bucket in self._buckets[self._num_finished :]:
@@ -358,8 +358,8 @@ def _flatten_gradient(parameter: nn.Parameter, shape: torch.Size, stride: tuple[
     if gradient.dtype != dtype or gradient.device != parameter.device:
         raise TypeError(
             f"The gradient of a parameter of shape {tuple(parameter.shape)} is {gradient.dtype} on {gradient.device},"
-            f" but the parameter is {parameter.dtype} on {parameter.device}. Averaging needs them to be alike; cast the"
-            " gradient in a hook of the parameter. [LH810]"
+            f" but the parameter is {parameter.dtype} on {parameter.device}. Averaging needs the same dtype and device:"
+            " cast the gradient in a hook on the parameter. [LH810]"
         )
     if gradient.layout is not torch.strided:
         gradient = gradient.to_dense()  # ranks use different rows of an embedding: only the dense sizes are equal
@@ -379,7 +379,7 @@ def late_gradient_error(parameter: Tensor) -> RuntimeError:
     """The error of a gradient that comes after its bucket has been launched."""
     return RuntimeError(
         f"A parameter of shape {tuple(parameter.shape)} got a second gradient in one step after the reduction of its"
-        " bucket had begun. This happens with re-entrant checkpointing around a parameter that is used more"
-        " than once: pass `use_reentrant=False` to `torch.utils.checkpoint.checkpoint`. Otherwise reduce it with"
-        " `overlap=False`. [LH811]"
+        " bucket had started. Re-entrant checkpointing causes this for a parameter that is used more than once: pass"
+        " `use_reentrant=False` to `torch.utils.checkpoint.checkpoint`. Otherwise reduce it with `overlap=False`."
+        " [LH811]"
     )

@@ -4,23 +4,23 @@ from lightning_hybrid.error_codes.entry import Entry
 
 ERRORS = {
     "LH801": Entry(
-        "Each of several optimizers needs its own backward.",
-        "Use parameter groups of one optimizer.",
+        "The module has several optimizers, and each needs its own backward.",
+        "Use one optimizer with several parameter groups.",
     ),
     "LH802": Entry(
-        "A rank has a shard of each parameter, and Adafactor needs rows and columns.",
-        "Use AdamW, or no tensor parallelism and no ZeRO.",
+        "Adafactor needs the rows and columns of full parameters, but each rank holds only shards.",
+        "Use AdamW, or turn off tensor parallelism and ZeRO.",
     ),
     "LH803": Entry(
-        "Each stage has a part of the model, and LBFGS needs all of it.",
+        "LBFGS needs the gradient of the full model, but each stage holds only a part of it.",
         "Use AdamW or SGD.",
     ),
     "LH804": Entry(
-        "Sharding makes new parameters, and the optimizer has the old ones.",
-        "Use `self.parameters()`, not a list made in `__init__`.",
+        "Sharding replaced the parameters, but the optimizer still has the old ones.",
+        "Pass `self.parameters()` to the optimizer, not a list created in `__init__`.",
     ),
     "LH805": Entry(
-        "A precision with loss scaling uses gradients that are not finite.",
+        "A precision with loss scaling expects some gradients that are not finite.",
         'Set `faults.on_nonfinite="ignore"`, or use `bf16-mixed`.',
     ),
     "LH806": Entry(
@@ -28,23 +28,23 @@ ERRORS = {
         "Use a precision that the message lists.",
     ),
     "LH807": Entry(
-        "A fused optimizer with `16-mixed`.",
+        "A fused optimizer cannot be combined with `16-mixed`.",
         "Use `fused=False` or `bf16-mixed`.",
     ),
     "LH808": Entry(
-        "Master weights exist for half precision only.",
+        "`master_weights` needs a half-precision run.",
         'Set `precision="bf16-true"`, or remove `master_weights`.',
     ),
     "LH809": Entry(
-        "The scaler is not a scaler of torch.",
+        "The gradient scaler is not one of torch's scalers.",
         "Use `torch.amp.GradScaler`.",
     ),
     "LH810": Entry(
-        "A gradient has another dtype or device than its parameter.",
-        "Cast the gradient in a hook of the parameter.",
+        "The dtype or device of a gradient differs from its parameter.",
+        "Cast the gradient in a hook on the parameter.",
     ),
     "LH811": Entry(
-        "Re-entrant checkpointing makes a second gradient in a step.",
+        "Re-entrant checkpointing computes a second gradient of a parameter in one step.",
         "Pass `use_reentrant=False`.",
     ),
 }

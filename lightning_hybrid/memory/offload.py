@@ -36,7 +36,7 @@ def check_offload(offload: Any) -> None:
         )
     unknown = [name for name in names if name not in OFFLOADS]
     if unknown:
-        raise ValueError(f"offload must be of {', '.join(map(repr, OFFLOADS))}, got {offload!r}. [LH102]")
+        raise ValueError(f"offload must be one or more of {', '.join(map(repr, OFFLOADS))}, got {offload!r}. [LH102]")
 
 
 class Offload:

@@ -53,7 +53,7 @@ class MemoryReport(Callback):
         if any(None in of_rank for of_rank in estimates):
             return
         self._estimates = [max(of_rank, key=_known_bytes) for of_rank in estimates]
-        self._say("Memory of a rank, estimated", [])
+        self._say("Estimated memory per rank", [])
         self._first_step = trainer.global_step
 
     def _try_estimate(self) -> MemoryUsage | None:
@@ -74,7 +74,7 @@ class MemoryReport(Callback):
         if trainer.strategy.root_device.type != "cuda":
             return
         peaks = self._gather(torch.cuda.max_memory_allocated(trainer.strategy.root_device))
-        title = "Memory of a rank, estimated, and the peak of the CUDA allocator up to the first optimizer step"
+        title = "Estimated memory per rank, and peak of the CUDA allocator up to the first optimizer step"
         self._say(title, [max(of_rank) for of_rank in peaks])
 
     def _compare(self, own: MemoryUsage, trainer: Trainer, module: LightningModule) -> None:
@@ -89,8 +89,8 @@ class MemoryReport(Callback):
             found = storage_bytes(each for each in tensors if each.device.type == device.type)
             if expected is not None and found > _TOLERANCE * expected:
                 _log.warning(
-                    "The %s of rank %d take %s, but should take %s: tensors of them are parts of larger ones, which"
-                    " stay in memory as a whole. Clone such parts where they are made, or report this.",
+                    "The %s of rank %d take %s, but should take %s: some are views of larger tensors, which stay in"
+                    " memory. Clone the views where they are created, or report this.",
                     name,
                     dist.get_rank(),
                     filesize.decimal(found),

@@ -78,10 +78,12 @@ def check_arguments(config: HybridConfig) -> None:
     )
     chunks = int(config.num_chunks)
     if chunks > 1 and config.schedule == "1f1b":
-        raise ValueError(f"schedule='1f1b' runs one chunk per rank, got num_chunks={chunks}. Leave one out. [LH114]")
+        raise ValueError(
+            f"schedule='1f1b' supports one chunk per rank, got num_chunks={chunks}. Remove one of them. [LH114]"
+        )
     for name in ("body", "initial_weights"):
         if getattr(config, name) in ("", []):
-            raise ValueError(f"{name} must name something, or be None; got {getattr(config, name)!r}. [LH102]")
+            raise ValueError(f"{name} must be None or not empty, got {getattr(config, name)!r}. [LH102]")
     check_styles(config.tensor_parallel_plan)
     check_offload(config.offload)
     for size in choices(sizes["pipeline_parallel_size"]):  # what is said for each stage must fit all of them
@@ -116,12 +118,12 @@ def _check_in_flight(config: HybridConfig, num_ranks: int) -> None:
     if not isinstance(extra, int) and len(extra) != num_links:
         raise ValueError(
             f"tuning.extra_in_flight={list(extra)} has {len(extra)} numbers, but pipeline_parallel_size={num_ranks} has"
-            f" {num_links} links between neighbouring ranks. Give one number for each, or one for all. [LH115]"
+            f" {num_links} links between neighboring ranks. Set one number for each link, or one for all. [LH115]"
         )
     if config.schedule == "gpipe" and any([extra] if isinstance(extra, int) else extra):
         raise ValueError(
-            f"schedule='gpipe' has all microbatches in flight already, got tuning.extra_in_flight={extra!r}. Leave it"
-            " out, or use schedule='1f1b'. [LH116]"
+            f"schedule='gpipe' already has all microbatches in flight, got tuning.extra_in_flight={extra!r}. Remove it,"
+            " or use schedule='1f1b'. [LH116]"
         )
 
 
@@ -132,13 +134,13 @@ def _check_partition(partition: str | Sequence[int], num_ranks: int, num_chunks:
     elif isinstance(partition, (list, tuple)):
         if len(partition) != num_stages or not all(isinstance(count, int) and count >= 1 for count in partition):
             raise ValueError(
-                f"partition={list(partition)} must give the number of layers, at least 1, of each of the {num_stages}"
-                f" stages: pipeline_parallel_size ({num_ranks}) x num_chunks ({num_chunks}). Or it gives the stage of"
-                " each layer, and begins with 0."
+                f"partition={list(partition)} must list the number of layers, at least 1, of each of the {num_stages}"
+                f" stages: pipeline_parallel_size ({num_ranks}) x num_chunks ({num_chunks}). Or list the stage of each"
+                " layer, starting at 0."
             )
     elif partition not in ("uniform", "parameters"):
         raise ValueError(
-            "partition must be 'uniform', 'parameters', or a list: of the number of layers of each stage, or of the"
+            "partition must be 'uniform', 'parameters', a list of the number of layers of each stage, or a list of the"
             f" stage of each layer; got {partition!r}. [LH102]"
         )
 
@@ -159,17 +161,17 @@ def check_module(module: LightningModule, *, cut: bool, runs_backward: bool) -> 
     name = type(module).__name__
     if runs_backward and not module.automatic_optimization:
         raise ValueError(
-            f"{name} uses manual optimization, which calls backward inside `training_step`; with stages, with"
-            " microbatches, or where a module has `microbatch_weight`, the strategy runs forward and backward itself."
-            " Remove `self.automatic_optimization = False`, or use pipeline_parallel_size=1 and num_microbatches=1"
-            " without that hook; tensor and context parallelism and zero_stage go with it. [LH306]"
+            f"{name} uses manual optimization, which calls backward in `training_step`. With a pipeline, microbatches"
+            " or `microbatch_weight`, the strategy runs forward and backward itself. Remove"
+            " `self.automatic_optimization = False`, or set pipeline_parallel_size=1 and num_microbatches=1 and remove"
+            " `microbatch_weight`. Tensor and context parallelism and ZeRO support manual optimization. [LH306]"
         )
     if is_overridden("backward", module) and module.automatic_optimization:
         raise ValueError(
-            f"{name} overrides `backward`, which would never be called: with pipeline, tensor or context parallelism,"
-            " with microbatches, or where a module has `microbatch_weight`, the strategy runs backward itself. Remove"
-            " the method; use manual optimization with pipeline_parallel_size=1 and num_microbatches=1; or set all of"
-            " these sizes to 1, without that hook. [LH307]"
+            f"{name} overrides `backward`, which is not called with pipeline, tensor or context parallelism,"
+            " microbatches or `microbatch_weight`: the strategy then runs backward itself. Remove the method, or use"
+            " manual optimization with pipeline_parallel_size=1 and num_microbatches=1, or set all of these sizes to 1"
+            " and remove `microbatch_weight`. [LH307]"
         )
     for step in ("training_step", "validation_step", "test_step", "predict_step"):
         method = getattr(module, step)  # `None` is how some switch a step off
@@ -181,8 +183,8 @@ def check_module(module: LightningModule, *, cut: bool, runs_backward: bool) -> 
     given = [hook for hook in ("split_body_input", "join_body_output") if hasattr(module, hook)]
     if len(given) == 1:
         raise ValueError(
-            f"{name} defines `{given[0]}` alone; `split_body_input` and `join_body_output` belong together: define"
-            " both, or neither. [LH309]"
+            f"{name} defines only `{given[0]}`. Define both `split_body_input` and `join_body_output`, or neither."
+            " [LH309]"
         )
 
 
@@ -203,14 +205,14 @@ def check_trainer(trainer: Trainer, module: LightningModule, *, num_stages: int)
     for callback in callbacks:
         if isinstance(callback, ModelPruning):
             raise ValueError(
-                f"{type(callback).__name__} compares and masks the parameters of the whole model, of which each stage"
-                " holds a part. Prune with pipeline_parallel_size=1, before or after this training. [LH310]"
+                f"{type(callback).__name__} compares and masks the parameters of the full model, but each stage holds"
+                " only a part of it. Prune with pipeline_parallel_size=1, before or after this training. [LH310]"
             )
     if is_overridden("configure_gradient_clipping", module):
         rank_zero_warn(
             f"{type(module).__name__} overrides `configure_gradient_clipping`. With a pipeline, `self.clip_gradients`,"
-            " `clip_grad_norm_` of torch and `self.trainer.strategy.grad_norm()` use the gradients of the whole model;"
-            " a loop over the parameters of the optimizer sees the gradients of one stage."
+            " torch's `clip_grad_norm_` and `self.trainer.strategy.grad_norm()` use the gradients of the full model,"
+            " but a loop over the optimizer's parameters sees only the gradients of one stage."
         )
 
 
@@ -239,7 +241,7 @@ def check_ranks(settings: Settings, sizes: tuple[int, int, int], trainer: Traine
     values |= {f"{package.__name__}.__version__": str(package.__version__) for package in (torch, lightning)}
     values["lightning_hybrid.__version__"] = __version__
     own = RankInfo.own().to_bytes()
-    advice = "All ranks run the same program, with the same arguments."
+    advice = "Run the same program with the same arguments on all ranks."
     return [RankInfo.from_bytes(of_rank) for of_rank in check_equal(values, advice, own)]
 
 
@@ -256,10 +258,10 @@ def check_tensor_groups(mesh: Mesh) -> None:
         names = list(dict.fromkeys(hosts[rank] for rank in ranks))
         if len(names) > 1:
             rank_zero_warn(
-                f"A tensor-parallel group is on several machines: ranks {', '.join(map(str, ranks))} are on"
-                f" {' and '.join(names)}. It adds up activations several times for each layer and microbatch, and waits"
-                " for each sum. Let tensor_parallel_size divide the ranks of a machine, and the tensor-parallel axis be"
-                " the innermost, as in launch.rank_order='pp-dp-tp'."
+                f"A tensor-parallel group spans several nodes: ranks {', '.join(map(str, ranks))} are on"
+                f" {' and '.join(names)}. It all-reduces activations several times per layer and microbatch, and waits"
+                " for each result. Set tensor_parallel_size to a divisor of the number of ranks on a node, and make tp"
+                " the innermost axis, as in launch.rank_order='pp-dp-tp'."
             )
             return
 
@@ -281,8 +283,9 @@ def check_modules(module: nn.Module) -> None:
     values |= {join_names(name, STAGE_MARK): repr(mark) for name, mark in marks.items() if mark is not None}
     check_equal(
         values,
-        f"Every rank makes the same {type(module).__name__}: what decides its sizes and stages must not depend on the"
-        " rank. If it is drawn, set a seed (`seed_everything`); if it is read from files, all nodes need the same.",
+        f"Create the same {type(module).__name__} on every rank: its sizes and stages must not depend on the rank. If"
+        " they are random, set a seed (`seed_everything`); if they are read from files, use the same files on all"
+        " nodes.",
     )
 
 
@@ -317,11 +320,11 @@ def check_own_parts(module: nn.Module, before: Collection[Tensor], mesh: Mesh) -
     names = [name for name, own in sums.items() if any(other.get(name) != own for other in found)]
     has_seed = "PL_GLOBAL_SEED" in os.environ
     text = (
-        f"Parameters that `configure_model` made have other values on each rank{', although a seed is set' * has_seed}:"
-        f" {', '.join(map(repr, names[:3]))}{' and more' if len(names) > 3 else ''}. They are plain tensors, so"
-        " all tensor-parallel ranks get the values of the first one. If each rank has made its shard of a larger"
-        " parameter, use `DTensor.from_local(part, self.device_mesh['tensor_parallel'], [Shard(dim)])`. Otherwise draw"
-        " the same numbers on every rank (`seed_everything`). [LH314]"
+        f"Parameters created in `configure_model` differ between ranks{', although a seed is set' * has_seed}:"
+        f" {', '.join(map(repr, names[:3]))}{' and more' if len(names) > 3 else ''}. They are plain tensors, so all"
+        " tensor-parallel ranks get the values of the first one. If each rank creates its shard of a larger parameter,"
+        " use `DTensor.from_local(part, self.device_mesh['tensor_parallel'], [Shard(dim)])`. Otherwise use the same"
+        " random numbers on every rank (`seed_everything`). [LH314]"
     )
 
     def refuse() -> None:
@@ -348,10 +351,10 @@ def _group_text(optimizer: Optimizer, group: Mapping[str, Any]) -> str:
 
 
 SEVERAL_OPTIMIZERS = (
-    "`configure_optimizers` returned several optimizers, of which each needs a backward of its own. With stages, with"
-    " microbatches, or where a module has `microbatch_weight`, the strategy runs forward and backward itself, for one"
-    " optimizer. Put the parameters into groups of one (`[{'params': ..., 'lr': ...}, ...]`); or use"
-    " pipeline_parallel_size=1 and num_microbatches=1 without that hook, where manual optimization works. [LH801]"
+    "`configure_optimizers` returned several optimizers, and each needs its own backward. With a pipeline, microbatches"
+    " or `microbatch_weight`, the strategy runs forward and backward itself, for one optimizer. Use one optimizer with"
+    " several parameter groups (`[{'params': ..., 'lr': ...}, ...]`), or use manual optimization with"
+    " pipeline_parallel_size=1 and num_microbatches=1, without `microbatch_weight`. [LH801]"
 )
 
 
@@ -372,31 +375,32 @@ def check_optimizers(optimizers: list[Optimizer], module: nn.Module, *, cut: boo
         names = {kind.__name__ for optimizer in optimizers for kind in type(optimizer).__mro__}
         if "Adafactor" in names:
             raise ValueError(
-                "Adafactor keeps sums over rows and columns of a whole parameter, and scales by its norm, but with"
-                " tensor_parallel_size > 1 or zero_stage > 0 a rank has a part of it: every rank would take another"
-                " step. Use an optimizer that treats elements one by one, such as AdamW or SGD, or keep parameters"
-                " whole, with tensor_parallel_size=1 and zero_stage=0; a pipeline leaves them so. [LH802]"
+                "Adafactor keeps sums over the rows and columns of a full parameter, and scales by its norm. With"
+                " tensor_parallel_size > 1 or zero_stage > 0 each rank holds a shard of it, so the ranks would take"
+                " different steps. Use an elementwise optimizer, such as AdamW or SGD, or set tensor_parallel_size=1"
+                " and zero_stage=0; a pipeline does not shard parameters. [LH802]"
             )
     if cut and any(isinstance(optimizer, LBFGS) for optimizer in optimizers):
         raise ValueError(
-            "LBFGS searches along the gradient of the whole model, of which each stage knows a part. Use an optimizer"
-            " that treats parameters one by one, such as AdamW or SGD, or pipeline_parallel_size=1. [LH803]"
+            "LBFGS searches along the gradient of the full model, but each stage has only a part of it. Use an"
+            " optimizer that updates parameters separately, such as AdamW or SGD, or set pipeline_parallel_size=1."
+            " [LH803]"
         )
     values = {
         f"optimizer {number}, group {position}": _group_text(optimizer, group)
         for number, optimizer in enumerate(optimizers)
         for position, group in enumerate(getattr(optimizer, "param_groups", ()))
     }
-    check_equal(values, "Every rank configures the same optimizer: what decides about it must not depend on the rank.")
+    check_equal(values, "Configure the same optimizer on every rank: it must not depend on the rank.")
     known = set(map(id, module.parameters()))
     groups = [group["params"] for optimizer in optimizers for group in getattr(optimizer, "param_groups", ())]
     foreign = [tuple(parameter.shape) for group in groups for parameter in group if id(parameter) not in known]
     if foreign and any(is_sharded(parameter) for parameter in module.parameters()):
         raise ValueError(
-            f"`configure_optimizers` returned an optimizer over parameters that are not in {type(module).__name__}, of"
-            f" the shapes {foreign[:3]}{' and more' if len(foreign) > 3 else ''}. Sharing a layer replaces its"
-            " parameters: take them from `self.parameters()` in `configure_optimizers`, not from a list that was made"
-            " before. [LH804]"
+            f"`configure_optimizers` returned an optimizer for parameters that are not in {type(module).__name__}, with"
+            f" the shapes {foreign[:3]}{' and more' if len(foreign) > 3 else ''}. Sharding a layer replaces its"
+            " parameters. Take them from `self.parameters()` in `configure_optimizers`, not from a list created"
+            " earlier. [LH804]"
         )
 
 
@@ -412,9 +416,9 @@ def check_nonfinite(on_nonfinite: str, scaler: object | None) -> None:
     """
     if scaler is not None and on_nonfinite == "raise":
         raise ValueError(
-            "HybridStrategy(faults=Faults(on_nonfinite='raise')) does not go with a precision that scales the loss,"
-            " such as '16-mixed': its scaler finds the largest scale by gradients that are not finite, and skips"
-            " these steps. Use faults.on_nonfinite='ignore', or precision 'bf16-mixed', which needs no scaling. [LH805]"
+            "faults.on_nonfinite='raise' cannot be combined with a precision that scales the loss, such as '16-mixed':"
+            " its scaler expects some gradients that are not finite, and skips these steps. Set"
+            " faults.on_nonfinite='ignore', or use precision='bf16-mixed', which needs no scaling. [LH805]"
         )
 
 
@@ -432,20 +436,20 @@ def check_plugin(plugin: CheckpointIO | None, *, sharded: bool, beside: bool) ->
     if beside and isinstance(plugin, AsyncCheckpointIO):
         raise ValueError(
             "HybridStrategy(async_save=True) and Trainer(plugins=[AsyncCheckpointIO()]) both write checkpoints in the"
-            " background, and neither knows when the other is done. Remove one of them. [LH931]"
+            " background, but neither knows when the other is done. Remove one of them. [LH931]"
         )
     inner = plugin.checkpoint_io if isinstance(plugin, AsyncCheckpointIO) else plugin
     if sharded and inner is not None and type(inner) is not TorchCheckpointIO:
         raise ValueError(
             f"Trainer(plugins=[{type(inner).__name__}()]) writes files, but with"
-            " HybridStrategy(save_distributed_checkpoint=True) every rank adds to a directory, and the plugin would not"
-            " be used. Leave one of them out. [LH932]"
+            " HybridStrategy(save_distributed_checkpoint=True) every rank writes to a directory, so the plugin would"
+            " not be used. Remove one of them. [LH932]"
         )
 
 
 #: Of a checkpoint that is a directory; as Lightning says it.
 STORAGE_OPTIONS = (
-    "`Trainer.save_checkpoint(..., storage_options=...)` with `storage_options` arg is not supported for"
-    " `HybridStrategy(save_distributed_checkpoint=True)`. Use save_distributed_checkpoint=False, and a plugin of your"
-    " own: Trainer(plugins=[MyCheckpointIO()]). [LH930]"
+    "`Trainer.save_checkpoint(..., storage_options=...)` is not supported with"
+    " `HybridStrategy(save_distributed_checkpoint=True)`. Set save_distributed_checkpoint=False and use your own"
+    " plugin: Trainer(plugins=[MyCheckpointIO()]). [LH930]"
 )

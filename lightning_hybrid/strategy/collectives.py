@@ -40,9 +40,9 @@ def outside_of_steps(method: _Method) -> _Method:
     def checked(self: ReplicaCollectives, *args: Any, **kwargs: Any) -> Any:
         if self.in_step:
             raise WrongUseError(
-                f"`{method.__name__.lstrip('_')}` of the strategy was called in a step (`trainer.save_checkpoint` and"
-                " others call it too). It needs every rank, but with a pipeline a step runs on the first and the last"
-                " stage only. Do it in a hook, such as `on_train_batch_end` or `on_validation_epoch_end`. [LH443]"
+                f"`strategy.{method.__name__.lstrip('_')}` was called in a step, perhaps by a method such as"
+                " `trainer.save_checkpoint`. It needs all ranks, but with a pipeline a step runs only on the first and"
+                " the last stage. Call it in a hook, such as `on_train_batch_end` or `on_validation_epoch_end`. [LH443]"
             )
         return method(self, *args, **kwargs)
 
@@ -131,11 +131,10 @@ class StepCollectives:
         ranks = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
         if not self._stage.issuperset(ranks):
             raise WrongUseError(
-                f"`torch.distributed.{name}` over ranks {ranks} was called in a step. With a pipeline a step runs once"
-                " a microbatch, and what comes after the layers on the last stage only, so the others would never come"
-                " to it. Do it in a hook, such as `on_train_batch_end`; or among the replicas, with"
-                ' `group=self.device_mesh["data_parallel"].get_group()`; or let `self.log(...,'
-                " sync_dist=True)` do it. [LH442]"
+                f"`torch.distributed.{name}` over ranks {ranks} was called in a step. With a pipeline, a step runs once"
+                " per microbatch, and code after the layers runs only on the last stage, so the other ranks would never"
+                " join. Call it in a hook, such as `on_train_batch_end`, use `self.log(..., sync_dist=True)`, or call"
+                ' it over replicas with `group=self.device_mesh["data_parallel"].get_group()`. [LH442]'
             )
 
 
@@ -194,7 +193,7 @@ class ReplicaCollectives(ParallelStrategy):
     @override
     @outside_of_steps
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Whether all (any) of the processes say yes."""
+        """Return True if the decision is True on all processes, or with ``all=False`` on any process."""
         if self.is_alone:
             return decision
         votes = torch.tensor(int(decision), device=self.root_device)

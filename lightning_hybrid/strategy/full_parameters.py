@@ -21,16 +21,16 @@ from lightning_hybrid.distributed.messages.tree_broadcast import broadcast_objec
 from lightning_hybrid.pipeline_parallel.placeholders import is_placeholder
 
 IN_STEP = (
-    "`full_parameters` was entered in a step, in which layers have unsharded parameters (ZeRO). Enter it in a hook,"
-    " such as `on_train_batch_end`, or with automatic optimization `on_before_optimizer_step`. [LH419]"
+    "`full_parameters` was entered in a step, where ZeRO has unsharded the parameters of some layers. Enter it in a"
+    " hook, such as `on_train_batch_end` or, with automatic optimization, `on_before_optimizer_step`. [LH419]"
 )
 NOT_DIVIDED = (
-    "`full_parameters` was entered before the module was divided: its parameters are whole. Enter it in a hook from"
-    " `configure_optimizers` on. [LH420]"
+    "`full_parameters` was entered before the module was sharded, when its parameters are still full. Enter it in"
+    " `configure_optimizers` or a later hook. [LH420]"
 )
 _CALL_TEXT = (
-    "A layer is called inside `with strategy.full_parameters(...)`, where its parameters are whole and its forward"
-    " expects this rank's part. Read or change parameters inside, and call layers outside of it. [LH421]"
+    "A layer is called inside `with strategy.full_parameters(...)`, where its parameters are full but its forward"
+    " expects this rank's shard. Only read or change parameters inside, and call layers outside. [LH421]"
 )
 
 
@@ -73,8 +73,9 @@ class FullParameters:
         for name, parameter in self._part.named_parameters():
             if id(parameter) not in self._owners:
                 raise ValueError(
-                    f"`full_parameters` was given a {type(self._part).__name__} whose parameter {name!r} is not one of"
-                    " the LightningModule. Pass a module that is a part of it, or nothing for all of it. [LH417]"
+                    f"`full_parameters` got a {type(self._part).__name__} whose parameter {name!r} does not belong to"
+                    " the LightningModule. Pass a submodule of the LightningModule, or no module to gather all"
+                    " parameters. [LH417]"
                 )
 
     @contextmanager

@@ -42,9 +42,9 @@ def check_gathering(module: LightningModule, plan: Plan | None) -> None:
     ]
     if others:
         raise ValueError(
-            f"{type(module).__name__} cannot be gathered: {others[0]!r} was sharded by a style of torch or in"
+            f"{type(module).__name__} cannot be gathered: {others[0]!r} was sharded by a torch style or in"
             " `configure_model`, so its original layer is unknown. Save a checkpoint and load it into a new module, or"
-            " shard it by names of styles in `tensor_parallel_plan`. [LH328]"
+            " shard the layer with a style name in `tensor_parallel_plan`. [LH328]"
         )
 
 
@@ -52,11 +52,11 @@ def check_gathering(module: LightningModule, plan: Plan | None) -> None:
 _TIMES = 3
 
 AFTER_ERROR = (
-    "The run ended with an error, after which the ranks could not make it whole. Load the last checkpoint into a new"
-    " module, `Model.load_from_checkpoint(path)`; that needs no other rank."
+    "The run ended with an error, so the ranks could not gather it. Load the last checkpoint into a new module:"
+    " `Model.load_from_checkpoint(path)`. This needs no other rank."
 )
 NOT_ASKED = (
-    "It stays divided (gather_module_on_teardown=False). To make it whole, call `trainer.strategy.gather_module()` on"
+    "It stays sharded because gather_module_on_teardown=False. To gather it, call `trainer.strategy.gather_module()` on"
     " every rank."
 )
 
@@ -88,11 +88,11 @@ def _lack_of_memory(module: LightningModule, mesh: Mesh) -> str | None:
     if available >= _TIMES * size * processes:
         return None
     return (
-        f"{type(module).__name__} stays divided after this run (gather_module_on_teardown='auto'): the whole module"
-        f" takes {size / 2**20:,.0f} MiB. The machine, with {processes} processes, has {available / 2**20:,.0f} MiB of"
-        f" memory left, less than {_TIMES} times the module for each of them. On every rank,"
-        " `trainer.save_checkpoint(path, weights_only=True)` writes the whole model, and"
-        " `trainer.strategy.gather_module()` makes the module whole all the same."
+        f"{type(module).__name__} stays sharded after this run (gather_module_on_teardown='auto'): the full module"
+        f" takes {size / 2**20:,.0f} MiB. The node, with {processes} processes, has {available / 2**20:,.0f} MiB of"
+        f" free memory, less than {_TIMES} times the module for each process. On every rank,"
+        " `trainer.save_checkpoint(path, weights_only=True)` writes the full model, and"
+        " `trainer.strategy.gather_module()` gathers the module anyway."
     )
 
 
@@ -110,8 +110,8 @@ class RefusedStep:
             RuntimeError: Always.
         """
         raise RuntimeError(
-            "`strategy.gather_module()` gathered the module during the run, which cannot continue with it. Call it"
-            " after the run, and start another run, which shards the module again. [LH329]"
+            "`strategy.gather_module()` was called during the run, which cannot continue with the full module. Call it"
+            " after the run. The next run shards the module again. [LH329]"
         )
 
     backward = __call__

@@ -72,10 +72,10 @@ def check_copying(start_method: str, device: torch.device) -> None:
     """
     if start_method == "fork" and device.type == "cuda" and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         raise RuntimeError(
-            "This process uses CUDA already, so the processes that train cannot be copies of it"
-            " (launch.start_method='fork'). Restart the kernel, and use no GPU before the Trainer does: no"
-            " `model.cuda()`, no `torch.cuda.memory_allocated()`. `torch.cuda.device_count()` is allowed. A script has"
-            " no such limit. [LH204]"
+            "This process already uses CUDA, so it cannot fork the training processes (launch.start_method='fork')."
+            " Restart the kernel, and do not use a GPU before the Trainer does: no `model.cuda()`, no"
+            " `torch.cuda.memory_allocated()`. `torch.cuda.device_count()` is allowed. Scripts do not have this limit."
+            " [LH204]"
         )
 
 
@@ -84,9 +84,9 @@ def why_parts_stay(module: LightningModule) -> str | None:
     if not any(map(is_part, (*module.parameters(), *module.buffers()))):
         return None
     return (
-        f"The trained weights of {type(module).__name__} do not come back from the processes that trained it: the"
-        " module stayed divided there. In this process it has the weights it had before. Load them from a checkpoint:"
-        " `Model.load_from_checkpoint(trainer.checkpoint_callback.best_model_path)`. [LH209]"
+        f"The trained weights of {type(module).__name__} were not returned from the training processes, where the"
+        " module stays sharded. In this process it still has its old weights. Load the trained weights from a"
+        " checkpoint: `Model.load_from_checkpoint(trainer.checkpoint_callback.best_model_path)`. [LH209]"
     )
 
 
@@ -106,7 +106,7 @@ def end_with_parent() -> None:
             return
     elif _is_there(int(parent)):  # this process is not its child
         return
-    print(f"Process {parent} has started this one, {os.getpid()}, and has ended: so does this one.", file=sys.stderr)
+    print(f"Process {os.getpid()} exits because its parent process {parent} has exited.", file=sys.stderr)
     os.kill(os.getpid(), signal.SIGTERM)
 
 

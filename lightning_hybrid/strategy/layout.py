@@ -190,27 +190,27 @@ def _marked_stages(module: nn.Module, settings: Settings, body: Body) -> list[in
     for name, mark in marks.items():
         if any(mark != of_parts[path] for path in _path_up(name) if path in of_parts):
             raise ValueError(
-                f"{name!r} has another `pipeline_stage`, but is a part of a layer, all of which is on one stage: the"
-                f" layers are those of {body.name!r}. Mark these, or name what is to be divided as"
+                f"{name!r} is a part of a layer of {body.name!r}, but has a different `pipeline_stage`. Each layer is"
+                " on one stage: set `pipeline_stage` for the layers, or list the modules to split:"
                 " HybridStrategy(body=[...]). [LH322]"
             )
     if None in of_layers:
         raise ValueError(
-            f"{body.names[of_layers.index(None)]!r} is a layer of {body.name!r} without a `pipeline_stage`, and"
-            f" {next(iter(marks))!r} has one. Set it for all pipelined layers or their containers, or for none; or"
-            " name the layers that have it: HybridStrategy(body=[...]). [LH320]"
+            f"{body.names[of_layers.index(None)]!r} in {body.name!r} has no `pipeline_stage`, but {next(iter(marks))!r}"
+            " has one. Set it for all pipelined layers or their containers, or for none, or list the layers that have"
+            " it: HybridStrategy(body=[...]). [LH320]"
         )
     if settings.partition != "uniform":
         raise ValueError(
-            f"partition={settings.partition!r} and the `pipeline_stage` of the layers of {body.name!r} both say which"
-            " stage gets which layers. Leave out one of them. [LH321]"
+            f"partition={settings.partition!r} and the `pipeline_stage` of the layers of {body.name!r} both assign"
+            " layers to stages. Remove one of them. [LH321]"
         )
     ends = [0, *accumulate(body.rows)]
     for first, end in pairwise(ends):
         if len(set(of_layers[first:end])) > 1:
             raise ValueError(
-                f"{' and '.join(map(repr, body.names[first:end]))} are a layer and a copy of it, which stay together,"
-                f" but have pipeline_stage {of_layers[first:end]}. Give them the same. [LH323]"
+                f"{' and '.join(map(repr, body.names[first:end]))} are a layer and its copy, which must be on one"
+                f" stage, but have pipeline_stage {of_layers[first:end]}. Set the same stage for them. [LH323]"
             )
     return [of_parts[body.names[first]] for first in ends[:-1]]
 
@@ -237,9 +237,9 @@ def misplaced_text(module: nn.Module, stage_map: StageMap) -> str | None:
     if not wrong:
         return None
     return (
-        "`pipeline_stage` has no effect on modules outside of the pipelined layers, which live on the stages that use"
-        f" them: {', '.join(wrong)}. To place them, name them together with the layers, in the order of their calls:"
-        " HybridStrategy(body=[...])."
+        "`pipeline_stage` has no effect on modules outside the pipelined layers, which are placed on the stages that"
+        f" use them: {', '.join(wrong)}. To choose their stages, list them with the layers, in the order of their"
+        " calls: HybridStrategy(body=[...])."
     )
 
 
@@ -470,25 +470,25 @@ def _tensor_parallel(module: nn.Module) -> list[str]:
 
 def _check_plan(plan: Plan, module: LightningModule, body: Body, divided: Sequence[str]) -> None:
     """Steps are followed without values, where layers compute alone: they must give there what they give in a step."""
-    text = f"tensor_parallel_size={plan.size} does not go with a pipeline through {type(module).__name__}, whose layers"
-    text += f" in {body.name!r} are called by code of their own: "
+    text = f"tensor_parallel_size={plan.size} cannot be combined with a pipeline through {type(module).__name__},"
+    text += f" whose layers in {body.name!r} are called by your own code: "
     if plan.torch_styles or divided:
         raise ValueError(
-            f"{text}{[*plan.torch_styles, *divided][0]!r} is divided by torch. Divide it by a name of a style in"
-            " `tensor_parallel_plan`, or put the layers into one `nn.Sequential`. [LH325]"
+            f"{text}{[*plan.torch_styles, *divided][0]!r} is sharded by torch. Use a style name in"
+            " `tensor_parallel_plan` instead, or put the layers into one `nn.Sequential`. [LH325]"
         )
     for row in plan.rows:
         if any(unit.startswith(f"{row.name}.") for unit in body.names):
             raise ValueError(
-                f"{text}{row.name!r}, which has the style {row.style!r} in `tensor_parallel_plan`, has such layers"
-                " inside of it. Give the style to these. [LH326]"
+                f"{text}{row.name!r}, which has the style {row.style!r} in `tensor_parallel_plan`, contains some of"
+                " these layers. Set the style of the layers instead. [LH326]"
             )
         passes_on = not (row.options.get("scatter_input", True) and row.options.get("gather_output", True))
         if row.kind == "sequence_region" and passes_on and not any(row.name.startswith(f"{n}.") for n in body.names):
             raise ValueError(
-                f"{text}{row.name!r} and its neighbor in an `nn.Sequential` pass shards of sequences to each other"
-                " (sequence_parallel). Put the layers into an `nn.ModuleList`, or call the `nn.Sequential` as a whole"
-                " and name it alone as the body. [LH327]"
+                f"{text}{row.name!r} and its neighbor in an `nn.Sequential` pass sequence shards to each other"
+                " (sequence_parallel). Put the layers into an `nn.ModuleList`, or call the whole `nn.Sequential` and"
+                " name only it as the body. [LH327]"
             )
 
 
@@ -554,6 +554,6 @@ def fragment_text(module: nn.Module, body: Body) -> str | None:
     shares = ", ".join(f"{name!r} ({100 * count / total:.0f}%)" for name, count in largest)
     return (
         f"{100 * sum(count for _, count in parts) / total:.0f}% of the parameters of {type(module).__name__} are"
-        f" outside of the pipelined layers {body.name!r}, so several stages hold and compute them: {shares}. If some"
-        " of these modules are layers, name all layers of the pipeline: HybridStrategy(body=[...])."
+        f" outside the pipelined layers {body.name!r}, so several stages hold and compute them: {shares}. If some of"
+        " these modules are layers, list all layers of the pipeline: HybridStrategy(body=[...])."
     )

@@ -192,8 +192,8 @@ class Initialization:
         if changed:
             raise ValueError(
                 f"`{type(unit.layer).__name__}.{_name_of_method(unit.layer)}` changes {changed[0]!r}, but"
-                f" {unit.name or 'the module'!r} holds the body, and no rank need have all of that. Let it set its own"
-                " parameters only, and give the layers a `reset_parameters` of their own. [LH317]"
+                f" {unit.name or 'the module'!r} contains the body, and a rank may hold only a part of it. Set only the"
+                " module's own parameters there, and define `reset_parameters` in the layers. [LH317]"
             )
 
     def _unset_text(self, fresh: _Fresh) -> str:
@@ -202,9 +202,9 @@ class Initialization:
         method = _name_of_method(owner)
         why = f"its `{method}` does not set it" if method else "it has no `reset_parameters`"
         return (
-            f"The {kind} {fresh.names[0]!r} was made on the meta device, but its {type(owner).__name__} cannot give it"
-            f" values: {why}. Write a `reset_parameters(self)` that sets {leaf!r} in the class, or make the layer on a"
-            " real device: `with torch.device('cpu'):`. [LH315]"
+            f"The {kind} {fresh.names[0]!r} was created on the meta device, but {type(owner).__name__} cannot"
+            f" initialize it: {why}. Define a `reset_parameters(self)` that sets {leaf!r} in the class, or create the"
+            " layer on a real device: `with torch.device('cpu'):`. [LH315]"
         )
 
 
@@ -287,7 +287,7 @@ def _check_attributes(module: nn.Module) -> None:
         for attribute, value in vars(layer).items():
             if isinstance(value, Tensor) and _is_missing(value):
                 raise ValueError(
-                    f"{f'{name}.{attribute}' if name else attribute!r} was made on the meta device, but it is neither a"
-                    f" parameter nor a buffer of {type(layer).__name__}, so it cannot get values. Make it on a real"
-                    " device: `with torch.device('cpu'):`. Make metrics there too. [LH316]"
+                    f"{f'{name}.{attribute}' if name else attribute!r} was created on the meta device, but is neither a"
+                    f" parameter nor a buffer of {type(layer).__name__}, so it cannot be initialized. Create it, and"
+                    " all metrics, on a real device: `with torch.device('cpu'):`. [LH316]"
                 )

@@ -106,8 +106,8 @@ class ModuleParallelizer:
         """
         if not self._settings.zero_stage and any(map(is_shard, self._module.parameters())):
             raise ValueError(
-                f"{type(self._module).__name__} was divided over replicas before (zero_stage), and now zero_stage=0."
-                " After the earlier run, call `trainer.strategy.gather_module()`, which makes it whole. [LH318]"
+                f"An earlier run sharded {type(self._module).__name__} over replicas (zero_stage), but now"
+                " zero_stage=0. Call `trainer.strategy.gather_module()` after the earlier run to gather it. [LH318]"
             )
         if self._settings.master_weights:
             self._module.float()  # what is loaded from here on is not rounded
@@ -263,10 +263,9 @@ class ModuleParallelizer:
             return
         if known is not None and before != requested:
             raise ValueError(
-                f"{type(self._module).__name__} was divided for (tensor_parallel_size, tensor_parallel_plan,"
-                f" sequence_parallel, tensor_parallel_mode, tensor_parallel_depth) = {before} before, and now for"
-                f" {requested}. After the earlier run, call `trainer.strategy.gather_module()`, which"
-                " makes it whole. [LH318]"
+                f"An earlier run sharded {type(self._module).__name__} for (tensor_parallel_size, tensor_parallel_plan,"
+                f" sequence_parallel, tensor_parallel_mode, tensor_parallel_depth) = {before}, but this run needs"
+                f" {requested}. Call `trainer.strategy.gather_module()` after the earlier run to gather it. [LH318]"
             )
         self.plan = known
         if known is None:
@@ -275,8 +274,8 @@ class ModuleParallelizer:
             table = plan_table(self.plan, self._module)
             if not divided_share(self.plan, self._module):
                 rank_zero_warn(
-                    f"tensor_parallel_size={size} divides none of the parameters of {type(self._module).__name__}: its"
-                    " ranks do the same work. Give a plan (`tensor_parallel_plan`), or use the ranks for the data."
+                    f"tensor_parallel_size={size} shards none of the parameters of {type(self._module).__name__}, so"
+                    " its ranks do the same work. Set `tensor_parallel_plan`, or use the ranks for data parallelism."
                 )
             rank_zero_info(table if self.num_stages > 1 else f"{self.text()}\n{table}")
 
@@ -291,7 +290,7 @@ class ModuleParallelizer:
     def _find_plan(self, size: int) -> Plan:
         """The plan, the same on every rank: the automatic one is the first rank's, whose trials of blocks count."""
         requested = agree(lambda: layout.requested_plan(self._module, self._settings))
-        check_equal(plan_texts(requested), "Every rank has the same plan: what decides it must not depend on the rank.")
+        check_equal(plan_texts(requested), "Use the same plan on every rank: it must not depend on the rank.")
         is_auto = requested == "auto"
         is_found_here = not is_auto or dist.get_rank() == 0
         plan = agree(lambda: layout.find_plan(self._module, self._settings, size, self.body) if is_found_here else None)
@@ -375,9 +374,9 @@ class ModuleParallelizer:
             is_same = len(chain) == len(body.layers) and now.get(body.name) is chain
         if not is_same:
             raise ValueError(
-                f"The body {body.name!r} of {type(self._module).__name__} was replaced, or got other layers, after it"
-                " had been divided into stages. Make it in `__init__`, or in `configure_model` (`if self.body is"
-                " None:`): it is divided after that. [LH319]"
+                f"The body {body.name!r} of {type(self._module).__name__} was replaced, or its layers were changed,"
+                " after it was split into stages. Create it in `__init__` or `configure_model` (`if self.body is"
+                " None:`), which run before the split. [LH319]"
             )
 
     def _replace_with_placeholders(self) -> None:
@@ -405,9 +404,9 @@ class ModuleParallelizer:
         ]
         if own:
             raise ValueError(
-                f"{type(self._module).__name__} was divided for another layout before: {own[0]!r} has no values on the"
-                " rank that needs it now. After the earlier run, call `trainer.strategy.gather_module()` to make it"
-                " whole. [LH318]"
+                f"An earlier run sharded {type(self._module).__name__} for another layout: {own[0]!r} has no values on"
+                " the rank that needs it now. Call `trainer.strategy.gather_module()` after the earlier run to gather"
+                " it. [LH318]"
             )
         if body.chain is None:
             self._check_units(body)
@@ -425,8 +424,9 @@ class ModuleParallelizer:
         """What does not go together with layers that any code may call."""
         if FakeMode is None:
             raise ValueError(
-                f"torch {torch.__version__} has no fake tensors, with which a step is followed whose layers"
-                f" ({body.name!r}) are called by code of their own. Put them into one `nn.Sequential`. [LH135]"
+                f"Layers ({body.name!r}) that your own code calls are traced with fake tensors, which torch"
+                f" {torch.__version__} does not have. Put the layers into one `nn.Sequential`, or install torch 2.11 or"
+                " later. [LH135]"
             )
 
     def text(self) -> str:

@@ -180,6 +180,6 @@ def _with_values_only(method: Callable[..., Any], warnings: WarningCache) -> Cal
 
 
 _LEFT_OUT = (
-    "TensorBoard gets nothing about parameters of other pipeline stages, which have no values on rank 0: ask"
-    " `if not p.is_meta` before you draw or log something of a parameter."
+    "TensorBoard skips parameters of other pipeline stages, because they have no values on rank 0. Check `if not"
+    " p.is_meta` before you plot or log a parameter."
 )

@@ -111,8 +111,8 @@ def _resolve(main_address: str) -> list[Any]:
         except socket.gaierror as error:
             if time.monotonic() > deadline:
                 raise ValueError(
-                    f"MASTER_ADDR={main_address!r} is a name that {socket.gethostname()} does not know: {error}. Set it"
-                    " to the address of the first rank's machine, or to a name that every machine resolves. [LH202]"
+                    f"MASTER_ADDR={main_address!r} cannot be resolved on {socket.gethostname()}: {error}. Set it to the"
+                    " address of the first node, or to a name that every node can resolve. [LH202]"
                 ) from None
             time.sleep(_POLL_NAME)
 
@@ -234,6 +234,6 @@ def _join_attempt(store: Store, rank: int, timeout: timedelta) -> str:
                     return token
         time.sleep(_POLL)
     raise TimeoutError(
-        f"Rank 0 has not begun within {timeout.total_seconds():.0f} s; see what its machine printed, or set"
+        f"Rank 0 has not started within {timeout.total_seconds():.0f} s. Read the output of its node, or increase"
         " HybridStrategy(timeout=...). [LH203]"
     )

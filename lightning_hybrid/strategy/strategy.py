@@ -71,96 +71,102 @@ class HybridStrategy(ReplicaCollectives):
     """Strategy that trains a LightningModule with data, tensor, context and pipeline parallelism.
 
     Losses, metrics and weights match a run with one process. The layers of the module are split into stages, one or
-    more on each pipeline rank, and each batch is split into microbatches that pass through the stages by a schedule.
-    Tensor-parallel ranks each hold a shard of a layer's weights. Replicas average their gradients.
+    more on each pipeline rank. Each batch is split into microbatches, which pass through the stages in the order of a
+    schedule. Each tensor-parallel rank holds a shard of a layer's weights. Replicas average their gradients.
 
     Example::
 
         trainer = Trainer(devices=4, strategy=HybridStrategy(pipeline_parallel_size=2))
 
     Args:
-        data_parallel_size: Number of replicas. ``"auto"``: all processes that the other axes leave.
-        tensor_parallel_size: Number of ranks that hold each layer together, each with a shard of its weights. Keep it
-            within one node. A list allows several values, see ``pipeline_parallel_size``.
+        data_parallel_size: Number of replicas. ``"auto"``: the number of processes divided by the other sizes.
+        tensor_parallel_size: Number of ranks that the weights of each layer are sharded over. Keep these ranks within
+            one node. A list allows several values; see ``pipeline_parallel_size``.
         pipeline_parallel_size: Number of pipeline ranks that the layers are split over. A list, such as ``[4, 2]``,
-            allows several values in order of preference: the first one that fits the number of processes (and
-            ``data_parallel_size``) is used, and with it the first such ``tensor_parallel_size``. So a job can restart
-            on fewer nodes. Arguments that are set for each stage or rank must then fit every value.
-        num_microbatches: Number of microbatches of a batch. ``"auto"``: ``4 * pipeline_parallel_size``, or 1 without a
-            pipeline; fewer for small batches of a module with batch norm, so that each microbatch has two samples.
-        schedule: Order of the forwards and backwards of microbatches. ``"gpipe"``, ``"1f1b"`` or
-            ``"interleaved_1f1b"``. Default: ``"1f1b"``, and ``"interleaved_1f1b"`` with several chunks.
-        num_chunks: Number of stages on a rank. More than one needs ``"interleaved_1f1b"`` or ``"gpipe"``.
-        partition: How layers are assigned to stages. ``"uniform"``: equal counts. ``"parameters"``: the smallest
-            possible largest stage, counting embedding and head. A list of stage sizes, such as ``[6, 7, 7, 4]``. A
-            list of stage indices, one for each layer, starting at 0. Stages are counted over all ranks and chunks. A
-            layer or a container of layers may set its stage as an attribute: ``layer.pipeline_stage = 1``.
-        body: Which layers the pipeline splits, by dotted name. A string names one `nn.Sequential`, which the step calls
-            as a whole, or one list of layers. A list names several lists and layers in the order of their calls, where
-            ``*`` matches anything between two dots; any code may call them. ``None``: the module's ``pipeline_body``,
-            else the outermost `nn.Sequential` with more than half of the parameters, else the layer lists with the most
-            parameters.
+            allows several values in order of preference, so that a job can restart on fewer nodes. The first value that
+            fits the number of processes (and ``data_parallel_size``) is used, with the first ``tensor_parallel_size``
+            that fits. Arguments with one value for each stage or rank must then fit every size.
+        num_microbatches: Number of microbatches that each batch is split into. ``"auto"``:
+            ``4 * pipeline_parallel_size``, or 1 without a pipeline; fewer for small batches of a module with batch
+            norm, so that each microbatch has at least two samples.
+        schedule: Order of the forwards and backwards of microbatches: ``"gpipe"``, ``"1f1b"`` or
+            ``"interleaved_1f1b"``. Default: ``"1f1b"``, or ``"interleaved_1f1b"`` with several chunks.
+        num_chunks: Number of stages on each pipeline rank. Values above 1 need ``"interleaved_1f1b"`` or ``"gpipe"``.
+        partition: How layers are assigned to stages. ``"uniform"``: the same number of layers for each stage.
+            ``"parameters"``: the largest stage has as few parameters as possible, counting embedding and head. A list
+            of stage sizes, such as ``[6, 7, 7, 4]``. A list of stage indices, one for each layer, starting at 0. Stages
+            are counted over all ranks and chunks. A layer or a container of layers can also set its stage as an
+            attribute: ``layer.pipeline_stage = 1``.
+        body: Layers that the pipeline splits, by dotted name. A string names one `nn.Sequential`, which the step calls
+            as a whole, or one list of layers. A list names several lists and layers in the order of their calls; ``*``
+            matches anything between two dots, and any code may call these layers. ``None``: the module's
+            ``pipeline_body`` if it has one, else the outermost `nn.Sequential` with more than half of the parameters,
+            else the layer lists with the most parameters.
         tensor_parallel_mode: Arrangement of the tensor-parallel ranks. ``"1d"``: column and row shards, as in
             Megatron-LM. ``"2d"``, ``"2.5d"`` and ``"3d"`` also shard activations; they need a
             ``tensor_parallel_size`` of q x q, ``tensor_parallel_depth`` x q x q, or l x l x l.
-        tensor_parallel_depth: Number of q x q grids, for ``"2.5d"`` only. Each holds all weights and some samples.
+        tensor_parallel_depth: Number of q x q grids, for ``"2.5d"`` only. Each grid holds all weights and processes a
+            part of the samples.
         tensor_parallel_plan: How layers are sharded. A mapping from module names to styles, and from names of
             parameters or buffers to placements (``"S(0)"``, as for `distribute`); ``*`` matches anything between two
-            dots. ``"auto"``: the module's ``tensor_parallel_plan()``, else the known layers of torch and Hugging Face.
-            ``None``: no layer.
+            dots. ``"auto"``: the module's ``tensor_parallel_plan()`` if it has one, else the known layers of torch and
+            Hugging Face. ``None``: no layers are sharded.
         sequence_parallel: If True, activations between tensor-parallel layers are sharded along the sequence, where the
-            plan has regions for it, as in the transformer layers of torch.
+            plan has regions for this, as in torch's transformer layers.
         context_parallel_size: Number of ranks that each sequence is split over in the layers of the body. Code
             around the layers sees full sequences; the last norm, the head and the loss compute on sequence shards.
         context_parallel: How attention (`F.scaled_dot_product_attention`) communicates between context-parallel ranks.
-            ``"ulysses"`` exchanges heads for positions, ``"ring"`` passes blocks of keys and values from rank to rank,
-            ``"all_gather"`` gathers keys and values.
-        global_batch_size: Number of samples of an optimizer step, over all replicas. Batches are accumulated to reach
-            it, so that the number of replicas may change between starts of a job. ``None``:
-            ``Trainer(accumulate_grad_batches=...)`` decides.
+            ``"ulysses"`` switches from sharded positions to sharded heads and back, ``"ring"`` passes blocks of keys
+            and values from rank to rank, ``"all_gather"`` gathers keys and values.
+        global_batch_size: Number of samples per optimizer step, over all replicas. Batches are accumulated to reach it,
+            so that a job can restart with another number of replicas. ``None``:
+            ``Trainer(accumulate_grad_batches=...)`` determines the number of batches.
         zero_stage: ZeRO stage: what is sharded over replicas. 1: optimizer states; 2: also gradients; 3: also
             parameters.
-        recompute: Activation checkpointing: which layers run again in backward, instead of keeping activations.
-            ``True``: every layer. ``"selective"``: every layer, but results of matrix products and attention are kept.
-            An int: that many layers of each stage. A float: that fraction of them. A list of ints: one for each stage.
-            A list of module names, where ``*`` matches anything between two dots.
-        offload: Tensors that are kept on the host while the device does not need them. ``"activations"``,
+        recompute: Activation checkpointing: layers that are recomputed in backward, so that their activations are not
+            kept. ``True``: every layer. ``"selective"``: every layer, but the results of matrix multiplications and
+            attention are kept. An int: that many layers of each stage. A float: that fraction of the layers of each
+            stage. A list of ints: the number of layers of each stage. A list of module names, where ``*`` matches
+            anything between two dots.
+        offload: Tensors that are kept in CPU memory while the device does not need them: ``"activations"``,
             ``"optimizer"`` (its states), or a list of both. No effect on the CPU.
         master_weights: If True, half-precision parameters (``precision="bf16-true"`` or ``"16-true"``) have float32
             master weights. Optimizers update these, with float32 gradients, and checkpoints hold them. With
             ``"16-true"`` the loss is scaled, as with ``"16-mixed"``.
         broadcast_batches: If True, one rank of each model group loads each batch and sends the others the tensors that
             they read. If False, every rank loads its own copy, and copies are compared by checksums.
-        loss_reduction: How the loss of ``training_step`` reduces over samples. ``"mean"`` or ``"sum"``.
-        dynamic_shapes: Set True if shapes between layers depend on values in the batch, not only on its shapes.
+        loss_reduction: How ``training_step`` reduces its loss over samples: ``"mean"`` or ``"sum"``.
+        dynamic_shapes: Set to True if the shapes of tensors between layers depend on values in the batch, not only on
+            its shapes.
         save_distributed_checkpoint: If True, a checkpoint is a directory to which every rank writes its part. If False,
-            it is one file that rank 0 writes. Both load under any layout.
-        async_save: If True, checkpoints are written in the background, from a copy on the host.
+            it is one file that rank 0 writes. Both can be loaded under any layout.
+        async_save: If True, checkpoints are written in the background, from a copy in CPU memory.
         gather_module_on_teardown: If True, every rank has the full module after a run, as after :meth:`gather_module`,
             so that it can be saved, called or exported as with DDP. If False, the module stays sharded. ``"auto"``
-            gathers it if each node has enough memory for three copies in each of its processes; otherwise the log names
-            the method to call. The next run shards the module again.
-        initial_weights: Source of the weights of a run that does not resume, as for :meth:`load_weights`.
-        timeout: Time after which a collective fails. A number is in seconds, as for all times.
-        layout: ``"auto"`` searches for the fastest layout at the start of a run. The search varies every argument of
-            the layout that is left at its default: the sizes of tensor, pipeline and context parallelism,
+            gathers it if each node has enough memory for three copies in each of its processes; otherwise a message
+            names the method that gathers it. The next run shards the module again.
+        initial_weights: Source of the initial weights, as for :meth:`load_weights`. Ignored if the run resumes from a
+            checkpoint.
+        timeout: Time after which a collective fails. Numbers are in seconds, for this and all other times.
+        layout: ``"auto"`` searches for the fastest layout at the start of a run. The search varies every layout
+            argument that has its default value: the sizes of tensor, pipeline and context parallelism,
             `tensor_parallel_mode` with its depth, `context_parallel`, `num_microbatches`, `schedule`, `num_chunks`,
             `tuning.extra_in_flight`, `zero_stage` and `recompute`. Arguments that you set are kept; a list of sizes
-            limits the search to it. Rank 0 measures compute and links, estimates all layouts that fit
-            `tuning.memory_limit`, and logs the result as arguments to copy. ``"auto"`` for `tensor_parallel_size`,
-            `pipeline_parallel_size`, `schedule`, `num_chunks`, `zero_stage` or `recompute` searches that argument
-            alone.
-        faults: Detection of faults of ranks and of numbers: see `Faults`.
-        launch: Start of the processes, and their order: see `Launch`.
-        tuning: Trade of memory for speed, and of memory for precision: see `Tuning`.
+            limits the search to these sizes. Rank 0 measures compute and links, estimates all layouts that fit
+            `tuning.memory_limit`, and logs the result as arguments that you can copy. To search only one argument, set
+            `tensor_parallel_size`, `pipeline_parallel_size`, `schedule`, `num_chunks`, `zero_stage` or `recompute` to
+            ``"auto"``.
+        faults: Detection of lost ranks, deadlocks and gradients that are not finite; see `Faults`.
+        launch: How processes are started and ordered; see `Launch`.
+        tuning: Trade-offs between memory, speed and precision; see `Tuning`.
 
     Attributes:
         settings: The resolved arguments.
-        sizes: (data, tensor, pipeline) parallel size, known once the Trainer knows the number of processes, or, if they
-            are searched, once a run has begun.
+        sizes: (data, tensor, pipeline) parallel size. Known once the Trainer knows the number of processes or, if sizes
+            are searched, once a run has started.
 
     Raises:
-        ValueError, TypeError: If an argument is not possible.
+        ValueError, TypeError: If an argument is invalid.
     """
 
     @takes(HybridConfig)
@@ -207,7 +213,7 @@ class HybridStrategy(ReplicaCollectives):
 
     @property
     def attached(self) -> AttachedModule:
-        """The user's module, once the processes have been set up."""
+        """The user's module, available once the processes are connected."""
         if self._attached is None:
             raise RuntimeError("The device mesh exists only after the processes have been set up. [LH140]")
         return self._attached
@@ -225,7 +231,7 @@ class HybridStrategy(ReplicaCollectives):
 
     @property
     def is_distributed(self) -> bool:
-        """Return whether there are several processes."""
+        """True if the job has several processes."""
         return self.world_size > 1
 
     @property
@@ -238,40 +244,41 @@ class HybridStrategy(ReplicaCollectives):
 
     @property
     def num_processes(self) -> int:
-        """Processes on this node."""
+        """Number of processes on this node."""
         return len(self.parallel_devices) if self.parallel_devices is not None else 0
 
     @property
     def device_mesh(self) -> DeviceMesh:
-        """The mesh. Its axes have Lightning's names; ``"context_parallel"`` is one if its size is above 1."""
+        """The device mesh. Axes have Lightning's names, plus ``"context_parallel"`` if its size is above 1."""
         return self.world.mesh.device_mesh
 
     @property
     def model_group(self) -> dist.ProcessGroup:
-        """The group of the ranks that hold one replica: tensor, pipeline and context parallel."""
+        """The process group of the ranks that hold one replica: tensor, pipeline and context parallel."""
         return self.mesh.model_group
 
     def distribute(self, tensor: Tensor, layout: str | Mapping[str, str]) -> DTensor:
-        """Lay a tensor over the ranks of this stage; operators on it redistribute what they need (DTensor).
+        """Distribute a tensor over the ranks of this stage, as a DTensor; its operators redistribute it as needed.
 
-        For code that divides its own work: a buffer, an activation, or in `configure_model` a parameter. To lay a
-        parameter of unchanged code over ranks, name it in `tensor_parallel_plan`.
+        Use it in code that shards its own tensors: a buffer, an activation, or a parameter in `configure_model`. To
+        shard a parameter without changing the code, name it in `tensor_parallel_plan`.
 
         Args:
-            tensor: The full tensor, equal on every rank of the stage, of any dtype. A DTensor is redistributed.
+            tensor: The full tensor, of any dtype, with the same values on every rank of the stage. A DTensor is
+                redistributed.
             layout: A placement for each axis: ``"S(d)"`` shards dimension ``d`` over its ranks, ``"B"`` replicates,
-                ``"P"`` is a partial sum over the ranks. ``"S(0),S(1)"`` is for the data-parallel and the
-                tensor-parallel axis, in the order of `rank_order`; ``"S(0)"`` for the tensor-parallel axis;
-                ``"data_parallel=S(0)"`` or ``{"data_parallel": "S(0)"}`` for axes by name.
+                ``"P"`` is a partial sum over the ranks. ``"S(0),S(1)"`` sets the data-parallel and the tensor-parallel
+                axis, in the order of `rank_order`; ``"S(0)"`` sets the tensor-parallel axis;
+                ``"data_parallel=S(0)"`` or ``{"data_parallel": "S(0)"}`` set axes by name.
 
         Returns:
-            The DTensor, in the graph of ``tensor``: in a step a parameter gets its gradient. `full_tensor()` returns
-            the plain tensor. Before a run begins, as in `configure_model`, a parameter returns a parameter, which must
-            replace it.
+            The DTensor, connected to the autograd graph of ``tensor``, so that a parameter gets its gradient in a step.
+            Its `full_tensor()` returns the plain tensor. Before a run starts, as in `configure_model`, the result for a
+            parameter is a new parameter, which must replace the old one.
 
         Raises:
             TypeError: If the layout is neither a string nor a mapping.
-            ValueError: If it cannot be parsed, or a parameter cannot have it.
+            ValueError: If the layout cannot be parsed, or a parameter does not support it.
         """
         begins = self._run is None or not self._run.is_installed
         return distribute(tensor, layout, self.device_mesh, makes_parameters=begins)
@@ -279,7 +286,7 @@ class HybridStrategy(ReplicaCollectives):
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """The keyword arguments of a `DistributedSampler`: `num_replicas`, and as `rank` the data rank."""
+        """The keyword arguments of a `DistributedSampler`: `num_replicas`, and the data-parallel rank as `rank`."""
         if self._world is None and self.sizes[0] == 1:
             return {"num_replicas": 1, "rank": 0}
         return {"num_replicas": self.mesh.data_parallel_size, "rank": self.mesh.data_rank}
@@ -287,19 +294,19 @@ class HybridStrategy(ReplicaCollectives):
     @property
     @override
     def mesh(self) -> Mesh:
-        """The ranks."""
+        """The ranks and their process groups."""
         return self.world.mesh
 
     @property
     @override
     def is_alone(self) -> bool:
-        """Return whether process groups do not exist: before a run, or after they were destroyed."""
+        """True if no process groups exist: before a run, or after they were destroyed."""
         return self._world is None or not dist.is_initialized()
 
     @property
     @override
     def in_step(self) -> bool:
-        """Return whether the user's step runs, and not on every rank."""
+        """True while the user's step runs on some ranks only."""
         context = None if self._run is None else self._run.context
         return context is not None and context.in_step
 
@@ -329,7 +336,7 @@ class HybridStrategy(ReplicaCollectives):
             self.settings = replace(self.settings, num_microbatches=usual_microbatches(self.sizes[2]))
 
     def set_world_ranks(self) -> None:
-        """Tell the environment, and everything that logs on rank 0 only, which rank this is."""
+        """Set the rank in the environment, and in everything that logs on rank 0 only."""
         if self.cluster_environment is not None:
             self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
@@ -349,7 +356,7 @@ class HybridStrategy(ReplicaCollectives):
 
     @override
     def setup_environment(self) -> None:
-        """Start the process groups, make the mesh, and divide the module if its body exists already."""
+        """Start the process groups, create the mesh, and shard the module if its body already exists."""
         super().setup_environment()
         self._has_precision = False
         self.set_world_ranks()
@@ -410,21 +417,21 @@ class HybridStrategy(ReplicaCollectives):
     @contextmanager
     @override
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Where tensors are made: with ``empty_init=True`` nowhere, until the module is divided."""
+        """Create tensors on the device; with ``empty_init=True`` on the meta device, until the module is sharded."""
         with torch.device("meta") if empty_init else self.root_device, self.precision_plugin.tensor_init_context():
             yield
 
     @contextmanager
     @override
     def model_sharded_context(self) -> Iterator[None]:
-        """Around `configure_model`; the module is divided when it leaves."""
+        """The context of `configure_model`; the module is sharded at its end."""
         with super().model_sharded_context():
             yield
         self.attached.divide()
 
     @override
     def setup(self, trainer: Trainer) -> None:
-        """Make everything ready for the Trainer's loops."""
+        """Prepare everything for the Trainer's loops."""
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         self.attached.divide()
@@ -470,13 +477,13 @@ class HybridStrategy(ReplicaCollectives):
 
     @override
     def model_to_device(self) -> None:
-        """Move what lives here; placeholders stay where they are."""
+        """Move this rank's parameters and buffers to the device; meta parameters stay on the meta device."""
         assert self.model is not None
         self.model.to(self.root_device)
 
     @override
     def on_train_start(self) -> None:
-        """Log the samples of a step, and resume at the position of a checkpoint."""
+        """Log the effective batch size, and resume at the position of a checkpoint."""
         trainer = self._module.trainer
         size = getattr(trainer.train_dataloader, "batch_size", None)
         num_microbatches = self.settings.num_microbatches if self.attached.is_cut else None
@@ -487,12 +494,12 @@ class HybridStrategy(ReplicaCollectives):
         text = batch_text(size, replicas, accumulated, num_microbatches=num_microbatches, requested=requested)
         rank_zero_info(text)
         if self.settings.offloaded and not self.run.offload.has_effect:
-            rank_zero_info(f"offload={list(self.settings.offloaded)} has no effect: the device is the host.")
+            rank_zero_info(f"offload={list(self.settings.offloaded)} has no effect on the CPU.")
         self.world.resume.restore(trainer)
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        """Tell the other ranks, and leave every group without a collective."""
+        """Report the exception to the other ranks, and leave all process groups without a collective."""
         super().on_exception(exception)
         if self._start is None or self.world_size == 1 or stops_together(exception, self._module.trainer):
             return
@@ -506,7 +513,7 @@ class HybridStrategy(ReplicaCollectives):
 
     @override
     def teardown(self) -> None:
-        """Give the module and the Trainer back as they were."""
+        """Restore the module and the Trainer."""
         if self._world is not None:
             self._world.watch.end_together()
         try:
@@ -543,14 +550,14 @@ class HybridStrategy(ReplicaCollectives):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        """Return the loader of this rank: one rank of each model group loads the samples of its replica."""
+        """Return the dataloader of this rank: one rank of each model group loads the samples of its replica."""
         if self._world is None and self.sizes[0] == 1:
             return dataloader  # asked for before a run, such as for `Trainer.estimated_stepping_batches`
         return self.world.loaders(dataloader, self._module.trainer)
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        """Move a batch; the user's transfer hooks draw the same random numbers on every rank of the model group."""
+        """Move a batch to the device; the user's transfer hooks use the same random numbers in a model group."""
         moves = self.run.moves_batches
         if self.attached.is_cut and self.root_device.type == "cuda":
             batch = pinned(batch)  # what was received is already, and what was loaded may be
@@ -563,7 +570,7 @@ class HybridStrategy(ReplicaCollectives):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a batch forward, and with a pipeline backward too."""
+        """Run the forward of a training batch, and with a pipeline also its backward."""
         run, trainer = self.run, self._module.trainer
         self.world.streams.end_hooks()
         run.grad_sync.broadcast_buffers()
@@ -586,7 +593,7 @@ class HybridStrategy(ReplicaCollectives):
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        """Run backward and average the gradients; with a pipeline both are done, and only the hooks are called."""
+        """Run backward and average the gradients; with a pipeline both are already done, so only call the hooks."""
         plugin, module = self.precision_plugin, self._module
         closure_loss = plugin.pre_backward(closure_loss, module)
 
@@ -612,7 +619,7 @@ class HybridStrategy(ReplicaCollectives):
     @contextmanager
     @override
     def block_backward_sync(self) -> Iterator[None]:
-        """Inside, gradients are accumulated on each rank and not yet averaged."""
+        """Inside this context, each rank accumulates gradients without averaging them."""
         self._sync_blocked = True
         try:
             yield
@@ -631,7 +638,7 @@ class HybridStrategy(ReplicaCollectives):
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a batch for prediction."""
+        """Run a prediction batch."""
         return self._evaluate("predict_step", args, self.precision_plugin.predict_step_context)
 
     def _evaluate(self, name: str, args: tuple[Any, ...], context: Callable[[], Any]) -> Any:
@@ -640,7 +647,7 @@ class HybridStrategy(ReplicaCollectives):
 
     @override
     def on_validation_start(self) -> None:
-        """Evaluate with the first replica's buffers, and the parameters of now."""
+        """Copy the first replica's buffers to all replicas before evaluation."""
         self.run.grad_sync.broadcast_buffers()
 
     on_test_start = on_predict_start = on_validation_start
@@ -650,7 +657,7 @@ class HybridStrategy(ReplicaCollectives):
     @property
     @override
     def precision_plugin(self) -> Precision:
-        """The plugin, made to agree over the model group."""
+        """The precision plugin, adapted so that all ranks of a model group agree."""
         return self._precision_plugin if self._precision_plugin is not None else Precision()
 
     @precision_plugin.setter
@@ -675,7 +682,7 @@ class HybridStrategy(ReplicaCollectives):
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
-        """Let the user configure optimizers over the whole module, and keep what lives here."""
+        """Let the user configure optimizers for the full module, and keep the parameters of this rank."""
         masters = self.attached.master_weights
         try:
             with masters.opened():  # some make their states at once
@@ -694,7 +701,7 @@ class HybridStrategy(ReplicaCollectives):
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
-        """Step, with the optimizer's states on the device."""
+        """Run an optimizer step, with the optimizer's states on the device."""
         offload, masters = self.run.offload, self.attached.master_weights
 
         def fetching() -> Any:
@@ -738,7 +745,7 @@ class HybridStrategy(ReplicaCollectives):
 
     @outside_of_steps
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:
-        """The norm of the gradients of the whole model; to be called on every rank.
+        """Return the gradient norm of the full model. Call it on every rank.
 
         Args:
             norm_type: The exponent p > 0, or ``float("inf")``.
@@ -758,7 +765,7 @@ class HybridStrategy(ReplicaCollectives):
     @property
     @override
     def checkpoint_io(self) -> CheckpointIO:
-        """Writes and reads checkpoint files."""
+        """The plugin that writes and reads checkpoint files."""
         if self._checkpoint_io is None:
             self._checkpoint_io = FileIO()
         return self._checkpoint_io
@@ -773,7 +780,7 @@ class HybridStrategy(ReplicaCollectives):
     @outside_of_steps
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """Write a checkpoint: a file on rank 0, or a directory on every rank."""
+        """Write a checkpoint: a file from rank 0, or a directory from all ranks."""
         if storage_options is not None and self.settings.save_distributed_checkpoint:
             raise TypeError(checks.STORAGE_OPTIONS)
         if self._attached is None:
@@ -784,7 +791,7 @@ class HybridStrategy(ReplicaCollectives):
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:
-        """Remove a file or a directory, on rank 0."""
+        """Remove a checkpoint file or directory, on rank 0."""
         if self._attached is None:
             super().remove_checkpoint(filepath)
         else:
@@ -792,9 +799,9 @@ class HybridStrategy(ReplicaCollectives):
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a file, or from a directory the weights of this rank's part, straight into the module.
+        """Read a checkpoint file, or load this rank's weights from a directory directly into the module.
 
-        Before a run it gets the run's precision for that.
+        Before a run, the module is first converted to the precision of the run.
         """
         if self._attached is None:  # asked for outside of a run
             return super().load_checkpoint(checkpoint_path, weights_only)
@@ -806,7 +813,7 @@ class HybridStrategy(ReplicaCollectives):
     @outside_of_steps
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the full state dict on rank 0 and an empty one elsewhere; for a directory, the part of this rank."""
+        """Return the full state dict on rank 0 and an empty one elsewhere; for a directory, this rank's part."""
         if self._attached is None:  # no run has begun, and nothing is divided
             return super().lightning_module_state_dict()
         if self.world.exceptions.why_not_saved is not None:  # the Trainer asks for this first
@@ -816,21 +823,21 @@ class HybridStrategy(ReplicaCollectives):
 
     @outside_of_steps
     def load_weights(self, source: Source) -> None:
-        """Load weights, each rank the part that it holds. Call it on every rank, in a hook such as `on_fit_start`.
+        """Load weights; each rank loads its own part. Call it on every rank, in a hook such as `on_fit_start`.
 
-        If the module is not sharded yet, weights are loaded when it is. Parameters on the meta device are created with
-        the loaded values; parameters that the source does not have are initialized as usual.
+        If the module is not sharded yet, the weights are loaded when it is sharded. Parameters on the meta device are
+        created with the loaded values; parameters that are not in the source are initialized as usual.
 
         Args:
-            source: The state dict of the full module; a file of `torch.save` with a state dict or a checkpoint; a
-                ``.safetensors`` file; a folder of Hugging Face, with the names of the model in an attribute of the
-                module; or a sharded directory. Names must match, unless the module has ``strict_loading=False``. One
-                of several tied parameters is enough.
+            source: The state dict of the full module; a file from `torch.save` with a state dict or a checkpoint; a
+                ``.safetensors`` file; a Hugging Face folder, whose names match a model in an attribute of the module;
+                or a sharded directory. Names must match, unless the module has ``strict_loading=False``. One of
+                several tied parameters is enough.
 
         Raises:
-            FileNotFoundError, ValueError: If the source cannot be read, or a folder fits no part or several parts of
-                the module; on every rank.
-            RuntimeError: If names or shapes do not match; on every rank, and nothing is loaded.
+            FileNotFoundError, ValueError: If the source cannot be read, or a folder matches no part or several parts of
+                the module. Raised on every rank.
+            RuntimeError: If names or shapes do not match. Raised on every rank; nothing is loaded.
         """
         with self.attached.master_weights.opened():
             self.attached.parallelizer.load(source)
@@ -840,13 +847,13 @@ class HybridStrategy(ReplicaCollectives):
     def full_parameters(
         self, module: nn.Module | None = None, *, gradients: bool = False, writes: bool = False
     ) -> Iterator[None]:
-        """Gather full parameters on every rank while the context is entered. Enter it on every rank.
+        """Gather full parameters on every rank inside this context. Enter it on every rank.
 
-        It is for hooks that read or change parameters of the whole model: histograms, norms of weights,
-        initialization. It corresponds to `summon_full_params` of FSDP and `GatheredParameters` of DeepSpeed. A
-        parameter of another stage, or one that is sharded (tensor parallelism, ZeRO), is another object inside: take
+        Use it in hooks that read or change parameters of the full model, for histograms, weight norms or
+        initialization. It corresponds to `summon_full_params` of FSDP and `GatheredParameters` of DeepSpeed. Inside,
+        sharded parameters (tensor parallelism, ZeRO) and parameters of other stages are different objects: take
         parameters from the module, such as with `self.parameters()`, and not from the optimizer. Each rank needs memory
-        for all of them, so pass a part of the module if that is enough. Layers cannot be called inside.
+        for all gathered parameters, so pass only the part of the module that you need. Layers cannot be called inside.
 
         Example::
 
@@ -854,17 +861,17 @@ class HybridStrategy(ReplicaCollectives):
                 norm = self.head.weight.grad.norm()
 
         Args:
-            module: The part of the LightningModule whose parameters are gathered; by default all of it.
-            gradients: If True, parameters have full gradients inside. If False, they have none.
-            writes: If True, parameters and gradients keep the values that they have on rank 0 when the context ends.
+            module: The part of the LightningModule whose parameters are gathered. Default: the full LightningModule.
+            gradients: If True, parameters have full gradients inside. If False, they have no gradients.
+            writes: If True, parameters and gradients get the values that they have on rank 0 when the context ends.
                 If False, changes are lost.
 
         Returns:
             A context manager.
 
         Raises:
-            ValueError: In a step, before the module is sharded, or if ``module`` is not a part of the LightningModule;
-                inside, if a layer is called or a parameter is replaced.
+            ValueError: If it is entered in a step or before the module is sharded, if ``module`` is not a part of the
+                LightningModule, or if a layer is called or a parameter is replaced inside.
         """
         attached, root = self.attached, self._module
         if self._run is not None and self._run.grad_sync.zero.is_open:
@@ -882,26 +889,26 @@ class HybridStrategy(ReplicaCollectives):
 
     @outside_of_steps
     def gather_module(self) -> None:
-        """Gather the full module in place, on every rank: ordinary parameters and layers with their values.
+        """Gather the full module in place on every rank, with ordinary layers and parameters.
 
         Call it on every rank after a run, or in its last hook (`teardown`). The module then runs in one process, and
-        another Trainer may shard it in another way. Parameters of other stages and sharded parameters are new objects,
-        without gradients; the optimizers of the run still have the old ones. `trainer.save_checkpoint` still saves the
-        optimizer states. States of metrics that steps update stay on the last stage.
+        another Trainer can shard it differently. Parameters of other stages and sharded parameters are new objects
+        without gradients; the optimizers of the run still have the old parameters. `trainer.save_checkpoint` still
+        saves the optimizer states. Metric states that steps update stay on the last stage.
 
         Raises:
-            ValueError: If layers were sharded by styles of torch or by the user; on every rank.
+            ValueError: If layers were sharded by torch styles or by your code. Raised on every rank.
             RuntimeError: If the processes are no longer connected.
         """
         if self._attached is None:
             return
         if self.is_alone:
-            raise RuntimeError("`gather_module` needs the process groups of the run, and they were destroyed. [LH330]")
+            raise RuntimeError("`gather_module` needs the process groups of the run, but they were destroyed. [LH330]")
         self.attached.gather(self._run)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load this rank's part."""
+        """Load this rank's part of the weights."""
         with self.attached.master_weights.opened():
             self.attached.checkpointer.load_module_state(checkpoint["state_dict"], strict=strict)
 
@@ -913,7 +920,7 @@ class HybridStrategy(ReplicaCollectives):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load this rank's part."""
+        """Load this rank's part of the optimizer states."""
         with self.attached.master_weights.opened():  # which states are converted to the dtype of
             self.attached.checkpointer.load_optimizer_states(self.optimizers, checkpoint["optimizer_states"])
         lightning_internals.move_optimizer_states(self.optimizers, self.root_device)

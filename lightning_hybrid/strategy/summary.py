@@ -169,7 +169,7 @@ def placed_text(outside: Mapping[str, Collection[int]]) -> str:
         outside: Their stages, by name.
     """
     places = [f"{name} on stage {' and '.join(map(str, sorted(stages)))}" for name, stages in outside.items()]
-    return f"Parameters outside of the layers: {', '.join(places)}"
+    return f"Parameters outside the layers: {', '.join(places)}"
 
 
 def outside_parts(module: nn.Module, layers: Sequence[nn.Module]) -> list[tuple[str, int]]:
@@ -384,10 +384,10 @@ def batch_text(
     if num_microbatches is None:
         return text
     number = min(num_microbatches, batch_size)
-    counted = (
-        f"{_counted(number, 'microbatch', 'es')} instead of {requested}, " if number < requested else "microbatches "
-    )
-    return f"{text}; {counted}of {-(-batch_size // number)}"
+    size = -(-batch_size // number)
+    if number < requested:
+        return f"{text}; {number} instead of {requested} microbatches, {_counted(size, 'sample')} each"
+    return f"{text}; microbatches of {size}"
 
 
 def _counted(number: int, noun: str, plural: str = "s") -> str:

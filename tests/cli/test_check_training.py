@@ -96,8 +96,8 @@ def test_microbatches_of_a_module_on_the_meta_device() -> None:
 def test_layers_that_cannot_set_their_values_are_named() -> None:
     with pytest.raises(RankError) as error:
         check(Unsettable, **PP2)
-    assert "Training in one process: The parameter 'body.0.1.table' was made on the meta device" in str(error.value)
-    assert "Write a `reset_parameters(self)` that sets 'table'" in str(error.value)
+    assert "Training in one process: The parameter 'body.0.1.table' was created on the meta device" in str(error.value)
+    assert "Define a `reset_parameters(self)` that sets 'table'" in str(error.value)
     assert "Traceback" not in str(error.value)
 
 

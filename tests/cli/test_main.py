@@ -231,7 +231,7 @@ def test_a_misspelt_name_is_a_line(
         (
             "timeout",
             '"0:00:00"',
-            "timeout must be positive, or None; got 0:00:00. [LH104]",
+            "timeout must be positive or None, got 0:00:00. [LH104]",
         ),
     ],
 )

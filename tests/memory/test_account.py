@@ -109,7 +109,7 @@ def run(cls: type[LightningModule], devices: int, arguments: dict[str, Any], pre
     finally:
         logger.removeHandler(handler)
         logger.setLevel(logging.ERROR)
-    return meter.usages, next((text for text in messages if text.startswith("Memory of a rank, estimated")), "")
+    return meter.usages, next((text for text in messages if text.startswith("Estimated memory per rank")), "")
 
 
 def table_bytes(table: str) -> list[dict[str, float]]:

@@ -463,8 +463,8 @@ def test_a_container_of_units_means_its_units() -> None:
     ("recompute", "words"),
     [
         (["body.*.mlp"], ["'body.*.mlp'", "matches no module", "Nested"]),
-        (["net"], ["'net'", "holds the layers of all stages", "net.body.*"]),
-        (["*.body"], ["'net.body'", "holds the layers of all stages"]),
+        (["net"], ["'net'", "contains the layers of all stages", "net.body.*"]),
+        (["*.body"], ["'net.body'", "contains the layers of all stages"]),
     ],
     ids=str,
 )

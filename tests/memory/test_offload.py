@@ -134,4 +134,4 @@ def train() -> tuple[list[str], str]:
 def test_states_are_on_the_device_for_the_step_alone(ranks: Pools) -> None:
     (events, text), _ = ranks(2, lightning=True).run(train)
     assert events == ["load", "gradients", "offload"] * 2
-    assert "offload=['optimizer', 'activations'] has no effect: the device is the host." in text
+    assert "offload=['optimizer', 'activations'] has no effect on the CPU." in text

@@ -70,10 +70,9 @@ def report(device: str, level: int, fails: bool = False, optimizer: int | None =
     return messages
 
 
-ESTIMATED = "Memory of a rank, estimated:\n[101, 103] []"
+ESTIMATED = "Estimated memory per rank:\n[101, 103] []"
 PEAKS = (
-    "Memory of a rank, estimated, and the peak of the CUDA allocator up to the first optimizer step:\n"
-    "[101, 103] [1000, 998]"
+    "Estimated memory per rank, and peak of the CUDA allocator up to the first optimizer step:\n[101, 103] [1000, 998]"
 )
 
 

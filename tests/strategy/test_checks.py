@@ -483,7 +483,12 @@ def check_refused(
         (FetchesItself, {}, "ValueError", ["FetchesItself.training_step", "dataloader_iter", "batch"]),
         (FetchesItselfInValidation, {}, "ValueError", ["validation_step", "dataloader_iter", "batch"]),
         (HalfSplit, {}, "ValueError", ["HalfSplit", "split_body_input", "join_body_output"]),
-        (TwoOptimizers, {}, "ValueError", ["returned several optimizers", "groups of one", "num_microbatches=1"]),
+        (
+            TwoOptimizers,
+            {},
+            "ValueError",
+            ["returned several optimizers", "several parameter groups", "num_microbatches=1"],
+        ),
         (Searches, {}, "ValueError", ["LBFGS", "AdamW"]),
     ],
     ids=lambda value: getattr(value, "__name__", None),
@@ -500,13 +505,21 @@ def test_modules_that_cannot_be_cut_are_refused_on_every_rank(
 @pytest.mark.parametrize(
     ("make", "layout", "words"),
     [
-        (Listed, {"tensor_parallel_plan": {"embed": ColwiseParallel()}}, ["Listed", "'embed'", "by torch", "a style"]),
+        (
+            Listed,
+            {"tensor_parallel_plan": {"embed": ColwiseParallel()}},
+            ["Listed", "'embed'", "by torch", "a style name"],
+        ),
         (
             Regression,
             {"tensor_parallel_plan": {"body.*": "sequence_region"}, "sequence_parallel": True, "body": ["body"]},
-            ["Regression", "'body.0'", "shards of sequences", "nn.ModuleList"],
+            ["Regression", "'body.0'", "sequence shards", "nn.ModuleList"],
         ),
-        (Listed, {"tensor_parallel_plan": {"body": "on_shards"}}, ["Listed", "'on_shards'", "inside", "to these"]),
+        (
+            Listed,
+            {"tensor_parallel_plan": {"body": "on_shards"}},
+            ["Listed", "'on_shards'", "contains", "of the layers"],
+        ),
     ],
 )
 def test_shared_layers_that_cannot_be_followed_are_refused_on_every_rank(
@@ -514,7 +527,7 @@ def test_shared_layers_that_cannot_be_followed_are_refused_on_every_rank(
 ) -> None:
     name, text = check_refused(ranks, make, size=4, layout={**PP2, "tensor_parallel_size": 2, **layout})
     assert name == "ValueError"
-    for word in ("tensor_parallel_size=2", "'body'", "called by code of their own", *words):
+    for word in ("tensor_parallel_size=2", "'body'", "called by your own code", *words):
         assert word in text
 
 
@@ -529,7 +542,7 @@ def warned() -> list[str]:
 def test_shared_layers_that_divide_nothing_are_worth_a_warning(ranks: Pools) -> None:
     first, second = ranks(2, lightning=True).run(warned)
     assert len(first) == 1
-    assert first[0].startswith("tensor_parallel_size=2 divides none of the parameters of Regression")
+    assert first[0].startswith("tensor_parallel_size=2 shards none of the parameters of Regression")
     assert second == []
 
 
@@ -749,4 +762,4 @@ def warned_of_machines(rank_order: str) -> list[str]:
 def test_a_tensor_group_on_several_machines_is_said(ranks: Pools, rank_order: str, is_said: bool) -> None:
     texts, *_ = ranks(4).run(warned_of_machines, rank_order)  # a Trainer's other ranks are silent
     assert len(texts) == is_said
-    assert all("on several machines: ranks 0, 2 are on node0 and node1" in text for text in texts)
+    assert all("spans several nodes: ranks 0, 2 are on node0 and node1" in text for text in texts)

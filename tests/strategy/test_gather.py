@@ -290,8 +290,8 @@ def refused(layout: dict[str, Any], what: str) -> str:
 @pytest.mark.parametrize(
     ("layout", "what", "text"),
     [
-        (TP2, "styles of torch", "'body.0.0' was sharded by a style of torch"),
-        (PP2, "in the run", "`strategy.gather_module\\(\\)` gathered the module during the run"),
+        (TP2, "styles of torch", "'body.0.0' was sharded by a torch style"),
+        (PP2, "in the run", "`strategy.gather_module\\(\\)` was called during the run"),
         (PP2, "a failure", "mine"),
     ],
 )

@@ -215,9 +215,9 @@ def test_what_holds_layers_names_their_stage() -> None:
         ([0, 0, 1, 0, 1, 1], {}, ["`pipeline_stage` of the layers of 'blocks'", "go back from 1 to 0 at layer 3"]),
         ([0, 0, 0, 2, 2, 2], {}, ["contain stage 2", "is 2"]),
         ([1, 1, 1, 1, 1, 1], {}, ["do not contain stage 0 of 2"]),
-        ([0, 0, 0, 1, 1, None], {}, ["'blocks.5'", "without a `pipeline_stage`", "'blocks.0' has one"]),
-        ([0, 0, 0, 1, 1, 1], {"partition": "parameters"}, ["partition='parameters'", "Leave out one"]),
-        ([0, 0, 0, 1, 1, 1], {"partition": [3, 3]}, ["partition=[3, 3]", "Leave out one"]),
+        ([0, 0, 0, 1, 1, None], {}, ["'blocks.5'", "has no `pipeline_stage`", "'blocks.0' has one"]),
+        ([0, 0, 0, 1, 1, 1], {"partition": "parameters"}, ["partition='parameters'", "Remove one"]),
+        ([0, 0, 0, 1, 1, 1], {"partition": [3, 3]}, ["partition=[3, 3]", "Remove one"]),
     ],
 )
 def test_stages_that_cannot_be_are_refused(stages: list[Any], arguments: dict[str, Any], words: list[str]) -> None:
@@ -228,9 +228,9 @@ def test_stages_that_cannot_be_are_refused(stages: list[Any], arguments: dict[st
 
 
 def test_marks_that_decide_nothing_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"'blocks.0' is a layer of 'blocks' without a `pipeline_stage`, and 'head'"):
+    with pytest.raises(ValueError, match=r"'blocks.0' in 'blocks' has no `pipeline_stage`, but 'head'"):
         layers_of(marked(Language, {"head": 1}), 2, partition="uniform")
-    with pytest.raises(ValueError, match=r"'blocks.0.up' has another `pipeline_stage`, but is a part of a layer"):
+    with pytest.raises(ValueError, match=r"'blocks.0.up' is a part of a layer of 'blocks', but has a different"):
         layers_of(marked(Language, {"blocks.0.up": 1}), 2, partition="uniform")
     with pytest.raises(TypeError, match=r"must be an integer, but 1\.5 is a float"):
         layers_of(marked(Language, {"blocks": 1.5}), 2, partition="uniform")

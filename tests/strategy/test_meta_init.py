@@ -396,7 +396,7 @@ class Unsettable(Regression):
 
 
 def refused(layout: Layout) -> str:
-    with pytest.raises(ValueError, match="cannot give it values") as error:
+    with pytest.raises(ValueError, match="cannot initialize it") as error:
         make_trainer(layout).fit(Unsettable(), loader())
     return str(error.value)
 

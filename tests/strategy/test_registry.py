@@ -47,11 +47,11 @@ def test_names_are_known_where_lightning_comes_later() -> None:
         "(2, 1, 3) 0",
         "(3, 5, 1) 0",
         "(6, 1, 1) 3",
-        "There is no strategy 'hybrid_pp_2': its part 'pp' is not a size",
-        "There is no strategy 'hybrid_ep2': its part 'ep2' is not a size",
-        "There is no strategy 'hybrid_pp2_pp2': its part 'pp2' appears twice",
-        "There is no strategy 'hybrid_': its part '' is not a size",
-        "There is no strategy 'hybrid_pp0': its part 'pp0' is not a size",
+        "The strategy name 'hybrid_pp_2' is invalid: its part 'pp' does not set a size",
+        "The strategy name 'hybrid_ep2' is invalid: its part 'ep2' does not set a size",
+        "The strategy name 'hybrid_pp2_pp2' is invalid: its part 'pp2' appears twice",
+        "The strategy name 'hybrid_' is invalid: its part '' does not set a size",
+        "The strategy name 'hybrid_pp0' is invalid: its part 'pp0' does not set a size",
         "You selected an invalid strategy name: `strategy='hybrids'`",
     ]
 

@@ -105,7 +105,7 @@ def test_what_an_attempt_that_died_has_said_is_not_believed(agent: dist.TCPStore
 
 
 def test_who_waits_for_a_first_rank_that_does_not_come_says_so(agent: dist.TCPStore) -> None:
-    with pytest.raises(TimeoutError, match=re.escape("Rank 0 has not begun within 1 s")):
+    with pytest.raises(TimeoutError, match=re.escape("Rank 0 has not started within 1 s")):
         make_stores(Rank(1), timedelta(seconds=1))
 
 
@@ -211,7 +211,7 @@ def test_a_name_that_is_not_known_is_refused() -> None:
     with (
         mock.patch.object(rendezvous, "_PATIENCE", 0.0),
         pytest.raises(
-            ValueError, match=re.escape(f"MASTER_ADDR='nobody.invalid' is a name that {socket.gethostname()}")
+            ValueError, match=re.escape(f"MASTER_ADDR='nobody.invalid' cannot be resolved on {socket.gethostname()}")
         ),
     ):
         choose_interface("nobody.invalid")

@@ -102,7 +102,7 @@ def test_lines_of_ours_stand_beside_the_bar(tmp_path: Path, bar: str) -> None:
     script.write_text(FIT.format(bar=bar))
     lines = screen(in_terminal(script))
     shown = "\n".join(lines)
-    for ours in ("Effective batch: ", "a line inside of the epoch", "Layout: ", "Memory of a rank"):
+    for ours in ("Effective batch: ", "a line inside of the epoch", "Layout: ", "Estimated memory per rank"):
         (line,) = [line for line in lines if ours in line]
         assert line.startswith(ours), shown
     (warning,) = [line for line in lines if "UserWarning: a warning inside of the epoch" in line]

@@ -36,11 +36,12 @@ def check_recompute(recompute: Any, num_ranks: int, num_chunks: int) -> None:
             )
     elif isinstance(recompute, int):
         if recompute < 0:
-            raise ValueError(f"recompute={recompute} must be the number of layers of each stage, at least 0. [LH103]")
+            raise ValueError(f"recompute={recompute} must be at least 0: the number of layers of each stage. [LH103]")
     elif isinstance(recompute, float):
         if not 0 < recompute <= 1:
             raise ValueError(
-                f"recompute={recompute} must be a fraction of the layers of each stage: above 0.0, up to 1.0. [LH103]"
+                f"recompute={recompute} must be a fraction of the layers of each stage: above 0.0 and at most 1.0."
+                " [LH103]"
             )
     elif isinstance(recompute, (list, tuple)):
         _check_list(list(recompute), num_ranks * num_chunks if num_ranks > 1 else 1)
@@ -56,11 +57,11 @@ def _check_list(recompute: list[Any], num_stages: int) -> None:
         return
     if not all(isinstance(entry, int) and not isinstance(entry, bool) for entry in recompute):
         raise TypeError(
-            f"recompute={recompute} must be a list of names of modules, or of numbers of layers, one a stage. [LH101]"
+            f"recompute={recompute} must be a list of module names, or of the number of layers of each stage. [LH101]"
         )
     if len(recompute) != num_stages or min(recompute) < 0:
         raise ValueError(
-            f"recompute={recompute} must give the number of layers, at least 0, of each of the {num_stages} stages"
+            f"recompute={recompute} must list the number of layers, at least 0, of each of the {num_stages} stages"
             " (pipeline_parallel_size x num_chunks). [LH119]"
         )
 
@@ -112,14 +113,14 @@ def _matching(patterns: list[str], module: nn.Module, body: str | None, units: S
         if not matching:
             close = difflib.get_close_matches(pattern, modules, n=3, cutoff=0.4) or list(modules)[:8]
             raise ValueError(
-                f"The recompute pattern {pattern!r} matches no module of {type(module).__name__} ('*' matches"
-                f" anything between two dots). There are, for example, {', '.join(map(repr, close))}. [LH120]"
+                f"The recompute pattern {pattern!r} matches no module of {type(module).__name__} ('*' matches anything"
+                f" between two dots). Modules are, for example, {', '.join(map(repr, close))}. [LH120]"
             )
         for name in matching:
             if body is not None and f"{body}.".startswith(f"{name}."):
                 raise ValueError(
-                    f"The pattern {pattern!r} of recompute matches {name!r}, which holds the layers of all stages. Name"
-                    f" layers: recompute=['{body}.*'], or recompute=True for all of them. [LH121]"
+                    f"The recompute pattern {pattern!r} matches {name!r}, which contains the layers of all stages. Use"
+                    f" recompute=['{body}.*'] to name layers, or recompute=True for all layers. [LH121]"
                 )
             inside = [unit for unit in units if unit.startswith(f"{name}.")]
             found |= {each: modules[each] for each in inside or [name]}

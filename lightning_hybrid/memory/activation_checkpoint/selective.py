@@ -242,10 +242,10 @@ class _ReplayMode(Mode or object):  # type: ignore[misc]
         result, make = next(self._results, (None, None))
         if result is None or result.operation != name:
             raise RuntimeError(
-                f"A layer does something else when it is run again in backward: {name} instead of"
-                f" {'nothing more' if result is None else result.operation}. With recompute='selective' it must do the"
-                " same for the same input and random numbers. Leave it out: recompute=[...] with the"
-                " names of others. [LH441]"
+                f"A layer runs another operation when it is recomputed in backward: {name} instead of"
+                f" {'nothing more' if result is None else result.operation}. recompute='selective' needs the same"
+                " operations for the same input and random numbers. Exclude the layer: name the other layers in"
+                " recompute=[...]. [LH441]"
             )
         if make is None:
             return func(*args, **(kwargs or {}))
