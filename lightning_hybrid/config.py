@@ -40,8 +40,10 @@ USUAL_AXES = ("dp", "tp", "pp")
 
 _LEAST_HEARTBEAT = timedelta(seconds=3)
 _WORDS: dict[Any, str] = {
+    bool: "a bool",
     int: "an integer",
     float: "a number",
+    str: "a string",
     list[int]: "a list of integers",
     list[str]: "a list of names",
     NoneType: "None",
@@ -144,9 +146,14 @@ def check_types(arguments: Any) -> None:
         if not plain or (int not in plain and type(value) in map(type, options)):
             values = [*options, *(value for kind in plain for value in _VALUES[kind])]
             words = [f"one of {', '.join(map(repr, values))}"] if len(values) > 2 else [*map(repr, values)]
-            raise ValueError(f"{name} must be {' or '.join(words)}, {text}. [LH102]")
+            raise ValueError(f"{name} must be {_either(words)}, {text}. [LH102]")
         words = [*(_WORDS.get(kind, (get_origin(kind) or kind).__name__) for kind in plain), *map(repr, options)]
-        raise TypeError(f"{name} must be {' or '.join(words)}{each.metadata.get('advice', '')}, {text}. [LH101]")
+        raise TypeError(f"{name} must be {_either(words)}{each.metadata.get('advice', '')}, {text}. [LH101]")
+
+
+def _either(words: Sequence[str]) -> str:
+    """Return alternatives as English: ``"an integer, a string or None"``."""
+    return " or ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
 
 
 @functools.cache

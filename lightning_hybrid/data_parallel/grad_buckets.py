@@ -380,6 +380,5 @@ def late_gradient_error(parameter: Tensor) -> RuntimeError:
     return RuntimeError(
         f"A parameter of shape {tuple(parameter.shape)} got a second gradient in one step after the reduction of its"
         " bucket had started. Re-entrant checkpointing causes this for a parameter that is used more than once: pass"
-        " `use_reentrant=False` to `torch.utils.checkpoint.checkpoint`. Otherwise reduce it with `overlap=False`."
-        " [LH811]"
+        " `use_reentrant=False` to `torch.utils.checkpoint.checkpoint`. [LH811]"
     )

@@ -45,7 +45,7 @@ ERRORS = {
         'Remove `sequence_parallel`, or set `tensor_parallel_mode="1d"`.',
     ),
     "LH111": Entry(
-        "The batch size of the loader times the replicas does not divide `global_batch_size`.",
+        "The loader's batch size times the number of replicas does not divide `global_batch_size`.",
         "Set a multiple that the message names; see [elastic training](../guides/elastic.md).",
     ),
     "LH112": Entry(
@@ -106,8 +106,8 @@ ERRORS = {
         'Write a number and a unit, such as `"80GiB"`.',
     ),
     "LH126": Entry(
-        'A part of the strategy name is invalid, such as in `"hybrid_pp_2"`.',
-        'Write each axis with its size, such as `"hybrid_pp2"`.',
+        'The strategy name has an invalid part, as in `"hybrid_pp_2"`.',
+        'Write each axis with its size, as in `"hybrid_pp2"`.',
     ),
     "LH127": Entry(
         '`layout="auto"` cannot run the step without data, or the search took too long.',

@@ -120,7 +120,7 @@ def test_what_does_not_go_with_a_search_is_refused(arguments: dict[str, Any], te
 def test_a_limit_is_a_text_or_bytes() -> None:
     for value, size in (("80GiB", 80 * 2**30), ("24GB", 24e9), (1000, 1000.0), (None, None)):
         assert HybridStrategy(tuning=Tuning(memory_limit=value), **AUTO).settings.tuning.memory_bytes == size
-    with pytest.raises(TypeError, match=r"tuning.memory_limit must be a number or str or None, got \[1\]"):
+    with pytest.raises(TypeError, match=r"tuning.memory_limit must be a number, a string or None, got \[1\]"):
         Tuning(memory_limit=[1])  # type: ignore[arg-type]
 
 

@@ -114,7 +114,7 @@ def _matching(patterns: list[str], module: nn.Module, body: str | None, units: S
             close = difflib.get_close_matches(pattern, modules, n=3, cutoff=0.4) or list(modules)[:8]
             raise ValueError(
                 f"The recompute pattern {pattern!r} matches no module of {type(module).__name__} ('*' matches anything"
-                f" between two dots). Modules are, for example, {', '.join(map(repr, close))}. [LH120]"
+                f" between two dots). Its modules include {', '.join(map(repr, close))}. [LH120]"
             )
         for name in matching:
             if body is not None and f"{body}.".startswith(f"{name}."):

@@ -242,7 +242,7 @@ class _ReplayMode(Mode or object):  # type: ignore[misc]
         result, make = next(self._results, (None, None))
         if result is None or result.operation != name:
             raise RuntimeError(
-                f"A layer runs another operation when it is recomputed in backward: {name} instead of"
+                f"A layer runs a different operation when it is recomputed in backward: {name} instead of"
                 f" {'nothing more' if result is None else result.operation}. recompute='selective' needs the same"
                 " operations for the same input and random numbers. Exclude the layer: name the other layers in"
                 " recompute=[...]. [LH441]"
