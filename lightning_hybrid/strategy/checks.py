@@ -136,7 +136,7 @@ def _check_partition(partition: str | Sequence[int], num_ranks: int, num_chunks:
             raise ValueError(
                 f"partition={list(partition)} must list the number of layers, at least 1, of each of the {num_stages}"
                 f" stages: pipeline_parallel_size ({num_ranks}) x num_chunks ({num_chunks}). Or list the stage of each"
-                " layer, starting at 0."
+                " layer, starting at 0. [LH117]"
             )
     elif partition not in ("uniform", "parameters"):
         raise ValueError(
