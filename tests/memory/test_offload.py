@@ -92,7 +92,7 @@ def test_accepted_arguments(offload: Any) -> None:
 @pytest.mark.parametrize(
     ("offload", "error", "text"),
     [
-        ("parameters", ValueError, "must be of 'activations', 'optimizer', got 'parameters'"),
+        ("parameters", ValueError, "must be one or more of 'activations', 'optimizer', got 'parameters'"),
         (["optimizer", "all"], ValueError, "got"),
         (True, TypeError, "must be a name, a list of names, or None, got True"),
         ([1], TypeError, "must be a name"),
