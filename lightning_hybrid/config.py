@@ -40,7 +40,6 @@ USUAL_AXES = ("dp", "tp", "pp")
 
 _LEAST_HEARTBEAT = timedelta(seconds=3)
 _WORDS: dict[Any, str] = {
-    bool: "a bool",
     int: "an integer",
     float: "a number",
     str: "a string",
@@ -147,7 +146,7 @@ def check_types(arguments: Any) -> None:
             values = [*options, *(value for kind in plain for value in _VALUES[kind])]
             words = [f"one of {', '.join(map(repr, values))}"] if len(values) > 2 else [*map(repr, values)]
             raise ValueError(f"{name} must be {_either(words)}, {text}. [LH102]")
-        words = [*(_WORDS.get(kind, (get_origin(kind) or kind).__name__) for kind in plain), *map(repr, options)]
+        words = [*(_WORDS.get(kind, f"a {(get_origin(kind) or kind).__name__}") for kind in plain), *map(repr, options)]
         raise TypeError(f"{name} must be {_either(words)}{each.metadata.get('advice', '')}, {text}. [LH101]")
 
 
@@ -388,7 +387,9 @@ class HybridConfig:
     context_parallel: Literal["ulysses", "ring", "all_gather"] = "ulysses"
     global_batch_size: int | None = None
     zero_stage: Literal[0, 1, 2, 3, "auto"] = 0
-    recompute: bool | int | float | str | list[int] | list[str] = False
+    recompute: bool | int | float | str | list[int] | list[str] = field(
+        default=False, metadata={"advice": ", such as True, 'selective' or 4"}
+    )
     offload: str | list[str] | None = None
     master_weights: bool = False
     broadcast_batches: bool = True

@@ -65,7 +65,7 @@ IMPOSSIBLE: list[tuple[dict[str, Any], type[Exception], list[str]]] = [
         ["extra_in_flight", "[1, 1]", "1 links"],
     ),
     ({"tuning": {"extra_in_flight": 1}, "schedule": "gpipe"}, ValueError, ["extra_in_flight", "gpipe"]),
-    ({"tensor_parallel_plan": ["colwise"]}, TypeError, ["tensor_parallel_plan", "dict or str or None"]),
+    ({"tensor_parallel_plan": ["colwise"]}, TypeError, ["tensor_parallel_plan", "a dict, a string or None"]),
     ({"sequence_parallel": 1}, TypeError, ["sequence_parallel", "bool", "1"]),
     ({"schedule": "2f2b"}, ValueError, ["schedule", "'2f2b'", "'1f1b'", "'gpipe'", "'interleaved_1f1b'"]),
     ({"schedule": ["1f1b"]}, TypeError, ["schedule", "['1f1b']", "list"]),
@@ -74,7 +74,7 @@ IMPOSSIBLE: list[tuple[dict[str, Any], type[Exception], list[str]]] = [
     ({"partition": [3, 3], "pipeline_parallel_size": 3}, ValueError, ["partition", "[3, 3]", "3"]),
     ({"partition": [6, 0], "pipeline_parallel_size": 2}, ValueError, ["partition", "[6, 0]", "at least 1"]),
     ({"partition": [3, 3.0], "pipeline_parallel_size": 2}, ValueError, ["partition", "3.0"]),
-    ({"partition": [1, 1, 2, 2], "pipeline_parallel_size": 2}, ValueError, ["stage of each layer", "begins with 0"]),
+    ({"partition": [1, 1, 2, 2], "pipeline_parallel_size": 2}, ValueError, ["stage of each layer", "starting at 0"]),
     ({"partition": [0, 1, 0, 1], "pipeline_parallel_size": 2}, ValueError, ["[0, 1, 0, 1]", "go back from 1 to 0"]),
     ({"partition": [0, 0, 1, 1], "pipeline_parallel_size": 3}, ValueError, ["do not contain stage 2 of 3"]),
     ({"partition": [0, 1, 2], "pipeline_parallel_size": 2}, ValueError, ["contain stage 2", "from 0 to 1"]),
@@ -140,9 +140,13 @@ IMPOSSIBLE: list[tuple[dict[str, Any], type[Exception], list[str]]] = [
     ({"rank_order": "pp-dp-tp"}, TypeError, ["part of `launch`: launch=Launch(rank_order=...)"]),
     ({"rank_ordr": "pp-dp-tp"}, TypeError, ["did you mean launch=Launch(rank_order=...)?"]),
     ({"faults": {"heartbeet_timeout": 60}}, TypeError, ["heartbeet_timeout'", "did you mean 'heartbeat_timeout'?"]),
-    ({"tuning": {"xyz": 1}}, TypeError, ["Tuning has no argument 'xyz'", "There are extra_in_flight, reshard_after"]),
-    ({"faults": "all"}, TypeError, ["faults must be Faults", "'all'"]),
-    ({"xyz": 2}, TypeError, ["'xyz'", "There are data_parallel_size, tensor_parallel_size"]),
+    (
+        {"tuning": {"xyz": 1}},
+        TypeError,
+        ["Tuning has no argument 'xyz'", "its arguments are extra_in_flight, reshard_after"],
+    ),
+    ({"faults": "all"}, TypeError, ["faults must be a Faults", "'all'"]),
+    ({"xyz": 2}, TypeError, ["'xyz'", "its arguments are data_parallel_size, tensor_parallel_size"]),
 ]
 
 
