@@ -20,6 +20,7 @@ extensions = [
     "sphinx_copybutton",
     "sphinx_design",
     "site_links",
+    "site_math",
 ]
 
 # -- text --------------------------------------------------------------------------------------------------------------
@@ -33,6 +34,7 @@ copybutton_prompt_text = "$ "
 
 html_theme = "furo"
 pygments_dark_style = "github-dark"  # the default underlines names of modules, as if they were links
+html_math_renderer = "mathml"
 html_title = f"lightning_hybrid {release}"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]

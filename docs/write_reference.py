@@ -16,7 +16,7 @@ import shlex
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import cache
 from importlib import import_module
@@ -40,6 +40,7 @@ except ImportError:  # Python 3.10, where pytest and Sphinx bring the same thing
     import tomli as tomllib
 
 DOCS = ROOT / "docs"
+WIDTH = 90  # of command lines in pages
 GROUPS = (Faults, Launch, Tuning)  # of arguments
 PLACE = re.compile(r"<!-- written: (\w+)(.*?) -->\n.*?<!-- end -->", re.DOTALL)
 
@@ -122,7 +123,7 @@ def argument_table(page: Path, name: str = "HybridStrategy") -> Iterator[str]:
         f"| [`{argument}`](#{argument}) | `{as_value(parameter.default)}` | {first_sentence(texts[argument])} |"
         for argument, parameter in inspect.signature(kind).parameters.items()
     ]
-    yield "\n".join(["| argument | default | |", "|---|---|---|", *rows])
+    yield "\n".join(["| argument | default | meaning |", "|---|---|---|", *rows])
 
 
 def members(page: Path, *names: str) -> Iterator[str]:
@@ -200,7 +201,7 @@ def command(page: Path, name: str) -> Iterator[str]:
         if action.required and action.option_strings:
             text += "; needed"
         rows.append(f"| `{words}` | {text} |")
-    yield "\n".join(["| option | |", "|---|---|", *rows])
+    yield "\n".join(["| option | meaning |", "|---|---|", *rows])
     if parser.epilog:
         yield re.sub(rf"({PROGRAM} .*)", r"`\1`", parser.epilog)
 
@@ -213,7 +214,19 @@ def output(page: Path, *words: str) -> Iterator[str]:
     if done.returncode:
         raise SystemExit(f"{page.name}: {shlex.join(words)} failed:\n{done.stderr}")
     text = "\n".join(line.rstrip() for line in done.stdout.rstrip().splitlines())
-    yield f"```console\n$ {PROGRAM} {shlex.join(words)}\n{text}\n```"
+    yield f"```console\n$ {command_line(words)}\n{text}\n```"
+
+
+def command_line(words: Sequence[str]) -> str:
+    """Return a command over as many lines as it needs; an option and its value are on one line."""
+    parts = re.split(r" (?=--)", shlex.join([PROGRAM, *words]))
+    lines = [parts[0]]
+    for part in parts[1:]:
+        if len(f"{lines[-1]} {part}") > WIDTH:
+            lines.append(f"    {part}")
+        else:
+            lines[-1] += f" {part}"
+    return " \\\n".join(lines)
 
 
 def versions(page: Path) -> Iterator[str]:
