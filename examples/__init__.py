@@ -1,1 +1,1 @@
-"""Examples: plain LightningModules, and the data they learn from."""
+"""Examples: ordinary LightningModules and their training data."""

@@ -1,4 +1,4 @@
-"""CIFAR-10 to learn from, from its published files; handwritten digits are those of ``lightning-hybrid demo``."""
+"""Training data: CIFAR-10 from its published files, random images, and the digits of ``lightning-hybrid demo``."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ __all__ = ["CIFAR10", "Augment", "Digits", "Images", "RandomImages", "read_cifar
 
 
 class RandomImages(ImageData):
-    """Noise in the shape of images, made and not read: to try and to time a model that is too large for digits.
+    """Random noise in the shape of images, to try out and time models that are too large for the digits.
 
     Args:
-        image_size: Height and width, in pixels.
-        channels: Of each image.
-        num_classes: Labels are drawn from so many.
-        num_images: For training; a tenth as many are for validation and for tests.
-        batch_size: Images of a batch, per data-parallel replica.
-        num_workers: Processes that load.
+        image_size: Height and width of the images, in pixels.
+        channels: Number of channels of the images.
+        num_classes: Number of classes of the random labels.
+        num_images: Number of training images. Validation and test get a tenth of this number each.
+        batch_size: Number of images per batch and data-parallel replica.
+        num_workers: Number of loading processes.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class RandomImages(ImageData):
         self.num_classes, self.num_images = num_classes, num_images
 
     def setup(self, stage: str) -> None:
-        """The same images in every process."""
+        """Create the images, which are the same in every process."""
         generator = torch.Generator().manual_seed(0)
         parts = []
         for number in (self.num_images, self.num_images // 10, self.num_images // 10):
@@ -53,14 +53,14 @@ class RandomImages(ImageData):
 
 
 class CIFAR10(ImageData):
-    """The 60000 natural images, 32 x 32 in colour, of CIFAR-10 (https://www.cs.toronto.edu/~kriz/cifar.html).
+    """CIFAR-10: 60000 natural color images of 32 x 32 pixels (https://www.cs.toronto.edu/~kriz/cifar.html).
 
     Args:
-        data_dir: Where the "python version" lies: the ``.tar.gz`` as published, or a folder that holds it, or a folder
-            that holds ``data_batch_1`` to ``data_batch_5`` and ``test_batch``.
-        batch_size: Images of a batch, per data-parallel replica.
-        num_workers: Processes that load.
-        augment: Whether training images are cropped and mirrored at random.
+        data_dir: Path of the "python version": the published ``.tar.gz`` file, a folder that contains it, or a folder
+            that contains ``data_batch_1`` to ``data_batch_5`` and ``test_batch``.
+        batch_size: Number of images per batch and data-parallel replica.
+        num_workers: Number of loading processes.
+        augment: If True, training images are randomly cropped and mirrored.
     """
 
     mean = (0.4914, 0.4822, 0.4465)
@@ -72,18 +72,18 @@ class CIFAR10(ImageData):
         self.augment = augment
 
     def setup(self, stage: str) -> None:
-        """The last tenth of the training images is for validation; the test images are apart."""
+        """Read the images. The last tenth of the training images is used for validation."""
         files = read_cifar10(Path(self.data_dir))
         images = torch.cat([files[f"data_batch_{number}"][0] for number in range(1, 6)])
         labels = torch.cat([files[f"data_batch_{number}"][1] for number in range(1, 6)])
         split = len(labels) - len(labels) // 10
         augment = Augment(padding=4, flip=True) if self.augment else None
-        self.train = Images(self._normalise(images[:split]), labels[:split], augment)
-        self.val = Images(self._normalise(images[split:]), labels[split:])
+        self.train = Images(self._normalize(images[:split]), labels[:split], augment)
+        self.val = Images(self._normalize(images[split:]), labels[split:])
         test_images, test_labels = files["test_batch"]
-        self.test = Images(self._normalise(test_images), test_labels)
+        self.test = Images(self._normalize(test_images), test_labels)
 
-    def _normalise(self, images: Tensor) -> Tensor:
+    def _normalize(self, images: Tensor) -> Tensor:
         mean, std = torch.tensor(self.mean).view(3, 1, 1), torch.tensor(self.std).view(3, 1, 1)
         return (images / 255 - mean) / std
 
@@ -92,16 +92,16 @@ CIFAR10_FILES = [*(f"data_batch_{number}" for number in range(1, 6)), "test_batc
 
 
 def read_cifar10(path: Path) -> dict[str, tuple[Tensor, Tensor]]:
-    """The six files of the "python version" of CIFAR-10.
+    """Read the six files of the "python version" of CIFAR-10.
 
     Args:
-        path: A ``.tar.gz`` as published, or a folder that holds it or its files, at any depth.
+        path: The published ``.tar.gz`` file, or a folder that contains it or its files, at any depth.
 
     Returns:
-        By file name: images ``(number, 3, 32, 32)`` uint8, and labels ``(number,)`` int64.
+        For each file name, the images ``(number, 3, 32, 32)``, uint8, and labels ``(number,)``, int64.
 
     Raises:
-        FileNotFoundError: There is nothing at `path`, or files are missing in it.
+        FileNotFoundError: If `path` does not exist or lacks files.
     """
     if path.is_dir() and not any(path.rglob("data_batch_1")):
         path = next(path.rglob("*.tar.gz"), path)
@@ -114,25 +114,25 @@ def read_cifar10(path: Path) -> dict[str, tuple[Tensor, Tensor]]:
         contents = {name: found[name].read_bytes() for name in CIFAR10_FILES if name in found}
     if missing := [name for name in CIFAR10_FILES if name not in contents]:
         raise FileNotFoundError(
-            f"no {', '.join(missing)} in {path}: data_dir must hold the unpacked files of CIFAR-10's python version, "
-            "or its .tar.gz"
+            f"no {', '.join(missing)} in {path}: data_dir must contain the unpacked files of CIFAR-10's python version,"
+            " or its .tar.gz"
         )
     return {name: _read_batch(content) for name, content in contents.items()}
 
 
 def _read_batch(content: bytes) -> tuple[Tensor, Tensor]:
-    """A pickled dictionary: ``data`` has a row per image, the red plane before the green before the blue."""
+    """Read a pickled dictionary: ``data`` has one row per image, with the red, green and blue planes in this order."""
     batch = _ArrayUnpickler(io.BytesIO(content), encoding="bytes").load()
     images = torch.from_numpy(np.array(batch[b"data"], dtype=np.uint8)).view(-1, 3, 32, 32)
     return images, torch.tensor(batch[b"labels"])
 
 
 class _ArrayUnpickler(pickle.Unpickler):
-    """A pickle can run any program; these files need arrays only."""
+    """Unpickle only arrays, which is all these files need: an unrestricted pickle can run any code."""
 
     allowed = frozenset({"_reconstruct", "ndarray", "dtype", "encode", "_frombuffer"})
 
     def find_class(self, module: str, name: str) -> Any:
         if module.split(".")[0] in {"numpy", "_codecs"} and name in self.allowed:
             return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"{module}.{name} has no place in a CIFAR-10 file")
+        raise pickle.UnpicklingError(f"{module}.{name} is not allowed in a CIFAR-10 file")

@@ -1,7 +1,7 @@
-"""A small GPT that reads Python: a plain LightningModule that knows nothing of parallel training.
+"""A small GPT, trained on Python code: an ordinary LightningModule without code for parallel training.
 
-Its text is on every machine that runs it: the sources of Python's standard library, byte by byte. Run it, from the root
-of the repository, in one process or under any configuration::
+It learns the source files of Python's standard library byte by byte, so nothing is downloaded. From the root of
+the repository, run the example in one process or with any configuration::
 
     python examples/gpt.py fit --trainer.max_epochs 1
     python examples/gpt.py fit --config configs/gpt_hybrid.yaml
@@ -24,7 +24,7 @@ __all__ = ["GPT", "Block", "Sources", "Text"]
 
 
 class Block(nn.Module):
-    """A pre-norm transformer block over ``(batch, length, dim)`` in which no position sees a later one."""
+    """A causal pre-norm transformer block over ``(batch, length, dim)``."""
 
     def __init__(self, dim: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Attention and MLP, each around a residual."""
+        """Apply attention and MLP, each with a residual connection."""
         normed = self.norm1(x)
         later = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).triu(1)
         mixed, _ = self.attention(normed, normed, normed, attn_mask=later, is_causal=True, need_weights=False)
@@ -46,18 +46,18 @@ class Block(nn.Module):
 class GPT(LightningModule):
     """A decoder-only transformer (Radford et al., "Language Models are Unsupervised Multitask Learners", 2019).
 
-    Embedding and head share their weight.
+    The embedding and the head have tied weights.
 
     Args:
-        vocabulary: The number of tokens.
-        length: The longest sequence.
-        dim: Width of a token.
+        vocabulary: Number of different tokens.
+        length: Maximum length of a sequence.
+        dim: Number of features per token.
         depth: Number of blocks.
-        heads: Attention heads of a block.
+        heads: Number of attention heads per block.
         dropout: Probability of dropping a value.
         lr: Peak learning rate of AdamW.
-        weight_decay: Weight decay of matrices.
-        warmup_steps: Steps of linear warm-up, after which the learning rate falls as a cosine.
+        weight_decay: Weight decay for matrices.
+        warmup_steps: Number of steps of linear warm-up, followed by a cosine decay of the learning rate.
     """
 
     def __init__(
@@ -84,18 +84,18 @@ class GPT(LightningModule):
         self.head.weight = self.embedding.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits ``(batch, length, vocabulary)`` of the token that follows each of ``(batch, length)``."""
+        """Return logits ``(batch, length, vocabulary)`` for the next token at each position of ``(batch, length)``."""
         x = self.embedding(tokens) + self.positions[: tokens.shape[1]]
         return self.head(self.norm(self.body(x)))
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        """Cross-entropy of the next token, in nats."""
+        """Return the cross-entropy of the next token, in nats."""
         loss = self._loss(batch)
         self.log("train_loss", loss, prog_bar=True)
         return loss
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        """Cross-entropy of the next token, in nats."""
+        """Log the cross-entropy of the next token, in nats."""
         self.log("val_loss", self._loss(batch), prog_bar=True, sync_dist=True)
 
     def _loss(self, batch: Tensor) -> Tensor:
@@ -103,7 +103,7 @@ class GPT(LightningModule):
         return F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
 
     def configure_optimizers(self) -> dict[str, Any]:
-        """AdamW, with weight decay for matrices only; the learning rate follows the steps."""
+        """Return AdamW with weight decay for matrices only, and a learning rate that is updated after each step."""
         matrices = [parameter for parameter in self.parameters() if parameter.ndim >= 2]
         others = [parameter for parameter in self.parameters() if parameter.ndim < 2]
         groups = [{"params": matrices, "weight_decay": self.weight_decay}, {"params": others, "weight_decay": 0.0}]
@@ -112,7 +112,7 @@ class GPT(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def lr_factor(self, step: int) -> float:
-        """Learning rate of a step, as a share of its peak."""
+        """Return the learning rate of a step, relative to its peak."""
         if step < self.warmup_steps:
             return (step + 1) / (self.warmup_steps + 1)
         steps = max(int(self.trainer.estimated_stepping_batches) - self.warmup_steps, 1)
@@ -120,11 +120,11 @@ class GPT(LightningModule):
 
 
 class Text(Dataset[Tensor]):
-    """Pieces of a text, ``length + 1`` tokens each: the last one is only asked for.
+    """Pieces of a text with ``length + 1`` tokens each. The last token is only a target.
 
     Args:
         tokens: The text, ``(number of tokens,)`` int64.
-        length: Of a sequence.
+        length: Length of a sequence.
     """
 
     def __init__(self, tokens: Tensor, length: int) -> None:
@@ -140,12 +140,12 @@ class Text(Dataset[Tensor]):
 
 
 class Sources(LightningDataModule):
-    """The sources of Python's standard library as bytes.
+    """The source files of Python's standard library, as bytes.
 
     Args:
-        batch_size: Sequences of a batch, per data-parallel replica.
-        length: Of a sequence, in bytes.
-        num_bytes: How much is read; the last tenth is for validation.
+        batch_size: Number of sequences per batch and data-parallel replica.
+        length: Length of a sequence, in bytes.
+        num_bytes: Number of bytes to read. The last tenth is used for validation.
     """
 
     def __init__(self, batch_size: int = 16, length: int = 128, num_bytes: int = 400_000) -> None:
@@ -153,7 +153,7 @@ class Sources(LightningDataModule):
         self.batch_size, self.length, self.num_bytes = batch_size, length, num_bytes
 
     def setup(self, stage: str) -> None:
-        """Read the modules in the order of their names, as far as it takes."""
+        """Read modules in the order of their names until there are `num_bytes` bytes."""
         text = bytearray()
         for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
             text += path.read_bytes()
@@ -164,11 +164,11 @@ class Sources(LightningDataModule):
         self.train, self.val = Text(tokens[:split], self.length), Text(tokens[split:], self.length)
 
     def train_dataloader(self) -> DataLoader[Tensor]:
-        """Shuffled."""
+        """Return the training loader, shuffled."""
         return DataLoader(self.train, self.batch_size, shuffle=True, drop_last=True)
 
     def val_dataloader(self) -> DataLoader[Tensor]:
-        """In order."""
+        """Return the validation loader, in order."""
         return DataLoader(self.val, self.batch_size)
 
 

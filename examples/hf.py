@@ -1,6 +1,7 @@
-"""A GPT-2 of transformers that reads Python: the class of transformers in a plain LightningModule, nothing rewritten.
+"""A GPT-2 of transformers, trained on Python code: the unmodified class of transformers in an ordinary LightningModule.
 
-Its data are those of `examples.gpt`. Run it, from the root of the repository, in one process or under a configuration::
+The training data come from `examples.gpt`. From the root of the repository, run the example in one process or with a
+configuration::
 
     python examples/hf.py fit --trainer.max_epochs 1
     python examples/hf.py fit --config configs/hf_gpt2.yaml
@@ -17,14 +18,14 @@ __all__ = ["GPT2", "WritingGPT2"]
 
 
 class GPT2(LightningModule):
-    """A language model of transformers, made from a configuration: nothing is downloaded.
+    """A GPT-2 with random weights, created from a configuration. Nothing is downloaded.
 
     Args:
-        vocabulary: The number of tokens.
-        length: The longest sequence.
-        dim: Width of a token.
+        vocabulary: Number of different tokens.
+        length: Maximum length of a sequence.
+        dim: Number of features per token.
         depth: Number of blocks.
-        heads: Attention heads of a block.
+        heads: Number of attention heads per block.
         lr: Learning rate of AdamW.
     """
 
@@ -46,30 +47,30 @@ class GPT2(LightningModule):
         self.model = GPT2LMHeadModel(config)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        """Cross-entropy of the next token, in nats, as the model has it."""
+        """Return the cross-entropy of the next token, in nats, as computed by the model."""
         loss: Tensor = self.model(input_ids=batch, labels=batch).loss
         self.log("train_loss", loss, prog_bar=True)
         return loss
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        """Cross-entropy of the next token, in nats."""
+        """Log the cross-entropy of the next token, in nats."""
         self.log("val_loss", self.model(input_ids=batch, labels=batch).loss, prog_bar=True, sync_dist=True)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """AdamW."""
+        """Return AdamW."""
         return torch.optim.AdamW(self.parameters(), lr=self.lr, weight_decay=0.1)
 
 
 class WritingGPT2(GPT2):
-    """A GPT-2 that also generates in validation, and logs the fraction of tokens that are those of the text.
+    """A GPT-2 that also generates text in validation, and logs the fraction of tokens that match the original.
 
-    `generate` runs under a pipeline as in one process. Arguments are those of `GPT2`.
+    `generate` works in a pipeline as it does in one process. The arguments are those of `GPT2`.
     """
 
     written = 16  # tokens
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        """Log the cross-entropy of the next token, and the fraction of the last tokens that the model generates."""
+        """Log the cross-entropy of the next token, and the fraction of the last tokens that are generated correctly."""
         super().validation_step(batch, batch_idx)
         begin, end = batch[:, : -self.written], batch[:, -self.written :]
         options = {"max_new_tokens": self.written, "do_sample": False, "pad_token_id": 0}

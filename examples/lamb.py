@@ -1,6 +1,6 @@
-"""LAMB, the optimizer for large batches (https://arxiv.org/abs/1904.00962), which torch does not have.
+"""LAMB (https://arxiv.org/abs/1904.00962), an optimizer for large batches that torch does not provide.
 
-It treats parameters one by one, so a pipeline does not change it: each stage steps what it holds::
+LAMB updates each parameter separately, so it works unchanged in a pipeline: each stage updates its own parameters::
 
     optimizer = Lamb(self.parameters(), lr=1.8e-2, weight_decay=0.1)
 """
@@ -18,23 +18,23 @@ __all__ = ["Lamb"]
 
 
 class Lamb(Optimizer):
-    """Adam whose step on each parameter is as long as the parameter itself, times the learning rate.
+    """Adam with updates scaled to the norm of each parameter, times the learning rate.
 
-    Algorithm 2 of the paper: with the moments ``m`` and ``v`` of Adam, divided by ``1 - beta ** step``::
+    This is Algorithm 2 of the paper, with Adam's moments ``m`` and ``v``, divided by ``1 - beta ** step``::
 
         update = m / (sqrt(v) + eps) + weight_decay * parameter
         parameter -= lr * (norm(parameter) / norm(update)) * update
 
-    The ratio of the norms, the trust ratio, is 1 where one of them is 0.
+    The ratio of the norms, called the trust ratio, is 1 if either norm is 0.
 
     Args:
-        params: Parameters, or groups of them.
+        params: Parameters or parameter groups.
         lr: Learning rate.
-        betas: Decay of the first and of the second moment.
-        eps: Added to the root of the second moment.
-        weight_decay: Share of the parameter that is added to the update.
-        bias_correction: Whether moments are divided by ``1 - beta ** step``. Several implementations, Colossal-AI's
-            among them, leave that out.
+        betas: Decay rates of the first and second moment.
+        eps: Value added to the square root of the second moment.
+        weight_decay: Fraction of the parameter that is added to the update.
+        bias_correction: If True, moments are divided by ``1 - beta ** step``. Several implementations, such as
+            Colossal-AI's, omit this step.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -59,13 +59,13 @@ class Lamb(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step all parameters that have a gradient.
+        """Update all parameters that have a gradient.
 
         Args:
-            closure: Computes the loss and the gradients.
+            closure: Function that computes the loss and the gradients.
 
         Returns:
-            What the closure returned, if there is one.
+            The value that the closure returns, or ``None`` without a closure.
         """
         loss = None
         if closure is not None:

@@ -1,6 +1,6 @@
-"""ResNets as an `nn.Sequential`: a plain LightningModule that knows nothing of parallel training.
+"""A ResNet as an `nn.Sequential`, in an ordinary LightningModule without code for parallel training.
 
-Run it, from the root of the repository, in one process or under any configuration::
+From the root of the repository, run the example in one process or with any configuration::
 
     python examples/resnet.py fit --trainer.max_epochs 5
     python examples/resnet.py fit --config configs/resnet_pipeline.yaml
@@ -25,12 +25,12 @@ def _norm(norm: str, channels: int) -> nn.Module:
 
 
 class Convolutions(NamedTuple):
-    """The 3 x 3 convolutions of bottlenecks.
+    """Options of the 3 x 3 convolutions of bottlenecks.
 
     Attributes:
-        groups: Of channels that do not see each other (https://arxiv.org/abs/1611.05431).
-        width_per_group: Channels of a group, for 64 in the first layer.
-        dilation: Pixels from one weight to the next.
+        groups: Number of independent groups of channels (https://arxiv.org/abs/1611.05431).
+        width_per_group: Channels per group if the first layer has 64 channels.
+        dilation: Distance between two weights, in pixels.
     """
 
     groups: int = 1
@@ -39,14 +39,16 @@ class Convolutions(NamedTuple):
 
 
 class BasicBlock(nn.Module):
-    """Two 3 x 3 convolutions around a residual: ``(batch, inputs, h, w)`` to ``(batch, width, h/stride, w/stride)``."""
+    """Two 3 x 3 convolutions and a residual: ``(batch, inputs, h, w)`` to ``(batch, width, h/stride, w/stride)``."""
 
     expansion = 1
 
     def __init__(self, inputs: int, width: int, stride: int, norm: str, options: Convolutions) -> None:
         super().__init__()
         if options != Convolutions():
-            raise ValueError(f"groups, width_per_group and dilation are for bottlenecks (resnet50), not for {options}")
+            raise ValueError(
+                f"groups, width_per_group and dilation work only with bottlenecks (resnet50); got {options}"
+            )
         self.conv1 = nn.Conv2d(inputs, width, 3, stride, padding=1, bias=False)
         self.norm1 = _norm(norm, width)
         self.conv2 = nn.Conv2d(width, width, 3, padding=1, bias=False)
@@ -54,13 +56,13 @@ class BasicBlock(nn.Module):
         self.shortcut = _shortcut(inputs, width, stride, norm)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The residual is added before the last activation."""
+        """Apply the block. The residual is added before the last activation."""
         y = F.relu(self.norm1(self.conv1(x)))
         return F.relu(self.norm2(self.conv2(y)) + self.shortcut(x))
 
 
 class Bottleneck(nn.Module):
-    """1 x 1, 3 x 3 and 1 x 1 convolutions around a residual; four times as many channels leave as the middle has."""
+    """1 x 1, 3 x 3 and 1 x 1 convolutions and a residual, with ``4 * width`` output channels."""
 
     expansion = 4
 
@@ -77,7 +79,7 @@ class Bottleneck(nn.Module):
         self.shortcut = _shortcut(inputs, 4 * width, stride, norm)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The residual is added before the last activation."""
+        """Apply the block. The residual is added before the last activation."""
         y = F.relu(self.norm1(self.conv1(x)))
         y = F.relu(self.norm2(self.conv2(y)))
         return F.relu(self.norm3(self.conv3(y)) + self.shortcut(x))
@@ -90,14 +92,14 @@ def _shortcut(inputs: int, outputs: int, stride: int, norm: str) -> nn.Module:
 
 
 class Classifier(nn.Module):
-    """The mean over all pixels, then one linear layer: ``(batch, channels, h, w)`` to ``(batch, num_classes)``."""
+    """A mean over all pixels and a linear layer: ``(batch, channels, h, w)`` to ``(batch, num_classes)``."""
 
     def __init__(self, channels: int, num_classes: int) -> None:
         super().__init__()
         self.fc = nn.Linear(channels, num_classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits."""
+        """Return logits."""
         return self.fc(x.mean(dim=(2, 3)))
 
 
@@ -121,25 +123,25 @@ def resnet(
     replace_stride_with_dilation: Sequence[bool] = (False, False, False),
     zero_init_residual: bool = False,
 ) -> nn.Sequential:
-    """A ResNet (https://arxiv.org/abs/1512.03385) as the six layers conv, layer1 to layer4, classifier.
+    """Create a ResNet (https://arxiv.org/abs/1512.03385) with six layers: conv, layer1 to layer4, and classifier.
 
     Args:
         name: ``"resnet18"``, ``"resnet34"`` or ``"resnet50"``.
-        channels: Channels of the images.
+        channels: Number of channels of the images.
         num_classes: Number of classes.
-        width: Channels of the first layer; 64 in the paper.
-        small_images: The first convolution keeps the resolution, as usual for images of at most 32 x 32 pixels.
-        norm: ``"batch"``, or ``"group"`` for statistics of each image alone.
-        groups: Of the 3 x 3 convolutions of bottlenecks.
-        width_per_group: Channels of such a group, for 64 in the first layer.
-        replace_stride_with_dilation: For each of layer2 to layer4, whether it keeps the resolution and looks farther.
-        zero_init_residual: Whether each block begins as the identity (https://arxiv.org/abs/1706.02677).
+        width: Number of channels of the first layer (64 in the paper).
+        small_images: If True, the first convolution keeps the resolution, as is usual for images up to 32 x 32 pixels.
+        norm: ``"batch"``, or ``"group"`` for separate statistics of each image.
+        groups: Number of groups of the 3 x 3 convolutions of bottlenecks.
+        width_per_group: Channels per group if the first layer has 64 channels.
+        replace_stride_with_dilation: For each of layer2 to layer4, True to use dilation instead of a stride.
+        zero_init_residual: If True, each block is initialized as the identity (https://arxiv.org/abs/1706.02677).
 
     Raises:
-        ValueError: There is no such ResNet.
+        ValueError: If `name` is unknown.
     """
     if name not in BLOCKS:
-        raise ValueError(f"there is no ResNet called {name!r}; choose one of {', '.join(map(repr, BLOCKS))}")
+        raise ValueError(f"unknown ResNet {name!r}; choose one of {', '.join(map(repr, BLOCKS))}")
     block, depths = BLOCKS[name]
     kernel = 3 if small_images else 7
     stem = [
@@ -171,24 +173,24 @@ def resnet(
 
 
 class ResNet(LightningModule):
-    """A ResNet for classification; its body is the whole network.
+    """A ResNet for classification, whose body is the full network.
 
-    The defaults are for 8 x 8 handwritten digits. With batch normalisation each microbatch of a pipeline has statistics
-    of its own, as each batch of gradient accumulation has; ``norm="group"`` does not depend on the batch.
+    The defaults are for 8 x 8 handwritten digits. Batch normalization uses separate statistics for each microbatch of
+    a pipeline, as for each batch of gradient accumulation. ``norm="group"`` does not depend on the batch.
 
     Args:
         name: ``"resnet18"``, ``"resnet34"`` or ``"resnet50"``.
-        channels: Channels of the images.
+        channels: Number of channels of the images.
         num_classes: Number of classes.
-        width: Channels of the first layer; 64 in the paper.
-        small_images: The first convolution keeps the resolution, as usual for images of at most 32 x 32 pixels.
-        norm: Kind of normalisation.
-        groups: Of the 3 x 3 convolutions of bottlenecks.
-        width_per_group: Channels of such a group, for 64 in the first layer.
-        replace_stride_with_dilation: For each of layer2 to layer4, whether it keeps the resolution and looks farther.
-        zero_init_residual: Whether each block begins as the identity.
+        width: Number of channels of the first layer (64 in the paper).
+        small_images: If True, the first convolution keeps the resolution, as is usual for images up to 32 x 32 pixels.
+        norm: Kind of normalization, ``"batch"`` or ``"group"``.
+        groups: Number of groups of the 3 x 3 convolutions of bottlenecks.
+        width_per_group: Channels per group if the first layer has 64 channels.
+        replace_stride_with_dilation: For each of layer2 to layer4, True to use dilation instead of a stride.
+        zero_init_residual: If True, each block is initialized as the identity.
         lr: Learning rate of Adam.
-        warmup_epochs: Epochs of linear warm-up, after which the learning rate falls linearly to zero.
+        warmup_epochs: Number of epochs of linear warm-up, followed by a linear decay of the learning rate to zero.
     """
 
     def __init__(
@@ -225,18 +227,18 @@ class ResNet(LightningModule):
         self.test_accuracy = MulticlassAccuracy(num_classes, average="micro")
 
     def forward(self, images: Tensor) -> Tensor:
-        """Logits ``(batch, num_classes)`` of images ``(batch, channels, height, width)``."""
+        """Return logits ``(batch, num_classes)`` for images ``(batch, channels, height, width)``."""
         return self.body(images)
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        """Cross-entropy of a batch of images and labels."""
+        """Return the cross-entropy of a batch of images and labels."""
         images, labels = batch
         loss = F.cross_entropy(self(images), labels)
         self.log("train_loss", loss, prog_bar=True)
         return loss
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        """Loss and accuracy of a batch."""
+        """Log the loss and accuracy of a batch."""
         images, labels = batch
         logits = self(images)
         self.val_accuracy(logits, labels)
@@ -244,23 +246,23 @@ class ResNet(LightningModule):
         self.log("val_acc", self.val_accuracy, prog_bar=True)
 
     def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        """Accuracy of a batch."""
+        """Log the accuracy of a batch."""
         images, labels = batch
         self.test_accuracy(self(images), labels)
         self.log("test_acc", self.test_accuracy)
 
     def predict_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        """The most likely class of each image, ``(batch,)``."""
+        """Return the most likely class of each image, ``(batch,)``."""
         return self(batch[0]).argmax(dim=-1)
 
     def configure_optimizers(self) -> dict[str, Any]:
-        """Adam; the learning rate follows the epochs."""
+        """Return Adam with a learning rate that is updated after each epoch."""
         optimizer = torch.optim.Adam(self.parameters(), lr=self.lr)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, self.lr_factor)
         return {"optimizer": optimizer, "lr_scheduler": scheduler}
 
     def lr_factor(self, epoch: int) -> float:
-        """Learning rate of an epoch, as a share of its peak."""
+        """Return the learning rate of an epoch, relative to its peak."""
         if epoch < self.warmup_epochs:
             return (epoch + 1) / (self.warmup_epochs + 1)
         epochs = max((self.trainer.max_epochs or 1) - self.warmup_epochs, 1)

@@ -1,6 +1,6 @@
-"""The Vision Transformer of ``lightning-hybrid demo`` as a program of its own, which trains it under any layout.
+"""The Vision Transformer of ``lightning-hybrid demo`` as a script, to train it under any layout.
 
-Run it, from the root of the repository, in one process or under any configuration::
+From the root of the repository, run the example in one process or with any configuration::
 
     python examples/vit.py fit --trainer.max_epochs 20
     python examples/vit.py fit --config configs/vit_pipeline.yaml

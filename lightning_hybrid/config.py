@@ -229,26 +229,26 @@ class Faults(_Group):
     """Detection of faults: lost ranks, deadlocks, ranks that diverge, and gradients that are not finite.
 
     Args:
-        heartbeat_timeout: Time without a heartbeat after which a rank counts as lost: its process is stopped, its node
-            has failed, or the network is down. All ranks then exit, and the error names the lost rank. Busy ranks also
-            send heartbeats. At least 3 seconds; ``None`` turns this off.
+        heartbeat_timeout: Time without a heartbeat after which a rank counts as lost, for example because its process
+            was stopped, its node failed, or the network is down. All ranks then exit, and the error names the lost
+            rank. Busy ranks also send heartbeats. At least 3 seconds; ``None`` turns this check off.
         stall_timeout: Time after which the job ends if ranks wait for each other and no rank makes progress. The error
-            contains a table of where each rank is, and names the rank that the others wait for. The job does not end
-            while that rank computes, loads, saves or compiles. Values above 80% of ``timeout`` are reduced to 80%;
-            ``None`` turns this off.
-        detect_desync: If True, ranks compare checksums before each training batch: of the batch in each model group, of
-            parameters that several replicas or stages hold, and of the random state. This is slow and meant for
-            debugging. Settings that determine the messages between ranks are always compared.
+            shows where each rank is, and names the rank that the others wait for. The job does not end while that rank
+            computes, loads, saves or compiles. Values above 80% of ``timeout`` are reduced to 80%; ``None`` turns this
+            check off.
+        detect_desync: If True, ranks compare checksums before each training batch. The checksums cover the batch (in
+            each model group), the parameters that several replicas or stages hold, and the random state. This is slow
+            and meant for debugging. Settings that determine the messages between ranks are always compared.
         on_nonfinite: Action if a gradient on any rank is not finite before an optimizer step. ``"raise"`` raises an
             error on every rank. ``"skip"`` skips the step, keeps parameters and optimizer states, and logs
             ``"skipped_steps"``. ``"ignore"`` takes the step and warns once. With ``precision="16-mixed"`` the gradient
             scaler skips these steps.
-        compare_microbatches: If True, the first training step compares the loss of some samples in one microbatch with
-            their loss in two, forward only, to find how to combine microbatches. A loss that is a sum over samples is
-            summed. A mean over targets is weighted by the number of targets, also over replicas. For any other loss
-            that is not a mean over samples, ``num_microbatches="auto"`` uses one microbatch; a number that you set is
-            kept, with a warning. If False, the losses of microbatches and replicas are averaged without this
-            comparison.
+        compare_microbatches: If True, the first training step computes the loss of some samples in one microbatch and
+            again in two, forward only, to find how to combine the losses of microbatches. If the loss is a sum over
+            samples, the losses are added. If it is a mean over targets, they are weighted by the number of targets,
+            also over replicas. For any other loss that is not a mean over samples, ``num_microbatches="auto"`` uses one
+            microbatch; a number that you set is kept, with a warning. If False, the losses of microbatches and replicas
+            are averaged without this comparison.
 
     Raises:
         ValueError, TypeError: If an argument is invalid.
@@ -279,12 +279,12 @@ class Launch(_Group):
     Args:
         start_method: How the processes of a node are started, unless a launcher such as `torchrun` starts them.
             ``"popen"`` runs the script once for each process. ``"fork"``, ``"spawn"`` and ``"forkserver"`` call the
-            Trainer's function in worker processes, and return weights, metrics and the path of the best checkpoint.
-            ``"auto"`` is ``"fork"`` in a notebook and ``"popen"`` otherwise.
+            Trainer's function in worker processes, which return the weights, the metrics and the path of the best
+            checkpoint. ``"auto"`` is ``"fork"`` in a notebook and ``"popen"`` otherwise.
         process_group_backend: Backend of the process groups. Default: nccl on CUDA, gloo on the CPU.
-        rank_order: Order of the axes in rank numbers, from the outermost to the innermost axis; ranks along the
-            innermost axis have consecutive numbers. For example ``"pp-dp-tp"``. With context parallelism the order can
-            include ``cp``, which is placed before ``tp`` by default.
+        rank_order: Order in which ranks are numbered along the parallel axes, from the outermost to the innermost axis,
+            for example ``"pp-dp-tp"``. Ranks along the innermost axis have consecutive numbers. With context
+            parallelism, the order can include ``cp``, which is placed before ``tp`` by default.
 
     Raises:
         ValueError, TypeError: If an argument is invalid.
@@ -320,16 +320,16 @@ class Tuning(_Group):
     Args:
         extra_in_flight: Extra microbatches in flight at each stage boundary, to hide network latency between nodes. An
             int applies to all boundaries; a list has one value for each boundary between neighboring pipeline ranks.
-            Each extra microbatch costs the memory of its activations on the ranks before the boundary; results are
+            Each extra microbatch costs the memory of its activations on the ranks before the boundary; results stay
             bitwise identical. ``"auto"`` measures the links between nodes in the first three steps, and then uses the
-            smallest value that hides their latency and fits in the memory of CUDA devices; within a node it uses 0.
+            smallest value that hides their latency and fits in the memory of CUDA devices; within a node, it uses 0.
         reshard_after_forward: When ZeRO stage 3 reshards the parameters of a layer, as in FSDP2. ``True``: after each
             forward and each backward of the layer, which needs the least memory. ``False``: after the last backward of
             the layer in a step, so that the microbatches of the step share one all-gather. ``"auto"``: ``False`` with
             several microbatches, otherwise ``True``.
         float32_gradients: If True, gradients of half-precision parameters (``precision="bf16-true"``) are summed over
             microbatches and ranks in float32.
-        memory_limit: Memory per device that a searched layout may use: ``"80GiB"``, ``"24GB"`` or a number of bytes.
+        memory_limit: Memory per device that the layout search may use: ``"80GiB"``, ``"24GB"`` or a number of bytes.
             Default: all memory of a CUDA device, no limit on the CPU. Leave some memory for libraries.
 
     Raises:

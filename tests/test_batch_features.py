@@ -440,9 +440,9 @@ def test_an_error_tells_of_its_microbatch_on_every_rank(
     layout = {"num_microbatches": 2} | ({"pipeline_parallel_size": 2} if size == 2 else {})
     for text in ranks(size, lightning=True).run(failed, module, layout):
         assert error in text
-        assert f"In microbatch {place}" in text
+        assert f"The error was raised in microbatch {place}" in text
         assert "num_microbatches=1" in text
-        assert text.count("In microbatch") == 1
+        assert text.count("The error was raised in microbatch") == 1
 
 
 @pytest.mark.distributed

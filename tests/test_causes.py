@@ -215,7 +215,7 @@ CAUSES: dict[type[Tokens], tuple[str, str]] = {
     ),
     Lengths: ("the sum of `batch['lengths']`", "returns `batch['lengths'].sum()`"),
     HeldWeights: (
-        "the sum of the weights `class_weights` of the classes in `batch['labels']`",
+        "the sum of the class weights `class_weights` over `batch['labels']`",
         "returns `self.class_weights[batch['labels']].sum()`",
     ),
     WeightsOfTheStep: (
@@ -244,7 +244,7 @@ def test_the_cause_and_its_remedy_are_named(ranks: Pools, module: type[Tokens], 
         assert part in text
     if size > 1:  # "auto" takes one microbatch
         assert "one microbatch instead of" in text
-        assert "Each of the 2 stages then computes for 1/2 of a step" in text
+        assert "Each of the 2 stages is then busy for 1/2 of a step" in text
         assert_equal(found, fit(module, None))
 
 

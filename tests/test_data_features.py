@@ -377,7 +377,7 @@ def halves(layout: Layout, kind: str, numbers: tuple[int, int], workers: Mapping
     with warnings.catch_warnings(record=True) as raised:
         warnings.simplefilter("always")
         trainer.fit(module, datamodule=Halves(kind, numbers, workers))
-    said = [str(each.message) for each in raised if "replicas have no more" in str(each.message)]
+    said = [str(each.message) for each in raised if "replicas have run out of batches" in str(each.message)]
     value = float(trainer.callback_metrics["val_loss"])
     return {"steps": trainer.global_step, "losses": losses.values, "val_loss": value, "said": said}
 

@@ -271,8 +271,8 @@ STAGES = "`with self.trainer.strategy.full_parameters():`"
     [
         *((what, "pp2", STAGES) for what in ("sum", "stack", "list", "histogram", "weights")),
         *(("histogram", layout, STAGES) for layout in LAYOUTS if layout != "pp2"),
-        ("copies", "pp2", "Pass only `p.grad` of parameters of the module"),
-        ("mixed", "tp2", "Pass only `p.grad` of parameters of the module"),
+        ("copies", "pp2", "Pass only the unmodified `p.grad` of the module's parameters"),
+        ("mixed", "tp2", "Pass only the unmodified `p.grad` of the module's parameters"),
         ("set", "pp2", "Change gradients in place"),
         ("exponent", "zero2", "must be positive, or inf"),
         ("foreign", "zero1", "'weight' does not belong to the LightningModule"),

@@ -170,7 +170,7 @@ def test_a_number_that_was_set_is_kept_and_said(ranks: Pools, layout: dict[str, 
     losses = [contrastive, mean_of_samples]
     results = ranks(2, lightning=True).run(fit, {**layout, "num_microbatches": 2}, losses)
     (kept,), none = (found["texts"] for found in results[0])
-    assert "With 2 microbatches, as set, training does not match a single process" in kept
+    assert "With the 2 microbatches that you set, training does not match a single process" in kept
     assert not none
     assert results[0][0]["losses"] != pytest.approx(fit(None, losses)[0]["losses"], rel=1e-3)
 

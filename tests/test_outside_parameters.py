@@ -287,7 +287,7 @@ def test_code_before_a_chain_may_take_any_path(ranks: Pools) -> None:
 def test_a_use_after_a_chain_that_appears_later_is_refused_on_every_rank(ranks: Pools) -> None:
     texts = ranks(2, lightning=True).run(_fit_augmenting, 2, True, timeout=90)
     assert len(set(texts)) == 1
-    assert "`add` uses a parameter outside the layers that is on another stage" in texts[0]
+    assert "`add` uses a parameter outside the layers, but the parameter is on another stage" in texts[0]
     assert "dynamic_shapes=True" in texts[0]
 
 
@@ -539,8 +539,9 @@ def test_the_user_is_told_what_travels_and_what_to_do(ranks: Pools) -> None:
     assert text == (
         "`training_step` uses parameters on stages that do not have them: 'switched.bias' of stage 0 on stage 2,"
         " 'switched.weight' of stage 0 on stage 2. Parameters outside the layers are on the stages where"
-        " the first training batch used them, so 4,608 bytes are sent in each step. Use the parameter on that stage in"
-        " the first training batch too, for example by adding `0 * parameter.sum()`, or make it part of a layer."
+        " the first training batch used them, so 4,608 bytes are sent in each step. Use the parameter in the"
+        " first training batch too, on the stage that needs it now, for example by adding `0 * parameter.sum()`, or"
+        " make it part of a layer."
     )
 
 

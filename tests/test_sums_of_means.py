@@ -254,7 +254,9 @@ def test_each_term_counts_its_own_targets(ranks: Pools, name: str, layout: str, 
 def test_terms_of_reentrant_checkpoints_are_not_weighed(ranks: Pools) -> None:
     """Their graphs are those of backward, except in a pipeline, which runs them in the other way."""
     [(*_, texts)] = ranks(1, lightning=True).run(fit, "reentrant", MORE["m3"], BATCH, 1)
-    assert any("With 3 microbatches, as set, training does not match a single process" in text for text in texts)
+    assert any(
+        "With the 3 microbatches that you set, training does not match a single process" in text for text in texts
+    )
 
 
 def fit_half(layout: Mapping[str, Any] | None, batch_size: int, scales: bool) -> list[Tensor]:

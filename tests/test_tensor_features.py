@@ -396,7 +396,7 @@ def test_an_optimizer_over_replaced_parameters_is_refused(ranks: Pools) -> None:
 
 def test_a_sequence_that_cannot_be_divided_is_refused(ranks: Pools) -> None:
     for text in ranks(4, lightning=True).run(indivisible):
-        assert "Pad it to a multiple of 2, or use sequence_parallel=False" in text
+        assert "Pad the sequence to a multiple of 2, or use sequence_parallel=False" in text
 
 
 def indivisible() -> str:

@@ -196,4 +196,4 @@ def test_a_number_that_was_set_is_kept(ranks: Pools, layout: dict[str, Any]) -> 
     results = ranks(size, lightning=True).run(fit, layout, DIFFERENT, True)
     for said in texts_of(results):
         assert len(said) == 1
-        assert "With 4 microbatches, as set, each microbatch updates the state" in said[0]
+        assert "With the 4 microbatches that you set, each microbatch updates the state" in said[0]

@@ -53,8 +53,8 @@ class FileIO(TorchCheckpointIO):
             remove_directory(place)
         except Exception as error:  # of whatever kind a store's errors are
             raise OSError(
-                f"The checkpoint {path} was written, but the same path has a directory of an earlier save, which would"
-                f" be read instead. Remove {place / MARK}. rank 0: {type(error).__name__}: {error} [LH912]"
+                f"The checkpoint {path} was written, but a directory of an earlier save at the same path would be read"
+                f" instead. Remove {place / MARK}. rank 0: {type(error).__name__}: {error} [LH912]"
             ) from error
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:

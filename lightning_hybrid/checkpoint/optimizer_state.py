@@ -241,7 +241,8 @@ def check_number(optimizers: Sequence[Any], states: Sequence[Any]) -> None:
     if len(optimizers) != len(states):
         raise ValueError(
             f"The checkpoint has the states of {len(states)} optimizers, but {len(optimizers)} are configured."
-            " Return the same number from `configure_optimizers` as when it was saved, or load only the weights."
+            " Return the same number of optimizers from `configure_optimizers` as when the checkpoint was saved, or"
+            " load only the weights."
             " [LH906]"
         )
 
@@ -269,7 +270,7 @@ def _check_groups(saved: list[list[str]], own: list[list[str]]) -> None:
         _mismatch(
             saved,
             own,
-            f"Only the checkpoint has {sorted(in_saved - in_own)[:5]}; only this optimizer has"
+            f"Only the checkpoint has {sorted(in_saved - in_own)[:5]}; only the configured optimizer has"
             f" {sorted(in_own - in_saved)[:5]}. ",
         )
     )
@@ -277,8 +278,9 @@ def _check_groups(saved: list[list[str]], own: list[list[str]]) -> None:
 
 def _mismatch(saved: list[list[Any]], own: list[list[str]], difference: str = "") -> str:
     return (
-        f"The parameter groups of the checkpoint's optimizer have {list(map(len, saved))} parameters, but this one's"
-        f" have {list(map(len, own))}. {difference}Use the same parameter groups as when it was saved. [LH908]"
+        f"The parameter groups of the checkpoint's optimizer have {list(map(len, saved))} parameters, but the"
+        f" groups of the configured optimizer have {list(map(len, own))}. {difference}Use the same parameter groups as"
+        " when the checkpoint was saved. [LH908]"
     )
 
 

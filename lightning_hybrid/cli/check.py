@@ -297,8 +297,8 @@ class _Check:
         notes = []
         if reference.dropouts:
             notes.append(
-                f"Dropout probabilities set to 0: {reference.dropouts}. Microbatches would draw other random numbers"
-                " than one batch."
+                f"Dropout probabilities set to 0: {reference.dropouts}. Microbatches would draw different random"
+                " numbers than the full batch."
             )
         if reference.float32 is not None:
             notes.append(
@@ -356,7 +356,7 @@ class _Check:
             text = "batch norm with running statistics"
             if self.is_equal(text, {}, fixed_statistics=True):
                 return _Explanation(
-                    f"{layers} layers (BatchNorm) use the statistics of each microbatch instead of the whole batch.",
+                    f"{layers} layers (BatchNorm) use the statistics of each microbatch, not of the batch.",
                     "Use GroupNorm or LayerNorm, or num_microbatches=1. SyncBatchNorm synchronizes replicas, not"
                     " microbatches.",
                 )
@@ -387,13 +387,13 @@ class _Check:
             return _Explanation(
                 f"the loss couples the samples of a batch: no weighted sum of microbatch gradients equals the"
                 f" gradient of the batch (the best sum has a relative error of {weights.residual:.0e}).",
-                "Use num_microbatches=1, or define `split_batch` to split where samples are independent.",
+                "Use num_microbatches=1, or define `split_batch` to split the batch between independent samples.",
             )
         if max(abs(a - b) for a, b in zip(weights.found, weights.used, strict=True)) <= math.sqrt(self.tolerance):
             return _Explanation(
                 "the losses and gradients of a batch and its microbatches are equal, but the step keeps state between"
-                " calls, and it is called for each microbatch.",
-                "Use num_microbatches=1, or update that state in a hook (`on_train_batch_end`).",
+                " calls and is called once per microbatch.",
+                "Use num_microbatches=1, or update this state in a hook (`on_train_batch_end`).",
             )
         if all(abs(weight - 1) <= math.sqrt(self.tolerance) for weight in weights.found):
             return _Explanation(
@@ -481,7 +481,8 @@ def _advice(text: str) -> str:
         return "The step also fails without a layout. Run it with `Trainer(devices=1)`, and fix it there."
     return (
         "The step runs in one process, so the layout causes the error. To find the argument that fails, check with"
-        " `--trainer.strategy.init_args.num_microbatches 1`, or with only one of the sizes; docs: pipeline, limits."
+        " `--trainer.strategy.init_args.num_microbatches 1`, or with only one of the sizes. See 'pipeline'"
+        " and 'limits' in the documentation."
     )
 
 

@@ -153,7 +153,8 @@ def load_config(
     if strategy.settings.searched:
         parser.error(
             f"{', '.join(strategy.settings.searched)} in {', '.join(configs)} will be chosen when training starts. Set"
-            " them here, for example with --trainer.strategy.init_args.layout=null; `suggest` prints values [LH1004]"
+            " them here, for example with --trainer.strategy.init_args.layout=null; `suggest` prints"
+            " suitable values [LH1004]"
         )
     return cli, strategy
 

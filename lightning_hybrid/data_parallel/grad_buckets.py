@@ -378,7 +378,7 @@ def _gradient_dtype(parameter: nn.Parameter) -> torch.dtype:
 def late_gradient_error(parameter: Tensor) -> RuntimeError:
     """The error of a gradient that comes after its bucket has been launched."""
     return RuntimeError(
-        f"A parameter of shape {tuple(parameter.shape)} got a second gradient in one step after the reduction of its"
-        " bucket had started. Re-entrant checkpointing causes this for a parameter that is used more than once: pass"
-        " `use_reentrant=False` to `torch.utils.checkpoint.checkpoint`. [LH811]"
+        f"A parameter of shape {tuple(parameter.shape)} got a second gradient in one step, when the reduction of its"
+        " bucket had already started. Re-entrant checkpointing causes this for a parameter that is used more than once:"
+        " pass `use_reentrant=False` to `torch.utils.checkpoint.checkpoint`. [LH811]"
     )

@@ -418,7 +418,7 @@ class FailureStore:
             return f"{finished_text(finished)} {text}"
         if elsewhere := [self.name_of(rank) for rank, place in present.items() if place is None]:
             names = ", ".join(elsewhere[:_MOST])
-            return f"Not in this run, but elsewhere in the program or already ended: {names}. {text}"
+            return f"Not in this run (already ended, or elsewhere in the program): {names}. {text}"
         places = "; ".join(f"rank {rank} at {present[rank]}" for rank in others[:_MOST])
         return f"{text} All ranks are still running: {places}."
 
@@ -450,8 +450,8 @@ def finished_text(ranks: Sequence[int]) -> str:
     """What is wrong if ranks have finished a run and others wait for them."""
     names = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:_MOST]))}"
     return (
-        f"The run is over on {names}, but other ranks are still waiting. All ranks need the same number of batches, the"
-        " same arguments and the same callbacks. [LH225]"
+        f"The run has ended on {names}, but other ranks are still waiting. All ranks need the same number of batches,"
+        " the same arguments and the same callbacks. [LH225]"
     )
 
 

@@ -146,7 +146,7 @@ def check_grid(mode: str, sizes: Iterable[int], depth: int, *, sequence_parallel
     if depth > 1 and mode != "2.5d":
         raise ValueError(
             f"tensor_parallel_depth={depth} needs tensor_parallel_mode='2.5d'; got tensor_parallel_mode={mode!r}."
-            " Remove it, or use '2.5d'. [LH109]"
+            " Remove tensor_parallel_depth, or use '2.5d'. [LH109]"
         )
     if mode != "1d" and sequence_parallel:
         raise ValueError(

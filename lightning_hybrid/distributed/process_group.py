@@ -379,7 +379,7 @@ def leave_groups_to_parent() -> None:
     if world is None or len(tables) < len(found):
         raise RuntimeError(
             "This process has already created process groups, and torch"
-            f" {torch.__version__} cannot create others after a fork. Run this in a new process. [LH206]"
+            f" {torch.__version__} cannot create new ones after a fork. Run this in a new process. [LH206]"
         )
     _OF_PARENT.append([world.default_pg, *(dict(table) for table in tables)])
     for table in tables:

@@ -125,8 +125,9 @@ class Taps:
             if _foreign(module)[position][1](module, *given) is not None:
                 raise WrongUseError(
                     f"A forward hook changes the output of {name!r} in {type(self._layer).__name__}, but did not when"
-                    " the step was first traced. The hook runs after the layer, because code outside the layers uses"
-                    " what it reads. Make it always or never change the output. [LH444]"
+                    " the step was first traced. The hook runs only after the layer has finished, because code outside"
+                    " the layers uses tensors that the hook reads. The hook must either always or never change the"
+                    " output. [LH444]"
                 )
 
 

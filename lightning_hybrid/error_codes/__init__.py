@@ -1,7 +1,7 @@
 """Error codes: the cause and the fix of each error that a user meets.
 
-The message of an error ends with its code: ``raise ValueError(f"... Use one of them. [LH137]")``. The code is a part of
-the text, so that it stays where a message is sent to other ranks, and a search for it finds where it is raised.
+The message of an error ends with its code: ``raise ValueError(f"... Use one of them. [LH137]")``. The code is part of
+the text, so it is kept when a message is sent to other ranks, and a search for it finds where the error is raised.
 `docs/write_reference.py` writes the page of errors from these entries and from the messages in the source.
 """
 

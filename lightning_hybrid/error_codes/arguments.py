@@ -8,53 +8,57 @@ ERRORS = {
         "Pass one of the types that the message lists; see [all arguments](strategy.md).",
     ),
     "LH102": Entry(
-        "An argument has a value that is not one of its choices.",
+        "The value of an argument is not one of its allowed values.",
         "Use a value that the message lists.",
     ),
     "LH103": Entry(
-        "A number is outside the range of the argument.",
+        "A number is outside the range that the argument allows.",
         "Use a number in the range that the message states.",
     ),
     "LH104": Entry(
         "A timeout is zero or negative, or shorter than the interval between heartbeats.",
-        'Set a number of seconds, such as `600`, or `timedelta(minutes=10)`; in YAML, `600` or `"0:10:00"`.',
+        "Set the timeout to a number of seconds, such as `600`, or to `timedelta(minutes=10)`; in YAML, write"
+        ' `600` or `"0:10:00"`.',
     ),
     "LH105": Entry(
-        "The number of processes is not a multiple of the model group size: tensor x pipeline x context.",
-        "Set `Trainer(devices=..., num_nodes=...)` to a multiple of that size, or use smaller sizes; see [choose a"
-        " layout](../start/choose-a-layout.md).",
+        "The number of processes is not a multiple of the model group size (tensor x pipeline x context).",
+        "Set `Trainer(devices=..., num_nodes=...)` to a multiple of the model group size, or use smaller parallel"
+        " sizes; see [choose a layout](../start/choose-a-layout.md).",
     ),
     "LH106": Entry(
         "The product of the parallel sizes differs from the number of processes.",
         'Set `data_parallel_size="auto"`, or start the number of processes that the message states.',
     ),
     "LH107": Entry(
-        "None of the listed sizes divides the number of processes.",
-        "Add a size, such as 1, to the list, or start a different number of processes.",
+        "No combination of the sizes listed in `pipeline_parallel_size` and `tensor_parallel_size` divides the"
+        " number of processes.",
+        "Add a size, such as 1, to one of the lists, or start a different number of processes.",
     ),
     "LH108": Entry(
         "The tensor-parallel ranks do not form a square (2D), several squares (2.5D) or a cube (3D).",
-        "Use a size that the message names; see [other modes](../concepts/advanced-tensor-parallel.md).",
+        "Set `tensor_parallel_size` to a number that the message allows; see [other"
+        " modes](../concepts/advanced-tensor-parallel.md).",
     ),
     "LH109": Entry(
         "`tensor_parallel_depth` applies only to 2.5D mode.",
-        'Remove it, or set `tensor_parallel_mode="2.5d"`.',
+        'Remove `tensor_parallel_depth`, or set `tensor_parallel_mode="2.5d"`.',
     ),
     "LH110": Entry(
-        "`sequence_parallel` shards activations, but the modes 2D, 2.5D and 3D already shard them.",
+        "`sequence_parallel` shards activations, but the 2D, 2.5D and 3D modes already shard them.",
         'Remove `sequence_parallel`, or set `tensor_parallel_mode="1d"`.',
     ),
     "LH111": Entry(
-        "The loader's batch size times the number of replicas does not divide `global_batch_size`.",
-        "Set a multiple that the message names; see [elastic training](../guides/elastic.md).",
+        "`global_batch_size` is not a multiple of the loader's batch size times the number of replicas.",
+        "Set `global_batch_size` to a multiple of the number in the message; see [elastic"
+        " training](../guides/elastic.md).",
     ),
     "LH112": Entry(
-        "The strategy has no argument of this name.",
+        "The strategy has no argument with the name that you passed.",
         "Use the name that the message suggests; see [all arguments](strategy.md).",
     ),
     "LH113": Entry(
-        "`launch.rank_order` does not name each axis once.",
-        'Use `"pp-dp-tp"` or another order of these axes.',
+        "`launch.rank_order` does not name each axis exactly once.",
+        'Set `launch.rank_order` to `"pp-dp-tp"` or to another order of these axes.',
     ),
     "LH114": Entry(
         "The 1F1B schedule supports only one chunk on each rank.",
@@ -65,13 +69,14 @@ ERRORS = {
         "Set one number for all links, or a list of `pipeline_parallel_size - 1` numbers.",
     ),
     "LH116": Entry(
-        "The GPipe schedule already has all microbatches in flight.",
+        "`tuning.extra_in_flight` adds microbatches in flight, but the GPipe schedule already has all of them in"
+        " flight.",
         'Remove `tuning.extra_in_flight`, or set `schedule="1f1b"`.',
     ),
     "LH117": Entry(
         "`partition` or `pipeline_stage` does not assign every layer to a stage, or leaves a stage without layers.",
-        "List the number of layers of each stage, at least 1 each, so that they add up to all layers. Or list the"
-        " stage of each layer, ascending from 0.",
+        "List the number of layers of each stage, at least 1, so that the numbers add up to all layers. Or list"
+        " the stage of each layer, in ascending order from 0.",
     ),
     "LH118": Entry(
         "The pipeline has more stages than layers.",
@@ -83,26 +88,26 @@ ERRORS = {
     ),
     "LH120": Entry(
         "The `recompute` pattern matches no submodule.",
-        "Use a name from the message; `*` matches anything between two dots.",
+        "Use a name from the message. In a pattern, `*` matches anything between two dots.",
     ),
     "LH121": Entry(
-        "The `recompute` pattern matches the container of all layers.",
-        "Append `.*` to match its layers.",
+        "The `recompute` pattern matches the module that contains all layers, not the layers.",
+        "Append `.*` to the pattern to match the layers.",
     ),
     "LH122": Entry(
-        "`tuning.memory_limit` limits the search for a layout, but no argument is searched.",
-        'Set `layout="auto"` or `recompute="auto"`, or remove the limit.',
+        '`tuning.memory_limit` applies only to the layout search, but no argument is set to `"auto"`.',
+        'Set `layout="auto"` or `recompute="auto"`, or remove `tuning.memory_limit`.',
     ),
     "LH123": Entry(
-        "An argument lists a value for each stage, but the number of stages is searched.",
-        "Set `pipeline_parallel_size` and `num_chunks`, or remove the list.",
+        "An argument lists a value for each stage, but the layout search chooses the number of stages.",
+        "Set `pipeline_parallel_size` and `num_chunks` yourself, or remove the list.",
     ),
     "LH124": Entry(
-        "The search does not support this value of the argument.",
-        "Use a value that the message names, or set all sizes.",
+        "The layout search does not support this value of `recompute` or `num_chunks`.",
+        "Use a value that the message names, or set the layout yourself.",
     ),
     "LH125": Entry(
-        "The value is not a valid quantity.",
+        "A quantity, such as `tuning.memory_limit`, is not written as a number with a unit.",
         'Write a number and a unit, such as `"80GiB"`.',
     ),
     "LH126": Entry(
@@ -110,55 +115,58 @@ ERRORS = {
         'Write each axis with its size, as in `"hybrid_pp2"`.',
     ),
     "LH127": Entry(
-        '`layout="auto"` cannot run the step without data, or the search took too long.',
-        "Set the sizes yourself; see [choose a layout](../start/choose-a-layout.md).",
+        '`layout="auto"` could not choose a layout: the training step does not run without tensor values, or the'
+        " search took too long.",
+        "Set the parallel sizes yourself; see [choose a layout](../start/choose-a-layout.md).",
     ),
     "LH128": Entry(
         "No layout fits `tuning.memory_limit`, or the module cannot be split.",
-        "Use more processes, more memory or a smaller batch.",
+        "Start more processes, allow more memory, or use a smaller batch.",
     ),
     "LH129": Entry(
         "No combination of the allowed sizes fits the number of processes.",
         "Allow other sizes, or start a different number of processes.",
     ),
     "LH130": Entry(
-        "The training step reads tensor values, but planning commands run it without values.",
+        "The training step reads the values of tensors, but planning commands run the step without values.",
         "Create the values that the step reads in the module's `__init__`.",
     ),
     "LH131": Entry(
-        "The training loader is empty or limited to 0 batches, but one batch is needed.",
+        "The training loader is empty or limited to 0 batches, but the command needs one batch.",
         "Run the command on a machine that has the data, or remove the limit.",
     ),
     "LH132": Entry(
-        "The code reads parameter values, but the module is too large to be initialized for planning.",
-        "Do not read parameters before training, or plan a smaller module.",
+        "The module reads the values of its parameters, but is too large to be initialized for planning.",
+        "Do not read parameter values in `__init__`, `configure_model` and `training_step`, or plan a smaller module.",
     ),
     "LH133": Entry(
-        "With manual optimization, the order of forwards and backwards in a step is unknown.",
-        "Use automatic optimization, or set the sizes yourself.",
+        "With manual optimization, the order of forward and backward passes in a step is unknown, so no layout can"
+        " be suggested.",
+        "Use automatic optimization, or set the parallel sizes yourself.",
     ),
     "LH134": Entry(
         "The number of samples cannot be determined from the type of the batch.",
         "Return tensors or lists from the loader.",
     ),
     "LH135": Entry(
-        "This version of torch lacks a function that the feature needs.",
+        "The installed version of torch lacks a function that the strategy or the command needs.",
         "Install a tested version; see [compatibility](compatibility.md).",
     ),
     "LH137": Entry(
-        "Two arguments set the number of accumulated batches.",
-        "Remove one of them.",
+        "`global_batch_size` sets the number of accumulated batches, but another argument sets this number too.",
+        "Remove one of the two arguments.",
     ),
     "LH138": Entry(
-        "The training loader has no `batch_size`.",
-        "Use one `DataLoader(..., batch_size=...)`, or set `Trainer(accumulate_grad_batches=...)`.",
+        "`global_batch_size` needs the batch size, but the training loader has no `batch_size`.",
+        "Use a single `DataLoader(..., batch_size=...)`, or replace `global_batch_size` with"
+        " `Trainer(accumulate_grad_batches=...)`.",
     ),
     "LH139": Entry(
         "`HybridTimeline` records a schedule, but this layout has none.",
         "Remove the callback, or set `num_microbatches`.",
     ),
     "LH140": Entry(
-        "The device mesh is read before the processes are connected.",
-        "Read it in `setup`, or in a later hook.",
+        "`device_mesh` is read before the processes are connected.",
+        "Read `device_mesh` in `setup` or in a later hook.",
     ),
 }

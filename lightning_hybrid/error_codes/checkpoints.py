@@ -4,8 +4,8 @@ from lightning_hybrid.error_codes.entry import Entry
 
 ERRORS = {
     "LH901": Entry(
-        "A file was changed or truncated on the disk or in a copy, or a save was interrupted.",
-        "Copy the checkpoint again, or use another one.",
+        "A file of the checkpoint was changed or truncated on the disk or during a copy, or a save was interrupted.",
+        "Copy the checkpoint again, or use another checkpoint.",
     ),
     "LH902": Entry(
         "The file is a plain state dict, or not a checkpoint at all.",
@@ -20,23 +20,24 @@ ERRORS = {
         "In a hook, save inside `full_parameters`, or call `trainer.save_checkpoint` on every rank.",
     ),
     "LH905": Entry(
-        "The run failed, the module is too large to gather, or `gather_module_on_teardown=False`.",
-        "After an error, load a checkpoint into a new module. Otherwise call `trainer.strategy.gather_module()`.",
+        "The module was used after a run without being gathered: the run failed, the module is too large, or"
+        " `gather_module_on_teardown=False` is set.",
+        "After an error, load a checkpoint into a new module. Otherwise, call `trainer.strategy.gather_module()`.",
     ),
     "LH906": Entry(
-        "`configure_optimizers` returns a different number of optimizers than before.",
+        "`configure_optimizers` returns a different number of optimizers than in the run that saved the checkpoint.",
         "Return the same number as before, or load only the weights.",
     ),
     "LH907": Entry(
-        "`configure_optimizers` returns a different kind of optimizer than before.",
+        "`configure_optimizers` returns a different kind of optimizer than in the run that saved the checkpoint.",
         "Use the same optimizer as before, or load only the weights.",
     ),
     "LH908": Entry(
-        "The parameter groups of the optimizer have changed.",
+        "The parameter groups of the optimizer have changed since the checkpoint was saved.",
         "Use the same groups as before, or load only the weights.",
     ),
     "LH909": Entry(
-        "A callback saves different keys on each rank.",
+        "The module or a callback saves different keys on different ranks.",
         "Save the same keys on every rank.",
     ),
     "LH910": Entry(
@@ -44,40 +45,40 @@ ERRORS = {
         "Save a dictionary, or set `save_distributed_checkpoint=False`.",
     ),
     "LH911": Entry(
-        "The disk is full, or the path is not writable.",
-        "Free space, or use another path.",
+        "The disk is full, or the path of the checkpoint is not writable.",
+        "Free disk space, or use another path.",
     ),
     "LH912": Entry(
-        "An earlier save left a directory at the path, which would be read instead.",
+        "An earlier save left a directory at the path of the checkpoint, and this directory would be read instead.",
         "Remove the file that the message names.",
     ),
     "LH913": Entry(
-        "The path is wrong.",
-        "Check the path. With several nodes, only one of them needs the file.",
+        "There is no checkpoint, or no file of weights, at the path.",
+        "Check the path. With several nodes, the file needs to be on only one of them.",
     ),
     "LH914": Entry(
-        "The run was killed while it saved.",
+        "The run was killed while it saved the checkpoint, so the checkpoint is incomplete.",
         "Use another checkpoint.",
     ),
     "LH915": Entry(
-        "Part of the directory is missing or on another node.",
-        "Copy all files, including `.metadata`.",
+        "Some files of the directory are missing or on another node.",
+        "Copy all files of the directory, including `.metadata`.",
     ),
     "LH916": Entry(
-        "With `save_distributed_checkpoint=True`, nodes write to different disks.",
+        "With `save_distributed_checkpoint=True`, the nodes write to different disks.",
         "Use a disk that all nodes share, or set `save_distributed_checkpoint=False`.",
     ),
     "LH917": Entry(
         "Some nodes do not see the directory of the checkpoint.",
-        "Copy it to a shared disk, or run `lightning-hybrid consolidate`.",
+        "Copy the directory to a shared disk, or convert it to a file with `lightning-hybrid consolidate`.",
     ),
     "LH920": Entry(
-        "The names or shapes in the checkpoint differ from the module.",
-        "Compare the names in the message, or set `strict_loading=False`.",
+        "The checkpoint and the module have tensors with different names or shapes.",
+        "Compare the names in the message. To load only the names that both have, set `strict_loading=False`.",
     ),
     "LH922": Entry(
-        "The folder belongs to another model.",
-        "Compare the names in the message.",
+        "The folder contains the weights of another model.",
+        "Compare the names in the message, and use the folder of the right model.",
     ),
     "LH923": Entry(
         "The Hugging Face folder matches several parts of the module.",
@@ -88,31 +89,32 @@ ERRORS = {
         "Pass a state dict to `load_weights`.",
     ),
     "LH927": Entry(
-        "The file contains more than tensors.",
-        "Load it yourself, and pass the state dict to `load_weights`.",
+        "The file contains objects other than tensors.",
+        "If you trust the file, load it yourself, and pass the state dict to `load_weights`.",
     ),
     "LH928": Entry(
-        "The folder contains several files without an index.",
-        "Pass the path of a file, or a state dict.",
+        "The folder contains several weight files without an index.",
+        "Pass the path of one file, or a state dict with all tensors.",
     ),
     "LH929": Entry(
-        "Ranks may have failed in different places.",
-        "Use `ModelCheckpoint(every_n_train_steps=...)`.",
+        "After an exception, a checkpoint cannot be saved, because the ranks may have failed in different places.",
+        "Save checkpoints regularly with `ModelCheckpoint(every_n_train_steps=...)`, and resume from the last one.",
     ),
     "LH930": Entry(
         "Sharded checkpoints do not support `storage_options`.",
-        "Set `save_distributed_checkpoint=False`, and use your own plugin.",
+        "Set `save_distributed_checkpoint=False`, and use your own checkpoint plugin.",
     ),
     "LH931": Entry(
-        "Two settings save checkpoints in the background.",
-        "Remove one of them.",
+        "`async_save=True` and `AsyncCheckpointIO` both save checkpoints in the background.",
+        "Remove one of the two.",
     ),
     "LH932": Entry(
         "The plugin writes a single file, but sharded checkpoints are directories.",
         "Remove the plugin, or set `save_distributed_checkpoint=False`.",
     ),
     "LH934": Entry(
-        "The loader does not say which samples of the epoch were used.",
+        "The number of replicas has changed in the middle of an epoch, and the loader does not record which"
+        " samples were used.",
         "Resume from the end of an epoch, or with the same number of replicas.",
     ),
     "LH935": Entry(
@@ -120,7 +122,7 @@ ERRORS = {
         "Resume from the end of an epoch, or with the same sampler.",
     ),
     "LH936": Entry(
-        "The samples used so far do not end at a step of the new layout.",
+        "The number of samples used so far in the epoch is not a multiple of the samples per step in the new layout.",
         "Set `global_batch_size`, or resume from the end of an epoch.",
     ),
 }

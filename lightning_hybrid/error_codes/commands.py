@@ -5,18 +5,19 @@ from lightning_hybrid.error_codes.entry import Entry
 ERRORS = {
     "LH1001": Entry(
         "An option of the command has a wrong name or value.",
-        "See the options with `--help`.",
+        "List the options with `--help`.",
     ),
     "LH1002": Entry(
         "A configuration, or an option that changes it, has a wrong name or value.",
         "Correct the key that the message names.",
     ),
     "LH1003": Entry(
-        "The configuration names another strategy.",
+        "The configuration names a strategy other than HybridStrategy.",
         "Pass a second `--config` with `strategy: {class_path: lightning_hybrid.HybridStrategy}`.",
     ),
     "LH1004": Entry(
-        "`plan`, `memory` and `check` need one layout, but this one is chosen when training starts.",
+        "`plan`, `memory` and `check` need a fixed layout, but the layout in the configuration is chosen only when"
+        " training starts.",
         "Set `--trainer.strategy.init_args.layout=null` and the sizes that `suggest` prints.",
     ),
     "LH1006": Entry(
@@ -24,7 +25,7 @@ ERRORS = {
         "Use only the arguments that the message lists.",
     ),
     "LH1007": Entry(
-        "Training in one process gives values that are not finite.",
+        "The losses or gradient norms of training in one process are not finite, so they cannot be compared.",
         "Use another learning rate, or fewer steps.",
     ),
     "LH1008": Entry(
@@ -45,34 +46,34 @@ ERRORS = {
     ),
     "LH1012": Entry(
         "The output already exists.",
-        "Use another path, or `--overwrite` if the command has this option.",
+        "Use another path, or pass `--overwrite` if the command has this option.",
     ),
     "LH1013": Entry(
-        "`consolidate` unpickles hyperparameters of your project.",
-        "Run it where your project can be imported.",
+        "The checkpoint contains an object of your project, such as a hyperparameter, whose class cannot be imported.",
+        "Run the command where your project can be imported.",
     ),
     "LH1014": Entry(
-        "The optimizer in the checkpoint has a state without a parameter.",
+        "The optimizer in the checkpoint has a state for a parameter that is in none of its groups.",
         "Use another checkpoint.",
     ),
     "LH1015": Entry(
         "The output cannot be written.",
-        "Free space, or use another path.",
+        "Free disk space, or use another path.",
     ),
     "LH1016": Entry(
-        "No name in the checkpoint starts with `--prefix`.",
+        "No name in the checkpoint starts with the value of `--prefix`.",
         "Use a prefix that the message lists.",
     ),
     "LH1017": Entry(
-        "`--config` of `export` is not a model configuration.",
-        "Use the `config.json` or the folder of the original model.",
+        "The path in `export --config` does not contain a model configuration.",
+        "Pass the `config.json` or the folder of the original model.",
     ),
     "LH1018": Entry(
-        "The example needs scikit-learn.",
+        "The example needs scikit-learn, which is not installed.",
         "Run `pip install scikit-learn`.",
     ),
     "LH1019": Entry(
-        "Sizes of the example's model do not match.",
-        "Use multiples of the numbers in the message.",
+        "The sizes of the example's model do not match.",
+        "Make each size a multiple of the size that the message names.",
     ),
 }

@@ -4,19 +4,20 @@ from lightning_hybrid.error_codes.entry import Entry
 
 ERRORS = {
     "LH601": Entry(
-        "`context_parallel_size` shards activations, but 2D, 2.5D and 3D modes already shard them.",
+        "`context_parallel_size` shards activations, but the 2D, 2.5D and 3D modes already shard them.",
         'Set `tensor_parallel_mode="1d"`, or `context_parallel_size=1`.',
     ),
     "LH602": Entry(
-        "Selective recomputation saves the results of torch's attention, which ring and all-gather attention replace.",
+        "Selective recomputation saves the results of torch's attention, but ring and all-gather attention use"
+        " other operators.",
         'Set `recompute=True`, or `context_parallel="ulysses"`.',
     ),
     "LH603": Entry(
-        "Both arguments shard the sequence.",
+        "`context_parallel_size` and `sequence_parallel` both shard the sequence.",
         "Remove `sequence_parallel`.",
     ),
     "LH604": Entry(
-        "A layer, such as a router, stores a loss as an attribute.",
+        "A layer, such as a router, stores a loss as an attribute, but this loss covers only one sequence shard.",
         "Compute the loss from the outputs of the layer, or from the logits of each position.",
     ),
     "LH605": Entry(
@@ -24,31 +25,31 @@ ERRORS = {
         "Set `body=[...]` to the layers that work on hidden states.",
     ),
     "LH606": Entry(
-        "The sequence is too short for this number of ranks.",
-        "Pad it, or use fewer ranks.",
+        "A sequence is too short for `context_parallel_size` ranks.",
+        "Pad the sequence, or use fewer ranks.",
     ),
     "LH607": Entry(
-        "Another sequence has the same length as a shard of the first one.",
-        "Pad one of them.",
+        "A layer gets two sequences, and one of them is as long as a shard of the other, so they cannot be told apart.",
+        "Pad one of the sequences.",
     ),
     "LH608": Entry(
-        "A layer returns a sum over the positions of one shard.",
-        "Return only hidden states.",
+        "A layer returns a sum over positions, such as a router loss, but this sum covers only one sequence shard.",
+        "Return only hidden states from the layer.",
     ),
     "LH609": Entry(
-        "A layer requests attention weights.",
+        "A layer requests attention weights, but no rank has the weights of all positions.",
         "Set `need_weights=False`.",
     ),
     "LH610": Entry(
-        "A layer uses `add_bias_kv` or `add_zero_attn`.",
-        "Turn them off.",
+        "A layer uses `add_bias_kv` or `add_zero_attn`, which add keys without a position.",
+        "Turn these options off.",
     ),
     "LH611": Entry(
         "Attention is called without a batch dimension, or with static keys or values.",
         "Add a batch dimension, and do not pass static keys or values.",
     ),
     "LH612": Entry(
-        "Queries do not have four dimensions.",
+        "The queries of an attention do not have four dimensions.",
         "Pass queries of shape (batch, heads, positions, features).",
     ),
     "LH613": Entry(
@@ -60,19 +61,20 @@ ERRORS = {
         "Use the same sequence for both, or pass an explicit mask.",
     ),
     "LH615": Entry(
-        "The number of heads per rank is not a multiple of `context_parallel_size`.",
-        'Set `context_parallel="all_gather"`, or another size.',
+        'With `context_parallel="ulysses"`, the number of heads per rank must be a multiple of'
+        " `context_parallel_size`.",
+        'Set `context_parallel="all_gather"`, or use another `context_parallel_size`.',
     ),
     "LH616": Entry(
-        "A layer creates an attention mask for its sequence shard.",
-        "Use `is_causal=True`, or pass the mask as an argument.",
+        "A layer creates its own attention mask, which covers only a sequence shard.",
+        "Use `is_causal=True`, or create the mask outside the layers and pass it as an argument.",
     ),
     "LH617": Entry(
-        "A forward hook writes into an argument.",
+        "A forward hook writes into an argument of its module.",
         "Return a new output from the hook.",
     ),
     "LH618": Entry(
-        "A forward hook replaces an output that has no sequence dimension, or changes its structure.",
+        "A forward hook replaces an output without a sequence dimension, or changes the structure of an output.",
         "Change the result in the layer instead.",
     ),
     "LH619": Entry(
@@ -81,7 +83,7 @@ ERRORS = {
         " [context parallelism](../concepts/context-parallel.md).",
     ),
     "LH620": Entry(
-        "A layer gets a mask or another tensor for the full sequence, and fails on a shard.",
+        "A layer fails on a sequence shard, because it also gets a mask or another tensor for the full sequence.",
         'Use `F.scaled_dot_product_attention` (transformers: `attn_implementation="sdpa"`).',
     ),
 }

@@ -1,4 +1,4 @@
-"""An error code: the cause and the fix of an error, and where the code is in its message."""
+"""The entry of an error code: the cause and the fix of the error, and the pattern of the code in its message."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Entry(NamedTuple):
 
 
 def without_code(error: object) -> str:
-    """Return the message of an error without its code, to be a part of another message.
+    """Return the message of an error without its code, so that it can be part of another message.
 
     Example:
         >>> without_code("The batch is empty. [LH131]")

@@ -4,7 +4,8 @@ from lightning_hybrid.error_codes.entry import Entry
 
 ERRORS = {
     "LH801": Entry(
-        "The module has several optimizers, and each needs its own backward.",
+        "The module has several optimizers, and each needs its own backward pass, but the strategy runs backward"
+        " for one optimizer only.",
         "Use one optimizer with several parameter groups.",
     ),
     "LH802": Entry(
@@ -20,19 +21,20 @@ ERRORS = {
         "Pass `self.parameters()` to the optimizer, not a list created in `__init__`.",
     ),
     "LH805": Entry(
-        "A precision with loss scaling expects some gradients that are not finite.",
-        'Set `faults.on_nonfinite="ignore"`, or use `bf16-mixed`.',
+        '`faults.on_nonfinite="raise"` cannot be combined with loss scaling, which expects some gradients that are'
+        " not finite.",
+        'Set `faults.on_nonfinite="ignore"`, or use `precision="bf16-mixed"`.',
     ),
     "LH806": Entry(
         "The precision plugin replaces layers, or scales the loss itself.",
         "Use a precision that the message lists.",
     ),
     "LH807": Entry(
-        "A fused optimizer cannot be combined with `16-mixed`.",
+        "A fused optimizer unscales gradients in its own step, so ranks cannot agree on an overflow with `16-mixed`.",
         "Use `fused=False` or `bf16-mixed`.",
     ),
     "LH808": Entry(
-        "`master_weights` needs a half-precision run.",
+        "`master_weights` needs half-precision weights.",
         'Set `precision="bf16-true"`, or remove `master_weights`.',
     ),
     "LH809": Entry(
@@ -40,11 +42,11 @@ ERRORS = {
         "Use `torch.amp.GradScaler`.",
     ),
     "LH810": Entry(
-        "The dtype or device of a gradient differs from its parameter.",
+        "A gradient and its parameter have different dtypes or devices.",
         "Cast the gradient in a hook on the parameter.",
     ),
     "LH811": Entry(
         "Re-entrant checkpointing computes a second gradient of a parameter in one step.",
-        "Pass `use_reentrant=False`.",
+        "Pass `use_reentrant=False` to `torch.utils.checkpoint.checkpoint`.",
     ),
 }

@@ -13,14 +13,14 @@ ERRORS = {
     ),
     "LH303": Entry(
         "`body` names a module that is not a list of layers.",
-        "Name an `nn.Sequential`, `nn.ModuleList` or `nn.ModuleDict`.",
+        "In `body`, name an `nn.Sequential`, `nn.ModuleList` or `nn.ModuleDict`.",
     ),
     "LH304": Entry(
         "`body` names both a module and a part of it.",
-        "Name only one of them.",
+        "Name only one of the two.",
     ),
     "LH305": Entry(
-        "A hook adds, removes or replaces layers.",
+        "A hook adds, removes or replaces layers after the module has been split.",
         "Change the layers in `__init__` or `configure_model`.",
     ),
     "LH306": Entry(
@@ -29,45 +29,47 @@ ERRORS = {
         " `microbatch_weight`.",
     ),
     "LH307": Entry(
-        "The module overrides `backward`, but the strategy runs the backward passes and would never call it.",
+        "The module overrides `backward`, but the strategy runs the backward passes, so this method would never be"
+        " called.",
         "Remove `backward`, or use a layout that the message names.",
     ),
     "LH308": Entry(
-        "The step fetches batches itself, so they cannot be split into microbatches.",
+        "The step takes `dataloader_iter` and fetches batches itself, so they cannot be split into microbatches.",
         "Define `training_step(batch, batch_idx)`.",
     ),
     "LH309": Entry(
         "Only one of two hooks that belong together is defined.",
-        "Define both, or neither.",
+        "Define both hooks, or neither.",
     ),
     "LH310": Entry(
         "`ModelPruning` needs the full model, but each stage has only a part of it.",
-        "Prune before or after training.",
+        "Prune with `pipeline_parallel_size=1`, before or after this training.",
     ),
     "LH314": Entry(
         "Each rank created its shard of a parameter as a plain tensor.",
-        "Use `DTensor.from_local(part, mesh, [Shard(0)])`. See [tensor"
+        "Create the parameter with `DTensor.from_local(part, mesh, [Shard(0)])`. See [tensor"
         " parallelism](../concepts/tensor-parallel.md#rules-for-your-code).",
     ),
     "LH315": Entry(
-        "A layer on the meta device has no method that initializes the parameter.",
-        "Define `reset_parameters`, or set `initial_weights`. See [checkpoints](../guides/checkpoints.md).",
+        "A parameter was created on the meta device, but its layer has no method that initializes it.",
+        "Define `reset_parameters` in the layer, or set `initial_weights`. See"
+        " [checkpoints](../guides/checkpoints.md).",
     ),
     "LH316": Entry(
         'A plain tensor or a metric was created under `torch.device("meta")`.',
-        'Create it under `torch.device("cpu")`.',
+        'Create the tensor or the metric under `torch.device("cpu")`.',
     ),
     "LH317": Entry(
         "The module's own `reset_parameters` also sets parameters of its layers.",
-        "Give each layer its own `reset_parameters`.",
+        "Set only the module's own parameters in this method, and give each layer its own `reset_parameters`.",
     ),
     "LH318": Entry(
-        "The same module object was trained under another layout.",
+        "The same module object was trained before, under a different layout.",
         "Call `trainer.strategy.gather_module()` after the earlier run.",
     ),
     "LH319": Entry(
-        "The body was replaced after it had been split.",
-        "Create it in `__init__` or `configure_model`.",
+        "The body was replaced after it had been split into stages.",
+        "Create the body in `__init__` or `configure_model`.",
     ),
     "LH320": Entry(
         "Only some layers have a `pipeline_stage`.",
@@ -75,35 +77,36 @@ ERRORS = {
     ),
     "LH321": Entry(
         "`partition` and `pipeline_stage` both assign layers to stages.",
-        "Remove one of them.",
+        "Remove one of the two.",
     ),
     "LH322": Entry(
-        "A module with a `pipeline_stage` is part of a larger layer.",
-        "Set `pipeline_stage` for the layers, or set `body=[...]`.",
+        "A part of a layer has a different `pipeline_stage` than the layer.",
+        "Set `pipeline_stage` for whole layers, or list the modules to split in `body=[...]`.",
     ),
     "LH323": Entry(
         "A layer and its copy have different values of `pipeline_stage`.",
-        "Give both the same value.",
+        "Give the layer and its copy the same value.",
     ),
     "LH325": Entry(
-        "Torch sharded a layer that a step must run without other ranks.",
-        "Use a style of `tensor_parallel_plan`, or one `nn.Sequential`.",
+        "Your code calls the layers one by one, but torch sharded a layer, so a rank cannot run it alone.",
+        "Use a style name in `tensor_parallel_plan` instead, or put the layers into one `nn.Sequential`.",
     ),
     "LH326": Entry(
-        "A tensor-parallel style is on a module that contains pipelined layers.",
-        "Apply the style to these layers.",
+        "`tensor_parallel_plan` gives a style to a module that contains pipelined layers.",
+        "Give the style to these layers instead.",
     ),
     "LH327": Entry(
-        "Layers of an `nn.Sequential` pass sequence shards to each other.",
-        "Use an `nn.ModuleList`, or call the `nn.Sequential` as a whole.",
+        "With `sequence_parallel`, neighbors in an `nn.Sequential` pass sequence shards to each other, but your"
+        " code calls them one by one.",
+        "Use an `nn.ModuleList`, or call the whole `nn.Sequential` and name only it in `body`.",
     ),
     "LH328": Entry(
-        "Layers were sharded by torch styles or in `configure_model`.",
+        "Layers cannot be gathered, because they were sharded by torch styles or in `configure_model`.",
         "Save a checkpoint, and load it into a new module.",
     ),
     "LH329": Entry(
         "`gather_module` was called in a hook other than `teardown`.",
-        "Call it after the run.",
+        "Call `gather_module` after the run.",
     ),
     "LH330": Entry(
         "The process groups were destroyed before the module was gathered.",

@@ -255,8 +255,8 @@ def layer_call_text(name: str, lists: Sequence[str]) -> str:
         f"A layer of the body {name!r} was called, but it is on another stage. In a step, write `x = self.{name}(x)`"
         " exactly once instead of calling layers one by one, or allow calls of single layers with"
         f" HybridStrategy(body={list(lists)!r}). Outside steps, no rank can run the model: use `trainer.predict`, or"
-        " call `trainer.strategy.gather_module()` on every rank after the run. Gather the module before using a Trainer"
-        " without a pipeline too, because the module stays split after a run. [LH405]"
+        " call `trainer.strategy.gather_module()` on every rank after the run. Also gather the module before you use a"
+        " Trainer without a pipeline, because the module stays split after a run. [LH405]"
     )
 
 

@@ -98,7 +98,9 @@ class ChainUse(FrameCut):
             routes = find_routes_around(graph, numbers[0], self._num_stages, self.holders)
             sent = next(iter(routes[0].sent), None)
             if sent is not None:
-                raise WrongUseError(f"the last stage needs the result of {graph.all_calls[sent.call]} on the first one")
+                raise WrongUseError(
+                    f"the last stage needs the result that {graph.all_calls[sent.call]} has on the first stage"
+                )
         except Exception as error:  # of the user's code too, which shows itself again when the step runs
             raise NotFollowedError(" ".join(f"{error}".split())) from error
         finally:
@@ -282,7 +284,7 @@ class CodeBefore(TorchFunctionMode):
         except Exception as error:
             raise WrongUseError(_text(name, f"({type(error).__name__}) needs the values of")) from error
         if any(memory_of(fake) in seen.written for fake in real):
-            raise WrongUseError(_text(name, "writes, into a tensor that every stage has, a value computed from"))
+            raise WrongUseError(_text(name, "writes a tensor that every stage has, with a value computed from"))
         if torch.is_grad_enabled() and any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in fakes):
             for leaf in flatten(result)[0]:
                 if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex()):
@@ -316,10 +318,10 @@ def _is_meta(leaf: Any) -> bool:
 
 def _text(what: str, how: str) -> str:
     return (
-        f"{what} {how} a parameter outside the layers that is on another stage, where the first training batch used it."
-        " Use it here too in the first training batch, or in the sanity check before it, for example by adding"
-        " `0 * parameter.sum()`. Or set HybridStrategy(dynamic_shapes=True), which keeps parameters outside an"
-        " `nn.Sequential` on the first and the last stage. [LH410]"
+        f"{what} {how} a parameter outside the layers, but the parameter is on another stage, because the first"
+        " training batch used it there. Use it here too in the first training batch, or in the sanity check before that"
+        " batch, for example by adding `0 * parameter.sum()`. Or set HybridStrategy(dynamic_shapes=True), which keeps"
+        " parameters outside an `nn.Sequential` on the first and the last stage. [LH410]"
     )
 
 

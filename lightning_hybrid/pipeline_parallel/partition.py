@@ -41,8 +41,8 @@ def partition(method: str | Sequence[int], weights: Sequence[int], num_stages: i
         return balanced(weights, num_stages)
     if not isinstance(method, (list, tuple)):
         raise ValueError(
-            f"partition={method!r} must be 'uniform', 'parameters', or a list with the number of layers of each stage"
-            " or with the stage of each layer [LH102]"
+            f"partition={method!r} must be 'uniform', 'parameters', or a list: the number of layers of each stage, or"
+            " the stage of each layer [LH102]"
         )
     if is_numbered(method):
         return numbered(method, len(weights), num_stages)
@@ -103,8 +103,8 @@ def numbered(stages: Sequence[int], num_layers: int, num_stages: int) -> list[ra
     _check_integers("stage", stages, at_least=0)
     if len(stages) != num_layers:
         raise ValueError(
-            f"the layer stages {stages} are for {len(stages)} layers, but there are {num_layers} layers; give one for"
-            f" each layer, or the number of layers, at least 1, of each of the {num_stages} stages [LH117]"
+            f"the layer stages {stages} are for {len(stages)} layers, but there are {num_layers} layers; list one stage"
+            f" for each layer, or one number of layers (at least 1) for each of the {num_stages} stages [LH117]"
         )
     for layer, (before, stage) in enumerate(pairwise([0, *stages])):
         if stage < before:

@@ -35,9 +35,10 @@ _SAVED_TEXT = (
 )
 
 _WRITTEN_TEXT = (
-    "A tensor is set to values of a parameter on other stages, but this rank does not have these values. If a hook"
-    " averages weights, the average must be on the same stage as the weights: use both on the same side of the layers"
-    " in the first training batch, make both part of one layer, or use Lightning's `WeightAveraging`. [LH424]"
+    "A tensor is set to the values of a parameter on other stages, but this rank does not have these values. If a hook"
+    " averages weights, the average must be on the same stage as the weights. In the first training batch, use both"
+    " before the layers or both after them; or make both part of one layer; or use Lightning's `WeightAveraging`."
+    " [LH424]"
 )
 
 _GRADIENT_TEXT = (

@@ -79,7 +79,7 @@ def check_arguments(config: HybridConfig) -> None:
     chunks = int(config.num_chunks)
     if chunks > 1 and config.schedule == "1f1b":
         raise ValueError(
-            f"schedule='1f1b' supports one chunk per rank, got num_chunks={chunks}. Remove one of them. [LH114]"
+            f"schedule='1f1b' supports only one chunk per rank, got num_chunks={chunks}. Remove one of them. [LH114]"
         )
     for name in ("body", "initial_weights"):
         if getattr(config, name) in ("", []):
@@ -122,8 +122,8 @@ def _check_in_flight(config: HybridConfig, num_ranks: int) -> None:
         )
     if config.schedule == "gpipe" and any([extra] if isinstance(extra, int) else extra):
         raise ValueError(
-            f"schedule='gpipe' already has all microbatches in flight, got tuning.extra_in_flight={extra!r}. Remove it,"
-            " or use schedule='1f1b'. [LH116]"
+            f"schedule='gpipe' already has all microbatches in flight, got tuning.extra_in_flight={extra!r}. Remove"
+            " tuning.extra_in_flight, or use schedule='1f1b'. [LH116]"
         )
 
 
@@ -134,8 +134,8 @@ def _check_partition(partition: str | Sequence[int], num_ranks: int, num_chunks:
     elif isinstance(partition, (list, tuple)):
         if len(partition) != num_stages or not all(isinstance(count, int) and count >= 1 for count in partition):
             raise ValueError(
-                f"partition={list(partition)} must list the number of layers, at least 1, of each of the {num_stages}"
-                f" stages: pipeline_parallel_size ({num_ranks}) x num_chunks ({num_chunks}). Or list the stage of each"
+                f"partition={list(partition)} must list the number of layers (at least 1) of each of the {num_stages}"
+                f" stages (pipeline_parallel_size={num_ranks} x num_chunks={num_chunks}). Or list the stage of each"
                 " layer, starting at 0. [LH117]"
             )
     elif partition not in ("uniform", "parameters"):
@@ -259,9 +259,9 @@ def check_tensor_groups(mesh: Mesh) -> None:
         if len(names) > 1:
             rank_zero_warn(
                 f"A tensor-parallel group spans several nodes: ranks {', '.join(map(str, ranks))} are on"
-                f" {' and '.join(names)}. It all-reduces activations several times per layer and microbatch, and waits"
-                " for each result. Set tensor_parallel_size to a divisor of the number of ranks on a node, and make tp"
-                " the innermost axis, as in launch.rank_order='pp-dp-tp'."
+                f" {' and '.join(names)}. Tensor parallelism all-reduces activations several times per layer and"
+                " microbatch, and waits for each result. Set tensor_parallel_size to a divisor of the number of ranks"
+                " on a node, and make tp the innermost axis, as in launch.rank_order='pp-dp-tp'."
             )
             return
 
@@ -375,10 +375,10 @@ def check_optimizers(optimizers: list[Optimizer], module: nn.Module, *, cut: boo
         names = {kind.__name__ for optimizer in optimizers for kind in type(optimizer).__mro__}
         if "Adafactor" in names:
             raise ValueError(
-                "Adafactor keeps sums over the rows and columns of a full parameter, and scales by its norm. With"
-                " tensor_parallel_size > 1 or zero_stage > 0 each rank holds a shard of it, so the ranks would take"
-                " different steps. Use an elementwise optimizer, such as AdamW or SGD, or set tensor_parallel_size=1"
-                " and zero_stage=0; a pipeline does not shard parameters. [LH802]"
+                "Adafactor keeps row and column sums of each full parameter, and scales updates by the size of the"
+                " parameter. With tensor_parallel_size > 1 or zero_stage > 0, each rank holds only a shard of the"
+                " parameter, so the ranks would take different steps. Use an elementwise optimizer, such as AdamW or"
+                " SGD, or set tensor_parallel_size=1 and zero_stage=0; a pipeline does not shard parameters. [LH802]"
             )
     if cut and any(isinstance(optimizer, LBFGS) for optimizer in optimizers):
         raise ValueError(
@@ -417,7 +417,7 @@ def check_nonfinite(on_nonfinite: str, scaler: object | None) -> None:
     if scaler is not None and on_nonfinite == "raise":
         raise ValueError(
             "faults.on_nonfinite='raise' cannot be combined with a precision that scales the loss, such as '16-mixed':"
-            " its scaler expects some gradients that are not finite, and skips these steps. Set"
+            " the gradient scaler expects that some gradients are not finite, and skips these steps. Set"
             " faults.on_nonfinite='ignore', or use precision='bf16-mixed', which needs no scaling. [LH805]"
         )
 

@@ -25,7 +25,7 @@ IN_STEP = (
     " hook, such as `on_train_batch_end` or, with automatic optimization, `on_before_optimizer_step`. [LH419]"
 )
 NOT_DIVIDED = (
-    "`full_parameters` was entered before the module was sharded, when its parameters are still full. Enter it in"
+    "`full_parameters` was entered before the module was sharded, when its parameters were still full. Enter it in"
     " `configure_optimizers` or a later hook. [LH420]"
 )
 _CALL_TEXT = (

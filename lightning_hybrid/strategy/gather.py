@@ -52,8 +52,8 @@ def check_gathering(module: LightningModule, plan: Plan | None) -> None:
 _TIMES = 3
 
 AFTER_ERROR = (
-    "The run ended with an error, so the ranks could not gather it. Load the last checkpoint into a new module:"
-    " `Model.load_from_checkpoint(path)`. This needs no other rank."
+    "The run ended with an error, so the ranks could not gather the module. Load the last checkpoint into a new module:"
+    " `Model.load_from_checkpoint(path)`. This works without the other ranks."
 )
 NOT_ASKED = (
     "It stays sharded because gather_module_on_teardown=False. To gather it, call `trainer.strategy.gather_module()` on"
@@ -89,8 +89,8 @@ def _lack_of_memory(module: LightningModule, mesh: Mesh) -> str | None:
         return None
     return (
         f"{type(module).__name__} stays sharded after this run (gather_module_on_teardown='auto'): the full module"
-        f" takes {size / 2**20:,.0f} MiB. The node, with {processes} processes, has {available / 2**20:,.0f} MiB of"
-        f" free memory, less than {_TIMES} times the module for each process. On every rank,"
+        f" takes {size / 2**20:,.0f} MiB, and each of the {processes} processes on the node needs {_TIMES} times as"
+        f" much, but the node has only {available / 2**20:,.0f} MiB of free memory. On every rank,"
         " `trainer.save_checkpoint(path, weights_only=True)` writes the full model, and"
         " `trainer.strategy.gather_module()` gathers the module anyway."
     )

@@ -85,7 +85,7 @@ def why_parts_stay(module: LightningModule) -> str | None:
         return None
     return (
         f"The trained weights of {type(module).__name__} were not returned from the training processes, where the"
-        " module stays sharded. In this process it still has its old weights. Load the trained weights from a"
+        " module stays sharded. In this process, the module still has its old weights. Load the trained weights from a"
         " checkpoint: `Model.load_from_checkpoint(trainer.checkpoint_callback.best_model_path)`. [LH209]"
     )
 

@@ -470,7 +470,7 @@ def _tensor_parallel(module: nn.Module) -> list[str]:
 
 def _check_plan(plan: Plan, module: LightningModule, body: Body, divided: Sequence[str]) -> None:
     """Steps are followed without values, where layers compute alone: they must give there what they give in a step."""
-    text = f"tensor_parallel_size={plan.size} cannot be combined with a pipeline through {type(module).__name__},"
+    text = f"tensor_parallel_size={plan.size} cannot be combined with a pipeline for {type(module).__name__},"
     text += f" whose layers in {body.name!r} are called by your own code: "
     if plan.torch_styles or divided:
         raise ValueError(

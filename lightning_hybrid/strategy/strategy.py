@@ -85,15 +85,15 @@ class HybridStrategy(ReplicaCollectives):
         pipeline_parallel_size: Number of pipeline ranks that the layers are split over. A list, such as ``[4, 2]``,
             allows several values in order of preference, so that a job can restart on fewer nodes. The first value that
             fits the number of processes (and ``data_parallel_size``) is used, with the first ``tensor_parallel_size``
-            that fits. Arguments with one value for each stage or rank must then fit every size.
+            that fits. Arguments that have one value for each stage or rank must then be valid for every size.
         num_microbatches: Number of microbatches that each batch is split into. ``"auto"``:
-            ``4 * pipeline_parallel_size``, or 1 without a pipeline; fewer for small batches of a module with batch
-            norm, so that each microbatch has at least two samples.
+            ``4 * pipeline_parallel_size``, or 1 without a pipeline. If the module has batch norm, small batches are
+            split into fewer microbatches, so that each microbatch has at least two samples.
         schedule: Order of the forwards and backwards of microbatches: ``"gpipe"``, ``"1f1b"`` or
             ``"interleaved_1f1b"``. Default: ``"1f1b"``, or ``"interleaved_1f1b"`` with several chunks.
         num_chunks: Number of stages on each pipeline rank. Values above 1 need ``"interleaved_1f1b"`` or ``"gpipe"``.
         partition: How layers are assigned to stages. ``"uniform"``: the same number of layers for each stage.
-            ``"parameters"``: the largest stage has as few parameters as possible, counting embedding and head. A list
+            ``"parameters"``: the largest stage has as few parameters as possible, including embedding and head. A list
             of stage sizes, such as ``[6, 7, 7, 4]``. A list of stage indices, one for each layer, starting at 0. Stages
             are counted over all ranks and chunks. A layer or a container of layers can also set its stage as an
             attribute: ``layer.pipeline_stage = 1``.
@@ -111,19 +111,19 @@ class HybridStrategy(ReplicaCollectives):
             parameters or buffers to placements (``"S(0)"``, as for `distribute`); ``*`` matches anything between two
             dots. ``"auto"``: the module's ``tensor_parallel_plan()`` if it has one, else the known layers of torch and
             Hugging Face. ``None``: no layers are sharded.
-        sequence_parallel: If True, activations between tensor-parallel layers are sharded along the sequence, where the
-            plan has regions for this, as in torch's transformer layers.
-        context_parallel_size: Number of ranks that each sequence is split over in the layers of the body. Code
-            around the layers sees full sequences; the last norm, the head and the loss compute on sequence shards.
+        sequence_parallel: If True, activations between tensor-parallel layers are sharded along the sequence, in the
+            regions that the plan defines for this, as in torch's transformer layers.
+        context_parallel_size: Number of ranks that each sequence is split over in the layers of the body. Code around
+            the layers sees full sequences, but the last norm, the head and the loss compute on sequence shards.
         context_parallel: How attention (`F.scaled_dot_product_attention`) communicates between context-parallel ranks.
             ``"ulysses"`` switches from sharded positions to sharded heads and back, ``"ring"`` passes blocks of keys
-            and values from rank to rank, ``"all_gather"`` gathers keys and values.
-        global_batch_size: Number of samples per optimizer step, over all replicas. Batches are accumulated to reach it,
-            so that a job can restart with another number of replicas. ``None``:
+            and values from rank to rank, and ``"all_gather"`` gathers keys and values.
+        global_batch_size: Number of samples per optimizer step, over all replicas. Batches are accumulated to reach
+            this number, so that a job can restart with a different number of replicas. ``None``:
             ``Trainer(accumulate_grad_batches=...)`` determines the number of batches.
         zero_stage: ZeRO stage: what is sharded over replicas. 1: optimizer states; 2: also gradients; 3: also
             parameters.
-        recompute: Activation checkpointing: layers that are recomputed in backward, so that their activations are not
+        recompute: Activation checkpointing: which layers are recomputed in backward, so that their activations are not
             kept. ``True``: every layer. ``"selective"``: every layer, but the results of matrix multiplications and
             attention are kept. An int: that many layers of each stage. A float: that fraction of the layers of each
             stage. A list of ints: the number of layers of each stage. A list of module names, where ``*`` matches
@@ -131,10 +131,10 @@ class HybridStrategy(ReplicaCollectives):
         offload: Tensors that are kept in CPU memory while the device does not need them: ``"activations"``,
             ``"optimizer"`` (its states), or a list of both. No effect on the CPU.
         master_weights: If True, half-precision parameters (``precision="bf16-true"`` or ``"16-true"``) have float32
-            master weights. Optimizers update these, with float32 gradients, and checkpoints hold them. With
-            ``"16-true"`` the loss is scaled, as with ``"16-mixed"``.
+            master weights. Optimizers update the master weights, with float32 gradients, and checkpoints contain them.
+            With ``"16-true"``, the loss is scaled, as with ``"16-mixed"``.
         broadcast_batches: If True, one rank of each model group loads each batch and sends the others the tensors that
-            they read. If False, every rank loads its own copy, and copies are compared by checksums.
+            they read. If False, every rank loads the batch itself, and the ranks compare its checksums.
         loss_reduction: How ``training_step`` reduces its loss over samples: ``"mean"`` or ``"sum"``.
         dynamic_shapes: Set to True if the shapes of tensors between layers depend on values in the batch, not only on
             its shapes.
@@ -143,19 +143,19 @@ class HybridStrategy(ReplicaCollectives):
         async_save: If True, checkpoints are written in the background, from a copy in CPU memory.
         gather_module_on_teardown: If True, every rank has the full module after a run, as after :meth:`gather_module`,
             so that it can be saved, called or exported as with DDP. If False, the module stays sharded. ``"auto"``
-            gathers it if each node has enough memory for three copies in each of its processes; otherwise a message
-            names the method that gathers it. The next run shards the module again.
+            gathers it if each node has enough memory for three copies per process; otherwise a message names the method
+            that gathers it. The next run shards the module again.
         initial_weights: Source of the initial weights, as for :meth:`load_weights`. Ignored if the run resumes from a
             checkpoint.
-        timeout: Time after which a collective fails. Numbers are in seconds, for this and all other times.
+        timeout: Time after which a collective fails. Here and in all other arguments for times, numbers are in seconds.
         layout: ``"auto"`` searches for the fastest layout at the start of a run. The search varies every layout
             argument that has its default value: the sizes of tensor, pipeline and context parallelism,
             `tensor_parallel_mode` with its depth, `context_parallel`, `num_microbatches`, `schedule`, `num_chunks`,
             `tuning.extra_in_flight`, `zero_stage` and `recompute`. Arguments that you set are kept; a list of sizes
-            limits the search to these sizes. Rank 0 measures compute and links, estimates all layouts that fit
-            `tuning.memory_limit`, and logs the result as arguments that you can copy. To search only one argument, set
-            `tensor_parallel_size`, `pipeline_parallel_size`, `schedule`, `num_chunks`, `zero_stage` or `recompute` to
-            ``"auto"``.
+            limits the search to these sizes. Rank 0 measures the speed of the device and of the links, estimates all
+            layouts that fit `tuning.memory_limit`, and logs the result as arguments that you can copy. To search only
+            one argument, set `tensor_parallel_size`, `pipeline_parallel_size`, `schedule`, `num_chunks`, `zero_stage`
+            or `recompute` to ``"auto"``.
         faults: Detection of lost ranks, deadlocks and gradients that are not finite; see `Faults`.
         launch: How processes are started and ordered; see `Launch`.
         tuning: Trade-offs between memory, speed and precision; see `Tuning`.
@@ -258,17 +258,17 @@ class HybridStrategy(ReplicaCollectives):
         return self.mesh.model_group
 
     def distribute(self, tensor: Tensor, layout: str | Mapping[str, str]) -> DTensor:
-        """Distribute a tensor over the ranks of this stage, as a DTensor; its operators redistribute it as needed.
+        """Distribute a tensor over the ranks of this stage, as a DTensor that operators redistribute as needed.
 
-        Use it in code that shards its own tensors: a buffer, an activation, or a parameter in `configure_model`. To
-        shard a parameter without changing the code, name it in `tensor_parallel_plan`.
+        Use this method in code that shards its own tensors: a buffer, an activation, or a parameter in
+        `configure_model`. To shard a parameter without changing the code, name it in `tensor_parallel_plan`.
 
         Args:
             tensor: The full tensor, of any dtype, with the same values on every rank of the stage. A DTensor is
                 redistributed.
-            layout: A placement for each axis: ``"S(d)"`` shards dimension ``d`` over its ranks, ``"B"`` replicates,
-                ``"P"`` is a partial sum over the ranks. ``"S(0),S(1)"`` sets the data-parallel and the tensor-parallel
-                axis, in the order of `rank_order`; ``"S(0)"`` sets the tensor-parallel axis;
+            layout: A placement for each axis: ``"S(d)"`` shards dimension ``d`` over the ranks of the axis, ``"B"``
+                replicates the tensor, ``"P"`` is a partial sum over the ranks. ``"S(0),S(1)"`` sets the data-parallel
+                and the tensor-parallel axis, in the order of `rank_order`; ``"S(0)"`` sets the tensor-parallel axis;
                 ``"data_parallel=S(0)"`` or ``{"data_parallel": "S(0)"}`` set axes by name.
 
         Returns:
@@ -417,7 +417,7 @@ class HybridStrategy(ReplicaCollectives):
     @contextmanager
     @override
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Create tensors on the device; with ``empty_init=True`` on the meta device, until the module is sharded."""
+        """Create tensors on the device, or with ``empty_init=True`` on the meta device until the module is sharded."""
         with torch.device("meta") if empty_init else self.root_device, self.precision_plugin.tensor_init_context():
             yield
 
@@ -813,7 +813,7 @@ class HybridStrategy(ReplicaCollectives):
     @outside_of_steps
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the full state dict on rank 0 and an empty one elsewhere; for a directory, this rank's part."""
+        """Return the full state dict on rank 0 and an empty one elsewhere, or this rank's part for a directory."""
         if self._attached is None:  # no run has begun, and nothing is divided
             return super().lightning_module_state_dict()
         if self.world.exceptions.why_not_saved is not None:  # the Trainer asks for this first
@@ -823,16 +823,16 @@ class HybridStrategy(ReplicaCollectives):
 
     @outside_of_steps
     def load_weights(self, source: Source) -> None:
-        """Load weights; each rank loads its own part. Call it on every rank, in a hook such as `on_fit_start`.
+        """Load weights: each rank loads its own part. Call this on every rank, in a hook such as `on_fit_start`.
 
         If the module is not sharded yet, the weights are loaded when it is sharded. Parameters on the meta device are
         created with the loaded values; parameters that are not in the source are initialized as usual.
 
         Args:
             source: The state dict of the full module; a file from `torch.save` with a state dict or a checkpoint; a
-                ``.safetensors`` file; a Hugging Face folder, whose names match a model in an attribute of the module;
-                or a sharded directory. Names must match, unless the module has ``strict_loading=False``. One of
-                several tied parameters is enough.
+                ``.safetensors`` file; a Hugging Face folder whose parameter names match a model in an attribute of the
+                module; or a sharded directory. Names must match, unless the module has ``strict_loading=False``. For
+                tied parameters, one of the names is enough.
 
         Raises:
             FileNotFoundError, ValueError: If the source cannot be read, or a folder matches no part or several parts of
@@ -847,13 +847,14 @@ class HybridStrategy(ReplicaCollectives):
     def full_parameters(
         self, module: nn.Module | None = None, *, gradients: bool = False, writes: bool = False
     ) -> Iterator[None]:
-        """Gather full parameters on every rank inside this context. Enter it on every rank.
+        """Gather full parameters on every rank inside this context, which every rank must enter.
 
         Use it in hooks that read or change parameters of the full model, for histograms, weight norms or
-        initialization. It corresponds to `summon_full_params` of FSDP and `GatheredParameters` of DeepSpeed. Inside,
-        sharded parameters (tensor parallelism, ZeRO) and parameters of other stages are different objects: take
-        parameters from the module, such as with `self.parameters()`, and not from the optimizer. Each rank needs memory
-        for all gathered parameters, so pass only the part of the module that you need. Layers cannot be called inside.
+        initialization. It corresponds to `summon_full_params` of FSDP and `GatheredParameters` of DeepSpeed. Inside the
+        context, sharded parameters (tensor parallelism, ZeRO) and parameters of other stages are different objects:
+        take parameters from the module, such as with `self.parameters()`, and not from the optimizer. Each rank needs
+        memory for all gathered parameters, so pass only the part of the module that you need. Layers cannot be called
+        inside the context.
 
         Example::
 
@@ -870,8 +871,8 @@ class HybridStrategy(ReplicaCollectives):
             A context manager.
 
         Raises:
-            ValueError: If it is entered in a step or before the module is sharded, if ``module`` is not a part of the
-                LightningModule, or if a layer is called or a parameter is replaced inside.
+            ValueError: If the context is entered in a step or before the module is sharded, if ``module`` is not a part
+                of the LightningModule, or if a layer is called or a parameter is replaced inside.
         """
         attached, root = self.attached, self._module
         if self._run is not None and self._run.grad_sync.zero.is_open:
@@ -891,10 +892,11 @@ class HybridStrategy(ReplicaCollectives):
     def gather_module(self) -> None:
         """Gather the full module in place on every rank, with ordinary layers and parameters.
 
-        Call it on every rank after a run, or in its last hook (`teardown`). The module then runs in one process, and
-        another Trainer can shard it differently. Parameters of other stages and sharded parameters are new objects
-        without gradients; the optimizers of the run still have the old parameters. `trainer.save_checkpoint` still
-        saves the optimizer states. Metric states that steps update stay on the last stage.
+        Call this method on every rank after a run, or in its last hook (`teardown`). Afterwards, the module can run in
+        a single process, or another Trainer can shard it differently. Parameters of other stages and sharded parameters
+        are new objects without gradients; the optimizers of the run still have the old parameters.
+        `trainer.save_checkpoint` still saves the optimizer states. Metric states that steps update stay on the last
+        stage.
 
         Raises:
             ValueError: If layers were sharded by torch styles or by your code. Raised on every rank.
@@ -915,7 +917,7 @@ class HybridStrategy(ReplicaCollectives):
     @outside_of_steps
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the full optimizer state on rank 0 and an empty one elsewhere; for a directory, this rank's part."""
+        """Return the full optimizer state on rank 0 and an empty one elsewhere, or this rank's part for a directory."""
         return self.attached.checkpointer.optimizer_state(optimizer)
 
     @override

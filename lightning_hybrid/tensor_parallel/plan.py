@@ -285,7 +285,7 @@ def _placed_tensors(
         tensor = tensors[name]
         if isinstance(tensor, DTensor) and not isinstance(tensor, nn.Parameter):
             raise ValueError(
-                f"tensor_parallel_plan gives {name!r} the layout {layout!r}, but it already has a layout:"
+                f"tensor_parallel_plan gives {name!r} the layout {layout!r}, but this tensor already has a layout:"
                 f" {layout_text(tensor)}. Remove the entry, or make it a plain tensor. [LH508]"
             )
         owner, _, leaf = name.rpartition(".")
@@ -353,7 +353,9 @@ def _rows(module: nn.Module, styles: Iterable[tuple[str, str]], size: int, grid:
         found = find_grid_style(style, layer, grid)
         reason = found.unsupported_reason(layer, size)
         if reason is not None:
-            raise ValueError(f"tensor_parallel_plan gives {name!r} the style {style!r}, but it {reason}. [LH505]")
+            raise ValueError(
+                f"tensor_parallel_plan gives {name!r} the style {style!r}, but this module {reason}. [LH505]"
+            )
         yield PlanRow(name, style, tuple(found.param_splits(layer)), options=options)
 
 

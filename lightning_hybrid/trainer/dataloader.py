@@ -285,9 +285,9 @@ class EndTogetherLoader(LoaderWrapper):
         if having and not self._has_warned:
             self._has_warned = True
             rank_zero_warn(
-                f"After {number} batches, {num_replicas - having} of {num_replicas} replicas have no more batches, but"
-                " the others do. The epoch ends there for all replicas, and the remaining batches are not used. Shard"
-                " the data so that all replicas have the same number of batches."
+                f"After {number} batches, {num_replicas - having} of {num_replicas} replicas have run out of batches."
+                " The epoch ends here for all replicas, and the remaining batches of the other replicas are not used."
+                " Shard the data so that all replicas have the same number of batches."
             )
 
 

@@ -303,7 +303,7 @@ class EvaluationStep:
         if context.is_first and len(parts) != len(counts):
             raise ValueError(
                 f"The input of the body was split into {len(counts)} microbatches before, but into {len(parts)} now,"
-                " for a batch of the same shapes. If its shape depends on values, set"
+                " for a batch of the same shapes. If the shape of the input depends on values in the batch, set"
                 " HybridStrategy(dynamic_shapes=True). [LH447]"
             )
 

@@ -174,9 +174,9 @@ def _exponent(norm_type: float | str) -> float:
 
 
 _MIXED_TEXT = (
-    "Gradients of the module and other tensors were passed to one norm. Each rank holds a part of the module, so the"
-    " other tensors would be counted once per rank. Pass only `p.grad` of parameters of the module, unmodified; to"
-    " include other tensors, use `with self.trainer.strategy.full_parameters(gradients=True)`. [LH403]"
+    "Gradients of the module were passed to a norm together with other tensors. Each rank holds only a part of the"
+    " module, so the other tensors would be counted once per rank. Pass only the unmodified `p.grad` of the module's"
+    " parameters; to include other tensors, use `with self.trainer.strategy.full_parameters(gradients=True)`. [LH403]"
 )
 _IN_STEP_TEXT = (
     "`get_total_norm` finds no gradients in a step under ZeRO: each replica has only the gradients of its shards. Call"

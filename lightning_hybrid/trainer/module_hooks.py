@@ -12,9 +12,9 @@ from lightning_hybrid.distributed.failure import WrongUseError
 
 
 class ModuleHooks(Protocol):
-    """Optional hooks of a LightningModule, in addition to Lightning's own. Define any of them.
+    """Optional hooks of a LightningModule, in addition to Lightning's own. Define only the hooks that you need.
 
-    Do not inherit from this class, unless a type checker needs it: then define all of them.
+    Do not inherit from this class unless a type checker requires it; in that case, define all hooks.
 
     Attributes:
         pipeline_body: Dotted name of the layer list that is split into stages, such as ``"model.layers"``, or names of
@@ -42,7 +42,7 @@ class ModuleHooks(Protocol):
         """Split a training batch.
 
         Without this method, a batch is split along the first dimension of its tensors if all of them have the same
-        size there; otherwise the batch is one microbatch. :func:`split_rows`, :func:`split_graphs`,
+        size in this dimension; otherwise, the whole batch is one microbatch. :func:`split_rows`, :func:`split_graphs`,
         :func:`split_targets` and :func:`split_samples` create this method.
 
         Args:
@@ -50,8 +50,9 @@ class ModuleHooks(Protocol):
             num_microbatches: The requested number.
 
         Returns:
-            The microbatches: at least one, and the same number on every rank of a model group. The weight of a
-            microbatch is its number of samples (of graphs, for graphs), or :meth:`microbatch_weight`.
+            The microbatches: at least one, and the same number on every rank of a model group. The loss of a
+            microbatch is weighted by :meth:`microbatch_weight` or, without this method, by its number of samples (or
+            graphs).
         """
 
     def split_body_input(self, x: Any, num_microbatches: int) -> Sequence[Any]:
@@ -85,12 +86,12 @@ def count_tokens(
 
     Args:
         key: Key, attribute or index of the labels in a batch; ``None`` if the batch is the tensor of labels.
-        ignore_index: The label that is not counted, as for `torch.nn.CrossEntropyLoss`.
+        ignore_index: Labels with this value are not counted, as in `torch.nn.CrossEntropyLoss`.
         shift: If True, the first label of each sequence is not counted, as for causal language models of transformers,
             which shift the labels.
 
     Returns:
-        A function of a microbatch that returns a number of tokens, shape ``()``, int64.
+        A function that takes a microbatch and returns its number of counted labels, an int64 tensor of shape ``()``.
 
     Raises:
         TypeError: If `key` has another type.

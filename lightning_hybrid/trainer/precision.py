@@ -68,8 +68,9 @@ def adapt(
         plugin.clip_grad_by_norm = partial(_clip_grad_by_norm, plugin, clip_by_norm)  # type: ignore[method-assign]
     else:
         rank_zero_warn(
-            f"{type(plugin).__qualname__}.clip_grad_by_norm is overridden and is used as it is. On each rank, it gets"
-            " only the gradients of the layers on that rank, so compute the norm over all ranks of the model.",
+            f"{type(plugin).__qualname__}.clip_grad_by_norm is overridden, and the override is used unchanged. On each"
+            " rank, it gets only the gradients of the layers on that rank, so it must compute the norm over all ranks"
+            " of the model.",
         )
     return plugin
 

@@ -818,7 +818,7 @@ def _check_graphs(outputs: Sequence[Any], num_microbatches: int, *, each: bool) 
     raise WrongUseError(
         "The loss of `training_step` has no autograd graph, so nothing would be trained: it depends on no parameter"
         " that requires a gradient, or it was detached or copied into a new tensor. Return the loss that the model"
-        " computed; for a batch without targets, return it times 0. If all parameters are frozen, do not"
+        " computed; for a batch without targets, return this loss multiplied by 0. If all parameters are frozen, do not"
         " train. [LH704]"
     )
 

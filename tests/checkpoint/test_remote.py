@@ -216,7 +216,7 @@ def test_a_directory_that_cannot_be_removed_beside_a_new_file_is_told(memory: st
     RemotePath(f"{file}/.metadata").write(b"")
     with (
         mock.patch.object(RemotePath, "remove", side_effect=StoreError("not allowed")),
-        pytest.raises(OSError, match=r"was written, but the same path has a directory of an earlier save"),
+        pytest.raises(OSError, match=r"was written, but a directory of an earlier save at the same path would be read"),
     ):
         FileIO().save_checkpoint({"epoch": 1}, file)
 

@@ -292,11 +292,12 @@ CASES = {
     ),
     "changed": (
         {**PP2, "faults": Faults(detect_desync=True)},
-        "Before training batch 2, checksums differ. `parameter embed.bias` is not the same on every rank: ",
+        "Before training batch 2, checksums differ between ranks. `parameter embed.bias` is not the same on every rank:"
+        " ",
     ),
     "random": (
         {**TWO, "faults": Faults(detect_desync=True)},
-        "Before training batch 2, checksums differ. `random state` is not the same on every rank: ",
+        "Before training batch 2, checksums differ between ranks. `random state` is not the same on every rank: ",
     ),
 }
 

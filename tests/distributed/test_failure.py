@@ -653,7 +653,7 @@ def test_a_roll_that_could_not_be_called_before_is_called_where_it_is_heard() ->
 def test_a_rank_that_has_not_begun_the_run_is_not_said_to_be_killed() -> None:
     failures, _ = watched(dist.HashStore(), 0)
     cause = failures.leave(dist.DistError("gloo: Timed out waiting 8000ms for recv"), "Rank 0", lambda: None)
-    assert str(cause).startswith("Not in this run, but elsewhere in the program or already ended: rank 1 (on ")
+    assert str(cause).startswith("Not in this run (already ended, or elsewhere in the program): rank 1 (on ")
 
 
 def test_a_timeout_says_where_every_rank_is() -> None:
@@ -705,7 +705,7 @@ def test_a_rank_that_waits_in_vain_is_ended_with_the_cause(ranks: Pools, how: st
     code, seconds, text = ranks(2).run(stuck, how)[0]
     assert code == 1
     assert seconds < QUICK + 3
-    assert ("Rank 1 failed: ArithmeticError: broken" if how == "failed" else "The run is over on rank 1") in text
+    assert ("Rank 1 failed: ArithmeticError: broken" if how == "failed" else "The run has ended on rank 1") in text
     assert "This rank was at recv (distributed_c10d.py:" in text
 
 

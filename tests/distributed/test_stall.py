@@ -129,7 +129,7 @@ def test_who_computes_is_let_go_on_and_who_does_not_answer_ends_the_run(ranks: P
     judge, *others = ranks(3).run(chain, timeout=40)
     lines = judge.splitlines()
     computing = [line for line in lines if line.endswith("They wait until `timeout` expires.")]  # once for each look
-    computes = r"\[rank 0\] Stalled: .* wait for rank 2 \(on .*\), which works at .*chain \(test_stall"
+    computes = r"\[rank 0\] Stalled: .* wait for rank 2 \(on .*\), which is busy at .*chain \(test_stall"
     assert computing
     assert all(re.match(computes, line) for line in computing)
     second, *rows, cause = lines[len(computing) :]

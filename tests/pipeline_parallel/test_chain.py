@@ -74,7 +74,7 @@ def counts(module: Before, x: Tensor) -> Tensor:
     ("code", "text"),
     [
         (numbers, "`__bool__` (DataDependentOutputException) needs the values of a parameter outside the layers"),
-        (writes, "`batch_norm` writes, into a tensor that every stage has, a value computed from a parameter outside"),
+        (writes, "`batch_norm` writes a tensor that every stage has, with a value computed from a parameter outside"),
         (counts, "`poisson` (ValueError) needs the values of a parameter outside the layers"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
@@ -98,7 +98,7 @@ def test_what_has_no_value_is_of_no_use_after_the_chain() -> None:
         assert module.embed.weight.device == CPU
         with pytest.raises(WrongUseError, match="uses a tensor from another pipeline stage"):
             hidden.sum()
-        with pytest.raises(WrongUseError, match="`mul` uses a parameter outside the layers that is on another stage"):
+        with pytest.raises(WrongUseError, match="`mul` uses a parameter outside the layers, but the parameter is on"):
             torch.ones(4) * module.embed.bias
 
 

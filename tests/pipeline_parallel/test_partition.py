@@ -162,7 +162,7 @@ def test_given_stages(stages: list[int], num_stages: int, expected: list[int]) -
         ([2, 2], 5, 2, "[2, 2] has 4 layers, but the body has 5; change the numbers so that they sum to 5"),
         ([4, 0], 4, 2, "must be at least 1, got 0 (in [4, 0])"),
         ([1, 1, 2, 2], 4, 2, "or the stage of each layer, starting at 0"),
-        ([0, 4], 4, 2, "[0, 4] are for 2 layers, but there are 4 layers; give one for each layer, or the number of"),
+        ([0, 4], 4, 2, "[0, 4] are for 2 layers, but there are 4 layers; list one stage for each layer, or one number"),
         ([0, 1, 0, 1], 4, 2, "[0, 1, 0, 1] go back from 1 to 0 at layer 2"),
         ([0, 0, 2, 2], 4, 3, "[0, 0, 2, 2] do not contain stage 1 of 3"),
         ([0, 0, 0, 1], 4, 3, "[0, 0, 0, 1] do not contain stage 2 of 3"),

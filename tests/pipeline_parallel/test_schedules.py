@@ -418,17 +418,17 @@ def edit(schedule: Schedule, rank: int, actions: tuple[Action, ...]) -> Schedule
         ),
         pytest.param(
             "1RECV_F0 1B0 1RECV_F1 1F0 1SEND_B0 1F1 1RECV_F2 1B1 1SEND_B1 1F2 1B2 1SEND_B2",
-            "rank 1 has 1B0 (position 1) before 1F0, which it needs",
+            "rank 1 runs 1B0 (position 1) before 1F0, which must come first",
             id="backward before forward",
         ),
         pytest.param(
             "1RECV_F0 1F0 1B0 1SEND_B0 1F1 1RECV_F1 1RECV_F2 1B1 1SEND_B1 1F2 1B2 1SEND_B2",
-            "rank 1 has 1F1 (position 4) before 1RECV_F1, which it needs",
+            "rank 1 runs 1F1 (position 4) before 1RECV_F1, which must come first",
             id="receive after its use",
         ),
         pytest.param(
             "1RECV_F0 1F0 1RECV_F1 1SEND_B0 1B0 1F1 1RECV_F2 1B1 1SEND_B1 1F2 1B2 1SEND_B2",
-            "rank 1 has 1SEND_B0 (position 3) before 1B0, which it needs",
+            "rank 1 runs 1SEND_B0 (position 3) before 1B0, which must come first",
             id="send before its result",
         ),
         pytest.param(

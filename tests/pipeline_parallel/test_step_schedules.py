@@ -89,8 +89,8 @@ def test_medians_are_of_what_computes() -> None:
 def test_the_choice_is_told_with_its_reasons() -> None:
     text = choice_text((3,), [measured(0, 0.040, most=7), measured(1, 0.0)])
     assert "[3] extra microbatches" in text
-    assert "40.00 ms, a microbatch takes 30.00 ms on the slowest rank" in text
-    assert "memory allows 7 extra microbatches" in text
+    assert "40.00 ms, and a microbatch takes 30.00 ms on the slowest rank." in text
+    assert "Memory allows 7 extra microbatches." in text
 
 
 # -- in a run ----------------------------------------------------------------------------------------------------------

@@ -473,7 +473,7 @@ def check_refused(
             Backwards,
             {},
             "ValueError",
-            ["on stage 0, needs at test_checks.py:", "on stage 1", "body=['body.5', 'body.4',"],
+            ["At test_checks.py:", "on stage 0 needs the result of", "on stage 1", "body=['body.5', 'body.4',"],
         ),
         (
             DecidesBetween,

@@ -347,8 +347,8 @@ def test_memory_knows_where_the_step_uses_them() -> None:
 
 def test_memory_says_once_why_a_step_cannot_be_followed() -> None:
     found = dry(lambda: Backwards(50, 8, 6), 3)
-    (line,) = [line for line in found.layout.splitlines() if "cannot be followed" in line]
-    assert "'blocks.1', on stage 0, needs at" in line
+    (line,) = [line for line in found.layout.splitlines() if "cannot be traced" in line]
+    assert "'blocks.1' on stage 0 needs the result of" in line
     assert "HybridStrategy(body=" in line
     assert [row[1] for row in columns(found.layout)] == ["400", "0", "416"]
     totals = [4 * int(row[2].replace(",", "")) for row in columns(found.layout)]
@@ -370,7 +370,7 @@ class Counted(Language):
 
 def test_memory_follows_steps_with_metrics() -> None:
     found = dry(lambda: Counted(50, 8, 6), 3)
-    assert "cannot be followed" not in found.layout
+    assert "cannot be traced" not in found.layout
     assert [row[1] for row in columns(found.layout)] == ["400", "0", "816"]
 
 
@@ -399,7 +399,7 @@ def test_memory_follows_steps_of_shared_layers_and_of_modules_without_values(mak
     plan = {"embed": "vocab", "head": "vocab"} if tensor == 2 else None
     settings = strategy_of(3, tensor_parallel_plan=plan, tensor_parallel_size=tensor).settings
     found = dry_run(lambda: (make(), None), settings, (1, tensor, 3), precision=Precision())
-    assert "cannot be followed" not in found.layout
+    assert "cannot be traced" not in found.layout
     assert [row[1] for row in columns(found.layout)] == ["400", "0", "416"]
 
 

@@ -293,7 +293,7 @@ def test_blocks_of_the_users_own_that_are_not_proven_stay_whole_with_a_plan_to_w
         "body.0": "is a NanoBlock from 'tests.tensor_modules', whose code is unknown; it may behave differently in"
         f" another call: `self.mlp['c_fc']` (line {LINE_OF_MLP} of its file). With random values, this plan gave the"
         " same results when sharded: {'body.*.mlp.c_fc': 'colwise', 'body.*.mlp.c_proj': 'rowwise'};"
-        " `lightning-hybrid check` compares it with one process",
+        " `lightning-hybrid check` compares its results with one process",
     }
     expected = {"": "divide:n_head,n_embd + mask_per_head:4 + narrow_input:c_attn", ".c_attn": "packed_colwise_3"}
     assert {name: plan[f"body.0.attn{name}"] for name in expected} == expected

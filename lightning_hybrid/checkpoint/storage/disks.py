@@ -214,8 +214,8 @@ def _hand_on(place: Place, views: Sequence[_View], hosts: Sequence[str], source:
         rank_zero_warn(
             f"{place} ({content[0]:,} bytes) is read on {hosts[source]} and sent to {lacking}, which"
             f" {'does not see it, or sees' if len(targets) == 1 else 'do not see it, or see'} a different file. This"
-            " takes time, and space for a copy in the folder for temporary files (TMPDIR). A disk that all nodes share"
-            " avoids both."
+            " takes time and needs space for a copy in the folder for temporary files (TMPDIR). A disk that all nodes"
+            " share avoids both."
         )
         files |= {hosts[target]: views[target].folder / place.name for target in targets}
         _send(files[hosts[rank]], content[0], [source, *targets], group)

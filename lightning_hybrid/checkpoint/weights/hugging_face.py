@@ -110,8 +110,8 @@ class HuggingFaceFolder:
         parts = {id(module.get_submodule(prefix)): prefix for prefix in reversed(best)}
         if len(parts) > 1:
             raise ValueError(
-                f"{self.path} matches several parts of {type(module).__name__}: {sorted(parts.values())}. Load it"
-                " yourself (`safetensors.torch.load_file`) and pass a state dict with the module's names to"
+                f"{self.path} matches several parts of {type(module).__name__}: {sorted(parts.values())}. Load the"
+                " weights yourself (`safetensors.torch.load_file`) and pass a state dict with the module's names to"
                 " `strategy.load_weights`. [LH923]"
             )
         (prefix,) = parts.values()

@@ -1,4 +1,4 @@
-"""Handwritten digits to learn from; nothing is downloaded."""
+"""Handwritten digits as training data; nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ __all__ = ["Augment", "Digits", "ImageData", "Images", "load_digits"]
 
 
 class Augment:
-    """A random crop of the zero-padded image, and for natural images a random flip.
+    """Randomly crop a zero-padded image and optionally flip it.
 
     Args:
-        padding: Pixels added on each side before the crop.
-        flip: Whether half of the images are mirrored.
+        padding: Number of pixels added on each side before the crop.
+        flip: If True, about half of the images are mirrored.
     """
 
     def __init__(self, padding: int, flip: bool) -> None:
@@ -24,7 +24,7 @@ class Augment:
         self.flip = flip
 
     def __call__(self, image: Tensor) -> Tensor:
-        """One image ``(channels, height, width)``, moved and perhaps mirrored."""
+        """Return an image ``(channels, height, width)``, shifted and perhaps mirrored."""
         _, height, width = image.shape
         top, left, mirrored = torch.randint(0, 2 * self.padding + 1, (3,)).tolist()
         image = F.pad(image, (self.padding,) * 4)[:, top : top + height, left : left + width]
@@ -35,9 +35,9 @@ class Images(Dataset[tuple[Tensor, Tensor]]):
     """Images ``(number, channels, height, width)`` with labels ``(number,)``.
 
     Args:
-        images: Normalised images, float32.
+        images: Normalized images, float32.
         labels: Their classes, int64.
-        augment: What is done to an image each time it is read.
+        augment: Function that is applied to an image each time it is read.
     """
 
     def __init__(self, images: Tensor, labels: Tensor, augment: Augment | None = None) -> None:
@@ -56,7 +56,7 @@ class Images(Dataset[tuple[Tensor, Tensor]]):
 
 
 class ImageData(LightningDataModule):
-    """Loaders over `train`, `val` and `test`, which `setup` of a subclass fills."""
+    """Loaders for the data sets `train`, `val` and `test`, which a subclass creates in `setup`."""
 
     train: Images
     val: Images
@@ -77,29 +77,30 @@ class ImageData(LightningDataModule):
         )
 
     def train_dataloader(self) -> DataLoader[tuple[Tensor, Tensor]]:
-        """Shuffled and augmented."""
+        """Return the training loader: shuffled and augmented."""
         return self._loader(self.train, shuffle=True)
 
     def val_dataloader(self) -> DataLoader[tuple[Tensor, Tensor]]:
-        """In order."""
+        """Return the validation loader, in order."""
         return self._loader(self.val)
 
     def test_dataloader(self) -> DataLoader[tuple[Tensor, Tensor]]:
-        """In order."""
+        """Return the test loader, in order."""
         return self._loader(self.test)
 
     def predict_dataloader(self) -> DataLoader[tuple[Tensor, Tensor]]:
-        """The test images, in order."""
+        """Return a loader for the test images, in order."""
         return self._loader(self.test)
 
 
 class Digits(ImageData):
-    """The 1797 handwritten digits, 8 x 8 and grey, that come with scikit-learn.
+    """The 1797 handwritten digits of scikit-learn, 8 x 8 grayscale images.
 
     Args:
-        batch_size: Images of a batch, per data-parallel replica.
-        num_workers: Processes that load.
-        augment: Whether training images are moved by up to a pixel. Much for 8 x 8 pixels: it takes longer training.
+        batch_size: Number of images per batch and data-parallel replica.
+        num_workers: Number of loading processes.
+        augment: If True, training images are shifted by up to one pixel. For 8 x 8 pixels, this augmentation is strong
+            and needs longer training.
     """
 
     num_val = 360
@@ -110,7 +111,7 @@ class Digits(ImageData):
         self.augment = augment
 
     def setup(self, stage: str) -> None:
-        """The same split everywhere: 1437 digits to train on, 360 to validate, which are the test too."""
+        """Split the digits in the same way on every rank: 1437 for training, and 360 for validation and test."""
         images, labels = load_digits()
         images = (images.unsqueeze(1) / 16 - self.mean) / self.std
         order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
@@ -120,13 +121,13 @@ class Digits(ImageData):
 
 
 def load_digits() -> tuple[Tensor, Tensor]:
-    """The digits as scikit-learn has them.
+    """Load the digits of scikit-learn.
 
     Returns:
         Images ``(1797, 8, 8)``, float32 from 0 to 16, and labels ``(1797,)``, int64.
 
     Raises:
-        ModuleNotFoundError: scikit-learn is not installed.
+        ModuleNotFoundError: If scikit-learn is not installed.
     """
     try:
         from sklearn import datasets

@@ -1,4 +1,4 @@
-"""A Vision Transformer: a plain LightningModule that knows nothing of parallel training."""
+"""A Vision Transformer: an ordinary LightningModule without code for parallel training."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Attention", "Block", "DropPath", "Embedding", "ViT"]
 
 
 class Embedding(nn.Module):
-    """Images to tokens: each patch is projected, a class token is put in front, and positions are added.
+    """Turn images into tokens: project each patch, prepend a class token, and add positions.
 
     Shapes: ``(batch, channels, image_size, image_size)`` to ``(batch, 1 + number of patches, dim)``.
     """
@@ -26,11 +26,11 @@ class Embedding(nn.Module):
             raise ValueError(f"image_size ({image_size}) must be a multiple of patch_size ({patch_size}) [LH1019]")
         self.project = nn.Conv2d(channels, dim, kernel_size=patch_size, stride=patch_size)
         self.class_token = nn.Parameter(torch.zeros(1, 1, dim))
-        # As large as the projected patches: with the usual 0.02 a small model on little data is slow to see positions.
+        # Same scale as the projected patches: with the usual 0.02, small models learn positions slowly on little data.
         self.positions = nn.Parameter(torch.randn(1, 1 + (image_size // patch_size) ** 2, dim) * 0.3)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Tokens of a batch of images."""
+        """Return the tokens of a batch of images."""
         patches: Tensor = self.project(images).flatten(2).transpose(1, 2)
         return torch.cat([self.class_token.expand(len(images), -1, -1), patches], dim=1) + self.positions
 
@@ -48,7 +48,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(dim, dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Every token looks at every token."""
+        """Let every token attend to every token."""
         batch, tokens, _ = x.shape
         q, k, v = self.qkv(x).view(batch, tokens, 3, self.heads, self.head_dim).permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout if self.training else 0.0)
@@ -57,10 +57,10 @@ class Attention(nn.Module):
 
 
 class DropPath(nn.Module):
-    """Stochastic depth (https://arxiv.org/abs/1603.09382): in training a sample's branch is left out at random.
+    """Stochastic depth (https://arxiv.org/abs/1603.09382): skip the branch of random samples in training.
 
     Args:
-        probability: Of leaving it out; what stays is as much larger.
+        probability: Probability of skipping a branch. The other branches are scaled by ``1 / (1 - probability)``.
     """
 
     def __init__(self, probability: float) -> None:
@@ -68,7 +68,7 @@ class DropPath(nn.Module):
         self.probability = probability
 
     def forward(self, x: Tensor) -> Tensor:
-        """``(batch, ...)``, some samples of which become zero."""
+        """Return the input, ``(batch, ...)``, with random samples set to zero."""
         if not self.training or self.probability == 0.0:
             return x
         stays = torch.rand(len(x), *[1] * (x.ndim - 1), device=x.device) >= self.probability
@@ -90,7 +90,7 @@ class Block(nn.Module):
         self.drop_path = DropPath(drop_path)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Attention and MLP, each around a residual."""
+        """Apply attention and MLP, each with a residual connection."""
         x = x + self.drop_path(self.dropout(self.attention(self.norm1(x))))
         output: Tensor = x + self.drop_path(self.dropout(self.mlp(self.norm2(x))))
         return output
@@ -99,27 +99,26 @@ class Block(nn.Module):
 class ViT(LightningModule):
     """A Vision Transformer (https://arxiv.org/abs/2010.11929) for classification.
 
-    The defaults are for 8 x 8 handwritten digits. The body, an ordinary ``nn.Sequential`` of blocks, is what a pipeline
-    divides; everything around it is ordinary code too.
+    The defaults are for 8 x 8 handwritten digits. A pipeline splits the body, an ordinary ``nn.Sequential`` of blocks.
 
     Args:
         image_size: Height and width of the images, in pixels.
         patch_size: Height and width of a patch, in pixels.
         channels: Channels of the images.
         num_classes: Number of classes.
-        dim: Width of a token.
+        dim: Number of features per token.
         depth: Number of blocks.
-        heads: Attention heads of a block.
-        mlp_ratio: Width of a block's MLP over `dim`.
+        heads: Number of attention heads per block.
+        mlp_ratio: Width of the MLP of a block, relative to `dim`.
         dropout: Probability of dropping a value after each sub-layer.
-        attention_dropout: Probability of dropping an attention weight; ``None`` for `dropout`.
-        drop_path: Probability of leaving out a sub-layer of the last block, for each sample; of others less, down to 0
-            in the first.
-        representation_size: Width of a layer with tanh before the head; ``None`` for none.
+        attention_dropout: Probability of dropping an attention weight; ``None``: the value of `dropout`.
+        drop_path: Probability, for each sample, of skipping a sub-layer of the last block. The probability decreases
+            linearly to 0 in the first block.
+        representation_size: Width of an extra layer with tanh before the head; ``None``: no such layer.
         lr: Peak learning rate of AdamW.
         weight_decay: Weight decay of AdamW.
-        warmup_epochs: Epochs of linear warm-up, after which the learning rate falls as a cosine.
-        label_smoothing: Share of a label that is spread over all classes.
+        warmup_epochs: Number of epochs of linear warm-up, followed by a cosine decay of the learning rate.
+        label_smoothing: Fraction of a label that is spread over all classes.
     """
 
     def __init__(
@@ -161,20 +160,20 @@ class ViT(LightningModule):
         self.test_accuracy = MulticlassAccuracy(num_classes, average="micro")
 
     def forward(self, images: Tensor) -> Tensor:
-        """Logits ``(batch, num_classes)`` of images ``(batch, channels, image_size, image_size)``."""
+        """Return logits ``(batch, num_classes)`` for images ``(batch, channels, image_size, image_size)``."""
         tokens = self.body(self.embedding(images))
         logits: Tensor = self.head(self.norm(tokens[:, 0]))
         return logits
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        """Cross-entropy of a batch of images and labels."""
+        """Return the cross-entropy of a batch of images and labels."""
         images, labels = batch
         loss = F.cross_entropy(self(images), labels, label_smoothing=self.label_smoothing)
         self.log("train_loss", loss, prog_bar=True)
         return loss
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        """Loss and accuracy of a batch."""
+        """Log the loss and accuracy of a batch."""
         images, labels = batch
         logits = self(images)
         self.val_accuracy(logits, labels)
@@ -182,24 +181,24 @@ class ViT(LightningModule):
         self.log("val_acc", self.val_accuracy, prog_bar=True)
 
     def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        """Accuracy of a batch."""
+        """Log the accuracy of a batch."""
         images, labels = batch
         self.test_accuracy(self(images), labels)
         self.log("test_acc", self.test_accuracy)
 
     def predict_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        """The most likely class of each image, ``(batch,)``."""
+        """Return the most likely class of each image, ``(batch,)``."""
         classes: Tensor = self(batch[0]).argmax(dim=-1)
         return classes
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        """AdamW; the learning rate follows the epochs."""
+        """Return AdamW with a learning rate that is updated after each epoch."""
         optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr, weight_decay=self.weight_decay)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, self.lr_factor)
         return {"optimizer": optimizer, "lr_scheduler": scheduler}
 
     def lr_factor(self, epoch: int) -> float:
-        """Learning rate of an epoch, as a share of its peak."""
+        """Return the learning rate of an epoch, relative to its peak."""
         if epoch < self.warmup_epochs:
             return (epoch + 1) / (self.warmup_epochs + 1)
         epochs = max((self.trainer.max_epochs or 1) - self.warmup_epochs, 1)

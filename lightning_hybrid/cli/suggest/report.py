@@ -218,7 +218,9 @@ def as_yaml(cost: Cost, machine: Machine, step: Step, configured: Configured) ->
     ]
     if batch != configured.batch_size:
         usual = configured.batch_size
-        lines.append(f"# also set the batch size of the loader to {batch} instead of {usual}, for the same step")
+        lines.append(
+            f"# also set the batch size of the loader to {batch} instead of {usual}, to keep the samples per step"
+        )
     return "\n".join(lines)
 
 

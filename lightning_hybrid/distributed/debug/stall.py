@@ -256,8 +256,8 @@ def stall_text(answers: Sequence[Answer], culprits: Sequence[int]) -> str:
         does = {
             SILENT: "does not respond: its process is stopped, or its host is down",
             IDLES: f"has computed nothing for {answer.seconds:.0f} s at {answer.place}",
-            WORKS: f"works at {answer.place}",
-            WAITS: f"waits elsewhere, at {answer.place}",
+            WORKS: f"is busy at {answer.place}",
+            WAITS: f"waits in a different place, at {answer.place}",
         }[answer.state]
         parts.append(f"rank {rank} (on {answer.host}), which {does}")
     more = f", and {len(culprits) - _MOST} more" if len(culprits) > _MOST else ""

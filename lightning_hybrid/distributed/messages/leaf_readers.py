@@ -258,8 +258,9 @@ class LeafReaders:
         if made.numel() and not self._fetch.ask(self, self._source, question, made):
             raise WrongUseError(
                 f"This rank reads a batch tensor of shape {tuple(like.shape)} that it has not read before. The loading"
-                " rank did not send it, and has already dropped or changed it. Read it in the first step with such a"
-                " batch (for example, keep a copy), or set HybridStrategy(broadcast_batches=False). [LH703]"
+                " rank did not send this tensor, and has already dropped or changed it. Read it in the first step with"
+                " a batch of this structure (for example, keep a copy), or set"
+                " HybridStrategy(broadcast_batches=False). [LH703]"
             )
         return made
 

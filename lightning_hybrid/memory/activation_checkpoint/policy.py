@@ -31,17 +31,20 @@ def check_recompute(recompute: Any, num_ranks: int, num_chunks: int) -> None:
     if isinstance(recompute, str):
         if recompute != "selective":
             raise ValueError(
-                f"recompute must be True, False, 'selective', 'auto', a number, or a list of names or numbers,"
-                f" got {recompute!r}. Put a name or a pattern into a list: recompute=[{recompute!r}]. [LH102]"
+                "recompute must be True, False, 'selective', 'auto', a number, or a list of names or numbers, got"
+                f" {recompute!r}. Pass a name or a pattern in a list: recompute=[{recompute!r}]. [LH102]"
             )
     elif isinstance(recompute, int):
         if recompute < 0:
-            raise ValueError(f"recompute={recompute} must be at least 0: the number of layers of each stage. [LH103]")
+            raise ValueError(
+                f"recompute={recompute} must be at least 0: an integer is the number of layers to recompute in each"
+                " stage. [LH103]"
+            )
     elif isinstance(recompute, float):
         if not 0 < recompute <= 1:
             raise ValueError(
-                f"recompute={recompute} must be a fraction of the layers of each stage: above 0.0 and at most 1.0."
-                " [LH103]"
+                f"recompute={recompute} must be above 0.0 and at most 1.0: a float is the fraction of each stage's"
+                " layers to recompute. [LH103]"
             )
     elif isinstance(recompute, (list, tuple)):
         _check_list(list(recompute), num_ranks * num_chunks if num_ranks > 1 else 1)
@@ -57,12 +60,13 @@ def _check_list(recompute: list[Any], num_stages: int) -> None:
         return
     if not all(isinstance(entry, int) and not isinstance(entry, bool) for entry in recompute):
         raise TypeError(
-            f"recompute={recompute} must be a list of module names, or of the number of layers of each stage. [LH101]"
+            f"recompute={recompute} must list either module names, or the number of layers to recompute in each stage."
+            " [LH101]"
         )
     if len(recompute) != num_stages or min(recompute) < 0:
         raise ValueError(
-            f"recompute={recompute} must list the number of layers, at least 0, of each of the {num_stages} stages"
-            " (pipeline_parallel_size x num_chunks). [LH119]"
+            f"recompute={recompute} must list the number of layers to recompute (0 or more) in each of the {num_stages}"
+            " stages (pipeline_parallel_size x num_chunks). [LH119]"
         )
 
 

@@ -243,9 +243,9 @@ class _ReplayMode(Mode or object):  # type: ignore[misc]
         if result is None or result.operation != name:
             raise RuntimeError(
                 f"A layer runs a different operation when it is recomputed in backward: {name} instead of"
-                f" {'nothing more' if result is None else result.operation}. recompute='selective' needs the same"
-                " operations for the same input and random numbers. Exclude the layer: name the other layers in"
-                " recompute=[...]. [LH441]"
+                f" {'nothing more' if result is None else result.operation}. With recompute='selective', a layer must"
+                " run the same operations whenever its input and random numbers are the same. Exclude this layer by"
+                " listing the other layers in recompute=[...]. [LH441]"
             )
         if make is None:
             return func(*args, **(kwargs or {}))

@@ -159,8 +159,8 @@ class Arguments:
         if number != len(self._nodes):
             raise WrongUseError(
                 f"A layer received different arguments on different ranks: {number} objects, containers and tensors on"
-                f" the rank that has the layer, {len(self._nodes)} here. Every rank runs the code around the layers,"
-                " which must not depend on the rank. [LH433]"
+                f" the rank that has the layer, but {len(self._nodes)} here. Every rank runs the code around the"
+                " layers, so this code must not depend on the rank. [LH433]"
             )
         for position, value in changes:
             _apply(self._nodes[position], value)

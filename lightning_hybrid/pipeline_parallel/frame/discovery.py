@@ -72,9 +72,9 @@ _WRITTEN, _ALIASES, _CHANGED, _MANY = 1_000_000, 2_000_000, 3_000_000, 500_000
 
 #: The usual reason why layers are called again with what they made, or their caches are used; and what to do.
 GENERATION = (
-    "Generation feeds each token back to the first stage: generate in `validation_step`, `test_step` or"
-    " `predict_step`, without gradients and without `context_parallel_size`, or after the run and a call of"
-    " `trainer.strategy.gather_module()`."
+    "Generation feeds each token back to the first stage, so generate in `validation_step`, `test_step` or"
+    " `predict_step`, without gradients and without `context_parallel_size`. Or generate after the run, once you have"
+    " called `trainer.strategy.gather_module()`."
 )
 
 
@@ -476,7 +476,7 @@ class Discovery(TorchFunctionMode):
                 shapes = _shapes(attempt(lambda each: torch.ones_like(each) if is_whole(each) else each.clone())[0])
         if is_own and _shapes(attempt(torch.clone, _counted)[0]) != _shapes(attempt(torch.clone)[0]):
             raise WrongUseError(
-                f"The shapes that {type(unit).__name__} returns depend on the values of its inputs. [LH446]"
+                f"The output shapes of {type(unit).__name__} depend on the values of its inputs. [LH446]"
             )
         result, seen = attempt(torch.clone)
         if whole and (seen.known or shapes != _shapes(result)):

@@ -64,8 +64,8 @@ _MOST_OF_KEY, _MOST_PLANS = 32, 512
 # Where `module.compile()` keeps what a call of the module runs instead.
 _COMPILED = "_compiled_call_impl"
 _FIRST_OF_SHAPES = (
-    "In evaluation, the first batch of these shapes determines how steps run, and its step called no layer there. Set"
-    " HybridStrategy(dynamic_shapes=True) to trace every batch."
+    "In evaluation, later batches of the same shapes run like the first one, whose step called no layer at this point."
+    " Set HybridStrategy(dynamic_shapes=True) to trace every batch."
 )
 _END = "the end of the step"
 # With so many paths for one signature a step seems to read another number each time.
@@ -397,7 +397,7 @@ class FrameCut:
                 first = next(at for at, call in enumerate(beyond.calls) if call.unit == len(self._units) - 1)
                 if any(call.unit is not None for call in beyond.calls[first + 1 :]):
                     rank_zero_info(
-                        f"{names[module]!r} reads values that layers compute, so all of it is on stage {stage}."
+                        f"{names[module]!r} reads values that layers compute, so the whole module is on stage {stage}."
                     )
                     self._forget_plans()
                     graph = beyond
@@ -444,7 +444,7 @@ class FrameCut:
                 stage = self._pin(names[module], module, graph.calls[:first])
                 self._forget_plans()
                 rank_zero_info(
-                    f"{names[module]!r} uses the values that it writes into {buffer!r}, so all of it is on stage"
+                    f"{names[module]!r} uses the values that it writes into {buffer!r}, so the whole module is on stage"
                     f" {stage}."
                 )
                 return True
@@ -462,10 +462,10 @@ class FrameCut:
             self._warned = True
             what = reader if isinstance(reader, str) else known[0].graph.calls[reader]
             rank_zero_warn(
-                f"`{step}` takes its {_MANY}th path with batches of the same shapes, because a value that it reads from"
-                f" the batch is different each time: {what}. Each path is traced once, which takes 10 to 200 ms. Read"
-                " the values inside one layer of the body, allow only a few values (such as lengths rounded up to"
-                " multiples of 64), or keep the values in tensors (a mask instead of a slice)."
+                f"`{step}` has taken {_MANY} different paths for batches of the same shapes, because it reads a value"
+                f" from the batch that is different each time: {what}. Each path is traced once, which takes 10 to 200"
+                " ms. Read such values inside one layer of the body, allow only a few values (such as lengths rounded"
+                " up to multiples of 64), or keep the values in tensors (a mask instead of a slice)."
             )
 
     def _discover(self, step: Callable[..., Any], arguments: Sequence[Any], seed: Callable[[int], None]) -> Graph:
@@ -615,16 +615,16 @@ class FrameCut:
         first, second = self._units[early.unit][0], self._units[late.unit][0]
         again = len([call for call in graph.calls if call.unit == early.unit]) > 1
         remedy = (
-            f"{first!r} is called more than once in a step, each time with results of the last call, but a step passes"
-            " through the pipeline only once. Use HybridStrategy(zero_stage=...) or"
+            f"{first!r} is called more than once in a step, each time with results of the previous call, but a step"
+            " passes through the pipeline only once. Use HybridStrategy(zero_stage=...) or"
             " HybridStrategy(tensor_parallel_size=...) without a pipeline, or split only layers that are called once:"
             f" HybridStrategy(body=[...]). {GENERATION} [LH435]"
             if again
             else (f"Name the layers in the order of their calls:\n    HybridStrategy(body={_folded(names)!r}) [LH436]")
         )
         return (
-            f"{first!r}, on stage {self._stage_of[early.unit]}, needs at {early.where} the result of {second!r}, on"
-            f" stage {self._stage_of[late.unit]}. {remedy}"
+            f"At {early.where}, {first!r} on stage {self._stage_of[early.unit]} needs the result of {second!r} on stage"
+            f" {self._stage_of[late.unit]}. {remedy}"
         )
 
     def run(
@@ -779,9 +779,9 @@ class FrameCut:
         found = repr(self._units[found][0]) if isinstance(found, int) else found
         return (
             f"The step took a different path than when a batch of these shapes was traced: call {number} of"
-            f" {type(self._module).__name__} is now {found}, but was {expected}. All stages must take the same path. It"
-            " may depend on the batch, on `self.training` or on `requires_grad`; if it depends on anything else, set"
-            " HybridStrategy(dynamic_shapes=True), which traces every step. [LH431]"
+            f" {type(self._module).__name__} is now {found}, but was {expected}. All stages must take the same path."
+            " The path may depend on the batch, on `self.training` or on `requires_grad`; if it depends on anything"
+            " else, set HybridStrategy(dynamic_shapes=True), which traces every step. [LH431]"
         )
 
     def _written_text(self, plan: FramePlan, position: int) -> str:
@@ -791,7 +791,7 @@ class FrameCut:
         return (
             f"The step writes {name} of {type(self._module).__name__} after {plan.graph.needed} has read a value that"
             f" only the last stage has. From there on, the step runs only on that stage, but {reader} reads {name} on"
-            " every stage. Write it before that, or in a hook, such as `on_train_batch_end`. [LH473]"
+            " every stage. Write it earlier, or in a hook, such as `on_train_batch_end`. [LH473]"
         )
 
     def _parameter_text(self, plan: FramePlan, placeholder: Tensor) -> str:

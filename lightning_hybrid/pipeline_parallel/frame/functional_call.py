@@ -64,7 +64,7 @@ def _check_gradients(module: nn.Module, slots: Sequence[tuple[dict[str, Any], st
     for (_, name), buffer in zip(slots, buffers, strict=True):
         if buffer is not None and buffer.requires_grad:
             raise WrongUseError(
-                f"The buffer {name!r} of {type(module).__name__} is attached to the autograd graph after a call, but"
-                " other stages keep it for the next step. Write it under `torch.no_grad()`, or with"
+                f"After a call, the buffer {name!r} of {type(module).__name__} is attached to the autograd graph, but"
+                " other stages keep the buffer for the next step. Write it under `torch.no_grad()`, or with"
                 " `x.detach()`. [LH468]"
             )

@@ -104,9 +104,9 @@ class Lockstep(TorchFunctionMode):
             return func(*args, **kwargs)
         if func in DERIVATIVES:
             raise WrongUseError(
-                f"`{function_name(func)}` computes derivatives in a step that calls layers depending on their results."
-                " The layers are on several stages, so no rank has the full graph. Compute derivatives inside one"
-                " layer, or use a layout without a pipeline. [LH407]"
+                f"`{function_name(func)}` computes derivatives in a step where the results of layers decide which"
+                " layers are called. The layers are on several stages, so no rank has the full graph. Compute"
+                " derivatives inside one layer, or use a layout without a pipeline. [LH407]"
             )
         self.is_answering = True
         try:
@@ -199,8 +199,8 @@ class Lockstep(TorchFunctionMode):
         if any(isinstance(each, nn.Parameter) for each in held):
             if any(map(self._held_by, written_operands(func, args, kwargs))):
                 raise WrongUseError(
-                    f"`{function_name(func)}` writes a parameter in a step that calls layers depending on their"
-                    " results, but only some stages have the parameter. Write it in a hook, such as"
+                    f"`{function_name(func)}` writes a parameter in a step where the results of layers decide which"
+                    " layers are called, but only some stages have the parameter. Write it in a hook, such as"
                     " `on_validation_batch_end`. [LH465]"
                 )
             return self._share_other(min(common), func, args, kwargs)

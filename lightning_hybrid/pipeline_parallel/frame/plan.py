@@ -347,8 +347,8 @@ def shard_text(of_layers: Mapping[str, Call]) -> str:
     """
     name, call = min(of_layers.items(), key=lambda entry: entry[0])
     return (
-        f"{call} uses the parameter {name!r} of a layer outside that layer, where replicas have only a shard of it with"
-        " zero_stage=3. Use zero_stage=2 or zero_stage=1. [LH411]"
+        f"{call} uses the parameter {name!r} of a layer outside that layer, but with zero_stage=3, each replica has"
+        " only a shard of the parameter there. Use zero_stage=2 or zero_stage=1. [LH411]"
     )
 
 

@@ -10,8 +10,8 @@ from lightning_hybrid.pipeline_parallel.frame.graph import HOOKS, Call, Graph, V
 
 #: What lets a parameter live on another stage too.
 KEEP_TEXT = (
-    "Use the parameter on that stage in the first training batch too, for example by adding `0 * parameter.sum()`, or"
-    " make it part of a layer."
+    "Use the parameter in the first training batch too, on the stage that needs it now, for example by adding `0 *"
+    " parameter.sum()`, or make it part of a layer."
 )
 
 
@@ -261,9 +261,9 @@ class _Router:
             )
         places = _stages(self._holders[sources[0]])
         return (
-            f"{call} writes the parameter {min(call.rewritten)!r}, which is on stage {stage}, with {sources[0]!r},"
-            f" which is on {places}. Put both layers on one stage by setting `layer.pipeline_stage` on each, or write"
-            " the parameter in a hook, such as `on_train_batch_end`. [LH462]"
+            f"{call} writes the parameter {min(call.rewritten)!r}, which is on stage {stage}, with values of the"
+            f" parameter {sources[0]!r}, which is on {places}. Put both layers on one stage by setting"
+            " `layer.pipeline_stage` on each, or write the parameter in a hook, such as `on_train_batch_end`. [LH462]"
         )
 
     def make_effects(self) -> None:
@@ -276,8 +276,8 @@ class _Router:
             if call.function in HOOKS and call.operands and len(makers) > 1:
                 raise WrongUseError(
                     f"{call} puts a hook on the gradient of a tensor that {_stages(makers)} compute, but each stage has"
-                    " only a part of the gradient. Put it on a tensor that was not written in place before, such as"
-                    " `x = x * 1`. [LH469]"
+                    " only a part of the gradient. Put the hook on a new tensor that is never written in place, such as"
+                    " `y = x * 1`, and use `y` from there on. [LH469]"
                 )
 
     def check_writes(self) -> None:
@@ -289,8 +289,8 @@ class _Router:
                 is_apart = len(arrived) > 1 or (len(arrived) == 1 and arrived[0] != min(call.old))
                 if call.unit is None and len(call.old) > 1 and is_apart:
                     raise WrongUseError(
-                        f"{call} writes in place, on stage {stage}, to a tensor, but an earlier stage has sent a view"
-                        " of the tensor. Create a new tensor instead. [LH470]"
+                        f"{call} writes in place, on stage {stage}, to a tensor, but an earlier stage has already sent"
+                        " a view of this tensor. Create a new tensor instead. [LH470]"
                     )
 
     def check_states(self, writes: Mapping[int, Value]) -> None:

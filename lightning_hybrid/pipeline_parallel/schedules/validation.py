@@ -57,7 +57,10 @@ def _check_own_order(schedule: Schedule) -> None:
         for position, action in enumerate(actions):
             for needed in _needed_on_own_list(schedule, action):
                 if needed not in before:
-                    _fail(schedule, f"rank {rank} has {action} (position {position}) before {needed}, which it needs")
+                    _fail(
+                        schedule,
+                        f"rank {rank} runs {action} (position {position}) before {needed}, which must come first",
+                    )
             before.add(action)
 
 

@@ -21,9 +21,9 @@ def microbatch_text(number: int, counts: Sequence[int]) -> str:
         counts: The number of samples of each microbatch.
     """
     return (
-        f"In microbatch {number + 1} of {len(counts)}, which holds {counts[number]} of {sum(counts)} samples. If the"
-        " code needs the full batch, set num_microbatches=1. To split batches in a different way, define a method"
-        " `split_batch(batch, num_microbatches)` in the module."
+        f"The error was raised in microbatch {number + 1} of {len(counts)}, which holds {counts[number]} of"
+        f" {sum(counts)} samples. If the code needs the full batch, set num_microbatches=1. To split batches in a"
+        " different way, define a method `split_batch(batch, num_microbatches)` in the module."
     )
 
 
@@ -106,7 +106,7 @@ def length_text(length: int, module: str) -> str:
         module: The name of the user's class.
     """
     return (
-        f"A tensor of length {length} in the batch was split into microbatches because its length was the number of"
-        " samples, but it is the same in every batch. Register it as a buffer of the module, or define"
+        f"A tensor of length {length} in the batch was split into microbatches because its length equals the number of"
+        " samples, but the tensor is the same in every batch. Register it as a buffer of the module, or define"
         f" `{module}.split_batch(batch, num_microbatches)`, which returns a list of microbatches."
     )

@@ -38,16 +38,16 @@ Key = str | int
 
 
 def split_rows(*offsets: Key) -> Any:
-    """Create a `split_batch` hook for packed rows: it splits the documents into microbatches of about equal tokens.
+    """Create a `split_batch` hook that splits packed rows into microbatches of about the same number of tokens.
 
     Tensors with one row per token, or of shape ``(1, tokens, ...)``, and tensors with one row per document are split
-    between documents. Offsets start at 0 again in each microbatch. All other values are passed to every microbatch
-    unchanged, such as ``max_seqlen``, which remains an upper bound. The weight of a microbatch is its number of tokens,
-    because the loss is a mean over tokens. If some labels are ignored, add
+    between documents. Offsets start at 0 again in each microbatch. All other values, such as ``max_seqlen`` (which
+    remains an upper bound), are passed unchanged to every microbatch. The weight of a microbatch is its number of
+    tokens, because the loss is a mean over tokens. If some labels are ignored, add
     ``microbatch_weight = lightning_hybrid.count_tokens(...)``.
 
     Args:
-        offsets: The place of the offsets in a batch, such as ``"cu_seqlens"``: the key of a mapping, the name of an
+        offsets: Where to find the offsets in a batch, such as ``"cu_seqlens"``: the key of a mapping, the name of an
             attribute, or the index in a tuple. Pass several if different tensors, such as queries and keys, have their
             own offsets for the same documents. Tokens are then counted by the first offsets.
 
@@ -66,7 +66,7 @@ def split_rows(*offsets: Key) -> Any:
 
 
 def split_graphs(batch: Key = "batch", edge_index: Key = "edge_index") -> Any:
-    """Create a `split_batch` hook for graphs that are joined into one: it splits the graphs into microbatches.
+    """Create a `split_batch` hook that splits graphs, joined into one large graph, into microbatches.
 
     A `Batch` of PyTorch Geometric does not need a splitter. This splitter is for mappings, dataclasses, named tuples
     and other objects. Tensors with one row per node are split by nodes, tensors with one row per graph by graphs, and
@@ -74,8 +74,8 @@ def split_graphs(batch: Key = "batch", edge_index: Key = "edge_index") -> Any:
     microbatch. The weight of a microbatch is its number of graphs.
 
     Args:
-        batch: The place of the graph number of each node: shape ``(nodes,)``, int64, ascending.
-        edge_index: The place of the two nodes of each edge: shape ``(2, edges)``, int64.
+        batch: Where to find the graph number of each node: shape ``(nodes,)``, int64, ascending.
+        edge_index: Where to find the two nodes of each edge: shape ``(2, edges)``, int64.
 
     Returns:
         A function that takes a batch and a number of microbatches, and returns the microbatches.
@@ -94,13 +94,13 @@ def split_graphs(batch: Key = "batch", edge_index: Key = "edge_index") -> Any:
 def split_targets(targets: Key = "targets", lengths: Key = "target_lengths") -> Any:
     """Create a `split_batch` hook for targets that are concatenated into one row, as `torch.nn.CTCLoss` accepts them.
 
-    All other values with one row per sample are split as they are without a splitter. The weight of a microbatch is its
-    number of samples.
+    All other values with one row per sample are split as they would be without a splitter. The weight of a microbatch
+    is its number of samples.
 
     Args:
-        targets: The place of the targets in a batch: the key of a mapping, the name of an attribute, or the index in a
+        targets: Where to find the targets in a batch: the key of a mapping, the name of an attribute, or the index in a
             tuple.
-        lengths: The place of their lengths, shape ``(samples,)``.
+        lengths: Where to find the length of each sample's targets: shape ``(samples,)``.
 
     Returns:
         A function that takes a batch and a number of microbatches, and returns the microbatches.
@@ -376,10 +376,10 @@ class _Targets:
         counts = sizes(len(lengths), num_microbatches)
         tokens = [sum(part.tolist()) for part in _sliced(lengths, counts)]
         if not isinstance(joined, Tensor) or joined.ndim == 0 or len(joined) != sum(tokens):
-            kind = f"{list(joined.shape)}" if isinstance(joined, Tensor) else type(joined).__name__
+            kind = f"a tensor of shape {list(joined.shape)}" if isinstance(joined, Tensor) else type(joined).__name__
             raise WrongUseError(
-                f"{name} needs as many targets at {self.targets!r} as the sum of the lengths, {sum(tokens)},"
-                f" found {kind}. [LH715]"
+                f"{name} needs {sum(tokens)} targets at {self.targets!r} (the sum of the lengths), found {kind}."
+                " [LH715]"
             )
         columns, left = [], []
         for number, ((path, _, value), key) in enumerate(zip(_parts(batch), _keys_of(batch), strict=True)):

@@ -122,7 +122,8 @@ def choose_layout(
     memory = usable_memory(device, config.tuning.memory_bytes)
     if config.searched == ("recompute",) and math.isinf(memory):
         rank_zero_info(
-            "recompute='auto': no activations are recomputed, because tuning.memory_limit is not set on the CPU."
+            "recompute='auto': no activations are recomputed, because the device is the CPU and tuning.memory_limit is"
+            " not set."
         )
         return ChosenLayout(sizes, {"recompute": False})
     start = time.monotonic()
@@ -225,8 +226,8 @@ def _text(found: Suggestions, config: Settings, machine: Machine, seconds: float
     ]
     lines.append(
         f"measured: {machine.flops / 1e9:,.0f} GFLOP/s, memory {machine.memory_bandwidth / 1e9:,.1f} GB/s,"
-        f" {1e6 * machine.operation_seconds:,.1f} us per operation; between ranks {_link_text(machine)},"
-        f" {1e6 * machine.collective_seconds:,.0f} us more per collective"
+        f" {1e6 * machine.operation_seconds:,.1f} us per operation; between ranks {_link_text(machine)}, plus"
+        f" {1e6 * machine.collective_seconds:,.0f} us per collective"
     )
     return "\n".join(lines)
 
@@ -256,8 +257,8 @@ def _nothing_fits(found: Suggestions, machine: Machine, name: str) -> str:
         return f"There is no layout for {name}: no allowed sizes match the number of processes. {_BY_HAND} [LH129]"
     limit = "" if math.isinf(machine.memory) else f" with tuning.memory_limit={_size(machine.memory)}"
     return (
-        f"None of {found.num_layouts} layouts of {name} can be used{limit}. {'; '.join(reasons)}. Start more processes,"
-        f" allow more memory, or use a smaller batch. {_BY_HAND} [LH128]"
+        f"None of the {found.num_layouts} layouts of {name} can be used{limit}. {'; '.join(reasons)}. Start more"
+        f" processes, allow more memory, or use a smaller batch. {_BY_HAND} [LH128]"
     )
 
 

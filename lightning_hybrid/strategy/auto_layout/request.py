@@ -88,8 +88,8 @@ def _check_open(config: HybridConfig, searched: Sequence[str]) -> None:
     if not searched:
         if config.tuning.memory_limit is not None:
             raise ValueError(
-                f"tuning.memory_limit={config.tuning.memory_limit!r} limits the search for a layout, but every argument"
-                " is set. Add layout='auto' or recompute='auto', or remove it. [LH122]"
+                f"tuning.memory_limit={config.tuning.memory_limit!r} applies only to the layout search, but no argument"
+                " is set to 'auto'. Add layout='auto' or recompute='auto', or remove tuning.memory_limit. [LH122]"
             )
         return
     if {"pipeline_parallel_size", "num_chunks"} & set(searched):
@@ -104,13 +104,13 @@ def _check_open(config: HybridConfig, searched: Sequence[str]) -> None:
     recompute, chunks = config.recompute, config.num_chunks
     if "recompute" not in searched and not any(_is(recompute, each) for each in RECOMPUTE):
         raise ValueError(
-            f"recompute={recompute!r} cannot be compared with other layouts ({', '.join(searched)} are searched). Use"
-            " False, 'selective', True or 'auto', or set the layout yourself. [LH124]"
+            f"recompute={recompute!r} cannot be used in a layout search (for {', '.join(searched)}). Use False,"
+            " 'selective', True or 'auto', or set the layout yourself. [LH124]"
         )
     if "num_chunks" not in searched and isinstance(chunks, int) and chunks > MOST_CHUNKS:
         raise ValueError(
-            f"num_chunks={chunks} cannot be compared with other layouts ({', '.join(searched)} are searched). Use at"
-            f" most {MOST_CHUNKS}, or set the layout yourself. [LH124]"
+            f"num_chunks={chunks} cannot be used in a layout search (for {', '.join(searched)}). Use at most"
+            f" {MOST_CHUNKS}, or set the layout yourself. [LH124]"
         )
 
 

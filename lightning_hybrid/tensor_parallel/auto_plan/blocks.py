@@ -147,7 +147,7 @@ class _Note:
 
     def text(self) -> str:
         """All of it, as the rest of a sentence."""
-        check, reasons = "`lightning-hybrid check` compares it with one process", " and ".join(self._findings)
+        check, reasons = "`lightning-hybrid check` compares its results with one process", " and ".join(self._findings)
         text = self._reason
         if self._right:
             text += f". With random values, this plan gave the same results when sharded: {self._right}; {check}"

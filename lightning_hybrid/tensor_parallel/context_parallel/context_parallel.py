@@ -110,9 +110,9 @@ class ContextParallel:
         if leaking is not None:
             raise WrongUseError(
                 f"context_parallel_size={self._group.size} shards the sequence in {leaking!r}, but the loss uses a"
-                " tensor that the layer keeps as an attribute, such as the balancing loss of a router. It covers only"
-                " one sequence shard. Compute it from the outputs of the layer, or from logits of each position that a"
-                " forward hook collects; or use context_parallel_size=1. [LH604]"
+                " tensor that the layer keeps as an attribute, such as the balancing loss of a router. This tensor"
+                " covers only one sequence shard. Compute it from the outputs of the layer, or from logits of each"
+                " position that a forward hook collects; or use context_parallel_size=1. [LH604]"
             )
         return value
 

@@ -85,8 +85,8 @@ class Division:
         if total < _LEAST * group.size:
             raise WrongUseError(
                 f"A sequence of {total} positions cannot be sharded over context_parallel_size={group.size} ranks:"
-                f" {name!r} needs {_LEAST} positions per rank, {_LEAST * group.size} in total. Pad it, or use fewer"
-                " ranks. [LH606]"
+                f" {name!r} needs {_LEAST} positions per rank, {_LEAST * group.size} in total. Pad the sequence, or"
+                " use fewer ranks. [LH606]"
             )
         self.shares = Shares(total, group, balanced=balanced)
         found = map(self._find_dim, self._leaves) if dims is None else dims
@@ -155,7 +155,7 @@ class Division:
                 f"{self._name!r} gets a sequence of {self.shares.total} positions and another one of"
                 f" {tensor.shape[self._dim]}, which is also the length of a shard of the first one over"
                 f" context_parallel_size={self._group.size} ranks, so they cannot be told apart. Pad one of"
-                " them. [LH607]"
+                " the sequences. [LH607]"
             )
 
     @staticmethod

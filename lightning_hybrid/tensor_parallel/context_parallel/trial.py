@@ -337,9 +337,9 @@ def mixing_text(culprit: str) -> str:
     return (
         f"{culprit} mixes positions without `F.scaled_dot_product_attention`, such as by a convolution or pooling over"
         " time, a recurrent layer, batch statistics, or hand-written attention. Its results on a sequence shard differ"
-        " from those on the full sequence. Use that function; or set the body to the modules that do not mix positions,"
-        " such as HybridStrategy(body=['layers.*.attention', 'layers.*.mlp']), so that all other modules get full"
-        " sequences; or use context_parallel_size=1. [LH619]"
+        " from those on the full sequence. Use `F.scaled_dot_product_attention`; or set the body to the modules that do"
+        " not mix positions, such as HybridStrategy(body=['layers.*.attention', 'layers.*.mlp']), so that all other"
+        " modules get full sequences; or use context_parallel_size=1. [LH619]"
     )
 
 

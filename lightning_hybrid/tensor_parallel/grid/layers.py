@@ -191,6 +191,6 @@ def _with_rows(x: Tensor, layer: GridLayer, dims: int = 2) -> Tensor:
     assert isinstance(layer, nn.Module)
     raise WrongUseError(
         f"A {type(layer).__name__} got an input of shape {tuple(x.shape)} without a batch dimension, which"
-        f" tensor_parallel_mode={layer.tensor_group.shape.mode!r} shards. Add one (`x.unsqueeze(0)`), or give the layer"
-        " the style 'replicate' in `tensor_parallel_plan`. [LH518]"
+        f" tensor_parallel_mode={layer.tensor_group.shape.mode!r} shards. Add this dimension (`x.unsqueeze(0)`), or"
+        " give the layer the style 'replicate' in `tensor_parallel_plan`. [LH518]"
     )

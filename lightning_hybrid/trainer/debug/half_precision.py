@@ -49,8 +49,8 @@ def _look_at_states(optimizer: Optimizer, module: LightningModule) -> None:
         dtype = next(iter(found.values()))
         rank_zero_warn(
             f"{type(optimizer).__name__} keeps its states ({', '.join(found)}) in {dtype}, like the parameters of"
-            f" {type(module).__name__}. An update of a state or a weight is rounded away if it is smaller than about"
-            f" {torch.finfo(dtype).eps:.0e} of the value. To keep both in float32, use"
+            f" {type(module).__name__}. An update smaller than about {torch.finfo(dtype).eps:.0e} of the state or"
+            " weight is lost to rounding. To keep states and weights in float32, use"
             " `HybridStrategy(master_weights=True)` or precision='bf16-mixed'."
         )
 

@@ -240,8 +240,9 @@ class NonfiniteWarning(GradientWatch):
         warnings.warn(
             f"Gradients of optimizer step {found.step} are not finite on pipeline rank {self._pipeline_rank}"
             f" ({_listed(names)}). The optimizer has used them. To skip such steps, set"
-            " `HybridStrategy(faults=Faults(on_nonfinite='skip'))`; to end the run, set 'raise'. To find the layer"
-            " where this starts, set `Trainer(detect_anomaly=True)`. Later steps are not checked.",
+            " `HybridStrategy(faults=Faults(on_nonfinite='skip'))`; to end the run instead, set"
+            " `on_nonfinite='raise'`. To find the layer where this starts, set `Trainer(detect_anomaly=True)`. Later"
+            " steps are not checked.",
             stacklevel=2,
         )
 

@@ -274,9 +274,9 @@ def structure_text(signature: Any) -> str:
     """
     return (
         f"The loss of microbatches like {signature_text(signature)} is not compared with the loss of their batch,"
-        " because batches of the first steps had other structures. If the loss is not a mean over samples, define a"
-        " method `microbatch_weight(self, microbatch)` that returns the number by which it is divided, or set"
-        " `num_microbatches=1`."
+        " because the batches of the first steps had a different structure. If the loss is not a mean over samples,"
+        " define a method `microbatch_weight(self, microbatch)` that returns the number by which the loss is divided,"
+        " or set `num_microbatches=1`."
     )
 
 
@@ -285,7 +285,7 @@ def small_text(verdict: Verdict, cause: Cause) -> str:
     return (
         f"The same samples have a loss of {verdict.joined:.6g} in one microbatch and a mean loss of"
         f" {verdict.expected:.6g} in two, a difference of {100 * verdict.difference:.2g}%: {cause.text}, and each"
-        " microbatch computes its own. Set `num_microbatches=1` to match a single process."
+        " microbatch is computed separately. Set `num_microbatches=1` to match a single process."
     )
 
 
@@ -307,11 +307,11 @@ def warning_text(verdict: Verdict, number: int, cause: Cause, *, switches: bool,
         found += f", a difference of {100 * verdict.difference:.2g}%"
     if not switches:
         return (
-            f"{found}: {cause.text}. With {number} microbatches, as set, training does not match a single process. Set"
-            f" `num_microbatches=1` to match it, or {cause.remedy}."
+            f"{found}: {cause.text}. With the {number} microbatches that you set, training does not match a single"
+            f" process. Set `num_microbatches=1` to match it, or {cause.remedy}."
         )
     bubble = (
-        f" Each of the {num_stages} stages then computes for 1/{num_stages} of a step, instead of"
+        f" Each of the {num_stages} stages is then busy for 1/{num_stages} of a step, instead of"
         f" {number}/{number + num_stages - 1}."
         if num_stages > 1
         else ""

@@ -60,7 +60,7 @@ class Divisor(NamedTuple):
             return f"the number of elements that are not {self.ignored} in {place}"
         if self.kind == "sum":
             return f"the sum of {place}"
-        return f"the sum of the weights `{self.weights}` of the classes in {place}"
+        return f"the sum of the class weights `{self.weights}` over {place}"
 
     @property
     def remedy(self) -> str:

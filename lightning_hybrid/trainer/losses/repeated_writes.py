@@ -129,9 +129,10 @@ class ParameterWrites:
         named = self._module.named_parameters()
         name = next((name for name, each in named if memory_of(to_local(each)) == memory), "")
         raise WrongUseError(
-            f"`training_step` writes the parameter {name!r}, and microbatches write different values, which depend on"
-            f" the batch or on random numbers. Each of the {number} microbatches would write it, but a single process"
-            " writes it once. Set `num_microbatches=1`, or write it in a hook, such as `on_train_batch_end`. [LH466]"
+            f"`training_step` writes the parameter {name!r}, and its new value differs between microbatches, because it"
+            f" depends on the batch or on random numbers. Each of the {number} microbatches would write the parameter,"
+            " but a single process writes it once. Set `num_microbatches=1`, or write the parameter in a hook, such as"
+            " `on_train_batch_end`. [LH466]"
         )
 
 

@@ -181,7 +181,7 @@ def state_text(
     if found:
         largest = max(each.size for each in found)
         text += (
-            " After two microbatches, the state differs from its value after both as one, by"
+            " After two microbatches, the state differs from its value after one microbatch with the same samples, by"
             f" {100 * largest:.2g}% of its change."
         )
     if losses is not None:
@@ -195,6 +195,6 @@ def state_text(
             f" process. To let each microbatch update the state, set `num_microbatches={number}`."
         )
     return (
-        f"{text} With {number} microbatches, as set, each microbatch updates the state. Set `num_microbatches=1` to"
-        " match a single process."
+        f"{text} With the {number} microbatches that you set, each microbatch updates the state. Set"
+        " `num_microbatches=1` to match a single process."
     )

@@ -20,7 +20,7 @@ _SHARES = {"wait": ("wait",), "messages": ("send", "receive"), "reduce": ("reduc
 
 
 class HybridTimeline(Callback):
-    """Callback that records the start and end of each action of some training batches, on every rank.
+    """Callback that records the start and end of each action in some training batches, on every rank.
 
     For each of these batches rank 0 writes ``batch-N.json``, a trace for https://ui.perfetto.dev and
     ``chrome://tracing``, and ``batch-N.svg``: the measured step of the first replica, below a simulated step with the
@@ -33,7 +33,7 @@ class HybridTimeline(Callback):
     Trainer's profiler does not record the actions of a recorded batch.
 
     Args:
-        batches: Numbers of training batches since the start of training, from 0. The first batches are slower.
+        batches: Training batches to record, counted from 0 since the start of training. The first batches are slower.
         dirpath: Folder of the files; by default ``timeline`` in the Trainer's ``default_root_dir``.
 
     Raises:

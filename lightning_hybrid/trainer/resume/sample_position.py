@@ -55,7 +55,7 @@ def in_new_batches(
     if before.sampler != now.sampler:
         raise ValueError(
             f"The checkpoint was written in the middle of an epoch, with the sample order of {before.sampler} and"
-            f" another number of replicas. The order now comes from {now.sampler}, and is different."
+            f" a different number of replicas. The order now comes from {now.sampler}, and is different."
             f" {_INSTEAD} [LH935]"
         )
     is_over = loaders["done"] or loops.batches >= loaders["num_batches"]
@@ -69,7 +69,7 @@ def in_new_batches(
                 f" replicas). An optimizer step now takes {at_once} samples ({now.num_samples} per batch x"
                 f" {trainer.accumulate_grad_batches} accumulated batches). {used} is not a multiple of {at_once}, so no"
                 " step starts at this position. With HybridStrategy(global_batch_size=...), a step always"
-                f" does. {_INSTEAD} [LH936]"
+                f" starts there. {_INSTEAD} [LH936]"
             )
         batches = min(used // now.num_samples, batches)
     _set_batches(trainer, batches)
@@ -117,8 +117,8 @@ _INSTEAD = (
     " as before."
 )
 _UNKNOWN = (
-    "The checkpoint was written in the middle of an epoch, with another number of replicas, and the samples used so far"
-    " are unknown. They are known only for a single `DataLoader` with `batch_size` and a dataset with a length, sharded"
-    " by the strategy or a `DistributedSampler`, without a custom batch sampler or a loader state."
+    "The checkpoint was written in the middle of an epoch, with a different number of replicas, and the samples used so"
+    " far are unknown. These are known only for a single `DataLoader` with `batch_size` and a dataset with a length,"
+    " sharded by the strategy or a `DistributedSampler`, without a custom batch sampler or a loader state."
     f" {_INSTEAD} [LH934]"
 )

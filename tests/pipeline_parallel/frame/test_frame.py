@@ -921,7 +921,7 @@ def test_layers_in_another_order_are_refused_with_the_order() -> None:
 
     refused(
         Reversed(4),
-        r"'blocks.1', on stage 0, needs at test_frame.py:\d+ the result of 'blocks.2', on stage 1.*"
+        r"At test_frame.py:\d+, 'blocks.1' on stage 0 needs the result of 'blocks.2' on stage 1.*"
         r"\n    HybridStrategy\(body=\['blocks.3', 'blocks.2', 'blocks.1', 'blocks.0'\]\)",
     )
 
@@ -1033,7 +1033,7 @@ def test_a_view_that_was_sent_must_not_be_written_through_its_base() -> None:
         y += 1
         return model.blocks[3](z + view).mean() + y.mean()
 
-    refused(model, "but an earlier stage has sent a view of the tensor", step)
+    refused(model, "but an earlier stage has already sent a view of this tensor", step)
 
 
 @pytest.mark.parametrize(

@@ -141,7 +141,7 @@ def test_the_warning_tells_the_difference_the_cost_and_the_remedy() -> None:
         part in text for part in ("25%", "the loss couples samples", "instead of 8", "1/2", "8/9", "`split_batch(")
     )
     text = warning_text(verdict, 8, cause, switches=False, num_stages=2)
-    assert all(part in text for part in ("25%", "8 microbatches, as set", "`num_microbatches=1`"))
+    assert all(part in text for part in ("25%", "With the 8 microbatches that you set", "`num_microbatches=1`"))
 
 
 class Everything(nn.Module):

@@ -166,7 +166,7 @@ def run_first_step(
                 except StopAfterFirstStepError:
                     return strategy
         raise ValueError(
-            f"{type(module).__name__} got no training batch: its loader is empty, or limited to 0. [LH131]"
+            f"{type(module).__name__} got no training batch: its loader is empty, or limited to 0 batches. [LH131]"
         )
 
     if Fake is None:

@@ -80,8 +80,8 @@ def parameters_with_little_memory(reason: BaseException) -> Iterator[None]:
         if total > MOST_BYTES:
             text = " ".join(f"{type(reason).__name__}: {reason}".split())
             raise ValueError(
-                f"The module cannot be planned without the values of its parameters ({text}), and with values it takes"
-                f" more than {MOST_BYTES / 2**30:g} GiB, which is too much for many hosts. Do not read values of"
+                f"The module cannot be planned without the values of its parameters ({text}), but with values it takes"
+                f" more than {MOST_BYTES / 2**30:g} GiB, which is too much for many nodes. Do not read values of"
                 " parameters in `__init__`, `configure_model` and `training_step`, or make the module smaller, for"
                 " example with fewer layers. [LH132]"
             ) from reason

@@ -112,7 +112,7 @@ class StagePart:
         kinds = Counter(
             first[label] if all(each[label] == first[label] for each in others) else label for label in labels
         )
-        assert not isinstance(layout.recompute, tuple), "what is said of some layers is known of all and of none"
+        assert not isinstance(layout.recompute, tuple), "recompute must be the same for all layers"
         saved = [saved_bytes(trace.saved[layout.recompute], labels) for trace in traces]
         return cls(layout, labels, traces, kinds, saved)
 

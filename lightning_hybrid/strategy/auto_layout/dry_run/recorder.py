@@ -166,8 +166,8 @@ class Recorder(DryRunStrategy):
         length = whole[0].length if isinstance(whole, tuple) and whole else 0
         if context > 1 and length < self._least_share * context:
             return (
-                f"a sequence of {length} positions gives each of {context} ranks fewer than"
-                f" {self._least_share}, so communication costs more than sharding saves"
+                f"a sequence of {length} positions gives each of {context} ranks fewer than {self._least_share}"
+                " positions, so communication costs more than sharding saves"
             )
         return ""
 
@@ -177,7 +177,7 @@ class Recorder(DryRunStrategy):
         """The step with each of the microbatches, or why it cannot be run so."""
         context, kind = share
         if cut.body is None and context > 1:
-            return "no layers can get shards of the sequence: the module has no lists of layers"
+            return "no layer can compute on sequence shards: the module has no lists of layers"
         again = cut.body is not None  # their saved tensors are noted for every kind of recomputation
         config = self._config.changed({"recompute": again, "context_parallel_size": context, "context_parallel": kind})
         group = self._context_group(context) if context > 1 else None
@@ -215,7 +215,7 @@ class Recorder(DryRunStrategy):
         """The seconds of each place in a forward with numbers: the shortest of some, after one that warms up."""
         if not self._has_values:
             raise ValueError(
-                f"{type(self._module).__name__} has no parameter values to be measured with."
+                f"{type(self._module).__name__} has no parameter values, so it cannot be timed."
             )  # made, and tried again
         config = replace(self._config, recompute=False)
         runs = []

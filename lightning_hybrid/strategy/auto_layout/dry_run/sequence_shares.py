@@ -110,8 +110,8 @@ class AloneContextParallel(ContextParallel):
         written = written_text(own_buffers, buffers) if is_share else ""
         if written or not is_share:
             raise WrongUseError(
-                f"context_parallel_size={self._group.size} divides the sequence in {self._layers[layer]!r},"
-                f" {mixing_text(written or f'which ({type(layer).__name__})')}"
+                f"context_parallel_size={self._group.size} shards the sequence in {self._layers[layer]!r},"
+                f" {mixing_text(written or f'a {type(layer).__name__}, which')}"
             )
         return find_places(own_calls, calls, short.shares)
 
