@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lightning_hybrid.data_parallel.zero.param import RowShards
 from lightning_hybrid.pipeline_parallel.partition import partition
-from lightning_hybrid.pipeline_parallel.schedules import SCHEDULES, Kind, build, build_forward
+from lightning_hybrid.pipeline_parallel.schedules import SCHEDULES, Kind, Placement, build, build_forward
 from lightning_hybrid.pipeline_parallel.splitting import microbatch
 from lightning_hybrid.tensor_parallel.plan import make_plan
 from lightning_hybrid.tensor_parallel.shard import shards_of, unshard
@@ -114,7 +114,7 @@ def test_schedules_of_any_size(name: str, num_ranks: int, num_microbatches: int,
     schedule = build(name, num_ranks, num_microbatches, num_chunks)
     stages, numbers = range(num_ranks * num_chunks), range(num_microbatches)
     assert played(schedule) == sorted(product(stages, ("B", "F"), numbers))
-    forward = build_forward(num_ranks, num_microbatches, num_chunks)
+    forward = build_forward(Placement.in_turns(num_ranks, num_chunks), num_microbatches)
     assert played(forward) == sorted(product(stages, ("F",), numbers))
     if name == "1f1b":  # as the paper promises: rank r keeps no more than p - r microbatches
         for rank, actions in enumerate(schedule.actions):

@@ -14,7 +14,7 @@ from benchmarks.block import Block
 from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.pipeline_parallel.engine import Engine
 from lightning_hybrid.pipeline_parallel.p2p import make_channels
-from lightning_hybrid.pipeline_parallel.schedules import build
+from lightning_hybrid.pipeline_parallel.schedules import Placement, build
 
 __all__ = ["CONTENDERS", "MODELS", "Step"]
 
@@ -49,7 +49,7 @@ def our_step(name: str, layers: list[nn.Module], batch: Tensor, num_microbatches
     """A step of this package's engine."""
     rank, size = dist.get_rank(), dist.get_world_size()
     mesh = Mesh(1, 1, size, device_type=batch.device.type)
-    engine = Engine(rank, make_channels(mesh, num_chunks, batch.device, dynamic_shapes=False))
+    engine = Engine(rank, make_channels(mesh, Placement.in_turns(size, num_chunks), batch.device, dynamic_shapes=False))
     schedule = build(name, size, num_microbatches, num_chunks)
     last = size * num_chunks - 1
 

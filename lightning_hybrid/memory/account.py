@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from lightning_hybrid.data_parallel.zero.param import RowShards
 from lightning_hybrid.distributed.dtensor import to_local
 from lightning_hybrid.distributed.replaced import replaced_attributes
-from lightning_hybrid.pipeline_parallel.schedules import Kind, Schedule
+from lightning_hybrid.pipeline_parallel.schedules import Schedule
 
 Mode: Any
 try:
@@ -169,11 +169,8 @@ def peak_activation_bytes(schedule: Schedule, rank: int, per_microbatch: Mapping
     """
     current = peak = 0
     for action in schedule.actions[rank]:
-        if action.kind is Kind.F:
-            current += per_microbatch[action.stage]
-            peak = max(peak, current)
-        elif action.kind is Kind.B:
-            current -= per_microbatch[action.stage]
+        current += action.kind.kept * per_microbatch.get(action.stage, 0)
+        peak = max(peak, current)
     return peak
 
 
@@ -190,10 +187,10 @@ def most_in_flight(schedule: Schedule, rank: int) -> list[dict[int, int]]:
     peaks: dict[tuple[tuple[int, int], ...], dict[int, int]] = {}
     grows = False
     for action in schedule.actions[rank]:
-        if action.kind is Kind.F:
+        if action.kind.kept > 0:
             current[action.stage] += 1
             grows = True
-        elif action.kind is Kind.B:
+        elif action.kind.kept < 0:
             if grows:  # before it was the most since the last one
                 peaks[tuple(current.items())] = dict(current)
             current[action.stage] -= 1

@@ -24,6 +24,7 @@ from lightning_hybrid.pipeline_parallel.frame.operators import Operators, memory
 from lightning_hybrid.pipeline_parallel.frame.routes import find_routes_around
 from lightning_hybrid.pipeline_parallel.frame.writes import Writes
 from lightning_hybrid.pipeline_parallel.placeholders import is_placeholder
+from lightning_hybrid.pipeline_parallel.schedules import Placement
 
 _DEVICE = getters("device")
 # They reject numbers until they have the right ones.
@@ -67,7 +68,7 @@ class ChainUse(FrameCut):
     ) -> None:
         # No rank runs the step for two stages, so each stage may as well be a rank of its own.
         stages = [*[range(0)] * (num_stages - 1), range(1)]
-        super().__init__(module, [(name, chain)], stages, num_stages, device, **arguments)
+        super().__init__(module, [(name, chain)], stages, Placement.in_turns(num_stages), device, **arguments)
         self._chain = chain
 
     def find(
@@ -132,7 +133,7 @@ class ChainCalls(FrameCut):
     ) -> None:
         units = list(zip(names, chain, strict=True))
         arguments: dict[str, Any] = {"holders": {}, "remembers": False, "around_discovery": around_discovery}
-        super().__init__(module, units, [range(len(units))], 1, device, **arguments)
+        super().__init__(module, units, [range(len(units))], Placement.in_turns(1), device, **arguments)
         self._chain = chain
         self._whole = self._single = 0  # calls of the chain, and of its layers by other code
         self._is_inside = False

@@ -18,9 +18,6 @@ _WINDOW = 4
 # Schedules remembered: few are in use at a time (training, evaluation, ragged last batches).
 _MAX_PROGRAMS = 64
 
-_RANGES = {kind: "send" if kind.is_send else "receive" if kind.is_receive else "" for kind in Kind}
-_RANGES |= {Kind.F: "forward", Kind.B: "backward"}
-
 Compute = Callable[[int, int, Any], Any]
 """``compute(stage, microbatch, inputs) -> outputs``: runs the layers of a stage."""
 
@@ -168,7 +165,7 @@ class Engine:
             if step.is_compute:
                 with profile("wait"):
                     message = self._take(step)
-            with profile(_RANGES[step.action.kind]):
+            with profile(step.action.kind.label):
                 step.handler(self, step, run, message)
 
     def check_message(self) -> None:
@@ -209,7 +206,7 @@ class Engine:
                 message.wait()
             self.awaited = None
         self._retire_proven(step)
-        if step.action.kind is Kind.B:
+        if step.action.kind.completes_gradients:
             step.stage.drop(step.microbatch)
         if step.target is not None:
             step.target[step.microbatch] = _BLANK
@@ -350,7 +347,7 @@ class Engine:
             message = receive.wait()
             self.awaited = None
             if self._looks and receive.take_blank():
-                if step.action.kind is Kind.B:
+                if not step.action.kind.is_forward:
                     raise BlankMessageError
                 self._is_blank = True  # the code runs all the same: it may see itself what is another one
         self._retire_proven(step)
@@ -384,9 +381,9 @@ class Engine:
     def _compile(self, schedule: Schedule) -> list[_Step]:
         actions = schedule.actions[self._rank]
         retired = schedule.retired[self._rank] if schedule.retired else [()] * len(actions)
-        last_backwards = {action.stage: action for action in actions if action.kind is Kind.B}
+        last_backwards = {action.stage: action for action in actions if action.kind.completes_gradients}
         buffers = _buffers(schedule, self._rank)
-        stages = {stage: Stage(stage) for stage in range(self._rank, schedule.num_stages, schedule.num_ranks)}
+        stages = {stage: Stage(stage) for stage in schedule.placement.stages_of(self._rank)}
         steps = []
         for action, proven in zip(actions, retired, strict=True):
             source, target = buffers[action.stage, action.kind]
@@ -405,7 +402,7 @@ class Engine:
                     source,
                     target,
                     channel,
-                    action.stage - 1 if action.kind in (Kind.RECV_F, Kind.SEND_B) else action.stage,
+                    action.stage - 1 if action.kind.is_send == (action.kind.flow < 0) else action.stage,
                     tuple(map(str, proven)),
                     last_backwards.get(action.stage) is action,
                 )
@@ -473,24 +470,23 @@ def _handler(schedule: Schedule, action: Action) -> _Handler:
     return Engine._receive
 
 
-def _buffers(schedule: Schedule, rank: int) -> dict[tuple[int, Kind], tuple[_Buffer | None, _Buffer | None]]:
-    """(buffer to take from, buffer to put into) by stage and kind; ``None`` where nothing goes in or comes out."""
-    buffers: dict[tuple[int, Kind], tuple[_Buffer | None, _Buffer | None]] = {}
-    outputs: _Buffer | None = None
-    output_gradients: _Buffer | None = None
-    for stage in range(rank, schedule.num_stages, schedule.num_ranks):
-        is_first, is_last = stage == 0, stage == schedule.num_stages - 1
-        is_local = schedule.num_ranks == 1  # the stage before is on the same rank: its outputs are the inputs
-        inputs: _Buffer | None = None if is_first else outputs if is_local else {}
-        input_gradients: _Buffer | None = None if is_first else output_gradients if is_local else {}
-        outputs = None if is_last else {}
-        output_gradients = None if is_last else {}
-        buffers |= {
-            (stage, Kind.RECV_F): (None, inputs),
-            (stage, Kind.F): (inputs, outputs),
-            (stage, Kind.SEND_F): (outputs, None),
-            (stage, Kind.RECV_B): (None, output_gradients),
-            (stage, Kind.B): (output_gradients, input_gradients),
-            (stage, Kind.SEND_B): (input_gradients, None),
-        }
+_Buffers = tuple[_Buffer | None, _Buffer | None]  # to take from, and to put into: None where nothing is taken, or put
+
+
+def _buffers(schedule: Schedule, rank: int) -> dict[tuple[int, Kind], _Buffers]:
+    """Return the buffers of each stage and kind."""
+    placement, last = schedule.placement, schedule.num_stages - 1
+    buffers: dict[tuple[int, Kind], _Buffers] = {}
+    outputs: dict[int, tuple[_Buffer, _Buffer]] = {}  # of stages before the last: outputs and their gradients
+    for stage in placement.stages_of(rank):
+        # If the stage before is on this rank, its outputs are the inputs.
+        before: _Buffers = (None, None) if stage == 0 else outputs.get(stage - 1, ({}, {}))
+        after: _Buffers = (None, None) if stage == last else outputs.setdefault(stage, ({}, {}))
+        for kind in Kind:
+            takes, puts = (before, after) if kind.flow > 0 else (after, before)
+            message = 0 if kind.flow > 0 else 1
+            buffers[stage, kind] = (
+                None if kind.is_receive else puts[message] if kind.is_send else takes[message],
+                None if kind.is_send else takes[message] if kind.is_receive else puts[message],
+            )
     return buffers

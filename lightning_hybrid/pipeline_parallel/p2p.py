@@ -23,7 +23,7 @@ from lightning_hybrid.distributed.tensor_bytes import (
     read_first,
     room,
 )
-from lightning_hybrid.pipeline_parallel.schedules import ChannelKey
+from lightning_hybrid.pipeline_parallel.schedules import ChannelKey, Placement
 
 # The first number of a message that stands for one that is not made, as an integer of the same size: no computation
 # gives this NaN.
@@ -381,7 +381,7 @@ class Channel:
 
 
 def make_channels(
-    mesh: Mesh, num_chunks: int, device: torch.device, *, dynamic_shapes: bool
+    mesh: Mesh, placement: Placement, device: torch.device, *, dynamic_shapes: bool
 ) -> dict[ChannelKey, Channel]:
     """One channel for each ordered pair of neighbours and kind of message; on every rank in the same order.
 
@@ -390,20 +390,16 @@ def make_channels(
 
     Args:
         mesh: The ranks.
-        num_chunks: Stages per rank; with several, the last rank sends to the first one too.
+        placement: The rank of each stage.
         device: Where activations live.
         dynamic_shapes: Whether every message carries its meta.
 
     Returns:
         The channels of this rank by (sender, receiver, kind).
     """
-    size = mesh.pipeline_parallel_size
-    hops = [(rank, rank + 1) for rank in range(size - 1)]
-    if num_chunks > 1 and size > 1:
-        hops.append((size - 1, 0))
     through_host = _wire_device(mesh.model_group, device).type == "cpu"
     channels: dict[ChannelKey, Channel] = {}
-    for disjoint in _disjoint(hops):
+    for disjoint in _disjoint(placement.hops):
         own = next((hop for hop in disjoint if mesh.pipeline_rank in hop), None)
         for kind in STAGE_TAGS:
             group = None if through_host else mesh.new_p2p_group(disjoint)

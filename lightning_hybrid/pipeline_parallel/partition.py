@@ -18,7 +18,7 @@ def partition(method: str | Sequence[int], weights: Sequence[int], num_stages: i
             stage's number of layers is.
         weights: The weight of each layer, for ``"parameters"`` the number of parameters that it brings to its stage;
             the other methods only count the layers.
-        num_stages: Number of stages, over all ranks and their chunks. Stage ``s`` lives on rank ``s % num_ranks``.
+        num_stages: Number of stages, over all ranks and their chunks.
 
     Returns:
         The layers of each stage, in order; each has at least one layer.

@@ -8,6 +8,8 @@ from functools import cached_property
 
 from torch import Tensor
 
+from lightning_hybrid.pipeline_parallel.schedules import Placement
+
 
 @dataclass(frozen=True)
 class StageMap:
@@ -20,7 +22,7 @@ class StageMap:
         body: The dotted name of the body, ``""`` for the module itself; ``None`` if the module is not cut.
         layers: The dotted names of the body's layers, in order.
         stages: The layers of each stage, by position.
-        num_ranks: The number of pipeline ranks; stage `s` lives on rank ``s % num_ranks``.
+        placement: The rank of each stage.
         is_chain: Whether the user's step only runs on the first and the last stage.
         is_followed: Whether steps are followed, so that these parameters come to live where the first batch uses them.
         outside: The stages of parameters outside the body that live where they are used, by their dotted names.
@@ -29,10 +31,15 @@ class StageMap:
     body: str | None
     layers: tuple[str, ...]
     stages: tuple[range, ...]
-    num_ranks: int
+    placement: Placement
     is_chain: bool = True
     is_followed: bool = False
     outside: Mapping[str, frozenset[int]] = field(default_factory=dict)
+
+    @classmethod
+    def uncut(cls) -> StageMap:
+        """Return the map of a module that is one stage."""
+        return cls(None, (), (range(0),), Placement.in_turns(1))
 
     @cached_property
     def _stage_of_layer(self) -> dict[str, int]:
@@ -57,7 +64,7 @@ class StageMap:
 
     def ranks_of(self, name: str) -> frozenset[int]:
         """The pipeline ranks that hold the tensor or module of this dotted name."""
-        return frozenset(stage % self.num_ranks for stage in self.stages_of(name))
+        return frozenset(self.placement.ranks[stage] for stage in self.stages_of(name))
 
 
 @dataclass(frozen=True)
@@ -90,7 +97,8 @@ def locate(named: Iterable[tuple[str, Tensor]], stage_map: StageMap) -> list[Ten
     for name, tensor in named:
         _, stages = stages_of.setdefault(id(tensor), (tensor, set()))
         stages |= stage_map.stages_of(name)
+    ranks = stage_map.placement.ranks
     return [
-        TensorStages(tensor, frozenset(stages), tuple(sorted({stage % stage_map.num_ranks for stage in stages})))
+        TensorStages(tensor, frozenset(stages), tuple(sorted({ranks[stage] for stage in stages})))
         for tensor, stages in stages_of.values()
     ]

@@ -9,7 +9,7 @@ from functools import cached_property
 from itertools import accumulate
 from xml.sax.saxutils import escape
 
-from lightning_hybrid.pipeline_parallel.schedules import Action, ChannelKey, Kind, Schedule
+from lightning_hybrid.pipeline_parallel.schedules import COMPUTATIONS, Action, ChannelKey, Kind, Schedule
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Timeline:
         if not self.schedule.has_backward:
             return (0.0,) * len(self.spans)
         # A forward begins to wait for its backward, a backward ends that.
-        changes = [[1 if span.action.kind is Kind.F else -1 for span in spans] for spans in self.computing]
+        changes = [[span.action.kind.kept for span in spans] for spans in self.computing]
         return tuple(max(accumulate(of_rank)) / self.schedule.num_chunks for of_rank in changes)
 
     def to_text(self, width: int = 100) -> str:
@@ -144,13 +144,15 @@ def simulate(
         backward: The same for the backward. Twice the forward is usual: for each product of matrices it has two, one
             for the gradient of the input and one for that of the weights.
         send: Delay of a message, of all or by the action that sends it.
-        duration: The time of each ``F`` and ``B``, if they are not all equal; replaces ``forward`` and ``backward``.
+        duration: The time of each computation, if they are not all equal; replaces ``forward`` and ``backward``.
         occupied: How long a message keeps its link from the next one, its bytes by the bandwidth; as `send`.
 
     Raises:
         ValueError: If the schedule deadlocks; names each rank's waiting action.
     """
-    times = {Kind.F: forward / schedule.num_chunks, Kind.B: backward / schedule.num_chunks}
+    times = {
+        kind: kind.share * (forward if kind.is_forward else backward) / schedule.num_chunks for kind in COMPUTATIONS
+    }
     time_of = duration or (lambda action: times[action.kind])
     wire = _Wire(schedule, send, occupied)
     spans: list[list[Span]] = [[] for _ in schedule.actions]
@@ -301,11 +303,10 @@ def _text_legend(schedule: Schedule, is_numbered: bool) -> str:
 
 
 def _mark(schedule: Schedule, action: Action) -> str:
-    is_forward = action.kind is Kind.F
     if schedule.num_chunks == 1:
-        return ">" if is_forward else "<"
-    letter = chr(ord("a") + action.stage // schedule.num_ranks % 26)
-    return letter if is_forward else letter.upper()
+        return ">" if action.kind.is_forward else "<"
+    letter = chr(ord("a") + schedule.placement.chunk_of(action.stage) % 26)
+    return letter if action.kind.is_forward else letter.upper()
 
 
 _PANELS = 4  # of a picture in text, one below the other
@@ -383,7 +384,7 @@ class _Picture:
         size = max(7, min(12, 1.5 * self.scale * _shortest(self.timeline) / digits))
         for span in self.timeline.computing[rank]:
             x, cell = _LEFT + span.start * self.scale, (span.end - span.start) * self.scale
-            fill, ink = _colours(span.action.kind, span.action.stage // schedule.num_ranks / schedule.num_chunks)
+            fill, ink = _colors(span.action.kind, schedule.placement.chunk_of(span.action.stage) / schedule.num_chunks)
             number = str(span.action.microbatch)
             times = f"{span.start:.4g} to {span.end:.4g} {self.timeline.unit}".rstrip()
             parts.append(
@@ -413,24 +414,23 @@ def _tick(least: float) -> float:
 
 def _legend(schedule: Schedule, x: float, y: float) -> list[str]:
     parts = []
-    kinds = {Kind.F: "forward", Kind.B: "backward"} if schedule.has_backward else {Kind.F: "forward"}
-    for kind, label in kinds.items():
+    drawn = {action.kind for actions in schedule.actions for action in actions}
+    for kind in (kind for kind in COMPUTATIONS if kind in drawn):
         for chunk in range(schedule.num_chunks):
-            fill, _ = _colours(kind, chunk / schedule.num_chunks)
+            fill, _ = _colors(kind, chunk / schedule.num_chunks)
             parts.append(f'<rect x="{x}" y="{y}" width="16" height="16" fill="{fill}"/>')
             x += 18
         chunks = f" (chunks 0 to {schedule.num_chunks - 1})" if schedule.num_chunks > 1 else ""
-        parts.append(_text(x + 4, y + 13, label + chunks))
+        parts.append(_text(x + 4, y + 13, kind.label + chunks))
         x += 90 + 6.5 * len(chunks)
     parts.append(f'<rect x="{x}" y="{y}" width="16" height="16" class="idle"/>')
     parts.append(_text(x + 22, y + 13, "idle"))
     return parts
 
 
-def _colours(kind: Kind, lightness: float) -> tuple[str, str]:
-    """Colour of a cell and of the number on it; later chunks are lighter."""
-    base = (31, 95, 168) if kind is Kind.F else (32, 132, 88)
-    mixed = (round(part + (255 - part) * 0.75 * lightness) for part in base)
+def _colors(kind: Kind, lightness: float) -> tuple[str, str]:
+    """Return the colors of a cell and of the number on it; later chunks are lighter."""
+    mixed = (round(part + (255 - part) * 0.75 * lightness) for part in kind.color)
     return "#" + "".join(f"{part:02x}" for part in mixed), "#ffffff" if lightness < 0.4 else "#24292f"
 
 

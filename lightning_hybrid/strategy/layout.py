@@ -18,8 +18,9 @@ from lightning_hybrid.distributed.grid_shape import grid_shape
 from lightning_hybrid.memory.activation_checkpoint.policy import chosen_layers, is_by_name
 from lightning_hybrid.pipeline_parallel.body import Body, find_body
 from lightning_hybrid.pipeline_parallel.frame.fake_tensors import FakeMode
-from lightning_hybrid.pipeline_parallel.links.step_schedules import find_schedule
+from lightning_hybrid.pipeline_parallel.links.step_schedules import find_placement, find_schedule
 from lightning_hybrid.pipeline_parallel.partition import STAGE_MARK, numbered, partition
+from lightning_hybrid.pipeline_parallel.schedules import Placement
 from lightning_hybrid.pipeline_parallel.stage_map import StageMap
 from lightning_hybrid.pipeline_parallel.timeline import simulate
 from lightning_hybrid.strategy.summary import (
@@ -143,7 +144,7 @@ def outline(module: LightningModule, settings: Settings, sizes: tuple[int, int, 
 def _find_stages_if_any(module: LightningModule, settings: Settings, num_ranks: int) -> tuple[Body | None, StageMap]:
     if num_ranks > 1:
         return find_stages(module, settings, num_ranks)
-    return None, StageMap(None, (), (range(0),), 1)
+    return None, StageMap.uncut()
 
 
 def find_stages(
@@ -161,7 +162,8 @@ def find_stages(
         ValueError: If there is no body, or it has fewer layers than there are stages.
         TypeError: If the body cannot be divided.
     """
-    num_stages = num_ranks * settings.num_chunks
+    placement = find_placement(settings, num_ranks)
+    num_stages = placement.num_stages
     body = body or find_layers(module, settings, num_stages)
     weights = _weights(module, settings, body)
     ends = [0, *accumulate(body.rows)]
@@ -169,7 +171,7 @@ def find_stages(
     marked = _marked_stages(module, settings, body)
     rows = partition(settings.partition, of_rows, num_stages) if marked is None else _numbered(marked, body, num_stages)
     stages = tuple(range(ends[row.start], ends[row.stop]) for row in rows)
-    return body, _stage_map(module, settings, body, stages, num_ranks)
+    return body, _stage_map(module, settings, body, stages, placement)
 
 
 def _marked_stages(module: nn.Module, settings: Settings, body: Body) -> list[int] | None:
@@ -256,10 +258,10 @@ def _numbered(marked: Sequence[int], body: Body, num_stages: int) -> list[range]
 
 
 def _stage_map(
-    module: nn.Module, settings: Settings, body: Body, stages: tuple[range, ...], num_ranks: int
+    module: nn.Module, settings: Settings, body: Body, stages: tuple[range, ...], placement: Placement
 ) -> StageMap:
     is_chain = body.chain is not None
-    around = StageMap(body.name, body.names, stages, num_ranks, is_chain=is_chain)
+    around = StageMap(body.name, body.names, stages, placement, is_chain=is_chain)
     return replace(around, is_followed=not is_chain or _follows_chain(module, settings, around))
 
 
@@ -273,7 +275,9 @@ def _follows_chain(module: nn.Module, settings: Settings, stage_map: StageMap) -
 def _weights(module: nn.Module, settings: Settings, body: Body) -> list[int]:
     """The parameters that each layer brings to its stage: its own, and what is expected beside it."""
     number = len(body.layers)
-    alone = _stage_map(module, settings, body, tuple(range(at, at + 1) for at in range(number)), number)
+    alone = _stage_map(
+        module, settings, body, tuple(range(at, at + 1) for at in range(number)), Placement.in_turns(number)
+    )
     held = [{id(parameter): parameter.numel() for parameter in layer.parameters()} for layer in body.layers]
     beside = _expected_use(module, alone)
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -315,7 +319,7 @@ def find_own_layers(module: nn.Module, body: Body | None, stage_map: StageMap, r
     """The layers of each stage of a pipeline rank; without stages, those that lists of layers in the module have."""
     if body is None:
         return {0: list(listed_layers(module))}
-    own = range(rank, len(stage_map.stages), stage_map.num_ranks)
+    own = stage_map.placement.stages_of(rank)
     return {stage: [body.layers[index] for index in stage_map.stages[stage]] for stage in own}
 
 

@@ -29,6 +29,7 @@ from lightning_hybrid.memory.estimate import MemoryEstimator
 from lightning_hybrid.memory.offload import Offload
 from lightning_hybrid.pipeline_parallel.body import Body, BodyCallError, layer_call_text
 from lightning_hybrid.pipeline_parallel.frame.fake_tensors import FakeMode
+from lightning_hybrid.pipeline_parallel.links.step_schedules import find_placement
 from lightning_hybrid.pipeline_parallel.placeholders import is_placeholder, refuse_call, replace_with_placeholders
 from lightning_hybrid.pipeline_parallel.stage_map import StageMap
 from lightning_hybrid.strategy import layout
@@ -85,10 +86,9 @@ class ModuleParallelizer:
         self._device = device
         self._settings = settings
         self._mesh = mesh
-        num_ranks = mesh.pipeline_parallel_size
-        self.num_stages = num_ranks * settings.num_chunks if num_ranks > 1 else 1
+        self.num_stages = find_placement(settings, mesh.pipeline_parallel_size).num_stages
         self.body: Body | None = None
-        self.stage_map = StageMap(None, (), (range(0),), 1)
+        self.stage_map = StageMap.uncut()
         self.plan: Plan | None = None
         self.is_done = self._was_parallelized = False
         self.is_whole = before is not None

@@ -43,6 +43,7 @@ from lightning_hybrid.distributed.watch.flight_recorder import read_collectives
 from lightning_hybrid.memory.offload import Offload
 from lightning_hybrid.memory.report import MemoryReport
 from lightning_hybrid.pipeline_parallel.engine import Engine
+from lightning_hybrid.pipeline_parallel.links.step_schedules import find_placement
 from lightning_hybrid.pipeline_parallel.p2p import make_channels
 from lightning_hybrid.pipeline_parallel.recorder import Recorder
 from lightning_hybrid.strategy.checks import check_modules, check_own_parts
@@ -123,9 +124,10 @@ class World:
         }
         grid = grid_shape(config.tensor_parallel_mode, sizes[1], config.tensor_parallel_depth)
         axes |= {"grid": grid, "writes_together": config.save_distributed_checkpoint}
+        placement = find_placement(config, sizes[2])
         with connections.opened(), equally_many_groups(max(each.num_groups for each in ranks)):
             self.mesh = Mesh(*sizes, **axes, hosts=hosts, context_parallel_size=config.context_parallel_size)
-            channels = make_channels(self.mesh, config.num_chunks, device, dynamic_shapes=config.dynamic_shapes)
+            channels = make_channels(self.mesh, placement, device, dynamic_shapes=config.dynamic_shapes)
         self.failures, store, watched = start.failures, start.store, start.watched
         rank = dist.get_rank()
         groups = [self.mesh.model_ranks(replica) for replica in range(self.mesh.data_parallel_size)]
@@ -531,7 +533,7 @@ class Run:
             undo.callback(step_collectives.remove)
         self.context.metrics.install()
         undo.callback(self.context.metrics.remove)
-        source = world.mesh.model_group_rank(world.mesh.pipeline_parallel_size - 1, 0)
+        source = world.mesh.model_group_rank(self.context.placement.ranks[-1], 0)
         body = self._attached.parallelizer.body
         epoch_sync = EpochSync(module, world.mesh.control_group, source=source, layers=body.layers if body else ())
         add_callbacks(trainer, epoch_sync)

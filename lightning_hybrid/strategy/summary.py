@@ -69,7 +69,7 @@ def stage_rows(module: nn.Module, layers: Sequence[nn.Module], stage_map: StageM
     for stage, (positions, counts) in enumerate(zip(stage_map.stages, held, strict=True)):
         everything, in_layers = sum(counts.values()), _count([layers[index] for index in positions])
         kinds, outside = _kinds(layers, positions), everything - in_layers
-        rank = stage % stage_map.num_ranks
+        rank = stage_map.placement.ranks[stage]
         rows.append(StageRow(stage, rank, positions, kinds, in_layers, outside, everything / total))
     return rows
 

@@ -250,7 +250,7 @@ class EvaluationStep:
 
         keys = context.keys(version, [(plan.number, signature(arguments[0]))])
         early = context.may_post_early(keys)
-        schedule = build_forward(context.num_ranks, 1, context.num_chunks, posts_early=early)
+        schedule = build_forward(context.placement, 1, posts_early=early)
         try:
             values = context.engine.run(schedule, compute, keys, profile=context.profile)
         except PathChangedError as error:
@@ -274,7 +274,7 @@ class EvaluationStep:
         if known is not None:
             return self._run(key, x, known, coordinates)
         mesh = self._context.mesh
-        control, last = mesh.control_group, mesh.model_group_rank(mesh.pipeline_parallel_size - 1, 0)
+        control, last = mesh.control_group, mesh.model_group_rank(self._context.placement.ranks[-1], 0)
         counts = broadcast_object(self._divide(x, total)[1] if self._context.is_first else None, 0, control)
         y, joined = None, False
         with suppress(JoinError):
@@ -315,7 +315,7 @@ class EvaluationStep:
         marks = range(len(counts)) if getattr(context.module, "split_body_input", None) else counts
         keys = context.keys((key, counts), marks)
         early = context.may_post_early(keys)
-        schedule = build_forward(context.num_ranks, len(counts), context.num_chunks, posts_early=early)
+        schedule = build_forward(context.placement, len(counts), posts_early=early)
         outputs = context.engine.run(schedule, compute, keys, profile=context.profile)
         if not context.is_last:
             return None

@@ -98,11 +98,10 @@ class StepContext:
     ) -> None:
         self.module, self.mesh, self.device = module, mesh, device
         self.streams, self.engine = streams, engine
-        self.num_ranks = mesh.pipeline_parallel_size
-        self.num_stages = len(stage_map.stages)
-        self.num_chunks = self.num_stages // self.num_ranks
-        self.is_first = mesh.pipeline_rank == 0
-        self.is_last = mesh.pipeline_rank == (self.num_stages - 1) % self.num_ranks
+        self.placement = stage_map.placement
+        self.num_stages = self.placement.num_stages
+        self.is_first = mesh.pipeline_rank == self.placement.ranks[0]
+        self.is_last = mesh.pipeline_rank == self.placement.ranks[-1]
         given = module, body, stage_map, mesh, device, streams
         around = self._around_discovery
         self.frame = StepFrame(
@@ -114,7 +113,7 @@ class StepContext:
         self._failures, self._abandon = failures, abandon
         self.desync = StepDesync(module, mesh, desync, self.guard)
         self._around_forwards = around_forwards
-        source = mesh.model_group_rank(self.num_ranks - 1, 0)
+        source = mesh.model_group_rank(self.placement.ranks[-1], 0)
         self._results = mesh.tree_broadcast("results", source, device)
         self._recorder = LogRecorder(module)
         is_source = self._results.is_source and mesh.data_rank == 0
@@ -133,7 +132,7 @@ class StepContext:
         self._keys: defaultdict[Hashable, int] = defaultdict(_KEYS.__next__)
         self._steps: set[Hashable] = set()  # that have been run, where that matters
         self._parameters = list(module.parameters())
-        own = range(mesh.pipeline_rank, self.num_stages, self.num_ranks)
+        own = self.placement.stages_of(mesh.pipeline_rank)
         self.layers = {
             stage: [body.layers[index] for index in stage_map.stages[stage]] if body else [] for stage in own
         }

@@ -59,7 +59,7 @@ def make_frame(module: nn.Module, body: Body, stage_map: StageMap, device: torch
         module,
         list(zip(body.names, body.layers, strict=True)),
         stage_map.stages,
-        stage_map.num_ranks,
+        stage_map.placement,
         device,
         holders=find_holders(module, stage_map),
         leaf_modules=[each for each in around if isinstance(each[1], ParallelLayer)],
@@ -139,7 +139,7 @@ class StepFrame:
         around_discovery: Callable[[], AbstractContextManager[object]],
     ) -> None:
         self._module, self._mesh, self._device, self._streams = module, mesh, device, streams
-        self._num_ranks, self.remembers = mesh.pipeline_parallel_size, remembers
+        self.remembers = remembers
         self.body_cut = BodyCut(body.name, body.chain, body.lists) if body and body.chain is not None else None
         self.places = stage_map.is_followed
         self.cut: FrameCut | None = None
@@ -151,7 +151,7 @@ class StepFrame:
         self._fits_units, self._opens = opens, opens and body is not None and body.is_found
         self._around_discovery, self._frees_early = around_discovery, frees_early
         self._find_code_before(stage_map)
-        last = (len(stage_map.stages) - 1) % self._num_ranks
+        last = stage_map.placement.ranks[-1]
         if self.places and self.body_cut is None:
             self.cut = self._make_cut()
         elif self.places and not stage_map.outside and mesh.pipeline_rank in (0, last):
@@ -472,7 +472,8 @@ class StepFrame:
             self._warn_of_travels(step, [travel for plan in plans for travel in plan.travels])
         fetched: dict[str, Tensor] = {}
         for name, stage in {name: stage for plan in plans for name, stage in plan.fetched.items()}.items():
-            parameter, source = self._module.get_parameter(name), mesh.model_group_rank(stage % self._num_ranks, 0)
+            rank = self._stage_map.placement.ranks[stage]
+            parameter, source = self._module.get_parameter(name), mesh.model_group_rank(rank, 0)
             is_source = mesh.model_group.rank() == source
             fetched[name] = parameter.detach() if is_source else torch.empty_like(parameter, device=self._device)
             broadcast_tensors([fetched[name]], mesh.model_group, source)

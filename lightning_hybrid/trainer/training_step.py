@@ -184,7 +184,7 @@ class TrainingStep:
                 if reduce and context.is_source:
                     left_out.ask()
             if value is None:
-                if context.num_ranks > 1 and not self._may_skip:
+                if context.placement.num_ranks > 1 and not self._may_skip:
                     raise WrongUseError(_UNEXPECTED_NONE)
                 return NOTHING
             loss = self._checked(_loss_of(value))
@@ -313,7 +313,7 @@ class TrainingStep:
         """
         number, posts_early = len(keys), self._context.may_post_early(keys, *place)
         if not backward:
-            return build_forward(self._context.num_ranks, number, self._context.num_chunks, posts_early=posts_early)
+            return build_forward(self._context.placement, number, posts_early=posts_early)
         return self.schedules[number] if posts_early else self.schedules.without_early_receives(number)
 
     def _make_compute(

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_hybrid.checkpoint.parts import mark_parts
 from lightning_hybrid.pipeline_parallel.placeholders import replace_with_placeholders
+from lightning_hybrid.pipeline_parallel.schedules import Placement
 from lightning_hybrid.pipeline_parallel.stage_map import StageMap
 from tests.pool import Pools
 from tests.training_jobs import Regression, loader, users_trainer
@@ -142,7 +143,9 @@ def test_no_way_of_saving_in_a_hook_writes_a_part(ranks: Pools, tmp_path: Path, 
 def test_functions_are_checked_as_long_as_a_divided_module_is_there(ends: str) -> None:
     gc.collect()
     save, modules = torch.save, [Model(), Model()]
-    stage_map = StageMap("body", tuple(f"body.{number}" for number in range(4)), (range(2), range(2, 4)), 2)
+    stage_map = StageMap(
+        "body", tuple(f"body.{number}" for number in range(4)), (range(2), range(2, 4)), Placement.in_turns(2)
+    )
     for module in modules:
         replace_with_placeholders(module, stage_map, 0)
         mark_parts(module)

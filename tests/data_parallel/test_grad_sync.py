@@ -13,6 +13,7 @@ from lightning_hybrid.data_parallel.grad_sync import GradientSync
 from lightning_hybrid.data_parallel.zero.zero import NoZero
 from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.pipeline_parallel.placeholders import PlaceholderTensor, replace_with_placeholders
+from lightning_hybrid.pipeline_parallel.schedules import Placement
 from lightning_hybrid.pipeline_parallel.stage_map import StageMap
 from tests.pool import Pools
 
@@ -30,7 +31,8 @@ class Model(nn.Module):
         self.register_buffer("steps", torch.tensor(0))
 
     def stage_map(self, num_ranks: int, stages: tuple[range, ...]) -> StageMap:
-        return StageMap("body", tuple(f"body.{key}" for key in self.body._modules), stages, num_ranks)
+        placement = Placement.in_turns(num_ranks, len(stages) // num_ranks)
+        return StageMap("body", tuple(f"body.{key}" for key in self.body._modules), stages, placement)
 
 
 # Two ranks, two chunks: rank 0 has the layers 0, 1 and 3, rank 1 the layers 2, 4 and 5.
@@ -160,7 +162,7 @@ def shared_table(pipeline: int) -> int:
     body = model["body"]
     mesh = Mesh(1, 1, pipeline)
     stages = tuple(range(i, i + 1) for i in range(pipeline))
-    stage_map = StageMap("body", tuple(f"body.{key}" for key in body._modules), stages, pipeline)
+    stage_map = StageMap("body", tuple(f"body.{key}" for key in body._modules), stages, Placement.in_turns(pipeline))
     replace_with_placeholders(model, stage_map, mesh.pipeline_rank)
     # Moving a module to a device unties its buffers, but not those that are placeholders.
     for block in body:

@@ -30,6 +30,7 @@ from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.distributed.sizes import resolve_sizes
 from lightning_hybrid.pipeline_parallel import p2p
 from lightning_hybrid.pipeline_parallel.p2p import make_channels
+from lightning_hybrid.pipeline_parallel.schedules import Placement
 from tests.pool import Pools
 
 # -- sizes -------------------------------------------------------------------------------------------------------------
@@ -400,7 +401,10 @@ def calls_of(
         calls = Calls(backends or {"cuda": "nccl"})
         with calls.counted():
             make_channels(
-                Mesh(*sizes, timeout=timedelta(seconds=77)), num_chunks, torch.device("cuda"), dynamic_shapes=False
+                Mesh(*sizes, timeout=timedelta(seconds=77)),
+                Placement.in_turns(sizes[2], num_chunks),
+                torch.device("cuda"),
+                dynamic_shapes=False,
             )
         return calls
 
@@ -446,7 +450,7 @@ def test_with_weights_that_both_ends_hold_a_rank_has_eight_communicators(rank: i
         calls = Calls({"cuda": "nccl"})
         with calls.counted():
             mesh = Mesh(64, 8, 8)
-            make_channels(mesh, 1, torch.device("cuda"), dynamic_shapes=False)
+            make_channels(mesh, Placement.in_turns(8), torch.device("cuda"), dynamic_shapes=False)
             for backend in (None, "gloo"):
                 for of_replica in (False, True):
                     mesh.shared_parameter_group((0, 7), of_replica=of_replica, backend=backend)

@@ -13,6 +13,7 @@ from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.pipeline_parallel.chain import CodeBefore
 from lightning_hybrid.pipeline_parallel.frame.fake_tensors import FakeTensor
 from lightning_hybrid.pipeline_parallel.placeholders import replace_with_placeholders
+from lightning_hybrid.pipeline_parallel.schedules import Placement
 from lightning_hybrid.pipeline_parallel.stage_map import StageMap
 
 CPU = torch.device("cpu")
@@ -31,7 +32,9 @@ def lacking() -> Before:
     module = Before()
     outside = {name: frozenset((0,)) for name in ("embed.weight", "embed.bias")}
     replace_with_placeholders(
-        module, StageMap("body", ("body.0", "body.1"), (range(1), range(1, 2)), 2, outside=outside), 1
+        module,
+        StageMap("body", ("body.0", "body.1"), (range(1), range(1, 2)), Placement.in_turns(2), outside=outside),
+        1,
     )
     return module
 

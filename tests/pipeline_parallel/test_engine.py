@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,16 @@ from torch import Tensor, nn
 
 from lightning_hybrid.pipeline_parallel.engine import Engine
 from lightning_hybrid.pipeline_parallel.p2p import BlankMessageError
-from lightning_hybrid.pipeline_parallel.schedules import Action, Kind, Schedule, build, build_forward
+from lightning_hybrid.pipeline_parallel.schedules import (
+    Action,
+    Kind,
+    Placement,
+    Schedule,
+    build,
+    build_forward,
+    complete,
+)
+from lightning_hybrid.pipeline_parallel.schedules.generators import gpipe
 from tests.pipeline_parallel.channels import CountingGroup, open_channels
 from tests.pool import Pools
 
@@ -128,7 +137,7 @@ class Job:
             results.append(outputs)
         return results
 
-    def gradients(self, stages: range) -> list[Tensor | None]:
+    def gradients(self, stages: Sequence[int]) -> list[Tensor | None]:
         return [parameter.grad for stage in stages for parameter in self.layers[stage].parameters()]
 
     def zero_grad(self) -> None:
@@ -140,7 +149,7 @@ def sizes_of(num_microbatches: int) -> list[int]:
     return [1 + i % 3 for i in range(num_microbatches)]
 
 
-def assert_gradients_of_one_process(job: Job, stages: range) -> int:
+def assert_gradients_of_one_process(job: Job, stages: Sequence[int]) -> int:
     ours = job.gradients(stages)
     job.zero_grad()
     job.in_one_process()
@@ -177,6 +186,32 @@ def test_same_gradients_as_one_process(ranks: Pools, name: str, num_chunks: int,
     assert all(ranks(size).run(train, "plain", name, num_chunks, [1, 2, 4, 9]))
 
 
+def train_there_and_back(model: str, num_microbatches: int) -> tuple[int, int]:
+    """Each rank has a stage on the way to the last rank, and one on the way back, as in ZB-V and DualPipeV."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    placement, sizes = Placement((*range(size), *reversed(range(size)))), sizes_of(num_microbatches)
+    order = gpipe(placement, num_microbatches, [0] * size)
+    schedule = complete(Schedule("there and back", placement, num_microbatches, order))
+    channels, _ = open_channels()
+    engine, job = Engine(rank, channels), Job(model, placement.num_stages, sizes)
+    stages, compared = placement.stages_of(rank), 0
+    for _ in range(2):
+        engine.run(schedule, job.compute, sizes)
+        compared += assert_gradients_of_one_process(job, stages)
+    engine.run(build_forward(placement, num_microbatches), job.compute, [("evaluate", s) for s in sizes])
+    engine.retire()
+    return compared, sum(action.kind.is_send for action in schedule.actions[rank])
+
+
+@pytest.mark.parametrize("model", ["plain", "trees"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_rank_may_have_the_first_stage_and_the_last(ranks: Pools, model: str, size: int) -> None:
+    found = ranks(size).run(train_there_and_back, model, 5)
+    assert all(compared for compared, _ in found)
+    # A rank in the middle sends 2 activations and 2 gradients of each microbatch; the ends have one neighbor.
+    assert [sent for _, sent in found] == [10, *[20] * (size - 2), 10]
+
+
 @pytest.mark.parametrize("model", ["in place", "trees", "frozen", "all frozen"])
 @pytest.mark.parametrize(
     ("size", "name", "num_chunks"), [(1, "gpipe", 3), (2, "1f1b", 1), (2, "interleaved_1f1b", 2), (3, "1f1b", 1)]
@@ -196,7 +231,9 @@ def evaluate(model: str, num_chunks: int, numbers: list[int]) -> list[int]:
         job = Job(model, size * num_chunks, sizes)
         engine.run(build("gpipe", size, num_microbatches, num_chunks), job.compute, [("train", s) for s in sizes])
         with torch.no_grad():
-            outputs = engine.run(build_forward(size, num_microbatches, num_chunks), job.compute, sizes)
+            outputs = engine.run(
+                build_forward(Placement.in_turns(size, num_chunks), num_microbatches), job.compute, sizes
+            )
             expected = job.in_one_process()
         returned.append(len(outputs))
         for ours, theirs in zip(outputs, expected if outputs else [], strict=True):
@@ -369,7 +406,7 @@ def shapes_by_value(dynamic_shapes: bool) -> str:
         if rank == 1:  # what the first stage has sent before it fails
             return str(channels[0, 1, "activation"].post((0, "key")).wait()[0][0].shape)
         with pytest.raises(ValueError, match=r"float64\[4, 4\](.|\n)*float64\[3, 4\](.|\n)*dynamic_shapes=True"):
-            engine.run(build_forward(size, 4), compute, ["key"] * 4)
+            engine.run(build_forward(Placement.in_turns(size), 4), compute, ["key"] * 4)
         engine.retire()
         return str(engine.position)
     engine.run(build("1f1b", size, 4), compute, ["key"] * 4)
@@ -433,7 +470,11 @@ def long_run(name: str, num_chunks: int, num_microbatches: int, forward_only: bo
     job = Job("plain", size * num_chunks, [1] * num_microbatches)
     with torch.set_grad_enabled(not forward_only):
         if forward_only:
-            engine.run(build_forward(size, num_microbatches, num_chunks), job.compute, ["key"] * num_microbatches)
+            engine.run(
+                build_forward(Placement.in_turns(size, num_chunks), num_microbatches),
+                job.compute,
+                ["key"] * num_microbatches,
+            )
         else:
             engine.run(build(name, size, num_microbatches, num_chunks), job.compute, ["key"] * num_microbatches)
     engine.retire()
@@ -532,7 +573,7 @@ def test_wrong_use_is_told() -> None:
 def test_schedule_written_by_hand() -> None:
     """The engine needs nothing but a list: here the backwards of two stages on one rank, in another order."""
     order = "0F0 0F1 1F1 1F0 1B0 0B0 1B1 0B1"
-    schedule = Schedule("by hand", 1, 2, 2, (tuple(map(Action.parse, order.split())),))
+    schedule = Schedule("by hand", Placement.in_turns(1, 2), 2, (tuple(map(Action.parse, order.split())),))
     job, said = Job("in place", 2, [1, 3]), list[str]()
     Engine(0, {}, trace=said.append).run(schedule, job.compute, ["a", "b"])
     assert said == order.split()

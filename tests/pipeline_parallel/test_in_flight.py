@@ -11,7 +11,7 @@ import pytest
 
 from lightning_hybrid.pipeline_parallel.links.in_flight import NOT_WORTH, choose_extra
 from lightning_hybrid.pipeline_parallel.links.link import Link, StepTimes, equal_times
-from lightning_hybrid.pipeline_parallel.schedules import build
+from lightning_hybrid.pipeline_parallel.schedules import Placement, build
 from lightning_hybrid.pipeline_parallel.timeline import simulate
 
 # -- two ranks: closed forms -------------------------------------------------------------------------------------------
@@ -120,7 +120,7 @@ def test_nothing_that_could_be_tried_is_faster_by_much_on_many_problems(seed: in
 
 
 def test_only_links_between_nodes_get_more() -> None:
-    times = equal_times(4, 4, [0, 0, 1, 1], Link(), Link(latency=4.0))
+    times = equal_times(Placement.in_turns(4), [0, 0, 1, 1], Link(), Link(latency=4.0))
     assert choose_extra("1f1b", times, 4, 64) == (0, 3, 0)
 
 
@@ -129,5 +129,5 @@ def test_only_links_between_nodes_get_more() -> None:
     [([9, 9, 9, 9], (0, 3, 0)), ([9, 2, 9, 9], (0, 2, 0)), ([1, 9, 9, 9], (0, 1, 0)), ([0, 0, 0, 0], (0, 0, 0))],
 )
 def test_no_more_than_ranks_have_memory_for(most: Sequence[float], expected: tuple[int, ...]) -> None:
-    times = equal_times(4, 4, [0, 0, 1, 1], Link(), Link(latency=4.0))
+    times = equal_times(Placement.in_turns(4), [0, 0, 1, 1], Link(), Link(latency=4.0))
     assert choose_extra("1f1b", times, 4, 64, most) == expected

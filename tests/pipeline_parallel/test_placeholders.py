@@ -21,6 +21,7 @@ from lightning_hybrid.pipeline_parallel.placeholders import (
     refuse_call,
     replace_with_placeholders,
 )
+from lightning_hybrid.pipeline_parallel.schedules import Placement
 from lightning_hybrid.pipeline_parallel.stage_map import StageMap
 
 
@@ -39,7 +40,9 @@ class Model(nn.Module):
         self.body = nn.Sequential(here, there, nn.ParameterList([torch.rand(2), torch.rand(1)]))  # type: ignore[arg-type]
 
     def stage_map(self) -> StageMap:
-        return StageMap("body", tuple(f"body.{key}" for key in self.body._modules), (range(1), range(1, 3)), 2)
+        return StageMap(
+            "body", tuple(f"body.{key}" for key in self.body._modules), (range(1), range(1, 3)), Placement.in_turns(2)
+        )
 
 
 def make(rank: int = 0) -> Model:

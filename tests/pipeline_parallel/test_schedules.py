@@ -16,11 +16,13 @@ from lightning_hybrid.pipeline_parallel.schedules import (
     Action,
     ChannelKey,
     Kind,
+    Placement,
     Schedule,
     add_communication,
     build,
     build_forward,
     compute_order,
+    compute_schedule,
     post_receives_early,
     validate,
 )
@@ -112,7 +114,7 @@ def test_fewer_microbatches_than_stages() -> None:
 def test_forwards_only() -> None:
     order = tuple(
         tuple(action for action in actions if action.kind is Kind.F)
-        for actions in build_forward(num_ranks=2, num_microbatches=3, num_chunks=2).actions
+        for actions in build_forward(Placement.in_turns(2, 2), num_microbatches=3).actions
     )
     assert staircase(order, 4) == [
         "0F0  0F1  0F2  2F0  2F1  2F2",
@@ -261,7 +263,7 @@ def execute_with_blocking_sends(schedule: Schedule) -> str | None:
 def test_every_schedule_is_complete_and_cannot_deadlock(name: str, num_ranks: int) -> None:
     for num_microbatches, num_chunks in itertools.product(range(1, 17), [1] if name == "1f1b" else [1, 2, 3]):
         if name == "forward":
-            schedule = build_forward.__wrapped__(num_ranks, num_microbatches, num_chunks)
+            schedule = build_forward.__wrapped__(Placement.in_turns(num_ranks, num_chunks), num_microbatches)
         else:
             schedule = build.__wrapped__(name, num_ranks, num_microbatches, num_chunks)
         fault = execute_with_blocking_sends(schedule)
@@ -286,8 +288,7 @@ LAYOUTS = [("gpipe", 4, 6, 1), ("1f1b", 4, 6, 1), ("1f1b", 4, 2, 1), ("interleav
 
 
 def with_communication(name: str, num_ranks: int, num_microbatches: int, num_chunks: int) -> Schedule:
-    order = compute_order(name, num_ranks, num_microbatches, num_chunks)
-    return add_communication(Schedule(name, num_ranks, num_chunks, num_microbatches, order))
+    return add_communication(compute_schedule(name, num_ranks, num_microbatches, num_chunks))
 
 
 def num_computations_before(actions: tuple[Action, ...], action: Action) -> int:
@@ -367,7 +368,9 @@ def retired_when_withheld(schedule: Schedule, withheld: Action) -> int | None:
 
 @pytest.mark.parametrize("layout", [*LAYOUTS, ("forward", 3, 4, 2), ("forward", 3, 4, 1)])
 def test_a_send_retires_at_the_first_action_that_needs_it_received(layout: tuple[str, int, int, int]) -> None:
-    schedule = build_forward(*layout[1:]) if layout[0] == "forward" else build(*layout)
+    name, num_ranks, num_microbatches, num_chunks = layout
+    forward = build_forward(Placement.in_turns(num_ranks, num_chunks), num_microbatches)
+    schedule = forward if name == "forward" else build(*layout)
     for actions, retired in zip(schedule.actions, schedule.retired, strict=True):
         retired_at = {send: position for position, sends in enumerate(retired) for send in sends}
         assert sum(map(len, retired)) == len(retired_at), "a send retires once"
@@ -456,8 +459,7 @@ def test_circular_wait_names_each_rank() -> None:
     # As one would write it by hand: receive right before use, send right after. Both ranks block in a send.
     naive = Schedule(
         "naive",
-        num_ranks=2,
-        num_chunks=1,
+        Placement.in_turns(2),
         num_microbatches=2,
         actions=(
             parse("0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1"),
@@ -469,10 +471,10 @@ def test_circular_wait_names_each_rank() -> None:
 
 
 def test_circular_computation_names_each_rank() -> None:
-    add_communication(Schedule("fine", 2, 1, 2, (parse("0F1 0F0 0B0 0B1"), parse("1F0 1B0 1F1 1B1"))))
+    add_communication(Schedule("fine", Placement.in_turns(2), 2, (parse("0F1 0F0 0B0 0B1"), parse("1F0 1B0 1F1 1B1"))))
     order = parse("0F0 0B0 0F1 0B1"), parse("1F1 1B1 1F0 1B0")
     with pytest.raises(ValueError, match="deadlocks: rank 0 waits at 0B0, rank 1 waits at 1F1"):
-        add_communication(Schedule("crossed", 2, 1, 2, order))
+        add_communication(Schedule("crossed", Placement.in_turns(2), 2, order))
 
 
 def test_validator_agrees_with_execution_on_random_corruptions() -> None:
@@ -535,4 +537,4 @@ def test_wrong_arguments(arguments: tuple[str, int, int], message: str) -> None:
 
 def test_wrong_arguments_of_forward() -> None:
     with pytest.raises(ValueError, match="num_microbatches is -1"):
-        build_forward(2, -1)
+        build_forward(Placement.in_turns(2), -1)

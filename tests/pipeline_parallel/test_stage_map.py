@@ -5,6 +5,7 @@ from collections import OrderedDict
 import pytest
 from torch import nn
 
+from lightning_hybrid.pipeline_parallel.schedules import Placement
 from lightning_hybrid.pipeline_parallel.stage_map import StageMap, locate
 
 # Five layers on four stages and two ranks: rank 0 has the layers 0, 1 and 3, rank 1 the layers 2 and 4.
@@ -12,7 +13,12 @@ STAGES = (range(2), range(2, 3), range(3, 4), range(4, 5))
 
 
 def place(body: nn.Sequential, name: str = "body", num_ranks: int = 2) -> StageMap:
-    return StageMap(name, tuple(f"{name}.{key}".removeprefix(".") for key in body._modules), STAGES, num_ranks)
+    return StageMap(
+        name,
+        tuple(f"{name}.{key}".removeprefix(".") for key in body._modules),
+        STAGES,
+        Placement.in_turns(num_ranks, len(STAGES) // num_ranks),
+    )
 
 
 def linears(count: int = 5) -> list[nn.Module]:
@@ -60,13 +66,15 @@ def test_a_slice_of_a_sequential_keeps_old_numbers() -> None:
 
 
 def test_around_units_everything_is_on_every_stage() -> None:
-    stage_map = StageMap("a, b", ("a.0", "b.0", "b.1"), (range(1), range(1, 2), range(2, 3)), 3, is_chain=False)
+    stage_map = StageMap(
+        "a, b", ("a.0", "b.0", "b.1"), (range(1), range(1, 2), range(2, 3)), Placement.in_turns(3), is_chain=False
+    )
     assert stage_map.stages_of("b.0.weight") == {1}
     assert stage_map.stages_of("b.weight") == stage_map.stages_of("head.weight") == {0, 1, 2}
 
 
 def test_undivided() -> None:
-    stage_map = StageMap(None, (), (range(0),), 1)
+    stage_map = StageMap.uncut()
     assert stage_map.stages_of("anything.0.weight") == {0}
     assert stage_map.ranks_of("anything.0.weight") == {0}
 

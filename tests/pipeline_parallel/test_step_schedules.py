@@ -37,7 +37,7 @@ from tests.training_jobs import Losses, Regression, assert_same, loader, make_tr
 
 def measured(rank: int, latency: float, **others: Any) -> Measured:
     """Two ranks, of which a microbatch takes 10 ms and 20 ms; 16 of them."""
-    delays = {0: Delay(latency, 0.0)} if rank == 0 else {}
+    delays = {(0, 1): Delay(latency, 0.0)} if rank == 0 else {}
     return Measured(rank, 16, {(rank, "F"): 0.010, (rank, "B"): 0.020}, delays, **others)
 
 
@@ -52,7 +52,7 @@ def test_the_choice_is_the_way_there_and_back_over_the_slowest_rank(latency: flo
 def test_the_slowest_replica_and_the_fullest_device_decide() -> None:
     slower = replace(measured(0, 0.040), seconds={(0, "F"): 0.02, (0, "B"): 0.04})
     found = [measured(0, 0.001), slower, measured(1, 0.0), measured(1, 0.0)]
-    times = step_times(2, found)
+    times = step_times("1f1b", 2, found)
     assert (times.forwards, times.backwards) == ([0.02, 0.010], [0.04, 0.020])
     assert (times.sends, times.occupations) == ([0.040], [0.0])
     assert choose("1f1b", 2, found) == (2,)  # 80 over 60, there and back: until then the first rank only runs forwards

@@ -5,18 +5,18 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 
 import pytest
 
 from lightning_hybrid.pipeline_parallel.schedules import (
     SCHEDULES,
     Action,
+    Placement,
     Schedule,
     add_communication,
     build,
     build_forward,
-    compute_order,
+    compute_schedule,
     post_receives_early,
 )
 from tests.pipeline_parallel.streams import hangs_if_launches_block, places_that_hang
@@ -27,8 +27,10 @@ def layouts(name: str, ranks: range, microbatches: range) -> Iterator[tuple[str,
     return ((name, *sizes) for sizes in itertools.product(ranks, microbatches, chunks))
 
 
-def built(name: str, *sizes: int) -> Schedule:
-    return build_forward.__wrapped__(*sizes) if name == "forward" else build.__wrapped__(name, *sizes)
+def built(name: str, num_ranks: int, num_microbatches: int, num_chunks: int = 1, **others: bool) -> Schedule:
+    if name == "forward":
+        return build_forward.__wrapped__(Placement.in_turns(num_ranks, num_chunks), num_microbatches, **others)
+    return build.__wrapped__(name, num_ranks, num_microbatches, num_chunks, **others)
 
 
 def check(name: str, ranks: range, microbatches: range) -> None:
@@ -68,9 +70,7 @@ def place(action: Action, actions: tuple[Action, ...], computations: int) -> tup
 @pytest.mark.parametrize(("name", "sizes"), [("gpipe", (3, 4)), ("1f1b", (4, 2)), ("interleaved_1f1b", (2, 4, 2))])
 def test_a_receive_moves_as_far_as_that_holds(name: str, sizes: tuple[int, ...]) -> None:
     """Everything was moved in front of the message before it: these hang if the memory of a device runs low."""
-    schedule = add_communication(
-        Schedule(name, sizes[0], sizes[2] if len(sizes) > 2 else 1, sizes[1], compute_order(name, *sizes))
-    )
+    schedule = add_communication(compute_schedule(name, *sizes))
     moved = post_receives_early(schedule)
     held = 0
     for rank, actions in enumerate(moved.actions):
@@ -112,8 +112,7 @@ def test_1f1b_gives_nothing_up(ranks: int) -> None:
 def test_no_number_of_waits_hangs_what_posts_nothing_early(name: str) -> None:
     """In a first step all hosts wait for their devices, which load kernels."""
     for layout in layouts(name, range(2, 6), range(1, 9)):
-        built = build_forward if name == "forward" else partial(build, name)
-        assert not hangs_if_launches_block(built(*layout[1:], posts_early=False)), layout
+        assert not hangs_if_launches_block(built(*layout, posts_early=False)), layout
 
 
 @pytest.mark.parametrize("name", NAMES)

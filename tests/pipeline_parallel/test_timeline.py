@@ -12,11 +12,11 @@ import pytest
 from lightning_hybrid.pipeline_parallel.schedules import (
     Action,
     Kind,
-    Schedule,
+    Placement,
     add_communication,
     build,
     build_forward,
-    compute_order,
+    compute_schedule,
 )
 from lightning_hybrid.pipeline_parallel.timeline import Timeline, simulate
 
@@ -135,7 +135,7 @@ def test_spans_follow_each_other_and_their_inputs() -> None:
 
 
 def test_forwards_only() -> None:
-    timeline = simulate(build_forward(num_ranks=3, num_microbatches=4))
+    timeline = simulate(build_forward(Placement.in_turns(3), num_microbatches=4))
     assert timeline.makespan == 4 + 3 - 1
     assert timeline.peak_in_flight == (0, 0, 0)
 
@@ -147,7 +147,7 @@ def test_one_message_each_way() -> None:
 
 def test_early_receives_hide_messages() -> None:
     early = build("1f1b", 4, 8)
-    late = add_communication(Schedule("late", 4, 1, 8, compute_order("1f1b", 4, 8)))
+    late = add_communication(compute_schedule("1f1b", 4, 8))
     assert simulate(early, send=0.5).makespan < simulate(late, send=0.5).makespan
 
 
@@ -298,7 +298,7 @@ def test_svg_tells_name_figures_and_legend() -> None:
     for text in ["interleaved_1f1b", "rank 3", "5.5 in flight", "idle", "forward (chunks 0 to 1)"]:
         assert text in texts
     assert any("bubble 15.8% of the step" in text for text in texts)
-    assert "backward" not in simulate(build_forward(2, 2)).to_svg()
+    assert "backward" not in simulate(build_forward(Placement.in_turns(2), 2)).to_svg()
 
 
 def test_svg_has_a_colour_for_each_chunk_and_direction() -> None:

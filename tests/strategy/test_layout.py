@@ -15,6 +15,7 @@ from torchmetrics import MeanMetric
 
 from lightning_hybrid import HybridStrategy
 from lightning_hybrid.pipeline_parallel.placeholders import is_placeholder
+from lightning_hybrid.pipeline_parallel.schedules import Placement
 from lightning_hybrid.pipeline_parallel.stage_map import StageMap
 from lightning_hybrid.strategy.auto_layout.dry_run.dry_run import DryRun, dry_run
 from lightning_hybrid.strategy.layout import describe, find_stages, misplaced_text
@@ -180,7 +181,7 @@ def test_marks_of_what_lives_where_it_is_used_are_compared_with_that() -> None:
     module = marked(Language, {"blocks": 0, "embed": 0, "head": 0})
     layers = tuple(f"blocks.{number}" for number in range(6))
     outside = {"embed.weight": frozenset((0,)), "head.weight": frozenset((1,))}
-    stage_map = StageMap("blocks", layers, (range(3), range(3, 6)), 2, outside=outside)
+    stage_map = StageMap("blocks", layers, (range(3), range(3, 6)), Placement.in_turns(2), outside=outside)
     text = misplaced_text(module, stage_map)
     assert text is not None
     assert "'head' (pipeline_stage 0, used on 1)" in text

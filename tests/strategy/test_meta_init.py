@@ -17,6 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from lightning_hybrid.distributed.dtensor import full_tensor
 from lightning_hybrid.pipeline_parallel.placeholders import replace_with_placeholders
+from lightning_hybrid.pipeline_parallel.schedules import Placement
 from lightning_hybrid.pipeline_parallel.stage_map import StageMap
 from lightning_hybrid.strategy.meta_init import Initialization, lacks_values
 from tests import tensor_modules as zoo
@@ -328,7 +329,9 @@ def test_a_stage_has_the_values_of_the_whole_although_a_tie_leads_to_another_sta
 
     whole, stage = initialized(meta(make)).state_dict(), meta(make)
     replace_with_placeholders(
-        stage, StageMap("body", tuple(f"body.{key}" for key in range(4)), (range(2), range(2, 4)), 2), 1
+        stage,
+        StageMap("body", tuple(f"body.{key}" for key in range(4)), (range(2), range(2, 4)), Placement.in_turns(2)),
+        1,
     )
     initialized(stage, frames=["", "body"])
     found = {name: value for name, value in stage.state_dict().items() if not value.is_meta}

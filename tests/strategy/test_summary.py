@@ -5,7 +5,7 @@ from torch import nn
 
 from lightning_hybrid.memory.account import MemoryUsage
 from lightning_hybrid.pipeline_parallel.placeholders import replace_with_placeholders
-from lightning_hybrid.pipeline_parallel.schedules import build
+from lightning_hybrid.pipeline_parallel.schedules import Placement, build
 from lightning_hybrid.pipeline_parallel.stage_map import StageMap
 from lightning_hybrid.strategy.summary import (
     StageRow,
@@ -34,7 +34,8 @@ class Encoder(nn.Sequential):
 
 
 def rows_of(body: nn.Sequential, stages: list[range], num_ranks: int) -> list[StageRow]:
-    return stage_rows(body, body, StageMap("", tuple(body._modules), tuple(stages), num_ranks))
+    placement = Placement.in_turns(num_ranks, len(stages) // num_ranks)
+    return stage_rows(body, body, StageMap("", tuple(body._modules), tuple(stages), placement))
 
 
 def test_stages_as_data() -> None:
@@ -55,7 +56,9 @@ def test_placeholders_count() -> None:
     body = Encoder(10)
     module = nn.ModuleDict({"body": body})
     replace_with_placeholders(
-        module, StageMap("body", tuple(f"body.{key}" for key in body._modules), tuple(STAGES), 2), 0
+        module,
+        StageMap("body", tuple(f"body.{key}" for key in body._modules), tuple(STAGES), Placement.in_turns(2, 2)),
+        0,
     )
     assert rows_of(body, STAGES, 2) == whole
 

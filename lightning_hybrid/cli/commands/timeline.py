@@ -12,7 +12,7 @@ from typing import Any
 from lightning_hybrid.cli.parser import COLUMNS, Parser, positive, print_json, wrapped
 from lightning_hybrid.pipeline_parallel.links.in_flight import choose_extra
 from lightning_hybrid.pipeline_parallel.links.link import Link, StepTimes, equal_times
-from lightning_hybrid.pipeline_parallel.schedules import SCHEDULES, build
+from lightning_hybrid.pipeline_parallel.schedules import SCHEDULES, build, placement_of
 from lightning_hybrid.pipeline_parallel.timeline import Timeline, simulate
 
 
@@ -106,7 +106,7 @@ def _times(options: argparse.Namespace, ranks: int, chunks: int) -> StepTimes:
             (options.network_latency, options.network_bandwidth),
         )
     )
-    return equal_times(ranks * chunks, ranks, nodes, inside, between)
+    return equal_times(placement_of(options.schedule, ranks, chunks), nodes, inside, between)
 
 
 def _extra(text: str) -> int | str | tuple[int, ...]:

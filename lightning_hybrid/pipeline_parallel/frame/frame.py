@@ -56,6 +56,7 @@ from lightning_hybrid.pipeline_parallel.frame.running import (
 from lightning_hybrid.pipeline_parallel.frame.stage_states import StatesOfStages, copied_arguments
 from lightning_hybrid.pipeline_parallel.frame.writes import Writes, find_writes
 from lightning_hybrid.pipeline_parallel.placeholders import without_value_text
+from lightning_hybrid.pipeline_parallel.schedules import Placement
 
 _log = logging.getLogger(__name__)
 
@@ -89,7 +90,7 @@ class FrameCut:
         module: The user's module.
         units: The units with their names, in the order in which they are divided.
         stages: The units of each stage, by position.
-        num_ranks: The number of pipeline ranks.
+        placement: The rank of each stage.
         device: Where this rank computes.
         holders: The stages of parameters outside of units that not all of them have, by name.
         remembers: Whether plans are remembered; not where shapes depend on values in ways that cannot be seen.
@@ -113,7 +114,7 @@ class FrameCut:
         module: nn.Module,
         units: Sequence[tuple[str, nn.Module]],
         stages: Sequence[range],
-        num_ranks: int,
+        placement: Placement,
         device: torch.device,
         *,
         holders: Mapping[str, Collection[int]],
@@ -132,7 +133,7 @@ class FrameCut:
         self._module = module
         self._units, self._num_layers, self._leaf_modules = list(units), len(units), list(leaf_modules)
         self._stage_of = {unit: stage for stage, positions in enumerate(stages) for unit in positions}
-        self._num_stages, self._num_ranks = len(stages), num_ranks
+        self._num_stages, self._placement = len(stages), placement
         of_units = {part for _, unit in units for part in unit.modules()}
         # Compiled code would hide from a stage what the code around the units calls.
         self._compiled_around = [
@@ -547,9 +548,10 @@ class FrameCut:
         last = self._num_stages - 1
         parts, writes = [], find_writes(graph, self._units_of)
         for stage, route in enumerate(routes):
-            made_here = set().union(*(each.computed for each in routes[stage % self._num_ranks :: self._num_ranks]))
-            later = routes[stage + self._num_ranks :: self._num_ranks]
-            made_later = set().union(*(each.computed for each in later))
+            own = self._placement.stages_of(self._placement.ranks[stage])
+            later = [other for other in own if other > stage]
+            made_here = set().union(*(routes[each].computed for each in own))
+            made_later = set().union(*(routes[each].computed for each in later))
             lacks = any(stage not in stages for stages in self.holders.values())
             parts.append(
                 make_part(
@@ -661,7 +663,7 @@ class FrameCut:
         """
         run = partial(self._run, plan, stage, step, inputs=inputs, seed=seed, random=random, skipped=skipped)
         run = partial(run, fetched=fetched or {})
-        if stage + self._num_ranks >= self._num_stages:
+        if stage == self._placement.stages_of(self._placement.ranks[stage])[-1]:
             return run(arguments)
         if self._states is None:
             self._states = StatesOfStages(self._module, [unit for _, unit in self._units])
@@ -754,14 +756,14 @@ class FrameCut:
             plain: As of :class:`Lockstep`.
             is_tensor_parallel: As of :class:`Lockstep`.
         """
-        ranks = range(self._num_ranks)
-        held = {name: frozenset(stage % len(ranks) for stage in stages) for name, stages in self.all_holders.items()}
+        ranks, rank_of = range(self._placement.num_ranks), self._placement.ranks
+        held = {name: frozenset(rank_of[stage] for stage in stages) for name, stages in self.all_holders.items()}
         holders = {
             id(parameter): (parameter, held[name])
             for name, parameter in self._module.named_parameters()
             if len(held.get(name, ranks)) < len(ranks)
         }
-        layer_ranks = [self._stage_of[index] % len(ranks) for index in range(self._num_layers)]
+        layer_ranks = [rank_of[self._stage_of[index]] for index in range(self._num_layers)]
         given = exchange, rank, self.layers, layer_ranks, holders, self._device
         self._mode = lockstep = Lockstep(*given, random=random, plain=plain, is_tensor_parallel=is_tensor_parallel)
         try:

@@ -10,7 +10,10 @@ import torch
 
 from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.pipeline_parallel.p2p import Channel
-from lightning_hybrid.pipeline_parallel.schedules import ChannelKey
+from lightning_hybrid.pipeline_parallel.schedules import ChannelKey, Placement
+
+Link = tuple[int, int]
+"""The pipeline ranks that send and receive activations."""
 
 _ROUNDS = 4  # there and back, of which the quickest counts; the first one, which tells the form, does not
 
@@ -28,26 +31,21 @@ class Delay:
     occupied: float
 
 
-def far_links(mesh: Mesh, num_chunks: int) -> list[int]:
-    """The links between neighbouring pipeline ranks that are on different machines, in any replica.
+def far_links(mesh: Mesh, placement: Placement) -> list[Link]:
+    """Return the links between pipeline ranks that are on different nodes, in any replica.
 
-    Inside a machine messages are there as soon as a rank has handed them over.
+    Within a node a message arrives as soon as a rank has sent it.
 
     Args:
         mesh: The ranks.
-        num_chunks: Stages per rank; with several, the last rank sends to the first one too.
-
-    Returns:
-        The pipeline ranks before these links, the same on every rank.
+        placement: The rank of each stage.
     """
-    size = mesh.pipeline_parallel_size
-    ends = [(rank, (rank + 1) % size) for rank in range(size if num_chunks > 1 else size - 1)]
-    return [here for here, there in ends if mesh.spans_machines(here, there)]
+    return [(here, there) for here, there in placement.hops if mesh.spans_machines(here, there)]
 
 
 def measure_delays(
-    channels: Mapping[ChannelKey, Channel], rank: int, num_ranks: int, links: Sequence[int], device: torch.device
-) -> dict[int, Delay]:
+    channels: Mapping[ChannelKey, Channel], rank: int, links: Sequence[Link], device: torch.device
+) -> dict[Link, Delay]:
     """Send a few messages over links and back again, link by link; all ranks of a pipeline do it at the same time.
 
     Between steps, when nothing else goes through the channels.
@@ -55,22 +53,21 @@ def measure_delays(
     Args:
         channels: Of this rank; the largest message of a step has gone through them.
         rank: This pipeline rank.
-        num_ranks: Pipeline ranks.
-        links: The pipeline ranks before the links that are measured, ascending.
+        links: The links that are measured.
         device: Where messages live.
 
     Returns:
-        The delays of the links at whose beginning this rank is.
+        The delays of the links on which this rank sends activations.
     """
-    found: dict[int, Delay] = {}
+    found: dict[Link, Delay] = {}
     for link in links:
-        other = (link + 1) % num_ranks
-        if rank not in (link, other):
+        if rank not in link:
             continue
-        out, home = channels[link, other, "activation"], channels[other, link, "gradient"]
+        sender, receiver = link
+        out, home = channels[sender, receiver, "activation"], channels[receiver, sender, "gradient"]
         size = max(1, out.largest_message)  # both ends know the forms of what has gone through it
-        small, large = (_there_and_back(out, home, number, device, begins=rank == link) for number in (1, size))
-        if rank == link:
+        small, large = (_there_and_back(out, home, number, device, begins=rank == sender) for number in (1, size))
+        if rank == sender:
             found[link] = Delay(small / 2, max(0.0, large - small) / 2)
     return found
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 
 from lightning_hybrid.pipeline_parallel.links.link import StepTimes
-from lightning_hybrid.pipeline_parallel.schedules import Schedule, build_unproven
+from lightning_hybrid.pipeline_parallel.schedules import Placement, Schedule, build_unproven, placement_of
 from lightning_hybrid.pipeline_parallel.timeline import simulate
 
 #: A share of a step that is not worth the memory of another microbatch.
@@ -49,7 +49,7 @@ def choose_extra(
     """
     deadline, nothing = time.monotonic() + patience, (0,) * (num_ranks - 1)
     num_chunks = len(times.forwards) // max(1, num_ranks)
-    enough = _bounded(_enough(times, num_ranks, num_microbatches), most)
+    enough = _bounded(_enough(times, placement_of(name, num_ranks, num_chunks), num_microbatches), most)
     if name == "gpipe" or not any(enough):
         return nothing
     number = min(num_microbatches, max(_MOST_PLAYED, 4 * num_ranks + sum(enough)))
@@ -79,19 +79,20 @@ def choose_extra(
     return chosen
 
 
-def _enough(times: StepTimes, num_ranks: int, num_microbatches: int) -> list[int]:
-    """For each link as many as are on their way there and back while the slowest rank computes one."""
-    own = [range(rank, len(times.forwards), num_ranks) for rank in range(num_ranks)]
+def _enough(times: StepTimes, placement: Placement, num_microbatches: int) -> list[int]:
+    """Return for each link the microbatches on their way there and back while the slowest rank computes one."""
+    num_ranks = placement.num_ranks
+    own = map(placement.stages_of, range(num_ranks))
     slowest = max(sum(times.forwards[stage] + times.backwards[stage] for stage in stages) for stages in own)
     on_link = [0.0] * num_ranks
-    for stage, (send, occupied) in enumerate(zip(times.sends, times.occupations, strict=True)):
-        on_link[stage % num_ranks] += 2 * (send + occupied)
+    for rank, send, occupied in zip(placement.ranks, times.sends, times.occupations, strict=False):
+        on_link[rank] += 2 * (send + occupied)
     if num_ranks == 1 or not slowest:
         return [0] * (num_ranks - 1)
     back = on_link.pop()  # from the last rank to the first, which has no number of its own
     on_link[-1] += back
     # Between chunks a forward waits for its turn beside backwards: there a message is late by more than its own time.
-    late = len(times.forwards) // num_ranks
+    late = placement.num_chunks
     return [min(num_microbatches, math.ceil(late * time / slowest)) for time in on_link]
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
-from lightning_hybrid.pipeline_parallel.schedules import Action, Kind
+from lightning_hybrid.pipeline_parallel.schedules import Action, Placement
 
 
 @dataclass(frozen=True)
@@ -43,8 +44,8 @@ class StepTimes:
     occupations: Sequence[float]
 
     def duration(self, action: Action) -> float:
-        """Of a forward or a backward."""
-        return (self.forwards if action.kind is Kind.F else self.backwards)[action.stage]
+        """Return the time of a computation."""
+        return action.kind.share * (self.forwards if action.kind.is_forward else self.backwards)[action.stage]
 
     def send(self, message: Action) -> float:
         """The delay of a message, by the action that sends it."""
@@ -55,27 +56,26 @@ class StepTimes:
         return self.occupations[_boundary(message)]
 
 
-def equal_times(num_stages: int, num_ranks: int, nodes: Sequence[int], inside: Link, between: Link) -> StepTimes:
-    """Of equal stages, whose messages are of one unit; a forward through all of a rank takes 1, a backward 2.
+def equal_times(placement: Placement, nodes: Sequence[int], inside: Link, between: Link) -> StepTimes:
+    """Return the times of equal stages and messages of one unit: 1 for a forward through a rank, 2 for a backward.
 
     Args:
-        num_stages: Over all ranks.
-        num_ranks: Of the pipeline.
+        placement: The rank of each stage.
         nodes: The node of each rank.
         inside: The links inside of a node.
         between: Those between two nodes.
     """
-    of_stage = num_ranks / num_stages
-    ends = ((nodes[stage % num_ranks], nodes[(stage + 1) % num_ranks]) for stage in range(num_stages - 1))
-    links = [inside if here == there else between for here, there in ends]
+    of_stage = 1 / placement.num_chunks
+    of_stages = [nodes[rank] for rank in placement.ranks]
+    links = [inside if here == there else between for here, there in pairwise(of_stages)]
     return StepTimes(
-        [of_stage] * num_stages,
-        [2 * of_stage] * num_stages,
+        [of_stage] * placement.num_stages,
+        [2 * of_stage] * placement.num_stages,
         [link.latency for link in links],
         [1 / link.bandwidth for link in links],
     )
 
 
 def _boundary(message: Action) -> int:
-    """The first of the two stages between which a message is sent."""
-    return message.stage if message.kind is Kind.SEND_F else message.stage - 1
+    """Return the first of the two stages between which a message is sent."""
+    return min(message.stage, message.stage + message.kind.flow)

@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from statistics import median
 from typing import Any, Protocol
 
@@ -16,11 +17,11 @@ from lightning_hybrid.config import Settings
 from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.distributed.messages.tree_broadcast import broadcast_object
 from lightning_hybrid.pipeline_parallel.engine import Engine, Profile
-from lightning_hybrid.pipeline_parallel.links.delays import Delay, far_links, measure_delays
+from lightning_hybrid.pipeline_parallel.links.delays import Delay, Link, far_links, measure_delays
 from lightning_hybrid.pipeline_parallel.links.in_flight import choose_extra
 from lightning_hybrid.pipeline_parallel.links.link import StepTimes
 from lightning_hybrid.pipeline_parallel.recorder import Range, Recorder
-from lightning_hybrid.pipeline_parallel.schedules import Kind, Schedule, build
+from lightning_hybrid.pipeline_parallel.schedules import COMPUTATIONS, Placement, Schedule, build, placement_of
 from lightning_hybrid.pipeline_parallel.timeline import simulate
 
 _log = logging.getLogger("lightning.pytorch")
@@ -42,6 +43,16 @@ class Records(Protocol):
         """Makes the ranges of a step."""
 
 
+def find_placement(config: Settings, num_ranks: int) -> Placement:
+    """Return the rank of each stage; several chunks on a single rank would be neighbors, and are one stage.
+
+    Args:
+        config: The arguments of the strategy.
+        num_ranks: Pipeline ranks.
+    """
+    return placement_of(config.schedule, num_ranks, config.num_chunks if num_ranks > 1 else 1)
+
+
 def find_schedule(
     config: Settings,
     num_ranks: int,
@@ -50,7 +61,7 @@ def find_schedule(
     *,
     posts_early: bool = True,
 ) -> Schedule:
-    """What the ranks of a pipeline do in a training step; chunks on a single rank would be neighbours, and are one.
+    """Return the schedule of a training step.
 
     Args:
         config: The arguments of the strategy.
@@ -59,7 +70,7 @@ def find_schedule(
         extra_in_flight: For each link; those of the arguments by default.
         posts_early: As of :func:`~..schedules.build`.
     """
-    num_chunks = config.num_chunks if num_ranks > 1 else 1
+    num_chunks = find_placement(config, num_ranks).num_chunks
     extra = config.extra_of_links(num_ranks) if extra_in_flight is None else extra_in_flight
     return build(config.schedule, num_ranks, num_microbatches, num_chunks, extra, posts_early=posts_early)
 
@@ -71,15 +82,15 @@ class Measured:
     Attributes:
         rank: Its pipeline rank.
         num_microbatches: Of a step, at most.
-        seconds: Of one microbatch, by stage and ``"F"`` or ``"B"``: the median.
-        delays: Of the links at whose beginning it is, by pipeline rank.
+        seconds: Of one microbatch, by stage and kind of computation, such as ``"F"``: the median.
+        delays: Of the links on which it sends activations.
         most: How many microbatches more than now it has memory for.
     """
 
     rank: int
     num_microbatches: int
     seconds: Mapping[tuple[int, str], float]
-    delays: Mapping[int, Delay] = field(default_factory=dict)
+    delays: Mapping[Link, Delay] = field(default_factory=dict)
     most: float = math.inf
 
 
@@ -110,7 +121,7 @@ class StepSchedules(dict[int, Schedule]):
         self.extra_in_flight = config.extra_of_links(num_ranks)
         self._config, self._mesh, self._engine, self._device = config, mesh, engine, device
         seeks = config.tuning.extra_in_flight == "auto" and config.schedule != "gpipe"
-        self._links = far_links(mesh, config.num_chunks) if seeks else []
+        self._links = far_links(mesh, find_placement(config, num_ranks)) if seeks else []
         self.is_choosing = bool(self._links)
         self._recorder: Recorder | None = None
         self._num_steps = self._num_timed = 0
@@ -164,8 +175,7 @@ class StepSchedules(dict[int, Schedule]):
         """Between two steps, on every rank."""
         rank, number = self._mesh.pipeline_rank, max(self)  # the last batch of an epoch may have fewer
         self._engine.retire()
-        size = self._mesh.pipeline_parallel_size
-        delays = measure_delays(self._engine.channels, rank, size, self._links, self._device)
+        delays = measure_delays(self._engine.channels, rank, self._links, self._device)
         most = self._spare(simulate(self[number]).peak_in_flight[rank])
         return Measured(rank, number, seconds, delays, most)
 
@@ -184,10 +194,10 @@ class StepSchedules(dict[int, Schedule]):
 
 
 def medians(ranges: Sequence[Range]) -> dict[tuple[int, str], float]:
-    """The seconds of a forward and of a backward of each stage, of those that have been recorded."""
+    """Return the median seconds of each kind of computation that was recorded, by stage."""
     times: dict[tuple[int, str], list[float]] = {}
     for each in ranges:
-        if each.action is not None and each.name in ("forward", "backward"):
+        if each.action is not None and each.action.kind.is_compute and each.name == each.action.kind.label:
             times.setdefault((each.action.stage, each.action.kind.value), []).append((each.end - each.start) / 1e3)
     return {key: median(of_key) for key, of_key in times.items()}
 
@@ -205,15 +215,16 @@ def spare_microbatches(room: float, taken: float, in_flight: float) -> float:
     return max(0.0, room // each) if each > 0 else math.inf
 
 
-def step_times(num_ranks: int, found: Sequence[Measured]) -> StepTimes:
-    """What computing and messages take, in seconds: of all replicas and tensor-parallel ranks the most.
+def step_times(schedule: str, num_ranks: int, found: Sequence[Measured]) -> StepTimes:
+    """Return the seconds of computations and messages, the most of all replicas and tensor-parallel ranks.
 
     Args:
+        schedule: Its name.
         num_ranks: Pipeline ranks.
-        found: What each rank has measured.
+        found: The measurements of each rank.
     """
     seconds: dict[tuple[int, str], float] = {}
-    delays: dict[int, Delay] = {}
+    delays: dict[Link, Delay] = {}
     for of_rank in found:
         for key, time in of_rank.seconds.items():
             seconds[key] = max(time, seconds.get(key, 0.0))
@@ -222,9 +233,14 @@ def step_times(num_ranks: int, found: Sequence[Measured]) -> StepTimes:
             delays[link] = Delay(max(known.latency, delay.latency), max(known.occupied, delay.occupied))
     num_stages = 1 + max(stage for stage, _ in seconds)
     forwards, backwards = (
-        [seconds.get((stage, kind.value), 0.0) for stage in range(num_stages)] for kind in (Kind.F, Kind.B)
+        [
+            sum(seconds.get((stage, kind.value), 0.0) for kind in COMPUTATIONS if kind.is_forward is is_forward)
+            for stage in range(num_stages)
+        ]
+        for is_forward in (True, False)
     )
-    between = [delays.get(stage % num_ranks, Delay(0.0, 0.0)) for stage in range(num_stages - 1)]
+    placement = placement_of(schedule, num_ranks, num_stages // num_ranks)
+    between = [delays.get(link, Delay(0.0, 0.0)) for link in pairwise(placement.ranks)]
     return StepTimes(forwards, backwards, [each.latency for each in between], [each.occupied for each in between])
 
 
@@ -239,7 +255,7 @@ def choose(schedule: str, num_ranks: int, found: Sequence[Measured], *, patience
     """
     most = [min(each.most for each in found if each.rank == rank) for rank in range(num_ranks)]
     number = max(each.num_microbatches for each in found)
-    return choose_extra(schedule, step_times(num_ranks, found), num_ranks, number, most, patience=patience)
+    return choose_extra(schedule, step_times(schedule, num_ranks, found), num_ranks, number, most, patience=patience)
 
 
 def choice_text(extra_in_flight: Sequence[int], found: Sequence[Measured]) -> str:

@@ -6,26 +6,38 @@ import os
 from collections.abc import Sequence
 from functools import lru_cache
 
-from lightning_hybrid.pipeline_parallel.schedules.actions import Action, ChannelKey, Kind, Schedule
-from lightning_hybrid.pipeline_parallel.schedules.generators import SCHEDULES, compute_order, forward_order
+from lightning_hybrid.pipeline_parallel.schedules.actions import Action, ChannelKey, Schedule
+from lightning_hybrid.pipeline_parallel.schedules.generators import (
+    SCHEDULES,
+    compute_order,
+    forward_order,
+    placement_of,
+)
+from lightning_hybrid.pipeline_parallel.schedules.kinds import COMPUTATIONS, Kind
 from lightning_hybrid.pipeline_parallel.schedules.passes import (
     add_communication,
     post_receives_early,
     prove_sends_received,
 )
+from lightning_hybrid.pipeline_parallel.schedules.placement import Placement
 from lightning_hybrid.pipeline_parallel.schedules.validation import validate
 
 __all__ = [
+    "COMPUTATIONS",
     "SCHEDULES",
     "Action",
     "ChannelKey",
     "Kind",
+    "Placement",
     "Schedule",
     "add_communication",
     "build",
     "build_forward",
     "build_unproven",
+    "complete",
     "compute_order",
+    "compute_schedule",
+    "placement_of",
     "post_receives_early",
     "prove_sends_received",
     "validate",
@@ -62,9 +74,32 @@ def build(
         >>> print(*build("1f1b", num_ranks=2, num_microbatches=2).actions[1])
         1RECV_F0 1RECV_F1 1F0 1B0 1SEND_B0 1F1 1B1 1SEND_B1
     """
+    schedule = compute_schedule(name, num_ranks, num_microbatches, num_chunks, extra_in_flight)
+    return complete(schedule, extra_in_flight, posts_early=posts_early)
+
+
+def compute_schedule(
+    name: str, num_ranks: int, num_microbatches: int, num_chunks: int = 1, extra_in_flight: Sequence[int] = ()
+) -> Schedule:
+    """Return the schedule of :func:`build` without sends and receives. Its arguments are those of :func:`build`."""
     order = compute_order(name, num_ranks, num_microbatches, num_chunks, extra_in_flight)
-    schedule = Schedule(name, num_ranks, num_chunks, num_microbatches, order)
-    return _proven(_with_communication(schedule, extra_in_flight, posts_early))
+    return Schedule(name, placement_of(name, num_ranks, num_chunks), num_microbatches, order)
+
+
+def complete(schedule: Schedule, extra_in_flight: Sequence[int] = (), *, posts_early: bool = True) -> Schedule:
+    """Return a schedule of computations with sends and receives, validated, and with the proofs that an engine reads.
+
+    Args:
+        schedule: The computations.
+        extra_in_flight: As for :func:`build`.
+        posts_early: As for :func:`build`.
+
+    Raises:
+        ValueError: If a computation is missing, or computations wait for each other.
+    """
+    schedule = _with_communication(schedule, extra_in_flight, posts_early)
+    validate(schedule)
+    return prove_sends_received(schedule)
 
 
 def build_unproven(
@@ -79,20 +114,24 @@ def build_unproven(
         num_chunks: As for :func:`build`.
         extra_in_flight: As for :func:`build`.
     """
-    order = compute_order(name, num_ranks, num_microbatches, num_chunks, extra_in_flight)
-    return _with_communication(Schedule(name, num_ranks, num_chunks, num_microbatches, order), extra_in_flight, True)
+    schedule = compute_schedule(name, num_ranks, num_microbatches, num_chunks, extra_in_flight)
+    return _with_communication(schedule, extra_in_flight, True)
 
 
 @lru_cache
-def build_forward(num_ranks: int, num_microbatches: int, num_chunks: int = 1, *, posts_early: bool = True) -> Schedule:
-    """The complete, validated schedule of an evaluation step: forwards only. Arguments are those of :func:`build`.
+def build_forward(placement: Placement, num_microbatches: int, *, posts_early: bool = True) -> Schedule:
+    """Return the complete, validated schedule of an evaluation step: forwards only.
+
+    Args:
+        placement: The rank of each stage, as in training.
+        num_microbatches: As for :func:`build`.
+        posts_early: As for :func:`build`.
 
     Raises:
-        ValueError: If a number is not at least 1.
+        ValueError: If there is no microbatch.
     """
-    order = forward_order(num_ranks, num_microbatches, num_chunks)
-    schedule = Schedule("forward", num_ranks, num_chunks, num_microbatches, order)
-    return _proven(_with_communication(schedule, (), posts_early))
+    schedule = Schedule("forward", placement, num_microbatches, forward_order(placement, num_microbatches))
+    return complete(schedule, posts_early=posts_early)
 
 
 def _with_communication(schedule: Schedule, extra_in_flight: Sequence[int], posts_early: bool) -> Schedule:
@@ -100,11 +139,6 @@ def _with_communication(schedule: Schedule, extra_in_flight: Sequence[int], post
     if posts_early and not _waits_for_each_kernel():
         schedule = post_receives_early(schedule, extra_in_flight)
     return schedule
-
-
-def _proven(schedule: Schedule) -> Schedule:
-    validate(schedule)
-    return prove_sends_received(schedule)
 
 
 def _waits_for_each_kernel() -> bool:

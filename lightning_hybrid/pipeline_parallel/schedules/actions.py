@@ -1,34 +1,18 @@
-"""What a rank does next: one action, and the lists of actions that make a schedule."""
+"""An action of a rank, and a schedule: the list of actions of each rank."""
 
 from __future__ import annotations
 
-import enum
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
 
+from lightning_hybrid.pipeline_parallel.schedules.kinds import COUNTERPARTS, RECEIVES, SENDS, Kind, Result
+from lightning_hybrid.pipeline_parallel.schedules.placement import Placement
+
 ChannelKey = tuple[int, int, Literal["activation", "gradient"]]
 """Sender rank, receiver rank, and the kind of message."""
-
-
-class Kind(enum.Enum):
-    """What an action does; the values are the letters of torch's notation."""
-
-    F = "F"
-    B = "B"
-    SEND_F = "SEND_F"
-    RECV_F = "RECV_F"
-    SEND_B = "SEND_B"
-    RECV_B = "RECV_B"
-
-    __hash__ = object.__hash__  # schedules of thousands of actions are looked up by it
-
-    def __init__(self, letters: str) -> None:
-        self.is_send: bool = letters.startswith("SEND")
-        self.is_receive: bool = letters.startswith("RECV")  # it posts the receive, and does not wait for the message
-        self.is_compute: bool = not (self.is_send or self.is_receive)
 
 
 class Action(NamedTuple):
@@ -79,82 +63,103 @@ _NOTATION = re.compile(rf"(\d+)({'|'.join(kind.value for kind in Kind)})(\d+)")
 
 @dataclass(frozen=True)
 class Schedule:
-    """What every rank does in one step, in order.
-
-    Stage ``s`` lives on rank ``s % num_ranks`` as its chunk ``s // num_ranks``. Neighbouring stages on one rank need no
-    messages.
+    """The actions of every rank in one step, in order.
 
     Attributes:
         name: The generator that made it.
-        num_ranks: Number of pipeline ranks.
-        num_chunks: Stages per rank.
+        placement: The rank of each stage. Consecutive stages on one rank need no messages.
         num_microbatches: Microbatches in one step.
-        actions: ``actions[rank]`` is that rank's list.
+        actions: ``actions[rank]`` is the list of that rank.
         retired: ``retired[rank][position]`` are this rank's own sends that are proven received once the action at
             ``position`` has its input; empty before :func:`~.passes.prove_sends_received`.
         posts_early: Whether receives have been moved in front of computations that their senders may wait for.
     """
 
     name: str
-    num_ranks: int
-    num_chunks: int
+    placement: Placement
     num_microbatches: int
     actions: tuple[tuple[Action, ...], ...]
     retired: tuple[tuple[tuple[Action, ...], ...], ...] = ()
     posts_early: bool = False
 
     @property
+    def num_ranks(self) -> int:
+        """Number of pipeline ranks."""
+        return self.placement.num_ranks
+
+    @property
+    def num_chunks(self) -> int:
+        """Stages per rank."""
+        return self.placement.num_chunks
+
+    @property
     def num_stages(self) -> int:
         """Number of stages over all ranks."""
-        return self.num_ranks * self.num_chunks
+        return self.placement.num_stages
 
     @cached_property
     def has_backward(self) -> bool:
-        """Whether gradients flow back; ``False`` for the schedules of evaluation."""
-        return any(action.kind is Kind.B for actions in self.actions for action in actions)
+        """If False, the schedule is one of evaluation: no gradients are computed."""
+        return any(action.kind.completes_gradients for actions in self.actions for action in actions)
+
+    @cached_property
+    def _sources(self) -> dict[tuple[int, Result, int], Action]:
+        """The computation of each result, by stage, result and microbatch."""
+        computations = (action for actions in self.actions for action in actions if action.kind.is_compute)
+        return {(each.stage, result, each.microbatch): each for each in computations for result in each.kind.results}
 
     def rank_of(self, stage: int) -> int:
-        """The rank that owns ``stage``."""
-        return stage % self.num_ranks
+        """Return the rank of a stage."""
+        return self.placement.ranks[stage]
 
     def needs(self, action: Action) -> set[Action]:
-        """The computations, on any rank, whose results the computation ``action`` works on."""
-        own = Action(action.stage, Kind.F, action.microbatch) if action.kind is Kind.B else None
-        return {needed for needed in (own, self._neighbour(action)) if needed is not None}
+        """Return the computations, on any rank, whose results a computation works on."""
+        stage, kind, microbatch = action
+        before = self._before(action)
+        own = None if kind.needs is None else self._sources.get((stage, kind.needs, microbatch))
+        other = None if before is None else self._sources.get((before, kind.results[0], microbatch))
+        return {needed for needed in (own, other) if needed is not None}
 
     def receive_for(self, action: Action) -> Action | None:
-        """The receive that the computation ``action`` waits for; ``None`` if all that it needs is made on its rank."""
-        is_forward = action.kind is Kind.F
-        if self.num_ranks == 1 or action.stage == (0 if is_forward else self.num_stages - 1):
+        """Return the receive that a computation waits for; ``None`` if all that it needs is computed on its rank."""
+        before = self._before(action)
+        if before is None or self.rank_of(before) == self.rank_of(action.stage):
             return None
-        return Action(action.stage, Kind.RECV_F if is_forward else Kind.RECV_B, action.microbatch)
+        return Action(action.stage, RECEIVES[action.kind.flow], action.microbatch)
 
     def send_for(self, action: Action) -> Action | None:
-        """The send whose message ``action`` works on; ``None`` if it is no computation, or needs no message."""
+        """Return the send whose message ``action`` works on; ``None`` for a message, or without one."""
         receive = self.receive_for(action) if action.kind.is_compute else None
         return None if receive is None else self.counterpart(receive)
 
     def send_of(self, action: Action) -> Action | None:
-        """The send that passes on the result of the computation ``action``, or ``None`` if no other rank needs it."""
-        is_forward = action.kind is Kind.F
-        if self.num_ranks == 1 or action.stage == (self.num_stages - 1 if is_forward else 0):
+        """Return the send of the result of a computation; ``None`` if no other rank needs it."""
+        after = action.stage + action.kind.flow
+        if not action.kind.flow or not 0 <= after < self.num_stages:
             return None
-        return Action(action.stage, Kind.SEND_F if is_forward else Kind.SEND_B, action.microbatch)
+        if self.rank_of(after) == self.rank_of(action.stage):
+            return None
+        return Action(action.stage, SENDS[action.kind.flow], action.microbatch)
+
+    def computation_of(self, send: Action) -> Action:
+        """Return the computation whose result a send sends."""
+        result = Result.OUTPUTS if send.kind.flow > 0 else Result.INPUT_GRADIENTS
+        return self._sources[send.stage, result, send.microbatch]
 
     def counterpart(self, message: Action) -> Action:
-        """The receive that meets a send, and the send that meets a receive: ``1SEND_F3`` and ``2RECV_F3``."""
-        kind, step = _COUNTERPARTS[message.kind]
+        """Return the receive of a send, or the send of a receive: ``1SEND_F3`` and ``2RECV_F3``."""
+        kind, step = COUNTERPARTS[message.kind]
         return Action(message.stage + step, kind, message.microbatch)
 
     def channel(self, message: Action) -> ChannelKey:
-        """The channel over which a send or a receive goes: sender rank, receiver rank, and what travels."""
-        kind, step = _COUNTERPARTS[message.kind]
+        """Return the channel of a send or a receive: the ranks of sender and receiver, and the kind of message."""
+        _, step = COUNTERPARTS[message.kind]
         here, there = self.rank_of(message.stage), self.rank_of(message.stage + step)
-        what: Literal["activation", "gradient"] = "activation" if Kind.SEND_F in (kind, message.kind) else "gradient"
+        what: Literal["activation", "gradient"] = "activation" if message.kind.flow > 0 else "gradient"
         return (there, here, what) if message.kind.is_receive else (here, there, what)
 
     def waiting(self, positions: Iterable[int]) -> list[str]:
-        """Who waits where if each rank has come to this position of its list; empty if all are at the end."""
+        """Return which rank waits where if each has come to this position of its list; empty if all are at the end."""
         nexts = enumerate(zip(self.actions, positions, strict=True))
         return [f"rank {rank} waits at {actions[i]}" for rank, (actions, i) in nexts if i < len(actions)]
 
@@ -165,7 +170,7 @@ class Schedule:
             do: Gets a rank and its next action; returns ``False`` if the action has to wait.
 
         Returns:
-            Who waits where, for the message of a deadlock; empty if all ranks got to the end.
+            Which rank waits where, for the message of a deadlock; empty if all ranks got to the end.
         """
         positions = [0] * len(self.actions)
         moved = True
@@ -177,16 +182,8 @@ class Schedule:
                     moved = True
         return self.waiting(positions)
 
-    def _neighbour(self, action: Action) -> Action | None:
-        """The computation of the stage before (``F``) or after (``B``) whose result ``action`` works on."""
+    def _before(self, action: Action) -> int | None:
+        """Return the stage whose result of the same kind a computation works on, if there is one."""
         assert action.kind.is_compute
-        stage = action.stage - 1 if action.kind is Kind.F else action.stage + 1
-        return Action(stage, action.kind, action.microbatch) if 0 <= stage < self.num_stages else None
-
-
-_COUNTERPARTS = {
-    Kind.SEND_F: (Kind.RECV_F, 1),
-    Kind.RECV_F: (Kind.SEND_F, -1),
-    Kind.SEND_B: (Kind.RECV_B, -1),
-    Kind.RECV_B: (Kind.SEND_B, 1),
-}
+        before = action.stage - action.kind.flow
+        return before if action.kind.flow and 0 <= before < self.num_stages else None

@@ -1,22 +1,35 @@
-"""In which order each rank computes: one generator per schedule."""
+"""The order in which each rank computes: one generator per schedule."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
-from lightning_hybrid.pipeline_parallel.schedules.actions import Action, Kind
+from lightning_hybrid.pipeline_parallel.schedules.actions import Action
+from lightning_hybrid.pipeline_parallel.schedules.kinds import Kind
+from lightning_hybrid.pipeline_parallel.schedules.placement import Placement
 
 _T = TypeVar("_T")
 
 Order = tuple[tuple[Action, ...], ...]
-"""``order[rank]``: the ``F`` and ``B`` actions of that rank."""
+"""``order[rank]``: the computations of that rank."""
+
+
+def placement_of(name: str, num_ranks: int, num_chunks: int = 1) -> Placement:
+    """Return the rank of each stage in a schedule.
+
+    Args:
+        name: One of :data:`SCHEDULES`.
+        num_ranks: Number of pipeline ranks.
+        num_chunks: Stages per rank.
+    """
+    return SCHEDULES[name].place(num_ranks, num_chunks)
 
 
 def compute_order(
     name: str, num_ranks: int, num_microbatches: int, num_chunks: int = 1, extra_in_flight: Sequence[int] = ()
 ) -> Order:
-    """The forwards and backwards of each rank, without sends and receives.
+    """Return the computations of each rank, without sends and receives.
 
     Every schedule runs the backwards of one stage in the order of the microbatches, so the gradients of a stage are
     added up in the same order, to the same bits, whatever the schedule.
@@ -44,10 +57,10 @@ def compute_order(
         )
     # What is on its way over the links behind a rank has been sent by it, and has not come back.
     extra = [sum(links[rank:]) for rank in range(num_ranks)]
-    return SCHEDULES[name](num_ranks, num_microbatches, num_chunks, extra)
+    return SCHEDULES[name].order(placement_of(name, num_ranks, num_chunks), num_microbatches, extra)
 
 
-def gpipe(num_ranks: int, num_microbatches: int, num_chunks: int, extra: Sequence[int]) -> Order:
+def gpipe(placement: Placement, num_microbatches: int, extra: Sequence[int]) -> Order:
     """All forwards, then all backwards (GPipe, https://arxiv.org/abs/1811.06965).
 
     ::
@@ -70,15 +83,15 @@ def gpipe(num_ranks: int, num_microbatches: int, num_chunks: int, extra: Sequenc
         )
 
     def of_rank(rank: int) -> tuple[Action, ...]:
-        stages = range(rank, num_ranks * num_chunks, num_ranks)
+        stages = placement.stages_of(rank)
         forwards = [Action(stage, Kind.F, i) for stage in stages for i in range(num_microbatches)]
         backwards = [Action(stage, Kind.B, i) for stage in reversed(stages) for i in range(num_microbatches)]
         return (*forwards, *backwards)
 
-    return tuple(of_rank(rank) for rank in range(num_ranks))
+    return tuple(of_rank(rank) for rank in range(placement.num_ranks))
 
 
-def one_f_one_b(num_ranks: int, num_microbatches: int, num_chunks: int, extra: Sequence[int]) -> Order:
+def one_f_one_b(placement: Placement, num_microbatches: int, extra: Sequence[int]) -> Order:
     """After a warm-up, one forward and one backward in turns (PipeDream-Flush, https://arxiv.org/abs/2006.09503).
 
     ::
@@ -99,11 +112,13 @@ def one_f_one_b(num_ranks: int, num_microbatches: int, num_chunks: int, extra: S
     Raises:
         ValueError: If ``num_chunks`` is not 1.
     """
-    if num_chunks != 1:
+    if placement.num_chunks != 1:
         raise ValueError(
-            f"schedule='1f1b' runs one chunk per rank, but num_chunks is {num_chunks}; "
+            f"schedule='1f1b' runs one chunk per rank, but num_chunks is {placement.num_chunks}; "
             "use schedule='interleaved_1f1b', or num_chunks=1 [LH114]"
         )
+
+    num_ranks = placement.num_ranks
 
     def of_rank(rank: int) -> list[Action]:
         forwards = [Action(rank, Kind.F, i) for i in range(num_microbatches)]
@@ -113,7 +128,7 @@ def one_f_one_b(num_ranks: int, num_microbatches: int, num_chunks: int, extra: S
     return tuple(tuple(of_rank(rank)) for rank in range(num_ranks))
 
 
-def interleaved_1f1b(num_ranks: int, num_microbatches: int, num_chunks: int, extra: Sequence[int]) -> Order:
+def interleaved_1f1b(placement: Placement, num_microbatches: int, extra: Sequence[int]) -> Order:
     """1F1B over several chunks per rank, which divides the bubble by ``v`` (Megatron, https://arxiv.org/abs/2104.04473).
 
     ::
@@ -135,12 +150,13 @@ def interleaved_1f1b(num_ranks: int, num_microbatches: int, num_chunks: int, ext
     larger than ``p``. With ``m < p`` all are one group. With one chunk per rank this is 1F1B. Where more is to be in
     flight, groups are as much larger.
     """
+    num_ranks, num_chunks = placement.num_ranks, placement.num_chunks
     if num_chunks == 1:
-        return one_f_one_b(num_ranks, num_microbatches, 1, extra)
+        return one_f_one_b(placement, num_microbatches, extra)
     groups = _groups(num_ranks + extra[0], num_microbatches)
 
     def of_rank(rank: int) -> tuple[Action, ...]:
-        stages = range(rank, num_ranks * num_chunks, num_ranks)
+        stages = placement.stages_of(rank)
         forwards, backwards = _in_groups(Kind.F, stages, groups), _in_groups(Kind.B, stages[::-1], groups)
         # When its first backward comes, the last rank has run the first group through all chunks but one. Each rank
         # before it runs its forwards one step earlier and gets its gradients one step later: two more are under way.
@@ -150,28 +166,37 @@ def interleaved_1f1b(num_ranks: int, num_microbatches: int, num_chunks: int, ext
     return tuple(of_rank(rank) for rank in range(num_ranks))
 
 
-def forward_order(num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> Order:
-    """Forwards only, for evaluation: groups of microbatches through the chunks as in :func:`interleaved_1f1b`.
+def forward_order(placement: Placement, num_microbatches: int) -> Order:
+    """Return forwards only, for evaluation: groups of microbatches through the chunks as in :func:`interleaved_1f1b`.
 
     Raises:
-        ValueError: If a number is not at least 1.
+        ValueError: If there is no microbatch.
     """
-    _check_sizes(num_ranks, num_microbatches, num_chunks)
-    groups = _groups(num_ranks, num_microbatches)
-    stages_of_ranks = [range(rank, num_ranks * num_chunks, num_ranks) for rank in range(num_ranks)]
+    _check_sizes(placement.num_ranks, num_microbatches, placement.num_chunks)
+    groups = _groups(placement.num_ranks, num_microbatches)
+    stages_of_ranks = map(placement.stages_of, range(placement.num_ranks))
     return tuple(tuple(filter(None, _in_groups(Kind.F, stages, groups))) for stages in stages_of_ranks)
 
 
-SCHEDULES: dict[str, Callable[[int, int, int, Sequence[int]], Order]] = {
-    "gpipe": gpipe,
-    "1f1b": one_f_one_b,
-    "interleaved_1f1b": interleaved_1f1b,
-}
-"""The schedules by name.
+class Generator(NamedTuple):
+    """A schedule for any numbers of ranks, chunks and microbatches.
 
-Each takes the numbers of ranks, microbatches and chunks, and for each rank the number of extra forwards before its
-first backward.
-"""
+    Attributes:
+        order: Takes the placement, the number of microbatches, and for each rank how many extra forwards it runs before
+            its first backward.
+        place: Takes the numbers of ranks and of chunks.
+    """
+
+    order: Callable[[Placement, int, Sequence[int]], Order]
+    place: Callable[[int, int], Placement] = Placement.in_turns
+
+
+#: The schedules by name.
+SCHEDULES = {
+    "gpipe": Generator(gpipe),
+    "1f1b": Generator(one_f_one_b),
+    "interleaved_1f1b": Generator(interleaved_1f1b),
+}
 
 
 def _in_turns(forwards: Sequence[_T], backwards: Sequence[_T], warm_up: int) -> list[_T]:

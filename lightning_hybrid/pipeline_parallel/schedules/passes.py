@@ -28,18 +28,20 @@ def add_communication(schedule: Schedule) -> Schedule:
     """
     lists: list[list[Action]] = [[] for _ in schedule.actions]
     positions = [0] * len(lists)
+    nexts = {rank: (actions[0], schedule.needs(actions[0])) for rank, actions in enumerate(schedule.actions) if actions}
     done: set[Action] = set()
     while True:
         # One unit of time: all that can begin does, and what has finished at the end can be used in the next unit.
-        nexts = enumerate(zip(schedule.actions, positions, strict=True))
-        ready = {
-            rank: actions[i] for rank, (actions, i) in nexts if i < len(actions) and done >= schedule.needs(actions[i])
-        }
+        ready = {rank: action for rank, (action, needed) in nexts.items() if done >= needed}
         if not ready:
             break
         for rank, action in ready.items():
             lists[rank].append(action)
             positions[rank] += 1
+            del nexts[rank]
+            if positions[rank] < len(schedule.actions[rank]):
+                following = schedule.actions[rank][positions[rank]]
+                nexts[rank] = following, schedule.needs(following)
         for rank, action in ready.items():
             done.add(action)
             send = schedule.send_of(action)

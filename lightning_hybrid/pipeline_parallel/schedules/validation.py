@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from itertools import product
 from typing import NoReturn
 
-from lightning_hybrid.pipeline_parallel.schedules.actions import Action, ChannelKey, Kind, Schedule
+from lightning_hybrid.pipeline_parallel.schedules.actions import Action, ChannelKey, Schedule
+from lightning_hybrid.pipeline_parallel.schedules.kinds import COMPUTATIONS, Kind, Result
 
 
 def validate(schedule: Schedule) -> None:
     """Prove that every rank gets to the end of its list and that nothing is missing.
 
-    1. Every stage runs ``F``, and ``B`` in a schedule with backward, exactly once for each microbatch; each result that
-       another rank needs has one send and one receive; nothing else is in the lists.
-    2. On its own list, a ``B`` comes after its ``F``, a receive is posted before the computation that needs it, and a
-       send follows the computation that makes it.
+    1. Every stage computes its outputs, and in a schedule with backward all gradients, exactly once for each
+       microbatch; each result that another rank needs has one send and one receive; nothing else is in the lists.
+    2. On its own list, a backward comes after its forward, a receive is posted before the computation that needs it,
+       and a send follows the computation that makes it.
     3. On each channel the k-th send meets the k-th receive.
     4. Nothing deadlocks, even if every send blocks until its receive is posted.
 
@@ -32,23 +34,33 @@ def validate(schedule: Schedule) -> None:
 def _check_complete(schedule: Schedule) -> None:
     if len(schedule.actions) != schedule.num_ranks:
         _fail(schedule, f"it has {len(schedule.actions)} lists for {schedule.num_ranks} ranks")
-    kinds = [Kind.F, Kind.B] if schedule.has_backward else [Kind.F]
+    results = [result for result in Result if schedule.has_backward or result is Result.OUTPUTS]
     for rank, actions in enumerate(schedule.actions):
-        expected: set[Action] = set()
-        for stage in range(rank, schedule.num_stages, schedule.num_ranks):
-            for kind in kinds:
-                for microbatch in range(schedule.num_microbatches):
-                    action = Action(stage, kind, microbatch)
-                    messages = schedule.receive_for(action), schedule.send_of(action)
-                    expected.update([action, *(message for message in messages if message is not None)])
         counts = Counter(actions)
+        makers: dict[tuple[int, int, Result], list[Action]] = defaultdict(list)
+        for action in counts:
+            for result in action.kind.results:
+                makers[action.stage, action.microbatch, result].append(action)
+        expected: set[Action] = set()
+        repeated = [action for action in counts if counts[action] > 1]
+        for key in product(schedule.placement.stages_of(rank), range(schedule.num_microbatches), results):
+            stage, microbatch, result = key
+            made_by = makers[key] or [Action(stage, _usual_kind(result), microbatch)]
+            repeated += made_by[1:]
+            expected.update(made_by)
+        messages = [(schedule.receive_for(action), schedule.send_of(action)) for action in expected]
+        expected.update(message for pair in messages for message in pair if message is not None)
         for problem, culprits in {
             "lacks": [action for action in expected if action not in counts],
-            "repeats": [action for action in counts if counts[action] > 1],
+            "repeats": repeated,
             "does not need": [action for action in counts if action not in expected],
         }.items():
             if culprits:
                 _fail(schedule, f"rank {rank} {problem} {', '.join(sorted(map(str, culprits)))}")
+
+
+def _usual_kind(result: Result) -> Kind:
+    return next(kind for kind in COMPUTATIONS if result in kind.results)
 
 
 def _check_own_order(schedule: Schedule) -> None:
@@ -68,7 +80,7 @@ def _needed_on_own_list(schedule: Schedule, action: Action) -> list[Action]:
     if action.kind.is_receive:
         return []
     if action.kind.is_send:
-        return [Action(action.stage, Kind.F if action.kind is Kind.SEND_F else Kind.B, action.microbatch)]
+        return [schedule.computation_of(action)]
     own_rank = schedule.rank_of(action.stage)
     needed = [other for other in schedule.needs(action) if schedule.rank_of(other.stage) == own_rank]
     receive = schedule.receive_for(action)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 
 from lightning_hybrid.memory.account import most_in_flight
-from lightning_hybrid.pipeline_parallel.schedules import Schedule, build_unproven, compute_order
+from lightning_hybrid.pipeline_parallel.schedules import Schedule, build_unproven, compute_schedule
 
 
 @cache
@@ -39,6 +39,5 @@ def in_flight_of(
 
 @cache
 def order_of(name: str, num_ranks: int, num_microbatches: int, num_chunks: int, extra: tuple[int, ...]) -> Schedule:
-    """Return a schedule of forwards and backwards alone; they suffice for memory, and take much less time to make."""
-    order = compute_order(name, num_ranks, num_microbatches, num_chunks, extra)
-    return Schedule(name, num_ranks, num_chunks, num_microbatches, order)
+    """Return a schedule of computations alone; they suffice for memory, and take much less time to make."""
+    return compute_schedule(name, num_ranks, num_microbatches, num_chunks, extra)

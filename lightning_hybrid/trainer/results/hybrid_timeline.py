@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_hybrid.pipeline_parallel.recorder import Range, Recorder, measured, simulated
-from lightning_hybrid.pipeline_parallel.schedules import Kind
 from lightning_hybrid.pipeline_parallel.timeline import Timeline
 
 _SHARES = {"wait": ("wait",), "messages": ("send", "receive"), "reduce": ("reduce",), "optimizer": ("optimizer",)}
@@ -159,10 +158,9 @@ def _event(rank: int, noted: Range) -> dict[str, Any]:
     event |= {"ts": 1e3 * noted.start, "dur": 1e3 * (noted.end - noted.start)}
     if action is not None:
         event["name"] = f"wait for {action}" if noted.name == "wait" else str(action)
-        is_forward = action.kind in (Kind.F, Kind.SEND_F, Kind.RECV_F)
         event["args"] = {
             "stage": action.stage,
             "microbatch": action.microbatch,
-            "direction": "forward" if is_forward else "backward",
+            "direction": "forward" if action.kind.flow > 0 else "backward",
         }
     return event

@@ -15,6 +15,7 @@ from lightning_hybrid.pipeline_parallel.frame.frame import FrameCut
 from lightning_hybrid.pipeline_parallel.frame.plan import FramePlan
 from lightning_hybrid.pipeline_parallel.frame.units import find_units
 from lightning_hybrid.pipeline_parallel.partition import uniform
+from lightning_hybrid.pipeline_parallel.schedules import Placement
 
 Step = Callable[..., Any]
 
@@ -70,7 +71,7 @@ def cut_of(
         module,
         units,
         stages,
-        num_ranks or num_stages,
+        Placement.in_turns(num_ranks or num_stages, num_stages // (num_ranks or num_stages)),
         device,
         holders=holders or {},
         remembers=True,

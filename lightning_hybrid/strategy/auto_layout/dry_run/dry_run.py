@@ -253,7 +253,7 @@ class DryRunStrategy(SingleDeviceStrategy):
         module = self._module
         self.model = self.precision_plugin.convert_module(module)  # now: fake tensors cannot be converted
         self._has_values = not any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
-        self._body, self._stage_map = None, StageMap(None, (), (range(0),), 1)
+        self._body, self._stage_map = None, StageMap.uncut()
         if self.sizes[2] > 1:
             self._body, self._stage_map = layout.find_stages(module, self._config, self.sizes[2])
         # Before fake tensors come: blocks are tried with numbers, and a mesh reads the values of tensors.

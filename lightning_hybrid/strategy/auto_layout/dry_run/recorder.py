@@ -13,6 +13,7 @@ from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.memory.account import MemoryUsage
 from lightning_hybrid.memory.estimate import MemoryEstimator
 from lightning_hybrid.pipeline_parallel.body import Body
+from lightning_hybrid.pipeline_parallel.schedules import Placement
 from lightning_hybrid.pipeline_parallel.splitting.microbatch import find_batch_size, split_into
 from lightning_hybrid.pipeline_parallel.stage_map import StageMap
 from lightning_hybrid.strategy import layout as layouts
@@ -27,7 +28,7 @@ from lightning_hybrid.tensor_parallel.plan import Plan
 
 _TIMED = 3  # forwards, of which the shortest counts
 _BLOCKS = (GridLinear, GridAttention, GridLayerNorm)
-_UNCUT = StageMap(None, (), (range(0),), 1)
+_UNCUT = StageMap.uncut()
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class _Cut:
         """All layers on one stage."""
         if self.body is None:
             return _UNCUT
-        return StageMap(self.body.name, self.body.names, (range(len(self.body.layers)),), 1)
+        return StageMap(self.body.name, self.body.names, (range(len(self.body.layers)),), Placement.in_turns(1))
 
     @property
     def plain(self) -> Cut:

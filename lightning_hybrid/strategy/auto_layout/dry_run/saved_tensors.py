@@ -12,7 +12,7 @@ from torch import nn
 
 from lightning_hybrid.memory.account import SavedTensorMeter
 from lightning_hybrid.pipeline_parallel.body import Body
-from lightning_hybrid.pipeline_parallel.schedules import Kind, Schedule
+from lightning_hybrid.pipeline_parallel.schedules import Schedule
 
 BEFORE, AFTER = "before the body", "after the body"
 
@@ -39,12 +39,12 @@ class Activations:
         begun: Counter[int] = Counter()
         for action in schedule.actions[rank]:
             own = self.copies[action.stage] if action.microbatch == 0 else 0
-            if action.kind is Kind.F:
+            if action.kind.kept > 0:
                 begun[action.stage] += 1
                 shared = self.copies[action.stage] if begun[action.stage] == 2 else 0
                 current += self.per_microbatch[action.stage] + own + shared
                 peak = max(peak, current)
-            elif action.kind is Kind.B:
+            elif action.kind.kept < 0:
                 current -= self.per_microbatch[action.stage] + own
         return peak
 

@@ -1,0 +1,82 @@
+"""The kinds of actions, as a table: code that treats kinds differently reads it."""
+
+from __future__ import annotations
+
+import enum
+from typing import NamedTuple
+
+
+class Result(enum.Enum):
+    """A result that each stage computes once for each microbatch, in this order."""
+
+    OUTPUTS = enum.auto()
+    INPUT_GRADIENTS = enum.auto()
+    PARAMETER_GRADIENTS = enum.auto()
+
+
+_RESULTS = tuple(Result)
+
+
+class _Row(NamedTuple):
+    """The properties of a kind: see `Kind`."""
+
+    label: str
+    results: tuple[Result, ...] = ()
+    flow: int = 0
+    share: float = 0.0
+    color: tuple[int, int, int] = (0, 0, 0)
+
+
+_TABLE = {
+    "F": _Row("forward", (Result.OUTPUTS,), 1, 1.0, (31, 95, 168)),
+    "B": _Row("backward", (Result.INPUT_GRADIENTS, Result.PARAMETER_GRADIENTS), -1, 1.0, (32, 132, 88)),
+    "SEND_F": _Row("send", flow=1),
+    "RECV_F": _Row("receive", flow=1),  # it posts the receive, and does not wait for the message
+    "SEND_B": _Row("send", flow=-1),
+    "RECV_B": _Row("receive", flow=-1),
+}
+
+
+class Kind(enum.Enum):
+    """A kind of action; the values are the letters of torch's notation.
+
+    Attributes:
+        label: Its name in pictures and profiles.
+        results: The results of a computation; nothing for a message.
+        flow: The direction of the message that is sent or received, or that a computation takes and makes: 1 for
+            activations, which each stage sends to the next one; -1 for gradients, to the one before; 0 for none.
+        share: The part of a forward, or of a backward, that a computation is.
+        color: Red, green and blue of its cells in pictures.
+        needs: The result of the same stage and microbatch that a computation needs, if it needs one.
+        kept: The change in the number of microbatches whose activations the stage keeps: 1, -1 or 0.
+        completes_gradients: If True, the last computation of this kind completes the gradients of a stage's parameters.
+    """
+
+    F = "F"
+    B = "B"
+    SEND_F = "SEND_F"
+    RECV_F = "RECV_F"
+    SEND_B = "SEND_B"
+    RECV_B = "RECV_B"
+
+    __hash__ = object.__hash__  # schedules of thousands of actions are looked up by it
+
+    def __init__(self, letters: str) -> None:
+        row = _TABLE[letters]
+        self.label, self.results, self.flow, self.share, self.color = row
+        self.is_send: bool = row.label == "send"
+        self.is_receive: bool = row.label == "receive"
+        self.is_compute: bool = bool(row.results)
+        self.is_forward: bool = Result.OUTPUTS in row.results
+        self.completes_gradients: bool = Result.PARAMETER_GRADIENTS in row.results
+        self.kept: int = int(self.is_forward) - int(self.completes_gradients)
+        first = _RESULTS.index(row.results[0]) if row.results else 0
+        self.needs: Result | None = _RESULTS[first - 1] if first else None
+
+
+COMPUTATIONS = tuple(kind for kind in Kind if kind.is_compute)
+SENDS = {kind.flow: kind for kind in Kind if kind.is_send}
+RECEIVES = {kind.flow: kind for kind in Kind if kind.is_receive}
+#: For each kind of message, the kind at the other end, and the step from this stage to that one.
+COUNTERPARTS = {SENDS[flow]: (RECEIVES[flow], flow) for flow in SENDS}
+COUNTERPARTS |= {RECEIVES[flow]: (SENDS[flow], -flow) for flow in SENDS}

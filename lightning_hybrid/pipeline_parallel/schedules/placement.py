@@ -1,0 +1,63 @@
+"""The rank of each stage."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The pipeline rank of each stage.
+
+    ::
+
+        Placement.in_turns(4, 2)     rank   0  1  2  3  0  1  2  3
+                                     stage  0  1  2  3  4  5  6  7
+
+    Attributes:
+        ranks: By stage. Every rank has equally many stages, its chunks, in the order of the model.
+    """
+
+    ranks: tuple[int, ...]
+
+    @classmethod
+    def in_turns(cls, num_ranks: int, num_chunks: int = 1) -> Placement:
+        """Give each rank one stage, then each a second one, and so on (Megatron, https://arxiv.org/abs/2104.04473)."""
+        return cls(tuple(range(num_ranks)) * num_chunks)
+
+    @property
+    def num_stages(self) -> int:
+        """Number of stages over all ranks."""
+        return len(self.ranks)
+
+    @cached_property
+    def num_ranks(self) -> int:
+        """Number of pipeline ranks."""
+        return len(set(self.ranks))
+
+    @property
+    def num_chunks(self) -> int:
+        """Stages per rank."""
+        return self.num_stages // self.num_ranks
+
+    @cached_property
+    def hops(self) -> tuple[tuple[int, int], ...]:
+        """The pairs of ranks between which activations are sent, sender first; gradients are sent the other way."""
+        return tuple(dict.fromkeys((here, there) for here, there in pairwise(self.ranks) if here != there))
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """Return the stages of a rank, ascending."""
+        return self._stages[rank]
+
+    def chunk_of(self, stage: int) -> int:
+        """Return the position of a stage among those of its rank."""
+        return self.stages_of(self.ranks[stage]).index(stage)
+
+    @cached_property
+    def _stages(self) -> tuple[tuple[int, ...], ...]:
+        of_ranks: list[list[int]] = [[] for _ in range(self.num_ranks)]
+        for stage, rank in enumerate(self.ranks):
+            of_ranks[rank].append(stage)
+        return tuple(map(tuple, of_ranks))

@@ -1,0 +1,37 @@
+"""Mechanisms that are in one place stay in one place."""
+
+from __future__ import annotations
+
+import ast
+
+import pytest
+
+from tests.measures import MEASURES, compares_kinds, places_stages
+
+#: Rows of the table that have reached their number.
+REACHED = ("files that compare kinds of actions", "files that place stages on ranks")
+
+
+@pytest.mark.parametrize("name", REACHED)
+def test_what_is_in_one_place_stays_there(name: str) -> None:
+    found = list(MEASURES[name].found())
+    assert len(found) <= MEASURES[name].asked, found
+
+
+def test_each_row_finds_something_to_count() -> None:
+    """Except for rows with nothing left; their patterns are tried on a planted line."""
+    empty = [name for name, measure in MEASURES.items() if not any(True for _ in measure.found())]
+    assert empty == ["files that place stages on ranks"]
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["rank = stage % self._num_ranks", "own = range(rank, num_stages, num_ranks)", "x = stage // size.num_ranks"],
+)
+def test_a_stage_that_is_placed_is_found(line: str) -> None:
+    assert any(map(places_stages, ast.walk(ast.parse(line))))
+
+
+@pytest.mark.parametrize("line", ["action.kind is Kind.F", "kind in (Kind.SEND_F, Kind.RECV_F)", "{Kind.F: 1}[kind]"])
+def test_a_kind_that_is_compared_is_found(line: str) -> None:
+    assert any(map(compares_kinds, ast.walk(ast.parse(line))))
