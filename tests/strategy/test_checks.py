@@ -40,7 +40,7 @@ IMPOSSIBLE: list[tuple[dict[str, Any], type[Exception], list[str]]] = [
     ({"tensor_parallel_size": [2, "1"]}, TypeError, ["each tensor_parallel_size", "integer", "'1'"]),
     ({"global_batch_size": 0}, ValueError, ["global_batch_size", "at least 1 or None", "0"]),
     ({"global_batch_size": "auto"}, TypeError, ["global_batch_size", "integer or None", "'auto'"]),
-    ({"partition": [3, 3], "pipeline_parallel_size": [2, 3]}, ValueError, ["[3, 3]", "pipeline_parallel_size (3)"]),
+    ({"partition": [3, 3], "pipeline_parallel_size": [2, 3]}, ValueError, ["[3, 3]", "pipeline_parallel_size=3"]),
     (
         {"tuning": {"extra_in_flight": [1]}, "pipeline_parallel_size": [2, 3]},
         ValueError,

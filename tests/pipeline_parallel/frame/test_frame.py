@@ -456,7 +456,7 @@ def test_numbers_of_the_batch_have_plans_of_their_own_and_the_user_is_told_once(
             got = play(cut, model, lambda x, n: sliced(model, x, n), (x, length), 2).value
             torch.testing.assert_close(got, sliced(model, x, length), rtol=1e-12, atol=1e-12)
     (text,) = [str(each.message) for each in told if "path" in str(each.message)]
-    assert re.search(r"takes its 8th path .*`item` at test_frame.py:\d+", text)
+    assert re.search(r"has taken 8 different paths .*`item` at test_frame.py:\d+", text)
     assert len(cut.plans) == 32
 
 
@@ -1181,7 +1181,7 @@ def test_a_buffer_that_another_stage_reads_in_the_next_step_is_refused() -> None
         return x.mean()
 
     for step in (written, replaced):
-        refused(model, "writes a buffer or an attribute of the module on stage 1, and `?add", step)
+        refused(model, "writes a buffer or an attribute of the module on stage 1, but `?add", step)
 
 
 class Centering(nn.Module):
@@ -1325,7 +1325,7 @@ def test_a_buffer_that_is_written_where_nothing_is_followed_is_refused(reads: st
 
     refused(
         model,
-        r"writes ('memory'|a tensor) of Remembering after `item` at .* and `\w+` at test_frame.py:\d+ reads it on",
+        r"writes ('memory'|a tensor) of Remembering after `item` at .* but `\w+` at test_frame.py:\d+ reads ('memory'|a tensor) on",
         step,
     )
 
