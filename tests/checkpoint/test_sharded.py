@@ -156,7 +156,7 @@ def load_wrong(layout: Any, path: str, strict: bool, kind: str) -> Any:
     ("kind", "strict", "fault", "words"),
     [
         ("another", True, "", ["Missing key(s)", '"outside.count"', "Unexpected key(s)", '"steps"']),
-        ("same", True, "rename", ["body.1.0.bias", "no 'body.1.0.bias', but 'body.1.0.bios'"]),
+        ("same", True, "rename", ["body.1.0.bias", "no 'body.1.0.bias', but it has 'body.1.0.bios'"]),
         ("same", True, "shape", ["size mismatch for body.5.0.weight", "torch.Size([8, 9])"]),
         ("same", False, "shape", ["size mismatch for body.5.0.weight", "torch.Size([8, 9])"]),
     ],

@@ -318,7 +318,7 @@ def damaged(path: Path, fault: str) -> None:
     ("fault", "kind", "words"),
     [
         ("missing shard", ValueError, "has no file '__1_0.distcp' \\(at least .* bytes\\) on "),
-        ("short shard", ValueError, "'__1_0.distcp' has .* bytes of"),
+        ("short shard", ValueError, "'__1_0.distcp' has .* of at least .* bytes"),
         ("unfinished", ValueError, "not a complete checkpoint"),
         ("short metadata", ValueError, "metadata cannot be read"),
         ("nothing", FileNotFoundError, "not found"),

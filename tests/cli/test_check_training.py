@@ -231,7 +231,7 @@ class Hidden(frame_modules.Loop):
 def test_dropout_of_an_attention_is_off() -> None:
     result = check(Attends, **PP2)
     assert result.equal, str(result)
-    assert "Probabilities of dropout that were set to 0: 4." in str(result)
+    assert "Dropout probabilities set to 0: 4." in str(result)
 
 
 @pytest.mark.distributed

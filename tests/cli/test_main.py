@@ -326,7 +326,7 @@ def test_timeline_shows_picture_and_figures(capsys: pytest.CaptureFixture[str], 
     assert all(f"\nrank {rank} " in out for rank in range(4))
     # Megatron's formula (https://arxiv.org/abs/2104.04473): (ranks - 1) / (chunks * microbatches).
     assert "over the ideal  18.8%" in out
-    assert f"peak in flight  {', '.join(f'{peak:g}' for peak in timeline.peak_in_flight)} microbatches" in out
+    assert f"peak in flight  {', '.join(f'{peak:g}' for peak in timeline.peak_in_flight)}: microbatches" in out
     assert out.count("15.8% of the step") == out.count("bubble") == 1
     assert max(map(len, out.splitlines())) <= 100
     assert svg.read_text() == timeline.to_svg()
@@ -451,7 +451,7 @@ def test_of_several_sizes_the_plan_is_that_of_the_first_that_goes_with_the_proce
     assert json.loads(capsys.readouterr().out)["pipeline_parallel_size"] == 2
     with pytest.raises(SystemExit):
         main(["plan", "--config", config, "--trainer.devices", "3"])
-    assert "3 processes cannot be divided by any of the sizes" in capsys.readouterr().err
+    assert "3 processes cannot be divided by any of the allowed sizes" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["memory", "--config", config, "--ranks", "6"])
     assert "global_batch_size=64 is not a multiple of" in capsys.readouterr().err
@@ -462,14 +462,14 @@ def test_plan_shows_which_stages_are_on_which_node(capsys: pytest.CaptureFixture
     table = capsys.readouterr().out
     assert re.search(r"^stage +ranks +node +layers of 'body'", table, re.MULTILINE)
     assert re.search(r"^ +0 +0-7 +0 +0-3 .*\n +1 +8-15 +1 +4-7", table, re.MULTILINE)
-    sentence = r"With launch.rank_order='pp-dp-tp' a step sends [\d.]+ MB between machines, and with .* [\d.]+ MB"
+    sentence = r"With launch.rank_order='pp-dp-tp', a step sends [\d.]+ MB between nodes\. Set .* sends [\d.]+ MB"
     assert re.search(sentence, " ".join(table.split()))
 
 
 @pytest.mark.parametrize(
     ("memory", "fits", "text"),
     [
-        ([], True, " of 80 GiB on a device."),
+        ([], True, " of 80 GiB per device."),
         (["--memory", "1MiB"], False, "Does not fit: pipeline rank 0 needs the most"),
     ],
 )

@@ -50,8 +50,8 @@ def without_values(cls: type[nn.Module]) -> type[Any]:
 @pytest.mark.parametrize("has_values", [True, False])
 def test_what_else_mixes_positions_is_refused(kind: str, has_values: bool) -> None:
     cls = type(kind, (zoo.Mixing,), {"kind": kind})
-    what = f"({kind})" if kind != "Balanced" else "writes statistics of its shard into the buffer 'bias', and so"
-    with pytest.raises(ValueError, match=re.escape(f"'body.0', which {what} mixes positions without")):
+    what = "mixes" if kind != "Balanced" else "writes statistics of its shard into the buffer 'bias', and so mixes"
+    with pytest.raises(ValueError, match=re.escape(f"'body.0' ({kind}), which {what} positions without")):
         run(cls if has_values else without_values(cls))
 
 

@@ -1325,7 +1325,7 @@ def test_a_buffer_that_is_written_where_nothing_is_followed_is_refused(reads: st
 
     refused(
         model,
-        r"writes ('memory'|a tensor) of Remembering after `item` at .* but `\w+` at test_frame.py:\d+ reads ('memory'|a tensor) on",
+        r"writes ('memory'|a tensor) of Remembering after `item` at .* but `\w+` at test_frame.py:\d+ reads \1 on",
         step,
     )
 

@@ -109,9 +109,10 @@ class AloneContextParallel(ContextParallel):
             is_share = _is_share(short, forward, whole)
         written = written_text(own_buffers, buffers) if is_share else ""
         if written or not is_share:
+            name = f"{self._layers[layer]!r} ({type(layer).__name__})"
             raise WrongUseError(
-                f"context_parallel_size={self._group.size} shards the sequence in {self._layers[layer]!r},"
-                f" {mixing_text(written or f'a {type(layer).__name__}, which')}"
+                f"context_parallel_size={self._group.size} shards the sequence in {name},"
+                f" {mixing_text(written or 'which')}"
             )
         return find_places(own_calls, calls, short.shares)
 
