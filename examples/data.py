@@ -18,15 +18,15 @@ __all__ = ["CIFAR10", "Augment", "Digits", "Images", "RandomImages", "read_cifar
 
 
 class RandomImages(ImageData):
-    """Random noise in the shape of images, to try out and time models that are too large for the digits.
+    """Random noise in the shape of images, to test and time models that are too large for the digits of the demo.
 
     Args:
         image_size: Height and width of the images, in pixels.
         channels: Number of channels of the images.
         num_classes: Number of classes of the random labels.
-        num_images: Number of training images. Validation and test get a tenth of this number each.
+        num_images: Number of training images. The validation set and the test set each have a tenth of this number.
         batch_size: Number of images per batch and data-parallel replica.
-        num_workers: Number of loading processes.
+        num_workers: Number of worker processes of each data loader.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class CIFAR10(ImageData):
         data_dir: Path of the "python version": the published ``.tar.gz`` file, a folder that contains it, or a folder
             that contains ``data_batch_1`` to ``data_batch_5`` and ``test_batch``.
         batch_size: Number of images per batch and data-parallel replica.
-        num_workers: Number of loading processes.
+        num_workers: Number of worker processes of each data loader.
         augment: If True, training images are randomly cropped and mirrored.
     """
 
@@ -95,13 +95,13 @@ def read_cifar10(path: Path) -> dict[str, tuple[Tensor, Tensor]]:
     """Read the six files of the "python version" of CIFAR-10.
 
     Args:
-        path: The published ``.tar.gz`` file, or a folder that contains it or its files, at any depth.
+        path: The published ``.tar.gz`` file, or a folder that contains this file or its unpacked files at any depth.
 
     Returns:
-        For each file name, the images ``(number, 3, 32, 32)``, uint8, and labels ``(number,)``, int64.
+        A mapping from file names to images ``(number, 3, 32, 32)``, uint8, and labels ``(number,)``, int64.
 
     Raises:
-        FileNotFoundError: If `path` does not exist or lacks files.
+        FileNotFoundError: If `path` does not exist, or if one of the six files is missing.
     """
     if path.is_dir() and not any(path.rglob("data_batch_1")):
         path = next(path.rglob("*.tar.gz"), path)
@@ -121,14 +121,14 @@ def read_cifar10(path: Path) -> dict[str, tuple[Tensor, Tensor]]:
 
 
 def _read_batch(content: bytes) -> tuple[Tensor, Tensor]:
-    """Read a pickled dictionary: ``data`` has one row per image, with the red, green and blue planes in this order."""
+    """Read a pickled dictionary. Each row of ``data`` is an image: its red plane, then its green and its blue plane."""
     batch = _ArrayUnpickler(io.BytesIO(content), encoding="bytes").load()
     images = torch.from_numpy(np.array(batch[b"data"], dtype=np.uint8)).view(-1, 3, 32, 32)
     return images, torch.tensor(batch[b"labels"])
 
 
 class _ArrayUnpickler(pickle.Unpickler):
-    """Unpickle only arrays, which is all these files need: an unrestricted pickle can run any code."""
+    """Unpickle arrays only, because an unrestricted pickle can run any code. These files contain only arrays."""
 
     allowed = frozenset({"_reconstruct", "ndarray", "dtype", "encode", "_frombuffer"})
 

@@ -1,6 +1,6 @@
 """A small GPT, trained on Python code: an ordinary LightningModule without code for parallel training.
 
-It learns the source files of Python's standard library byte by byte, so nothing is downloaded. From the root of
+The model learns the source files of Python's standard library byte by byte, so nothing is downloaded. From the root of
 the repository, run the example in one process or with any configuration::
 
     python examples/gpt.py fit --trainer.max_epochs 1
@@ -54,10 +54,10 @@ class GPT(LightningModule):
         dim: Number of features per token.
         depth: Number of blocks.
         heads: Number of attention heads per block.
-        dropout: Probability of dropping a value.
+        dropout: Dropout probability.
         lr: Peak learning rate of AdamW.
         weight_decay: Weight decay for matrices.
-        warmup_steps: Number of steps of linear warm-up, followed by a cosine decay of the learning rate.
+        warmup_steps: Number of steps of linear learning rate warm-up, followed by a cosine decay.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class GPT(LightningModule):
         self.head.weight = self.embedding.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return logits ``(batch, length, vocabulary)`` for the next token at each position of ``(batch, length)``."""
+        """Return logits ``(batch, length, vocabulary)`` of the next token for tokens of shape ``(batch, length)``."""
         x = self.embedding(tokens) + self.positions[: tokens.shape[1]]
         return self.head(self.norm(self.body(x)))
 
@@ -103,7 +103,7 @@ class GPT(LightningModule):
         return F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
 
     def configure_optimizers(self) -> dict[str, Any]:
-        """Return AdamW with weight decay for matrices only, and a learning rate that is updated after each step."""
+        """Return AdamW with weight decay for matrices only, and a scheduler that runs after each step."""
         matrices = [parameter for parameter in self.parameters() if parameter.ndim >= 2]
         others = [parameter for parameter in self.parameters() if parameter.ndim < 2]
         groups = [{"params": matrices, "weight_decay": self.weight_decay}, {"params": others, "weight_decay": 0.0}]
@@ -120,11 +120,11 @@ class GPT(LightningModule):
 
 
 class Text(Dataset[Tensor]):
-    """Pieces of a text with ``length + 1`` tokens each. The last token is only a target.
+    """Pieces of a text with ``length + 1`` tokens each. The last token of a piece is used only as a target.
 
     Args:
-        tokens: The text, ``(number of tokens,)`` int64.
-        length: Length of a sequence.
+        tokens: The text, int64 of shape ``(number of tokens,)``.
+        length: Number of input tokens of a sequence.
     """
 
     def __init__(self, tokens: Tensor, length: int) -> None:
@@ -145,7 +145,7 @@ class Sources(LightningDataModule):
     Args:
         batch_size: Number of sequences per batch and data-parallel replica.
         length: Length of a sequence, in bytes.
-        num_bytes: Number of bytes to read. The last tenth is used for validation.
+        num_bytes: Number of bytes to read. The last tenth of them is used for validation.
     """
 
     def __init__(self, batch_size: int = 16, length: int = 128, num_bytes: int = 400_000) -> None:
@@ -153,7 +153,7 @@ class Sources(LightningDataModule):
         self.batch_size, self.length, self.num_bytes = batch_size, length, num_bytes
 
     def setup(self, stage: str) -> None:
-        """Read modules in the order of their names until there are `num_bytes` bytes."""
+        """Read modules in the order of their names until `num_bytes` bytes have been read."""
         text = bytearray()
         for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
             text += path.read_bytes()
@@ -164,11 +164,11 @@ class Sources(LightningDataModule):
         self.train, self.val = Text(tokens[:split], self.length), Text(tokens[split:], self.length)
 
     def train_dataloader(self) -> DataLoader[Tensor]:
-        """Return the training loader, shuffled."""
+        """Return the loader of the training data, in random order."""
         return DataLoader(self.train, self.batch_size, shuffle=True, drop_last=True)
 
     def val_dataloader(self) -> DataLoader[Tensor]:
-        """Return the validation loader, in order."""
+        """Return the loader of the validation data, in the order of the text."""
         return DataLoader(self.val, self.batch_size)
 
 

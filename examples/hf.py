@@ -1,6 +1,6 @@
-"""A GPT-2 of transformers, trained on Python code: the unmodified class of transformers in an ordinary LightningModule.
+"""A GPT-2 trained on Python code: the unmodified class of transformers in an ordinary LightningModule.
 
-The training data come from `examples.gpt`. From the root of the repository, run the example in one process or with a
+The training data comes from `examples.gpt`. From the root of the repository, run the example in one process or with a
 configuration::
 
     python examples/hf.py fit --trainer.max_epochs 1
@@ -18,7 +18,7 @@ __all__ = ["GPT2", "WritingGPT2"]
 
 
 class GPT2(LightningModule):
-    """A GPT-2 with random weights, created from a configuration. Nothing is downloaded.
+    """A GPT-2 with random initial weights, created from a configuration. Nothing is downloaded.
 
     Args:
         vocabulary: Number of different tokens.
@@ -47,7 +47,7 @@ class GPT2(LightningModule):
         self.model = GPT2LMHeadModel(config)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        """Return the cross-entropy of the next token, in nats, as computed by the model."""
+        """Return the cross-entropy of the next token, in nats, which the model computes."""
         loss: Tensor = self.model(input_ids=batch, labels=batch).loss
         self.log("train_loss", loss, prog_bar=True)
         return loss
@@ -62,15 +62,15 @@ class GPT2(LightningModule):
 
 
 class WritingGPT2(GPT2):
-    """A GPT-2 that also generates text in validation, and logs the fraction of tokens that match the original.
+    """A GPT-2 that also generates text in validation, and logs the fraction of its tokens that match the data.
 
-    `generate` works in a pipeline as it does in one process. The arguments are those of `GPT2`.
+    `generate` works in a pipeline as it does in one process. The arguments are the same as for `GPT2`.
     """
 
     written = 16  # tokens
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        """Log the cross-entropy of the next token, and the fraction of the last tokens that are generated correctly."""
+        """Log the cross-entropy of the next token, and the fraction of the generated tokens that match the data."""
         super().validation_step(batch, batch_idx)
         begin, end = batch[:, : -self.written], batch[:, -self.written :]
         options = {"max_new_tokens": self.written, "do_sample": False, "pad_token_id": 0}

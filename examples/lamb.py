@@ -18,9 +18,9 @@ __all__ = ["Lamb"]
 
 
 class Lamb(Optimizer):
-    """Adam with updates scaled to the norm of each parameter, times the learning rate.
+    """Adam, with each update scaled to the norm of its parameter times the learning rate.
 
-    This is Algorithm 2 of the paper, with Adam's moments ``m`` and ``v``, divided by ``1 - beta ** step``::
+    This is Algorithm 2 of the paper. ``m`` and ``v`` are Adam's moments, each divided by ``1 - beta ** step``::
 
         update = m / (sqrt(v) + eps) + weight_decay * parameter
         parameter -= lr * (norm(parameter) / norm(update)) * update
@@ -34,7 +34,7 @@ class Lamb(Optimizer):
         eps: Value added to the square root of the second moment.
         weight_decay: Fraction of the parameter that is added to the update.
         bias_correction: If True, moments are divided by ``1 - beta ** step``. Several implementations, such as
-            Colossal-AI's, omit this step.
+            Colossal-AI's, omit this division.
 
     Raises:
         ValueError: If an argument is out of range.

@@ -1,4 +1,4 @@
-"""A ResNet as an `nn.Sequential`, in an ordinary LightningModule without code for parallel training.
+"""A ResNet, built as an `nn.Sequential`, in an ordinary LightningModule without code for parallel training.
 
 From the root of the repository, run the example in one process or with any configuration::
 
@@ -29,8 +29,8 @@ class Convolutions(NamedTuple):
 
     Attributes:
         groups: Number of independent groups of channels (https://arxiv.org/abs/1611.05431).
-        width_per_group: Channels per group if the first layer has 64 channels.
-        dilation: Distance between two weights, in pixels.
+        width_per_group: Number of channels per group in a network whose first layer has 64 channels.
+        dilation: Distance between neighboring weights, in pixels.
     """
 
     groups: int = 1
@@ -39,7 +39,7 @@ class Convolutions(NamedTuple):
 
 
 class BasicBlock(nn.Module):
-    """Two 3 x 3 convolutions and a residual: ``(batch, inputs, h, w)`` to ``(batch, width, h/stride, w/stride)``."""
+    """Two 3 x 3 convolutions and a shortcut: ``(batch, inputs, h, w)`` to ``(batch, width, h/stride, w/stride)``."""
 
     expansion = 1
 
@@ -56,13 +56,13 @@ class BasicBlock(nn.Module):
         self.shortcut = _shortcut(inputs, width, stride, norm)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply the block. The residual is added before the last activation."""
+        """Apply the block. The shortcut is added before the last activation."""
         y = F.relu(self.norm1(self.conv1(x)))
         return F.relu(self.norm2(self.conv2(y)) + self.shortcut(x))
 
 
 class Bottleneck(nn.Module):
-    """1 x 1, 3 x 3 and 1 x 1 convolutions and a residual, with ``4 * width`` output channels."""
+    """1 x 1, 3 x 3 and 1 x 1 convolutions and a shortcut, with ``4 * width`` output channels."""
 
     expansion = 4
 
@@ -79,7 +79,7 @@ class Bottleneck(nn.Module):
         self.shortcut = _shortcut(inputs, 4 * width, stride, norm)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply the block. The residual is added before the last activation."""
+        """Apply the block. The shortcut is added before the last activation."""
         y = F.relu(self.norm1(self.conv1(x)))
         y = F.relu(self.norm2(self.conv2(y)))
         return F.relu(self.norm3(self.conv3(y)) + self.shortcut(x))
@@ -99,7 +99,7 @@ class Classifier(nn.Module):
         self.fc = nn.Linear(channels, num_classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return logits."""
+        """Return logits ``(batch, num_classes)``."""
         return self.fc(x.mean(dim=(2, 3)))
 
 
@@ -133,8 +133,8 @@ def resnet(
         small_images: If True, the first convolution keeps the resolution, as is usual for images up to 32 x 32 pixels.
         norm: ``"batch"``, or ``"group"`` for separate statistics of each image.
         groups: Number of groups of the 3 x 3 convolutions of bottlenecks.
-        width_per_group: Channels per group if the first layer has 64 channels.
-        replace_stride_with_dilation: For each of layer2 to layer4, True to use dilation instead of a stride.
+        width_per_group: Number of channels per group in a network whose first layer has 64 channels.
+        replace_stride_with_dilation: Three booleans, for layer2 to layer4. True: use dilation instead of a stride.
         zero_init_residual: If True, each block is initialized as the identity (https://arxiv.org/abs/1706.02677).
 
     Raises:
@@ -173,10 +173,11 @@ def resnet(
 
 
 class ResNet(LightningModule):
-    """A ResNet for classification, whose body is the full network.
+    """A ResNet for image classification. Its pipeline body is the full network.
 
-    The defaults are for 8 x 8 handwritten digits. Batch normalization uses separate statistics for each microbatch of
-    a pipeline, as for each batch of gradient accumulation. ``norm="group"`` does not depend on the batch.
+    The defaults are for 8 x 8 handwritten digits. Batch norm uses separate statistics for each microbatch of a
+    pipeline, just as it does for each batch in gradient accumulation. With ``norm="group"``, the statistics do not
+    depend on the batch.
 
     Args:
         name: ``"resnet18"``, ``"resnet34"`` or ``"resnet50"``.
@@ -186,11 +187,11 @@ class ResNet(LightningModule):
         small_images: If True, the first convolution keeps the resolution, as is usual for images up to 32 x 32 pixels.
         norm: Kind of normalization, ``"batch"`` or ``"group"``.
         groups: Number of groups of the 3 x 3 convolutions of bottlenecks.
-        width_per_group: Channels per group if the first layer has 64 channels.
-        replace_stride_with_dilation: For each of layer2 to layer4, True to use dilation instead of a stride.
+        width_per_group: Number of channels per group in a network whose first layer has 64 channels.
+        replace_stride_with_dilation: Three booleans, for layer2 to layer4. True: use dilation instead of a stride.
         zero_init_residual: If True, each block is initialized as the identity.
         lr: Learning rate of Adam.
-        warmup_epochs: Number of epochs of linear warm-up, followed by a linear decay of the learning rate to zero.
+        warmup_epochs: Number of epochs of linear learning rate warm-up, followed by a linear decay to zero.
     """
 
     def __init__(
@@ -256,7 +257,7 @@ class ResNet(LightningModule):
         return self(batch[0]).argmax(dim=-1)
 
     def configure_optimizers(self) -> dict[str, Any]:
-        """Return Adam with a learning rate that is updated after each epoch."""
+        """Return Adam, and a scheduler that runs after each epoch."""
         optimizer = torch.optim.Adam(self.parameters(), lr=self.lr)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, self.lr_factor)
         return {"optimizer": optimizer, "lr_scheduler": scheduler}

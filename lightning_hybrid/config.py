@@ -226,29 +226,31 @@ class _Group:
 @explains_errors
 @dataclass(frozen=True, repr=False)
 class Faults(_Group):
-    """Detection of faults: lost ranks, deadlocks, ranks that diverge, and gradients that are not finite.
+    """Settings for the detection of lost ranks, deadlocks, ranks that diverge, and gradients that are not finite.
 
     Args:
         heartbeat_timeout: Time without a heartbeat after which a rank counts as lost, for example because its process
-            was stopped, its node failed, or the network is down. All ranks then exit, and the error names the lost
-            rank. Busy ranks also send heartbeats. At least 3 seconds; ``None`` turns this check off.
+            was stopped, its node failed, or the network is down. All other ranks then exit with an error that names the
+            lost rank. Ranks send heartbeats even while they are busy. At least 3 seconds; ``None`` turns this check
+            off.
         stall_timeout: Time after which the job ends if ranks wait for each other and no rank makes progress. The error
-            shows where each rank is, and names the rank that the others wait for. The job does not end while that rank
-            computes, loads, saves or compiles. Values above 80% of ``timeout`` are reduced to 80%; ``None`` turns this
-            check off.
-        detect_desync: If True, ranks compare checksums before each training batch. The checksums cover the batch (in
-            each model group), the parameters that several replicas or stages hold, and the random state. This is slow
-            and meant for debugging. Settings that determine the messages between ranks are always compared.
-        on_nonfinite: Action if a gradient on any rank is not finite before an optimizer step. ``"raise"`` raises an
-            error on every rank. ``"skip"`` skips the step, keeps parameters and optimizer states, and logs
-            ``"skipped_steps"``. ``"ignore"`` takes the step and warns once. With ``precision="16-mixed"`` the gradient
-            scaler skips these steps.
-        compare_microbatches: If True, the first training step computes the loss of some samples in one microbatch and
-            again in two, forward only, to find how to combine the losses of microbatches. If the loss is a sum over
-            samples, the losses are added. If it is a mean over targets, they are weighted by the number of targets,
-            also over replicas. For any other loss that is not a mean over samples, ``num_microbatches="auto"`` uses one
-            microbatch; a number that you set is kept, with a warning. If False, the losses of microbatches and replicas
-            are averaged without this comparison.
+            shows where in the code each rank is, and names the rank for which the others wait. The job does not end
+            while this rank computes, loads, saves or compiles. A value above 80% of ``timeout`` is reduced to 80%;
+            ``None`` turns this check off.
+        detect_desync: If True, ranks compare checksums before each training batch. The checksums cover the batch
+            (within each model group), the parameters that several replicas or stages hold, and the random state. This
+            check is slow and meant for debugging. Without it, ranks still compare the settings that determine the
+            messages between them.
+        on_nonfinite: Action if a gradient on any rank is not finite (NaN or infinite) before an optimizer step.
+            ``"raise"`` raises an error on every rank. ``"skip"`` skips the step, keeps parameters and optimizer states
+            unchanged, and logs ``"skipped_steps"``. ``"ignore"`` takes the step and warns once. With
+            ``precision="16-mixed"``, the gradient scaler skips such steps.
+        compare_microbatches: If True, the first training step finds out how to combine the losses of microbatches. It
+            computes the loss of some samples in one microbatch and again in two microbatches, forward only. If the loss
+            is a sum over samples, the losses are added. If the loss is a mean over targets, the losses are weighted by
+            their number of targets, also over replicas. If the loss is neither of these nor a mean over samples,
+            ``num_microbatches="auto"`` uses one microbatch; a number that you set is kept, with a warning. If False,
+            the losses of microbatches and replicas are averaged without this comparison.
 
     Raises:
         ValueError, TypeError: If an argument is invalid.
@@ -274,17 +276,18 @@ class Faults(_Group):
 @explains_errors
 @dataclass(frozen=True, repr=False)
 class Launch(_Group):
-    """How processes are started and ordered.
+    """Settings for how processes are started and ordered.
 
     Args:
         start_method: How the processes of a node are started, unless a launcher such as `torchrun` starts them.
             ``"popen"`` runs the script once for each process. ``"fork"``, ``"spawn"`` and ``"forkserver"`` call the
-            Trainer's function in worker processes, which return the weights, the metrics and the path of the best
-            checkpoint. ``"auto"`` is ``"fork"`` in a notebook and ``"popen"`` otherwise.
-        process_group_backend: Backend of the process groups. Default: nccl on CUDA, gloo on the CPU.
-        rank_order: Order in which ranks are numbered along the parallel axes, from the outermost to the innermost axis,
-            for example ``"pp-dp-tp"``. Ranks along the innermost axis have consecutive numbers. With context
-            parallelism, the order can include ``cp``, which is placed before ``tp`` by default.
+            Trainer's function in worker processes. These return the weights, the metrics and the path of the best
+            checkpoint to the main process. ``"auto"`` is ``"fork"`` in a notebook and ``"popen"`` otherwise.
+        process_group_backend: Backend of the process groups of `torch.distributed`. Default: NCCL on CUDA, Gloo on the
+            CPU.
+        rank_order: Order of the parallel axes by which ranks are numbered, from the outermost to the innermost axis,
+            such as ``"pp-dp-tp"``. Ranks along the innermost axis have consecutive numbers. With context parallelism,
+            the order can include ``cp``; by default, ``cp`` is placed before ``tp``.
 
     Raises:
         ValueError, TypeError: If an argument is invalid.
@@ -315,22 +318,24 @@ class Launch(_Group):
 @explains_errors
 @dataclass(frozen=True, repr=False)
 class Tuning(_Group):
-    """Trade-offs between memory, speed and precision.
+    """Settings that trade memory for speed or precision.
 
     Args:
         extra_in_flight: Extra microbatches in flight at each stage boundary, to hide network latency between nodes. An
             int applies to all boundaries; a list has one value for each boundary between neighboring pipeline ranks.
-            Each extra microbatch costs the memory of its activations on the ranks before the boundary; results stay
-            bitwise identical. ``"auto"`` measures the links between nodes in the first three steps, and then uses the
-            smallest value that hides their latency and fits in the memory of CUDA devices; within a node, it uses 0.
-        reshard_after_forward: When ZeRO stage 3 reshards the parameters of a layer, as in FSDP2. ``True``: after each
-            forward and each backward of the layer, which needs the least memory. ``False``: after the last backward of
-            the layer in a step, so that the microbatches of the step share one all-gather. ``"auto"``: ``False`` with
-            several microbatches, otherwise ``True``.
+            Each extra microbatch needs memory for its activations on the ranks before the boundary. Results stay
+            bitwise identical. ``"auto"`` measures the links between nodes in the first three steps. It then uses the
+            smallest value that hides their latency and fits in the memory of CUDA devices; for links within a node, it
+            uses 0.
+        reshard_after_forward: When ZeRO stage 3 reshards the parameters of a layer, like the FSDP2 argument of the same
+            name. ``True``: after each forward and each backward of the layer, which needs the least memory. ``False``:
+            after the last backward of the layer in a step, so that the microbatches of a step share one all-gather.
+            ``"auto"``: ``False`` with several microbatches, otherwise ``True``.
         float32_gradients: If True, gradients of half-precision parameters (``precision="bf16-true"``) are summed over
             microbatches and ranks in float32.
-        memory_limit: Memory per device that the layout search may use: ``"80GiB"``, ``"24GB"`` or a number of bytes.
-            Default: all memory of a CUDA device, no limit on the CPU. Leave some memory for libraries.
+        memory_limit: Memory per device that layouts found by the search may use: ``"80GiB"``, ``"24GB"`` or a number of
+            bytes. Default: all memory of a CUDA device, and no limit on the CPU. The limit should leave some memory for
+            libraries.
 
     Raises:
         ValueError, TypeError: If an argument is invalid.

@@ -36,13 +36,13 @@ _MOST_SHOWN = 5
 
 @dataclass(frozen=True)
 class Experiment:
-    """The same training with a change.
+    """The training that was checked, repeated with one change to find the cause of a difference.
 
     Attributes:
         change: What was changed.
-        difference: The largest relative difference from one process; ``None`` if it could not be trained so.
-        equal: Whether that is rounding.
-        failure: Why it could not be trained.
+        difference: The largest relative difference from one process; ``None`` if training failed with this change.
+        equal: True if this difference is not larger than rounding errors.
+        failure: The error, if training failed with this change.
     """
 
     change: str
@@ -65,12 +65,12 @@ class CheckResult:
 
     Attributes:
         layout: The layout as text.
-        comparisons: All values, in the order in which they were computed.
-        tolerance: The largest relative difference of equal values.
-        notes: Changes of the module that made it comparable.
-        experiments: Trainings that were tried to find the cause of a difference.
-        reason: The cause of a difference.
-        remedy: The remedy.
+        comparisons: All compared values, in the order in which they were computed.
+        tolerance: The largest relative difference of two values that count as equal.
+        notes: Notes on the comparison, such as that dropout was set to 0.
+        experiments: Further trainings that were run to find the cause of a difference.
+        reason: The cause of the difference, if the values differ.
+        remedy: How to remove the difference, if the values differ.
     """
 
     layout: str
@@ -83,12 +83,12 @@ class CheckResult:
 
     @property
     def differences(self) -> tuple[Comparison, ...]:
-        """The values that differ, in their order."""
+        """The values that differ, in the order in which they were computed."""
         return tuple(each for each in self.comparisons if each.difference > self.tolerance)
 
     @property
     def equal(self) -> bool:
-        """Whether the layout equals one process."""
+        """True if all values under the layout equal the values in one process."""
         return not self.differences
 
     @property
@@ -138,9 +138,9 @@ def check(
 ) -> CheckResult:
     """Train a module in one process and under a layout, and compare the results.
 
-    Both runs train in float64 on the CPU, on the same batches of the loader, in copies of this process. Dropout is set
-    to 0 if modules store its probability in an attribute. Each replica gets its own batches, and the single process
-    averages the gradients over all of these batches, as Lightning's DDP does.
+    Both runs train in float64 on the CPU, on the same batches of the loader. They run in copies of this process.
+    Dropout is set to 0 where modules store its probability in an attribute. Each replica gets its own batches. The
+    single process averages the gradients over the batches of all replicas, as Lightning's DDP does.
 
     Example::
 
@@ -148,21 +148,23 @@ def check(
 
     Args:
         make_module: Class or function that returns the module.
-        make_data: Class or function that returns the data for `Trainer.fit`. ``None`` if the module has loaders.
+        make_data: Class or function that returns the data for `Trainer.fit`. ``None`` if the module has its own
+            loaders.
         steps: Number of optimizer steps.
-        trainer: ``accumulate_grad_batches``, ``gradient_clip_val`` and ``gradient_clip_algorithm`` of the Trainer.
-        time_limit: Time limit of each training in seconds.
-        progress: Called with a description of each training before it starts.
+        trainer: Arguments of the Trainer: only ``accumulate_grad_batches``, ``gradient_clip_val`` and
+            ``gradient_clip_algorithm`` are accepted.
+        time_limit: Time limit for each training run, in seconds.
+        progress: Function that is called with a description of each training run before it starts.
         layout: Arguments of `HybridStrategy`. ``data_parallel_size="auto"`` means 1, and a list of sizes means its
-            first entry. ``global_batch_size`` is ignored: set ``accumulate_grad_batches`` in ``trainer``.
+            first entry. ``global_batch_size`` is ignored; set ``accumulate_grad_batches`` in ``trainer`` instead.
 
     Returns:
-        The compared values and, if they differ, the cause.
+        The compared values and, if they differ, the cause of the difference.
 
     Raises:
-        ValueError, TypeError: If an argument is invalid, or the losses in one process are not finite.
+        ValueError, TypeError: If an argument is invalid, or if the losses in one process are not finite.
         RankError: If training fails in one process or under the layout.
-        RuntimeError: If this system cannot copy a process.
+        RuntimeError: If the operating system cannot copy (fork) a process.
     """
     if not isinstance(steps, int) or steps < 1:
         raise ValueError(f"steps must be an integer of at least 1, got {steps!r}. [LH103]")

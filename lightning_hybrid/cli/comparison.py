@@ -20,17 +20,18 @@ _OVER_REPLICAS: tuple[Callable[[Sequence[float]], float], ...] = (lambda v: sum(
 
 @dataclass(frozen=True)
 class Comparison:
-    """A value of both trainings.
+    """A compared value, as computed in one process and under the layout.
 
     Attributes:
-        step: The optimizer step, from 1; ``None`` for values at the end.
+        step: The number of the optimizer step, from 1; ``None`` for values at the end of training.
         name: ``"loss"``, ``"gradient norm"``, ``"log NAME"``, ``"weight NAME"`` or ``"buffer NAME"``.
-        expected: The value in one process; the norm of a tensor; ``nan`` if it has no such value. The mean over several
-            batches of a step.
-        actual: The value under the layout, in the same way.
-        difference: The relative difference from the expected value. For tensors, the norm of the difference over the
-            norm of the expected tensor, so tensors of equal norms may differ. The divisor is at least 1e-3, for a
-            tensor of N numbers 1e-3 times the root of N. The largest difference of several batches of a step.
+        expected: The value in one process: for a tensor, its norm; for a step with several batches, the mean over them.
+            ``nan`` if one process has no such value.
+        actual: The value under the layout, computed in the same way.
+        difference: The relative difference from the expected value. For tensors, this is the norm of the difference,
+            divided by the norm of the expected tensor, so two tensors of equal norm may differ. The divisor is at least
+            1e-3 or, for a tensor of N numbers, at least 1e-3 times the square root of N. For a step with several
+            batches, it is the largest difference.
     """
 
     step: int | None

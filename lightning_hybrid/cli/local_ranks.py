@@ -35,14 +35,14 @@ _NOT_THE_USERS = (
 
 
 class RankError(RuntimeError):
-    """A rank refused, failed, died or took too long.
+    """A rank raised an error, died or took too long.
 
     Args:
-        text: What happened.
-        is_raised: Whether code on a rank raised an error that no advice was printed for.
+        text: Description of the failure.
+        is_raised: True if code on a rank raised an error, and this package has not printed advice for it.
 
     Attributes:
-        is_raised: The same.
+        is_raised: The argument of this name.
     """
 
     def __init__(self, text: str, *, is_raised: bool = False) -> None:

@@ -26,7 +26,7 @@ COMMANDS = {
     "demo": ("train a built-in example", "--ranks 2"),
     "plan": ("show which layers each rank holds", "--config FILE"),
     "memory": ("estimate the memory of each rank", "--config FILE --ranks 8"),
-    "suggest": ("rank layouts by estimated speed", "--config FILE --ranks 8"),
+    "suggest": ("sort layouts by estimated speed", "--config FILE --ranks 8"),
     "check": ("compare a layout with one process", "--config FILE"),
     "timeline": ("draw a pipeline schedule", "--ranks 4 --microbatches 8"),
     "inspect": ("show the contents of a checkpoint", "PATH"),

@@ -4,169 +4,180 @@ from lightning_hybrid.error_codes.entry import Entry
 
 ERRORS = {
     "LH101": Entry(
-        "An argument has the wrong type.",
-        "Pass one of the types that the message lists; see [all arguments](strategy.md).",
+        "The argument that the message names has a value of the wrong type.",
+        "Pass a value of one of the types that the message lists. See [all arguments](strategy.md).",
     ),
     "LH102": Entry(
         "The value of an argument is not one of its allowed values.",
-        "Use a value that the message lists.",
+        "Use one of the values that the message lists.",
     ),
     "LH103": Entry(
-        "A number is outside the range that the argument allows.",
+        "An argument is set to a number outside its allowed range.",
         "Use a number in the range that the message states.",
     ),
     "LH104": Entry(
-        "A timeout is zero or negative, or shorter than the interval between heartbeats.",
-        "Set the timeout to a number of seconds, such as `600`, or to `timedelta(minutes=10)`; in YAML, write"
-        ' `600` or `"0:10:00"`.',
+        "A timeout is zero or negative, or `faults.heartbeat_timeout` is shorter than its minimum.",
+        "Set the timeout to a number of seconds, such as `600`, or to a duration, such as `timedelta(minutes=10)`."
+        ' In YAML, write `600` or `"0:10:00"`.',
     ),
     "LH105": Entry(
-        "The number of processes is not a multiple of the model group size (tensor x pipeline x context).",
-        "Set `Trainer(devices=..., num_nodes=...)` to a multiple of the model group size, or use smaller parallel"
-        " sizes; see [choose a layout](../start/choose-a-layout.md).",
+        "The number of processes is not a multiple of the product of the tensor-, pipeline- and context-parallel"
+        " sizes.",
+        "Set `Trainer(devices=..., num_nodes=...)` so that the number of processes is a multiple of this product,"
+        " or use smaller parallel sizes. See [choose a layout](../start/choose-a-layout.md).",
     ),
     "LH106": Entry(
-        "The product of the parallel sizes differs from the number of processes.",
-        'Set `data_parallel_size="auto"`, or start the number of processes that the message states.',
+        "The product of all parallel sizes differs from the number of processes.",
+        'Set `data_parallel_size="auto"`, or start as many processes as the product in the message.',
     ),
     "LH107": Entry(
-        "No combination of the sizes listed in `pipeline_parallel_size` and `tensor_parallel_size` divides the"
-        " number of processes.",
-        "Add a size, such as 1, to one of the lists, or start a different number of processes.",
+        "The sizes listed in `pipeline_parallel_size` and `tensor_parallel_size` have no combination whose product"
+        " divides the number of processes.",
+        "Add another size, such as 1, to one of the two lists, or start a different number of processes.",
     ),
     "LH108": Entry(
-        "The tensor-parallel ranks do not form a square (2D), several squares (2.5D) or a cube (3D).",
-        "Set `tensor_parallel_size` to a number that the message allows; see [other"
+        "The number of tensor-parallel ranks does not form a square (2D mode), several equal squares (2.5D mode)"
+        " or a cube (3D mode).",
+        "Set `tensor_parallel_size` to a number that the message allows. See [2D, 2.5D and 3D"
         " modes](../concepts/advanced-tensor-parallel.md).",
     ),
     "LH109": Entry(
-        "`tensor_parallel_depth` applies only to 2.5D mode.",
+        '`tensor_parallel_depth` is set, but `tensor_parallel_mode` is not `"2.5d"`.',
         'Remove `tensor_parallel_depth`, or set `tensor_parallel_mode="2.5d"`.',
     ),
     "LH110": Entry(
-        "`sequence_parallel` shards activations, but the 2D, 2.5D and 3D modes already shard them.",
+        "`sequence_parallel` is combined with a 2D, 2.5D or 3D tensor-parallel mode, which already shards activations.",
         'Remove `sequence_parallel`, or set `tensor_parallel_mode="1d"`.',
     ),
     "LH111": Entry(
         "`global_batch_size` is not a multiple of the loader's batch size times the number of replicas.",
-        "Set `global_batch_size` to a multiple of the number in the message; see [elastic"
+        "Set `global_batch_size` to a multiple of this product, which the message states. See [elastic"
         " training](../guides/elastic.md).",
     ),
     "LH112": Entry(
         "The strategy has no argument with the name that you passed.",
-        "Use the name that the message suggests; see [all arguments](strategy.md).",
+        "Use the name that the message suggests. See [all arguments](strategy.md).",
     ),
     "LH113": Entry(
-        "`launch.rank_order` does not name each axis exactly once.",
-        'Set `launch.rank_order` to `"pp-dp-tp"` or to another order of these axes.',
+        "`launch.rank_order` does not contain the name of each axis exactly once.",
+        'Set `launch.rank_order` to `"pp-dp-tp"`, or write the same axes in another order.',
     ),
     "LH114": Entry(
-        "The 1F1B schedule supports only one chunk on each rank.",
+        "The 1F1B schedule supports only one chunk per rank, but `num_chunks` is larger than 1.",
         'Set `schedule="interleaved_1f1b"` or `num_chunks=1`.',
     ),
     "LH115": Entry(
-        "`tuning.extra_in_flight` does not have one number for each link between pipeline ranks.",
-        "Set one number for all links, or a list of `pipeline_parallel_size - 1` numbers.",
+        "The list in `tuning.extra_in_flight` does not have exactly one number for each link between neighboring"
+        " pipeline ranks.",
+        "Set one number that applies to all links, or a list of `pipeline_parallel_size - 1` numbers.",
     ),
     "LH116": Entry(
-        "`tuning.extra_in_flight` adds microbatches in flight, but the GPipe schedule already has all of them in"
-        " flight.",
+        "`tuning.extra_in_flight` allows more microbatches in flight, but the GPipe schedule already has all"
+        " microbatches in flight.",
         'Remove `tuning.extra_in_flight`, or set `schedule="1f1b"`.',
     ),
     "LH117": Entry(
         "`partition` or `pipeline_stage` does not assign every layer to a stage, or leaves a stage without layers.",
-        "List the number of layers of each stage, at least 1, so that the numbers add up to all layers. Or list"
-        " the stage of each layer, in ascending order from 0.",
+        "List the number of layers of each stage, at least 1 each, so that the sum is the number of all layers. Or"
+        " list the stage of each layer, in ascending order from 0.",
     ),
     "LH118": Entry(
         "The pipeline has more stages than layers.",
         "Use a smaller `pipeline_parallel_size` or `num_chunks`.",
     ),
     "LH119": Entry(
-        "The length of the `recompute` list differs from the number of stages.",
-        "List one number for each stage, or set one number for all stages.",
+        "The `recompute` list does not have exactly one number, 0 or more, for each stage.",
+        "List one number for each stage, or set a single number that applies to all stages.",
     ),
     "LH120": Entry(
-        "The `recompute` pattern matches no submodule.",
-        "Use a name from the message. In a pattern, `*` matches anything between two dots.",
+        "A pattern in `recompute` matches no submodule.",
+        "Use the name of a submodule that the message suggests. In a pattern, `*` matches anything between two dots.",
     ),
     "LH121": Entry(
-        "The `recompute` pattern matches the module that contains all layers, not the layers.",
+        "A pattern in `recompute` matches the module that contains all layers instead of the layers themselves.",
         "Append `.*` to the pattern to match the layers.",
     ),
     "LH122": Entry(
-        '`tuning.memory_limit` applies only to the layout search, but no argument is set to `"auto"`.',
+        "`tuning.memory_limit` is set, but it applies only to the layout search, which runs only if an argument is"
+        ' set to `"auto"`.',
         'Set `layout="auto"` or `recompute="auto"`, or remove `tuning.memory_limit`.',
     ),
     "LH123": Entry(
-        "An argument lists a value for each stage, but the layout search chooses the number of stages.",
-        "Set `pipeline_parallel_size` and `num_chunks` yourself, or remove the list.",
+        "An argument lists one value for each stage, but the number of stages is not known before the layout search.",
+        "Set `pipeline_parallel_size` and `num_chunks` yourself, or remove the argument that contains the list.",
     ),
     "LH124": Entry(
         "The layout search does not support this value of `recompute` or `num_chunks`.",
-        "Use a value that the message names, or set the layout yourself.",
+        "Use a value that the message lists, or set the layout yourself instead of searching for one.",
     ),
     "LH125": Entry(
-        "A quantity, such as `tuning.memory_limit`, is not written as a number with a unit.",
+        "A quantity, such as `tuning.memory_limit`, is not written as a number followed by a unit.",
         'Write a number and a unit, such as `"80GiB"`.',
     ),
     "LH126": Entry(
-        'The strategy name has an invalid part, as in `"hybrid_pp_2"`.',
-        'Write each axis with its size, as in `"hybrid_pp2"`.',
+        "A part of the strategy name appears twice or is not a short name with a number, such as the parts of"
+        ' `"hybrid_pp_2"`.',
+        'Write each part once, with its number directly after its short name, such as `"hybrid_pp2"`.',
     ),
     "LH127": Entry(
-        '`layout="auto"` could not choose a layout: the training step does not run without tensor values, or the'
-        " search took too long.",
-        "Set the parallel sizes yourself; see [choose a layout](../start/choose-a-layout.md).",
+        'No value could be chosen for an argument that is set to `"auto"`, for example because the training step'
+        " does not run without tensor values or because the search took too long.",
+        "Set the parallel sizes yourself. See [choose a layout](../start/choose-a-layout.md).",
     ),
     "LH128": Entry(
-        "No layout fits `tuning.memory_limit`, or the module cannot be split.",
-        "Start more processes, allow more memory, or use a smaller batch.",
+        "The search rejected every layout, for example because none fits `tuning.memory_limit` or because the"
+        " module cannot be split.",
+        "Start more processes, increase `tuning.memory_limit`, or use a smaller batch.",
     ),
     "LH129": Entry(
-        "No combination of the allowed sizes fits the number of processes.",
-        "Allow other sizes, or start a different number of processes.",
+        "No combination of the parallel sizes that the arguments allow fits the number of processes.",
+        "Allow other parallel sizes, or start a different number of processes.",
     ),
     "LH130": Entry(
-        "The training step reads the values of tensors, but planning commands run the step without values.",
-        "Create the values that the step reads in the module's `__init__`.",
+        "The training step reads the values of parameters, but planning runs the step with parameters that have no"
+        " values.",
+        "Create the parameters that the step reads in the module's `__init__`.",
     ),
     "LH131": Entry(
-        "The training loader is empty or limited to 0 batches, but the command needs one batch.",
-        "Run the command on a machine that has the data, or remove the limit.",
+        "The training loader is empty or limited to 0 batches, but planning needs one batch.",
+        "Run the command on a machine that has the training data, or remove the limit, such as"
+        " `limit_train_batches=0`.",
     ),
     "LH132": Entry(
-        "The module reads the values of its parameters, but is too large to be initialized for planning.",
-        "Do not read parameter values in `__init__`, `configure_model` and `training_step`, or plan a smaller module.",
+        "The module reads the values of its parameters, but with these values it is too large for planning.",
+        "Do not read parameter values in `__init__`, `configure_model` and `training_step`, or plan a smaller"
+        " module, such as one with fewer layers.",
     ),
     "LH133": Entry(
-        "With manual optimization, the order of forward and backward passes in a step is unknown, so no layout can"
-        " be suggested.",
+        "With manual optimization, the order of forward and backward passes in a step is unknown before the step"
+        " runs, so no layout can be suggested.",
         "Use automatic optimization, or set the parallel sizes yourself.",
     ),
     "LH134": Entry(
-        "The number of samples cannot be determined from the type of the batch.",
-        "Return tensors or lists from the loader.",
+        "The type of the batch does not show how many samples the batch contains.",
+        "Return tensors or lists from the training loader.",
     ),
     "LH135": Entry(
         "The installed version of torch lacks a function that the strategy or the command needs.",
-        "Install a tested version; see [compatibility](compatibility.md).",
+        "Install a tested version of torch. See [compatibility](compatibility.md).",
     ),
     "LH137": Entry(
-        "`global_batch_size` sets the number of accumulated batches, but another argument sets this number too.",
-        "Remove one of the two arguments.",
+        "`global_batch_size` sets how many batches are accumulated, but another argument or manual optimization"
+        " controls this too.",
+        "Remove `global_batch_size` or the other setting that the message names.",
     ),
     "LH138": Entry(
-        "`global_batch_size` needs the batch size, but the training loader has no `batch_size`.",
+        "`global_batch_size` can be used only with a training loader that has a `batch_size`, but this loader has"
+        " none.",
         "Use a single `DataLoader(..., batch_size=...)`, or replace `global_batch_size` with"
         " `Trainer(accumulate_grad_batches=...)`.",
     ),
     "LH139": Entry(
-        "`HybridTimeline` records a schedule, but this layout has none.",
-        "Remove the callback, or set `num_microbatches`.",
+        "`HybridTimeline` records the actions of a schedule, but a run with this layout has no schedule.",
+        "Remove the callback, or set `pipeline_parallel_size` or `num_microbatches`.",
     ),
     "LH140": Entry(
-        "`device_mesh` is read before the processes are connected.",
+        "`device_mesh` was read before the training processes were connected.",
         "Read `device_mesh` in `setup` or in a later hook.",
     ),
 }

@@ -5,59 +5,60 @@ from lightning_hybrid.error_codes.entry import Entry
 ERRORS = {
     "LH1001": Entry(
         "An option of the command has a wrong name or value.",
-        "List the options with `--help`.",
+        "Run the command with `--help` to list its options.",
     ),
     "LH1002": Entry(
-        "A configuration, or an option that changes it, has a wrong name or value.",
-        "Correct the key that the message names.",
+        "A key of the configuration, or a command-line option that sets it, has a wrong name or value.",
+        "Correct the key or option that the message names.",
     ),
     "LH1003": Entry(
-        "The configuration names a strategy other than HybridStrategy.",
-        "Pass a second `--config` with `strategy: {class_path: lightning_hybrid.HybridStrategy}`.",
+        "The configuration contains another strategy than `HybridStrategy`.",
+        "Pass a second `--config` file with `trainer: {strategy: {class_path: lightning_hybrid.HybridStrategy}}`.",
     ),
     "LH1004": Entry(
-        "`plan`, `memory` and `check` need a fixed layout, but the layout in the configuration is chosen only when"
-        " training starts.",
-        "Set `--trainer.strategy.init_args.layout=null` and the sizes that `suggest` prints.",
+        "`plan`, `memory` and `check` need a fixed layout, but in this configuration, the layout is chosen only"
+        " when training starts.",
+        "Set `--trainer.strategy.init_args.layout=null`, and set the parallel sizes that `suggest` prints.",
     ),
     "LH1006": Entry(
-        "`check` accepts only some arguments of the Trainer.",
+        "`check` accepts only some arguments of the Trainer, but was given another one.",
         "Use only the arguments that the message lists.",
     ),
     "LH1007": Entry(
-        "The losses or gradient norms of training in one process are not finite, so they cannot be compared.",
-        "Use another learning rate, or fewer steps.",
+        "In the check, the losses or gradient norms of training in one process are not finite, so they cannot be"
+        " compared.",
+        "Use another learning rate or fewer steps for the check.",
     ),
     "LH1008": Entry(
-        "The number of nodes does not divide the number of ranks.",
+        "The number of ranks cannot be divided evenly over the nodes.",
         "Set `--nodes` to a divisor of `--ranks`.",
     ),
     "LH1009": Entry(
-        "The checkpoint does not contain a module.",
-        "Use a checkpoint of a Trainer.",
+        "The checkpoint does not contain the weights of a module.",
+        "Use a checkpoint that a Trainer saved.",
     ),
     "LH1010": Entry(
-        "The checkpoint is already a single file.",
+        "The checkpoint is already a single file, so `consolidate` has nothing to do.",
         "Use the file as it is.",
     ),
     "LH1011": Entry(
-        "The output path is a directory.",
-        "Give the path of a file.",
+        "The path for the output file is a directory.",
+        "Pass the path of a file.",
     ),
     "LH1012": Entry(
-        "The output already exists.",
+        "A file or folder already exists at the output path.",
         "Use another path, or pass `--overwrite` if the command has this option.",
     ),
     "LH1013": Entry(
         "The checkpoint contains an object of your project, such as a hyperparameter, whose class cannot be imported.",
-        "Run the command where your project can be imported.",
+        "Run the command in an environment in which your project can be imported.",
     ),
     "LH1014": Entry(
-        "The optimizer in the checkpoint has a state for a parameter that is in none of its groups.",
+        "An optimizer in the checkpoint has a state for a parameter that is in none of its parameter groups.",
         "Use another checkpoint.",
     ),
     "LH1015": Entry(
-        "The output cannot be written.",
+        "The output cannot be written, for example because the disk is full.",
         "Free disk space, or use another path.",
     ),
     "LH1016": Entry(
@@ -65,15 +66,15 @@ ERRORS = {
         "Use a prefix that the message lists.",
     ),
     "LH1017": Entry(
-        "The path in `export --config` does not contain a model configuration.",
-        "Pass the `config.json` or the folder of the original model.",
+        "The path that was passed as `export --config` does not contain a model configuration.",
+        "Pass the original model's `config.json`, or the folder that contains it.",
     ),
     "LH1018": Entry(
-        "The example needs scikit-learn, which is not installed.",
+        "The data of the example comes with scikit-learn, which is not installed.",
         "Run `pip install scikit-learn`.",
     ),
     "LH1019": Entry(
-        "The sizes of the example's model do not match.",
-        "Make each size a multiple of the size that the message names.",
+        "A size of the example's model is not a multiple of another size.",
+        "Set the sizes so that the first one in the message is a multiple of the second one.",
     ),
 }

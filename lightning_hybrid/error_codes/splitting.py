@@ -4,112 +4,122 @@ from lightning_hybrid.error_codes.entry import Entry
 
 ERRORS = {
     "LH301": Entry(
-        "The layers are not in a list, or are spread over many small lists.",
-        "Set `body=[...]` to candidates from the message. See [pipeline](../concepts/pipeline.md).",
+        "No list of layers holds a large part of the module's parameters, so the layers to split into stages"
+        " cannot be detected.",
+        "Set `body=[...]` to names that the message suggests. See [pipeline](../concepts/pipeline.md).",
     ),
     "LH302": Entry(
-        "The module has no submodule with the name in `body`.",
-        "Use the dotted name of a submodule, such as a candidate from the message.",
+        "`body` contains a name that no submodule of the module has.",
+        "Use the dotted name of a submodule, such as one that the message suggests.",
     ),
     "LH303": Entry(
         "`body` names a module that is not a list of layers.",
-        "In `body`, name an `nn.Sequential`, `nn.ModuleList` or `nn.ModuleDict`.",
+        "Set `body` to the name of an `nn.Sequential`, `nn.ModuleList` or `nn.ModuleDict`.",
     ),
     "LH304": Entry(
-        "`body` names both a module and a part of it.",
-        "Name only one of the two.",
+        "`body` names both a module and a submodule of this module.",
+        "Remove one of the two names from `body`.",
     ),
     "LH305": Entry(
-        "A hook adds, removes or replaces layers after the module has been split.",
-        "Change the layers in `__init__` or `configure_model`.",
+        "A hook added, removed or replaced layers after the module had been split into stages.",
+        "Change the layers in `__init__` or `configure_model`, which run before the module is split.",
     ),
     "LH306": Entry(
-        "The module uses manual optimization, but the strategy runs the backward passes.",
+        "The module uses manual optimization, but with this layout, the strategy runs the backward passes itself.",
         "Use automatic optimization, or a layout without a pipeline, with one microbatch and without"
         " `microbatch_weight`.",
     ),
     "LH307": Entry(
-        "The module overrides `backward`, but the strategy runs the backward passes, so this method would never be"
-        " called.",
-        "Remove `backward`, or use a layout that the message names.",
+        "The module overrides `backward`, but with this layout, the strategy runs the backward passes itself and"
+        " never calls this method.",
+        "Remove the `backward` method, or use a layout that the message names.",
     ),
     "LH308": Entry(
-        "The step takes `dataloader_iter` and fetches batches itself, so they cannot be split into microbatches.",
-        "Define `training_step(batch, batch_idx)`.",
+        "A step takes `dataloader_iter` and fetches batches itself, so the strategy cannot split them into"
+        " microbatches.",
+        "Define the step with the arguments `batch` and `batch_idx`, such as `training_step(batch, batch_idx)`.",
     ),
     "LH309": Entry(
-        "Only one of two hooks that belong together is defined.",
-        "Define both hooks, or neither.",
+        "The module defines only one of the methods `split_body_input` and `join_body_output`.",
+        "Define both methods, or neither.",
     ),
     "LH310": Entry(
-        "`ModelPruning` needs the full model, but each stage has only a part of it.",
-        "Prune with `pipeline_parallel_size=1`, before or after this training.",
+        "`ModelPruning` needs the full model, but each pipeline stage has only a part of it.",
+        "Prune in a run with `pipeline_parallel_size=1`, before or after this training.",
     ),
     "LH314": Entry(
-        "Each rank created its shard of a parameter as a plain tensor.",
-        "Create the parameter with `DTensor.from_local(part, mesh, [Shard(0)])`. See [tensor"
+        "A plain parameter that was created in `configure_model` differs between ranks, for example because each"
+        " rank created only its shard.",
+        'Create a shard with `DTensor.from_local(part, self.device_mesh["tensor_parallel"], [Shard(dim)])`. Create'
+        " a full parameter from the same random numbers on every rank. See [tensor"
         " parallelism](../concepts/tensor-parallel.md#rules-for-your-code).",
     ),
     "LH315": Entry(
         "A parameter was created on the meta device, but its layer has no method that initializes it.",
-        "Define `reset_parameters` in the layer, or set `initial_weights`. See"
+        "Define `reset_parameters` in the layer, or load its values with `initial_weights`. See"
         " [checkpoints](../guides/checkpoints.md).",
     ),
     "LH316": Entry(
-        'A plain tensor or a metric was created under `torch.device("meta")`.',
+        'A metric, or a tensor that is neither a parameter nor a buffer, was created under `torch.device("meta")`'
+        " and has no values.",
         'Create the tensor or the metric under `torch.device("cpu")`.',
     ),
     "LH317": Entry(
-        "The module's own `reset_parameters` also sets parameters of its layers.",
-        "Set only the module's own parameters in this method, and give each layer its own `reset_parameters`.",
+        "The `reset_parameters` of a module that contains the body also sets parameters of its submodules, of"
+        " which a rank may hold only some.",
+        "In this method, set only the parameters of the module itself, and define `reset_parameters` in each layer.",
     ),
     "LH318": Entry(
-        "The same module object was trained before, under a different layout.",
-        "Call `trainer.strategy.gather_module()` after the earlier run.",
+        "The module was already trained with a different layout, and is still sharded for that layout.",
+        "Call `trainer.strategy.gather_module()` on every rank after the earlier run.",
     ),
     "LH319": Entry(
-        "The body was replaced after it had been split into stages.",
+        "The body was replaced, or its layers were changed, after it had been split into stages.",
         "Create the body in `__init__` or `configure_model`.",
     ),
     "LH320": Entry(
-        "Only some layers have a `pipeline_stage`.",
-        "Set `pipeline_stage` for all layers or for none.",
+        "Some layers of the body have a `pipeline_stage`, but others have none.",
+        "Set `pipeline_stage` for all layers of the body or for none of them.",
     ),
     "LH321": Entry(
         "`partition` and `pipeline_stage` both assign layers to stages.",
-        "Remove one of the two.",
+        "Remove `partition`, or remove `pipeline_stage` from the layers.",
     ),
     "LH322": Entry(
-        "A part of a layer has a different `pipeline_stage` than the layer.",
+        "A submodule of a layer has a `pipeline_stage` that differs from the stage of the layer.",
         "Set `pipeline_stage` for whole layers, or list the modules to split in `body=[...]`.",
     ),
     "LH323": Entry(
-        "A layer and its copy have different values of `pipeline_stage`.",
-        "Give the layer and its copy the same value.",
+        "A layer and its copy must be on the same stage, but have different values of `pipeline_stage`.",
+        "Set the same `pipeline_stage` for the layer and its copy.",
     ),
     "LH325": Entry(
-        "Your code calls the layers one by one, but torch sharded a layer, so a rank cannot run it alone.",
-        "Use a style name in `tensor_parallel_plan` instead, or put the layers into one `nn.Sequential`.",
+        "Your code calls the layers of the body one by one, but one of them was sharded by torch, so no rank can"
+        " run it alone.",
+        "Shard the layer with a style name in `tensor_parallel_plan` instead, or put all layers into one"
+        " `nn.Sequential`.",
     ),
     "LH326": Entry(
-        "`tensor_parallel_plan` gives a style to a module that contains pipelined layers.",
-        "Give the style to these layers instead.",
+        "`tensor_parallel_plan` gives a style to a module that contains layers of the pipeline.",
+        "Give the style to the layers of the pipeline instead.",
     ),
     "LH327": Entry(
-        "With `sequence_parallel`, neighbors in an `nn.Sequential` pass sequence shards to each other, but your"
-        " code calls them one by one.",
-        "Use an `nn.ModuleList`, or call the whole `nn.Sequential` and name only it in `body`.",
+        "With `sequence_parallel`, neighboring layers in an `nn.Sequential` pass sequence shards to each other,"
+        " but your code calls these layers one by one.",
+        "Put the layers into an `nn.ModuleList`, or call the whole `nn.Sequential` and name only it in `body`.",
     ),
     "LH328": Entry(
-        "Layers cannot be gathered, because they were sharded by torch styles or in `configure_model`.",
-        "Save a checkpoint, and load it into a new module.",
+        "The module cannot be gathered, because a layer was sharded by a torch style (such as `ColwiseParallel`)"
+        " or in `configure_model`.",
+        "Save a checkpoint, and load it into a new module. Or shard the layer with a style name in"
+        " `tensor_parallel_plan`.",
     ),
     "LH329": Entry(
-        "`gather_module` was called in a hook other than `teardown`.",
+        "`gather_module` was called during the run, which cannot continue with the full model.",
         "Call `gather_module` after the run.",
     ),
     "LH330": Entry(
-        "The process groups were destroyed before the module was gathered.",
+        "`gather_module` was called after the process groups had been destroyed.",
         "Call `gather_module` before `destroy_process_group`.",
     ),
 }

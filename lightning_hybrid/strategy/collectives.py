@@ -174,7 +174,7 @@ class ReplicaCollectives(ParallelStrategy):
 
     @override
     def reduce(self, tensor: Tensor | Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        """Reduce over the replicas, or over the group that is given."""
+        """Reduce a value over the replicas, or over `group` if it is given."""
         if group is dist.group.WORLD:
             group = None
         if not isinstance(tensor, Tensor) or (group is None and self.sizes[0] == 1) or self.is_alone:
@@ -183,7 +183,7 @@ class ReplicaCollectives(ParallelStrategy):
 
     @override
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        """Gather over the replicas, or over a given group: shape ``(replicas, ...)``, with one replica ``(...)``."""
+        """Gather a tensor over replicas or `group`: shape ``(replicas, ...)``, or ``(...)`` with one replica."""
         if group is None or group is dist.group.WORLD:
             if self.is_alone or self.mesh.data_parallel_size == 1:
                 return tensor
@@ -211,7 +211,7 @@ class ReplicaCollectives(ParallelStrategy):
 
     @override
     def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
-        """Give every process the object of one."""
+        """Send the object of process `src` to every process."""
         if not dist.is_initialized():
             return obj
         if self.in_step and self._log_dir is not None and src == 0 and self._log_dir[0] == obj:

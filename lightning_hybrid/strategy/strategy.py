@@ -70,100 +70,114 @@ from lightning_hybrid.trainer.precision import adapt, autocasts, check_master_we
 class HybridStrategy(ReplicaCollectives):
     """Strategy that trains a LightningModule with data, tensor, context and pipeline parallelism.
 
-    Losses, metrics and weights match a run with one process. The layers of the module are split into stages, one or
-    more on each pipeline rank. Each batch is split into microbatches, which pass through the stages in the order of a
-    schedule. Each tensor-parallel rank holds a shard of a layer's weights. Replicas average their gradients.
+    Losses, metrics and weights are the same as in a run with one process, up to rounding. The layers of the module are
+    split into stages, one or more on each pipeline rank. Each batch is split into microbatches, which pass through the
+    stages in the order of a schedule. Each tensor-parallel rank holds a shard of the weights of each sharded layer.
+    Replicas average their gradients.
 
     Example::
 
         trainer = Trainer(devices=4, strategy=HybridStrategy(pipeline_parallel_size=2))
 
     Args:
-        data_parallel_size: Number of replicas. ``"auto"``: the number of processes divided by the other sizes.
-        tensor_parallel_size: Number of ranks that the weights of each layer are sharded over. Keep these ranks within
-            one node. A list allows several values; see ``pipeline_parallel_size``.
-        pipeline_parallel_size: Number of pipeline ranks that the layers are split over. A list, such as ``[4, 2]``,
-            allows several values in order of preference, so that a job can restart on fewer nodes. The first value that
-            fits the number of processes (and ``data_parallel_size``) is used, with the first ``tensor_parallel_size``
-            that fits. Arguments that have one value for each stage or rank must then be valid for every size.
-        num_microbatches: Number of microbatches that each batch is split into. ``"auto"``:
-            ``4 * pipeline_parallel_size``, or 1 without a pipeline. If the module has batch norm, small batches are
-            split into fewer microbatches, so that each microbatch has at least two samples.
-        schedule: Order of the forwards and backwards of microbatches: ``"gpipe"``, ``"1f1b"`` or
-            ``"interleaved_1f1b"``. Default: ``"1f1b"``, or ``"interleaved_1f1b"`` with several chunks.
-        num_chunks: Number of stages on each pipeline rank. Values above 1 need ``"interleaved_1f1b"`` or ``"gpipe"``.
-        partition: How layers are assigned to stages. ``"uniform"``: the same number of layers for each stage.
-            ``"parameters"``: the largest stage has as few parameters as possible, including embedding and head. A list
-            of stage sizes, such as ``[6, 7, 7, 4]``. A list of stage indices, one for each layer, starting at 0. Stages
-            are counted over all ranks and chunks. A layer or a container of layers can also set its stage as an
-            attribute: ``layer.pipeline_stage = 1``.
-        body: Layers that the pipeline splits, by dotted name. A string names one `nn.Sequential`, which the step calls
-            as a whole, or one list of layers. A list names several lists and layers in the order of their calls; ``*``
-            matches anything between two dots, and any code may call these layers. ``None``: the module's
-            ``pipeline_body`` if it has one, else the outermost `nn.Sequential` with more than half of the parameters,
-            else the layer lists with the most parameters.
-        tensor_parallel_mode: Arrangement of the tensor-parallel ranks. ``"1d"``: column and row shards, as in
-            Megatron-LM. ``"2d"``, ``"2.5d"`` and ``"3d"`` also shard activations; they need a
-            ``tensor_parallel_size`` of q x q, ``tensor_parallel_depth`` x q x q, or l x l x l.
-        tensor_parallel_depth: Number of q x q grids, for ``"2.5d"`` only. Each grid holds all weights and processes a
-            part of the samples.
-        tensor_parallel_plan: How layers are sharded. A mapping from module names to styles, and from names of
-            parameters or buffers to placements (``"S(0)"``, as for `distribute`); ``*`` matches anything between two
-            dots. ``"auto"``: the module's ``tensor_parallel_plan()`` if it has one, else the known layers of torch and
-            Hugging Face. ``None``: no layers are sharded.
-        sequence_parallel: If True, activations between tensor-parallel layers are sharded along the sequence, in the
-            regions that the plan defines for this, as in torch's transformer layers.
-        context_parallel_size: Number of ranks that each sequence is split over in the layers of the body. Code around
-            the layers sees full sequences, but the last norm, the head and the loss compute on sequence shards.
-        context_parallel: How attention (`F.scaled_dot_product_attention`) communicates between context-parallel ranks.
-            ``"ulysses"`` switches from sharded positions to sharded heads and back, ``"ring"`` passes blocks of keys
-            and values from rank to rank, and ``"all_gather"`` gathers keys and values.
-        global_batch_size: Number of samples per optimizer step, over all replicas. Batches are accumulated to reach
-            this number, so that a job can restart with a different number of replicas. ``None``:
-            ``Trainer(accumulate_grad_batches=...)`` determines the number of batches.
-        zero_stage: ZeRO stage: what is sharded over replicas. 1: optimizer states; 2: also gradients; 3: also
+        data_parallel_size: Number of replicas. ``"auto"``: the number of processes divided by the product of the other
+            parallel sizes.
+        tensor_parallel_size: Number of ranks over which the weights of each layer are sharded. These ranks should be on
+            one node. A list gives several allowed values; see ``pipeline_parallel_size``.
+        pipeline_parallel_size: Number of pipeline ranks over which the layers are split. A list, such as ``[4, 2]``,
+            gives several allowed values in order of preference, so that a job can restart on fewer nodes. The strategy
+            uses the first value that fits the number of processes (and ``data_parallel_size``), together with the first
+            ``tensor_parallel_size`` that fits. Arguments with one value for each stage or rank must then be valid for
+            every size in the list.
+        num_microbatches: Number of microbatches that each batch is split into. ``"auto"`` is ``4 *
+            pipeline_parallel_size``, or 1 without a pipeline. If the module has batch norm, ``"auto"`` splits small
+            batches into fewer microbatches, so that each microbatch has at least two samples.
+        schedule: Order in which the forward and backward passes of microbatches run: ``"gpipe"``, ``"1f1b"`` or
+            ``"interleaved_1f1b"``. Default: ``"1f1b"``, or ``"interleaved_1f1b"`` if ``num_chunks`` is above 1.
+        num_chunks: Number of stages on each pipeline rank. Values above 1 need ``schedule="interleaved_1f1b"`` or
+            ``"gpipe"``.
+        partition: How layers are assigned to stages. ``"uniform"``: every stage has the same number of layers; any
+            remaining layers go to the last stages, one layer each. ``"parameters"``: the largest stage has as few
+            parameters as possible, including embedding and head. A list of stage sizes, such as ``[6, 7, 7, 4]``, or a
+            list with the index of the stage of each layer, starting at 0, assigns the layers directly. Stages are
+            numbered over all ranks and chunks. You can also set the stage as an attribute of a layer, or of a container
+            of layers: ``layer.pipeline_stage = 1``.
+        body: Layers that the pipeline splits, by dotted name. A string names one `nn.Sequential`, which `training_step`
+            must call as a whole, or one list of layers. A list of strings names several layer lists and single layers,
+            in the order in which the step calls them; these calls may be anywhere in your code. In a name, ``*``
+            matches any text between two dots. ``None``: the module's ``pipeline_body`` if it has one, else the
+            outermost `nn.Sequential` with more than half of the parameters, else the layer lists with the most
             parameters.
-        recompute: Activation checkpointing: which layers are recomputed in backward, so that their activations are not
-            kept. ``True``: every layer. ``"selective"``: every layer, but the results of matrix multiplications and
-            attention are kept. An int: that many layers of each stage. A float: that fraction of the layers of each
-            stage. A list of ints: the number of layers of each stage. A list of module names, where ``*`` matches
-            anything between two dots.
-        offload: Tensors that are kept in CPU memory while the device does not need them: ``"activations"``,
-            ``"optimizer"`` (its states), or a list of both. No effect on the CPU.
+        tensor_parallel_mode: Arrangement of the tensor-parallel ranks. ``"1d"`` shards weights by columns or rows, as
+            Megatron-LM does. ``"2d"``, ``"2.5d"`` and ``"3d"`` also shard activations. Their ``tensor_parallel_size``
+            must be q x q for ``"2d"``, ``tensor_parallel_depth`` x q x q for ``"2.5d"``, and l x l x l for ``"3d"``.
+        tensor_parallel_depth: Number of q x q grids of tensor-parallel ranks, for ``tensor_parallel_mode="2.5d"`` only.
+            Each grid holds all weights and processes a part of the samples.
+        tensor_parallel_plan: How layers are sharded. A mapping has module names as keys and styles as values, or names
+            of parameters or buffers as keys and placements as values. A placement is a string such as ``"S(0)"``, as
+            for :meth:`distribute`. In a name, ``*`` matches any text between two dots. ``"auto"``: the module's
+            ``tensor_parallel_plan()`` if it has one, else a built-in plan for the known layers of torch and Hugging
+            Face. ``None``: no layers are sharded.
+        sequence_parallel: If True, activations between tensor-parallel layers are sharded along the sequence dimension
+            in the regions that the plan marks as sequence-parallel. The plan for torch's transformer layers, for
+            example, has such regions.
+        context_parallel_size: Number of ranks over which each sequence is split in the layers of the body. Code outside
+            these layers works with full sequences, except that the last norm, the head and the loss compute on sequence
+            shards.
+        context_parallel: How attention (`F.scaled_dot_product_attention`) communicates between context-parallel ranks.
+            ``"ulysses"`` exchanges shards of positions for shards of heads before attention and back after it.
+            ``"ring"`` passes blocks of keys and values from rank to rank. ``"all_gather"`` gathers all keys and values
+            on every rank.
+        global_batch_size: Number of samples per optimizer step, over all replicas. Each replica accumulates gradients
+            over several batches to reach this number, so a job can restart with a different number of replicas.
+            ``None``: ``Trainer(accumulate_grad_batches=...)`` sets the number of accumulated batches.
+        zero_stage: ZeRO stage, which determines what is sharded over replicas. 0: nothing; 1: optimizer states; 2: also
+            gradients; 3: also parameters.
+        recompute: Activation checkpointing: layers whose activations are not kept, but recomputed in backward.
+            ``True``: every layer. ``"selective"``: every layer, except that the results of matrix multiplications and
+            attention are kept. An int: this many layers of each stage. A float: this fraction of the layers of each
+            stage. A list of ints: a number of layers for each stage. A list of module names: the named layers, where
+            ``*`` matches any text between two dots.
+        offload: Tensors that are moved to CPU memory while the device does not need them: ``"activations"``,
+            ``"optimizer"`` (optimizer states), or a list of both. This has no effect if the device is the CPU.
         master_weights: If True, half-precision parameters (``precision="bf16-true"`` or ``"16-true"``) have float32
-            master weights. Optimizers update the master weights, with float32 gradients, and checkpoints contain them.
-            With ``"16-true"``, the loss is scaled, as with ``"16-mixed"``.
-        broadcast_batches: If True, one rank of each model group loads each batch and sends the others the tensors that
-            they read. If False, every rank loads the batch itself, and the ranks compare its checksums.
-        loss_reduction: How ``training_step`` reduces its loss over samples: ``"mean"`` or ``"sum"``.
-        dynamic_shapes: Set to True if the shapes of tensors between layers depend on values in the batch, not only on
-            its shapes.
-        save_distributed_checkpoint: If True, a checkpoint is a directory to which every rank writes its part. If False,
-            it is one file that rank 0 writes. Both can be loaded under any layout.
-        async_save: If True, checkpoints are written in the background, from a copy in CPU memory.
-        gather_module_on_teardown: If True, every rank has the full module after a run, as after :meth:`gather_module`,
-            so that it can be saved, called or exported as with DDP. If False, the module stays sharded. ``"auto"``
-            gathers it if each node has enough memory for three copies per process; otherwise a message names the method
-            that gathers it. The next run shards the module again.
-        initial_weights: Source of the initial weights, as for :meth:`load_weights`. Ignored if the run resumes from a
-            checkpoint.
-        timeout: Time after which a collective fails. Here and in all other arguments for times, numbers are in seconds.
-        layout: ``"auto"`` searches for the fastest layout at the start of a run. The search varies every layout
-            argument that has its default value: the sizes of tensor, pipeline and context parallelism,
-            `tensor_parallel_mode` with its depth, `context_parallel`, `num_microbatches`, `schedule`, `num_chunks`,
-            `tuning.extra_in_flight`, `zero_stage` and `recompute`. Arguments that you set are kept; a list of sizes
-            limits the search to these sizes. Rank 0 measures the speed of the device and of the links, estimates all
-            layouts that fit `tuning.memory_limit`, and logs the result as arguments that you can copy. To search only
-            one argument, set `tensor_parallel_size`, `pipeline_parallel_size`, `schedule`, `num_chunks`, `zero_stage`
-            or `recompute` to ``"auto"``.
-        faults: Detection of lost ranks, deadlocks and gradients that are not finite; see `Faults`.
-        launch: How processes are started and ordered; see `Launch`.
-        tuning: Trade-offs between memory, speed and precision; see `Tuning`.
+            master weights. Optimizers update the master weights with float32 gradients, and checkpoints contain the
+            master weights. With ``"16-true"``, the loss is scaled, as it is with ``"16-mixed"``.
+        broadcast_batches: If True, one rank of each model group (the ranks of one replica) loads each batch. It sends
+            every other rank of the group the tensors that this rank reads. If False, every rank loads the batch itself,
+            and the ranks of the group compare checksums of the batch.
+        loss_reduction: How ``training_step`` reduces its loss over the samples of a batch: ``"mean"`` or ``"sum"``.
+        dynamic_shapes: Set this to True if the shapes of the tensors between layers depend on values in the batch, and
+            not only on the shapes of the batch.
+        save_distributed_checkpoint: If True, a checkpoint is a directory to which every rank writes its own part. If
+            False, a checkpoint is one file, which rank 0 writes. A run with any layout can load both.
+        async_save: If True, a checkpoint is first copied to CPU memory, and then written in the background while
+            training continues.
+        gather_module_on_teardown: If True, every rank has the full module after a run, as after a call of
+            :meth:`gather_module`. You can then save, call or export the module as you would after training with DDP. If
+            False, the module stays sharded. ``"auto"`` gathers the module if each node has enough memory for three
+            copies per process; otherwise, it stays sharded, and a message names the method that gathers it. The next
+            run shards the module again.
+        initial_weights: Path of the initial weights: any file or folder that :meth:`load_weights` accepts. Ignored if
+            the run resumes from a checkpoint.
+        timeout: Time after which a collective that has not finished fails. Here and in all other arguments for times, a
+            number means seconds.
+        layout: ``"auto"`` searches for the fastest layout when a run starts. The search varies every layout argument
+            that has its default value: the sizes of tensor, pipeline and context parallelism, `tensor_parallel_mode`
+            with its depth, `context_parallel`, `num_microbatches`, `schedule`, `num_chunks`, `tuning.extra_in_flight`,
+            `zero_stage` and `recompute`. The search does not change arguments that you set; a list of sizes limits the
+            search to these sizes. Rank 0 measures the speed of the device and of the links between ranks, and estimates
+            the step time of all layouts that fit `tuning.memory_limit`. It logs the fastest layout as arguments that
+            you can copy. To search for the value of one argument only, set `tensor_parallel_size`,
+            `pipeline_parallel_size`, `schedule`, `num_chunks`, `zero_stage` or `recompute` to ``"auto"``.
+        faults: Settings for the detection of lost ranks, deadlocks and gradients that are not finite; see `Faults`.
+        launch: Settings for how processes are started and ordered; see `Launch`.
+        tuning: Settings that trade memory for speed or precision; see `Tuning`.
 
     Attributes:
-        settings: The resolved arguments.
-        sizes: (data, tensor, pipeline) parallel size. Known once the Trainer knows the number of processes or, if sizes
-            are searched, once a run has started.
+        settings: The arguments of the strategy, after values such as ``num_microbatches="auto"`` have been resolved.
+        sizes: The data-parallel, tensor-parallel and pipeline-parallel size, as a tuple. They are known once the
+            Trainer knows the number of processes or, if the layout search determines them, once a run has started.
 
     Raises:
         ValueError, TypeError: If an argument is invalid.
@@ -249,7 +263,11 @@ class HybridStrategy(ReplicaCollectives):
 
     @property
     def device_mesh(self) -> DeviceMesh:
-        """The device mesh. Axes have Lightning's names, plus ``"context_parallel"`` if its size is above 1."""
+        """The device mesh.
+
+        Its axes are ``"data_parallel"``, ``"tensor_parallel"`` and ``"pipeline_parallel"``, and also
+        ``"context_parallel"`` if ``context_parallel_size`` is above 1.
+        """
         return self.world.mesh.device_mesh
 
     @property
@@ -258,27 +276,31 @@ class HybridStrategy(ReplicaCollectives):
         return self.mesh.model_group
 
     def distribute(self, tensor: Tensor, layout: str | Mapping[str, str]) -> DTensor:
-        """Distribute a tensor over the ranks of this stage, as a DTensor that operators redistribute as needed.
+        """Distribute a tensor over the ranks of this stage, as a DTensor.
 
-        Use this method in code that shards its own tensors: a buffer, an activation, or a parameter in
-        `configure_model`. To shard a parameter without changing the code, name it in `tensor_parallel_plan`.
+        Operators of torch redistribute the DTensor when needed. Use this method in code that shards its own tensors,
+        such as a buffer, an activation, or a parameter in `configure_model`. To shard a parameter without changing the
+        code, add its name to `tensor_parallel_plan`.
 
         Args:
-            tensor: The full tensor, of any dtype, with the same values on every rank of the stage. A DTensor is
-                redistributed.
-            layout: A placement for each axis: ``"S(d)"`` shards dimension ``d`` over the ranks of the axis, ``"B"``
-                replicates the tensor, ``"P"`` is a partial sum over the ranks. ``"S(0),S(1)"`` sets the data-parallel
-                and the tensor-parallel axis, in the order of `rank_order`; ``"S(0)"`` sets the tensor-parallel axis;
-                ``"data_parallel=S(0)"`` or ``{"data_parallel": "S(0)"}`` set axes by name.
+            tensor: The full tensor, of any dtype, with the same values on every rank of the stage. If it is a DTensor,
+                its placements are changed to the layout.
+            layout: A placement for each axis of the device mesh. ``"S(d)"`` shards dimension ``d`` over the ranks of
+                the axis, ``"B"`` replicates the tensor on these ranks, and ``"P"`` stores it as a partial sum: the
+                values on these ranks add up to the tensor. ``"S(0),S(1)"`` sets the placements for the data-parallel
+                and the tensor-parallel axis, in the order that these axes have in `rank_order`; ``"S(0)"`` sets only
+                the placement for the tensor-parallel axis. ``"data_parallel=S(0)"`` or ``{"data_parallel": "S(0)"}``
+                names the axis.
 
         Returns:
-            The DTensor, connected to the autograd graph of ``tensor``, so that a parameter gets its gradient in a step.
-            Its `full_tensor()` returns the plain tensor. Before a run starts, as in `configure_model`, the result for a
-            parameter is a new parameter, which must replace the old one.
+            The DTensor, connected to the autograd graph of ``tensor``, so that a distributed parameter gets its
+            gradient in a step. Its `full_tensor()` returns the plain tensor. If you distribute a parameter before a run
+            starts, such as in `configure_model`, the result is a new parameter. Assign it to the module in place of the
+            old one.
 
         Raises:
             TypeError: If the layout is neither a string nor a mapping.
-            ValueError: If the layout cannot be parsed, or a parameter does not support it.
+            ValueError: If the layout cannot be parsed, or is not supported for a parameter.
         """
         begins = self._run is None or not self._run.is_installed
         return distribute(tensor, layout, self.device_mesh, makes_parameters=begins)
@@ -286,7 +308,7 @@ class HybridStrategy(ReplicaCollectives):
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """The keyword arguments of a `DistributedSampler`: `num_replicas`, and the data-parallel rank as `rank`."""
+        """Keyword arguments for a `DistributedSampler`: `num_replicas`, and the data-parallel rank as `rank`."""
         if self._world is None and self.sizes[0] == 1:
             return {"num_replicas": 1, "rank": 0}
         return {"num_replicas": self.mesh.data_parallel_size, "rank": self.mesh.data_rank}
@@ -593,7 +615,7 @@ class HybridStrategy(ReplicaCollectives):
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        """Run backward and average the gradients; with a pipeline both are already done, so only call the hooks."""
+        """Run backward and average the gradients. With a pipeline, `training_step` did both, so only call the hooks."""
         plugin, module = self.precision_plugin, self._module
         closure_loss = plugin.pre_backward(closure_loss, module)
 
@@ -745,13 +767,13 @@ class HybridStrategy(ReplicaCollectives):
 
     @outside_of_steps
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:
-        """Return the gradient norm of the full model. Call it on every rank.
+        """Return the norm of the gradients of the full model. Every rank must call this method.
 
         Args:
-            norm_type: The exponent p > 0, or ``float("inf")``.
+            norm_type: The exponent p > 0 of the p-norm, or ``float("inf")`` for the maximum norm.
 
         Returns:
-            A float64 scalar on the root device.
+            A float64 scalar tensor on the device of this rank.
         """
         optimized = self.run.grad_sync.optimized_parameters()
         own = [optimized.get(id(parameter), parameter) for parameter in self.attached.parallelizer.own_parameters()]
@@ -813,7 +835,7 @@ class HybridStrategy(ReplicaCollectives):
     @outside_of_steps
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the full state dict on rank 0 and an empty one elsewhere, or this rank's part for a directory."""
+        """Return the full state dict on rank 0 and an empty one on other ranks; for a directory, this rank's part."""
         if self._attached is None:  # no run has begun, and nothing is divided
             return super().lightning_module_state_dict()
         if self.world.exceptions.why_not_saved is not None:  # the Trainer asks for this first
@@ -823,21 +845,23 @@ class HybridStrategy(ReplicaCollectives):
 
     @outside_of_steps
     def load_weights(self, source: Source) -> None:
-        """Load weights: each rank loads its own part. Call this on every rank, in a hook such as `on_fit_start`.
+        """Load weights. Each rank loads only its own part.
 
-        If the module is not sharded yet, the weights are loaded when it is sharded. Parameters on the meta device are
-        created with the loaded values; parameters that are not in the source are initialized as usual.
+        Call this method on every rank, in a hook such as `on_fit_start`. If the module is not sharded yet, the weights
+        are loaded when the strategy shards it. Parameters on the meta device are created with the loaded values. Any of
+        these parameters that are not in the source are initialized as usual.
 
         Args:
-            source: The state dict of the full module; a file from `torch.save` with a state dict or a checkpoint; a
-                ``.safetensors`` file; a Hugging Face folder whose parameter names match a model in an attribute of the
-                module; or a sharded directory. Names must match, unless the module has ``strict_loading=False``. For
-                tied parameters, one of the names is enough.
+            source: One of these: the state dict of the full module; a file that `torch.save` wrote and that contains a
+                state dict or a checkpoint; a ``.safetensors`` file; a Hugging Face folder whose parameter names match a
+                model that is an attribute of the module; or a sharded checkpoint directory. Parameter names must match,
+                unless the module has ``strict_loading=False``. For tied parameters, the source needs only one of their
+                names.
 
         Raises:
-            FileNotFoundError, ValueError: If the source cannot be read, or a folder matches no part or several parts of
-                the module. Raised on every rank.
-            RuntimeError: If names or shapes do not match. Raised on every rank; nothing is loaded.
+            FileNotFoundError, ValueError: If the source cannot be read, or if a Hugging Face folder matches no part or
+                several parts of the module. Raised on every rank.
+            RuntimeError: If parameter names or shapes do not match. Raised on every rank, before anything is loaded.
         """
         with self.attached.master_weights.opened():
             self.attached.parallelizer.load(source)
@@ -847,14 +871,14 @@ class HybridStrategy(ReplicaCollectives):
     def full_parameters(
         self, module: nn.Module | None = None, *, gradients: bool = False, writes: bool = False
     ) -> Iterator[None]:
-        """Gather full parameters on every rank inside this context, which every rank must enter.
+        """Gather full parameters on every rank within a context, which every rank must enter.
 
-        Use it in hooks that read or change parameters of the full model, for histograms, weight norms or
-        initialization. It corresponds to `summon_full_params` of FSDP and `GatheredParameters` of DeepSpeed. Inside the
-        context, sharded parameters (tensor parallelism, ZeRO) and parameters of other stages are different objects:
-        take parameters from the module, such as with `self.parameters()`, and not from the optimizer. Each rank needs
-        memory for all gathered parameters, so pass only the part of the module that you need. Layers cannot be called
-        inside the context.
+        Use this context in hooks that read or change parameters of the full model, for example to log histograms or
+        weight norms, or to initialize parameters. It corresponds to FSDP's `summon_full_params` and DeepSpeed's
+        `GatheredParameters`. Inside the context, sharded parameters (tensor parallelism, ZeRO) and parameters of other
+        stages are different objects from those outside. Take them from the module, such as with `self.parameters()`,
+        and not from the optimizer. Each rank needs memory for all gathered parameters, so pass only the part of the
+        module that you need. Layers cannot be called inside the context.
 
         Example::
 
@@ -863,16 +887,17 @@ class HybridStrategy(ReplicaCollectives):
 
         Args:
             module: The part of the LightningModule whose parameters are gathered. Default: the full LightningModule.
-            gradients: If True, parameters have full gradients inside. If False, they have no gradients.
-            writes: If True, parameters and gradients get the values that they have on rank 0 when the context ends.
-                If False, changes are lost.
+            gradients: If True, gradients are gathered too, and each parameter has its full gradient inside the context.
+                If False, ``grad`` is ``None`` inside the context.
+            writes: If True, every rank takes over the values that parameters and gradients have on rank 0 at the end of
+                the context. If False, changes made inside the context are lost.
 
         Returns:
             A context manager.
 
         Raises:
-            ValueError: If the context is entered in a step or before the module is sharded, if ``module`` is not a part
-                of the LightningModule, or if a layer is called or a parameter is replaced inside.
+            ValueError: If the context is entered in a step or before the module is sharded; if ``module`` is not a part
+                of the LightningModule; or if code inside the context calls a layer or replaces a parameter.
         """
         attached, root = self.attached, self._module
         if self._run is not None and self._run.grad_sync.zero.is_open:
@@ -890,17 +915,18 @@ class HybridStrategy(ReplicaCollectives):
 
     @outside_of_steps
     def gather_module(self) -> None:
-        """Gather the full module in place on every rank, with ordinary layers and parameters.
+        """Gather the full module in place on every rank, so that it has ordinary layers and parameters.
 
-        Call this method on every rank after a run, or in its last hook (`teardown`). Afterwards, the module can run in
-        a single process, or another Trainer can shard it differently. Parameters of other stages and sharded parameters
-        are new objects without gradients; the optimizers of the run still have the old parameters.
-        `trainer.save_checkpoint` still saves the optimizer states. Metric states that steps update stay on the last
-        stage.
+        Call this method on every rank, after a run or in its last hook (`teardown`). Afterwards, you can use the module
+        in a single process, or let another Trainer shard it differently. Sharded parameters and parameters of other
+        stages are replaced by new parameters without gradients; the optimizers of the run still refer to the old
+        parameters. `trainer.save_checkpoint` still saves the optimizer states. The states of metrics that are updated
+        in steps are not gathered; they stay on the last stage.
 
         Raises:
-            ValueError: If layers were sharded by torch styles or by your code. Raised on every rank.
-            RuntimeError: If the processes are no longer connected.
+            ValueError: If layers were sharded by torch parallel styles (such as `ColwiseParallel`) or by your own code.
+                Raised on every rank.
+            RuntimeError: If the process groups of the run no longer exist.
         """
         if self._attached is None:
             return
@@ -917,7 +943,7 @@ class HybridStrategy(ReplicaCollectives):
     @outside_of_steps
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the full optimizer state on rank 0 and an empty one elsewhere, or this rank's part for a directory."""
+        """Return the full optimizer state on rank 0 and an empty one elsewhere; for a directory, this rank's part."""
         return self.attached.checkpointer.optimizer_state(optimizer)
 
     @override

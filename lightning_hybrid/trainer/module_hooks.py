@@ -17,84 +17,90 @@ class ModuleHooks(Protocol):
     Do not inherit from this class unless a type checker requires it; in that case, define all hooks.
 
     Attributes:
-        pipeline_body: Dotted name of the layer list that is split into stages, such as ``"model.layers"``, or names of
-            lists and layers in the order of their calls. The argument ``body`` of `HybridStrategy` overrides it.
+        pipeline_body: Dotted name of the layer list that is split into stages, such as ``"model.layers"``. It can also
+            be a list of names of layer lists and single layers, in the order in which they are called. The argument
+            ``body`` of `HybridStrategy` overrides this attribute.
     """
 
     pipeline_body: str | Sequence[str]
 
     def microbatch_weight(self, microbatch: Any) -> float | Tensor:
-        """Return the weight of the loss of a microbatch, such as its number of unmasked tokens.
+        """Return the weight of a microbatch's loss, such as the number of unmasked tokens in the microbatch.
 
-        By default, the weight is the number of samples. :func:`count_tokens` creates this method.
+        Without this method, the weight is the number of samples in the microbatch. :func:`count_tokens` creates this
+        method.
 
         Args:
-            microbatch: The batch argument of `training_step`.
+            microbatch: One microbatch, as `training_step` receives it in place of the batch.
 
         Returns:
-            The weight, at least 0, as a number or a tensor with one element. Weights are also summed over the replicas
-            and over the batches of ``accumulate_grad_batches``, so that gradients match a single process on the joined
-            batch. Means that `training_step` logs are weighted in the same way. If the weight is 0, the loss must still
-            be finite: divide by at least 1.
+            The weight, at least 0, as a number or a tensor with one element. Weights are divided by their sum over the
+            microbatches, the replicas and the batches of ``accumulate_grad_batches``, so that gradients match those of
+            a single process with all samples in one batch. Mean values that `training_step` logs are weighted in the
+            same way. Even if the weight is 0, the loss must be finite, so divide by at least 1 when you compute it.
         """
 
     def split_batch(self, batch: Any, num_microbatches: int) -> Sequence[Any]:
-        """Split a training batch.
+        """Split a training batch into microbatches.
 
-        Without this method, a batch is split along the first dimension of its tensors if all of them have the same
-        size in this dimension; otherwise, the whole batch is one microbatch. :func:`split_rows`, :func:`split_graphs`,
+        Without this method, a batch is split along the first dimension of its tensors if this dimension has the same
+        size in all of them; otherwise, the whole batch is one microbatch. :func:`split_rows`, :func:`split_graphs`,
         :func:`split_targets` and :func:`split_samples` create this method.
 
         Args:
-            batch: The batch of the loader.
-            num_microbatches: The requested number.
+            batch: The batch from the data loader.
+            num_microbatches: The requested number of microbatches.
 
         Returns:
-            The microbatches: at least one, and the same number on every rank of a model group. The loss of a
-            microbatch is weighted by :meth:`microbatch_weight` or, without this method, by its number of samples (or
-            graphs).
+            The microbatches: at least one, and equally many on every rank of a model group (the ranks of one replica).
+            The weight of a microbatch is the result of :meth:`microbatch_weight` or, without that method, its number of
+            samples (or graphs).
         """
 
     def split_body_input(self, x: Any, num_microbatches: int) -> Sequence[Any]:
-        """Split the input of the body in an evaluation step. Needs :meth:`join_body_output`.
+        """Split the input of the body in an evaluation step into microbatches.
+
+        A module that defines this method must also define :meth:`join_body_output`.
 
         Args:
-            x: The input of the body for the whole batch.
-            num_microbatches: The requested number.
+            x: The input of the body (the layers that the pipeline splits) for the whole batch.
+            num_microbatches: The requested number of microbatches.
         """
 
     def join_body_output(self, outputs: list[Any]) -> Any:
-        """Join the outputs of the body for the microbatches of an evaluation step.
+        """Join the outputs of the body for all microbatches of an evaluation step into the output for the whole batch.
 
         Args:
-            outputs: The output for each microbatch.
+            outputs: The output of the body for each microbatch.
         """
 
     def tensor_parallel_plan(self) -> Mapping[str, Any] | None:
         """Return the plan that ``tensor_parallel_plan="auto"`` uses for this module.
 
         Returns:
-            A mapping from module names to styles, where ``*`` matches anything between two dots. An attribute that
-            holds the mapping works too.
+            A mapping from module names to styles, where ``*`` in a name matches any text between two dots. The mapping
+            can also be an attribute instead of a method.
         """
 
 
 def count_tokens(
     key: str | int | None = None, *, ignore_index: int = -100, shift: bool = False
 ) -> Callable[[Any], Tensor]:
-    """Create a `microbatch_weight` that counts the labels that cross-entropy does not ignore.
+    """Create a `microbatch_weight` hook that counts the labels that cross-entropy does not ignore.
 
     Args:
-        key: Key, attribute or index of the labels in a batch; ``None`` if the batch is the tensor of labels.
-        ignore_index: Labels with this value are not counted, as in `torch.nn.CrossEntropyLoss`.
-        shift: If True, the first label of each sequence is not counted, as for causal language models of transformers,
-            which shift the labels.
+        key: Key, attribute name or index of the labels in a batch; ``None`` if the batch itself is the tensor of
+            labels.
+        ignore_index: Labels with this value are not counted; `torch.nn.CrossEntropyLoss` has the same argument.
+        shift: If True, the first label of each sequence is not counted. Use this for causal language models of
+            transformers, which shift the labels.
 
     Returns:
-        A function that takes a microbatch and returns its number of counted labels, an int64 tensor of shape ``()``.
+        A function that takes a microbatch and returns the number of its counted labels, as an int64 tensor of shape
+        ``()``.
 
     Raises:
-        TypeError: If `key` has another type.
+        TypeError: If `key` is neither a string, an integer nor ``None``.
 
     Example::
 

@@ -12,11 +12,11 @@ def run(args: Sequence[str]) -> None:
     """Say whether a layout trains with the numbers of one process."""
     description = (
         "Train a few steps in one process and under the layout of a configuration, in float64 on the CPU of this"
-        " machine, and compare losses, logged values, gradients and weights. If they differ, print the cause. In the"
-        " table, < marks values that differ by more than 1e-8, or 1e-4 if the step computes in float32. The exit"
-        " status is 0 if all values are equal, 1 if they differ and 2 if they could not be compared. With --dry nothing"
-        " is trained and parameters take no memory: the step runs on fake tensors, and the exit status is 2 if training"
-        " could not start."
+        " machine, and compare losses, logged values, gradients and weights. If values differ, print the cause. In the"
+        " printed table, < marks values whose relative difference is above 1e-8, or above 1e-4 if the step computes in"
+        " float32. The exit status is 0 if all values are equal, 1 if some differ and 2 if they could not be compared."
+        " With --dry, nothing is trained and parameters use no memory: the step runs on fake tensors, and the exit"
+        " status is 2 if training could not start."
     )
     parser = ConfigParser("check", description, "--trainer.devices 2 --model.batch_size 4 --steps 3")
     group = parser.group("training")
@@ -28,7 +28,7 @@ def run(args: Sequence[str]) -> None:
         type=float,
         default=600.0,
         metavar="S",
-        help="time limit of each training in seconds (default: 600)",
+        help="time limit for each training run, in seconds (default: 600)",
     )
     group.add_argument(
         "--dry", action="store_true", help="only check whether training can start, by running the step on fake tensors"

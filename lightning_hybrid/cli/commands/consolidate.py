@@ -11,13 +11,16 @@ def run(args: Sequence[str]) -> None:
     """Make one file of a directory."""
     parser = Parser(
         "consolidate",
-        description="Convert a checkpoint directory to one ordinary Lightning file. Works for checkpoints larger than"
-        " RAM, and for directories of Lightning's FSDPStrategy and ModelParallelStrategy.",
-        epilog="The command unpickles the checkpoint. Only use checkpoints that you trust.",
+        description="Convert a checkpoint directory to an ordinary Lightning checkpoint in one file. This works for"
+        " checkpoints larger than RAM, and for directories that Lightning's FSDPStrategy and ModelParallelStrategy"
+        " wrote.",
+        epilog="The command unpickles the checkpoint, which can run code. Only use checkpoints that you trust.",
     )
     parser.add_argument("directory", metavar="DIR", help="checkpoint directory: a path, or a URL such as s3://...")
     parser.add_argument("file", type=on_disk, metavar="FILE", help="file to write")
-    parser.add_argument("--weights-only", action="store_true", help="omit optimizers, schedulers and callbacks")
+    parser.add_argument(
+        "--weights-only", action="store_true", help="omit the states of optimizers, schedulers and callbacks"
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace FILE if it exists")
     options = parser.parse_args(args)
 

@@ -15,9 +15,10 @@ def run(args: Sequence[str]) -> None:
     """Train the demo."""
     parser = Parser(
         "demo",
-        description="Train a Vision Transformer on handwritten digits on the CPU of this machine. An even number of"
-        " ranks uses pipeline parallelism with 2 stages, and a multiple of 4 also uses tensor parallelism with 2 ranks."
-        " The other ranks are replicas. Nothing is downloaded.",
+        description="Train a Vision Transformer on handwritten digits on the CPU of this machine. If the"
+        " number of ranks is even, the model is split into 2 pipeline stages; if it is a multiple of 4, the weights of"
+        " each layer are also sharded over 2 tensor-parallel ranks. Further ranks train more replicas of the model."
+        " Nothing is downloaded.",
         epilog="All options of `fit` work here too, and `--print_config` prints the configuration. Example:"
         f" {PROGRAM} demo --ranks 2 --trainer.max_steps 20",
     )

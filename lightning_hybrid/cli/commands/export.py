@@ -21,8 +21,8 @@ def run(args: Sequence[str]) -> None:
     parser = Parser(
         "export",
         description="Export the weights of a checkpoint to a new folder as model.safetensors, which `from_pretrained`"
-        " and `safetensors.torch.load_file` can read. Works for checkpoints larger than RAM.",
-        epilog="The command unpickles the checkpoint. Only use checkpoints that you trust.",
+        " and `safetensors.torch.load_file` can read. This works for checkpoints larger than RAM.",
+        epilog="The command unpickles the checkpoint, which can run code. Only use checkpoints that you trust.",
     )
     parser.add_argument(
         "checkpoint", metavar="CHECKPOINT", help="checkpoint file or directory: a path, or a URL such as s3://..."
@@ -31,18 +31,24 @@ def run(args: Sequence[str]) -> None:
     parser.add_argument(
         "--prefix",
         metavar="NAME",
-        help="prefix of the tensors to export, such as `model.`; it is removed from their names (default: the first"
-        " part of the names if all have the same; '' keeps the names)",
+        help="export only tensors whose names start with this prefix, such as `model.`, and remove it from the names"
+        " (default: the first part of the names, if all tensors share it; '' exports all tensors with their names)",
     )
     parser.add_argument(
         "--max-shard-size",
         type=_parse_bytes,
         default=5 * 10**9,
         metavar="SIZE",
-        help="maximum size of a file, such as 500MB (default: 5GB)",
+        help="maximum size of each file, such as 500MB (default: 5GB)",
     )
-    parser.add_choice("--dtype", _DTYPES, help="dtype of floating-point tensors (default: unchanged)")
-    parser.add_argument("--config", type=Path, metavar="PATH", help="config.json of the model, or its folder")
+    parser.add_choice("--dtype", _DTYPES, help="convert floating-point tensors to this dtype (default: unchanged)")
+    parser.add_argument(
+        "--config",
+        type=Path,
+        metavar="PATH",
+        help="config.json of the model, or the folder that contains it (default: the configuration in the"
+        " checkpoint, if any)",
+    )
     options = parser.parse_args(args)
 
     import torch

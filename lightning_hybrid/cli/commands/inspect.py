@@ -11,10 +11,10 @@ def run(args: Sequence[str]) -> None:
     """Show what a checkpoint holds."""
     parser = Parser(
         "inspect",
-        description="Show the contents of a checkpoint: tensors, optimizers and the layout of the run. Tensors are not"
-        " read. Similar layers share a line.",
-        epilog="No code in the checkpoint is run. Objects other than tensors and plain containers are shown by their"
-        " class.",
+        description="Show the contents of a checkpoint: tensors, optimizers and the layout of the run. The values"
+        " of tensors are not read. Similar layers are printed as one line.",
+        epilog="No code in the checkpoint is run. For objects other than tensors and plain containers, only the class"
+        " is shown.",
     )
     parser.add_argument("path", metavar="PATH", help="checkpoint file or directory: a path, or a URL such as s3://...")
     parser.add_argument("--every-name", action="store_true", help="print a line for each tensor")

@@ -16,12 +16,14 @@ if TYPE_CHECKING:
 def run(args: Sequence[str]) -> None:
     """Show what each rank would hold."""
     description = (
-        "Estimate the memory of each rank for parameters, gradients, optimizer states, activations and buffers."
-        " Nothing is started, and no device is needed: the training step runs on fake tensors."
+        "Estimate how much memory each rank needs for parameters, gradients, optimizer states, activations and buffers."
+        " No run is started, and no GPU is needed: the training step runs on fake tensors."
     )
     parser = ConfigParser("memory", description, "--memory 40GiB --data.batch_size 64")
     group = parser.group("hardware")
-    group.add_argument("--ranks", type=int, metavar="N", help="number of processes (default: from the configuration)")
+    group.add_argument(
+        "--ranks", type=int, metavar="N", help="number of processes (default: the number in the configuration)"
+    )
     group.add_argument(
         "--memory",
         type=quantity,

@@ -14,10 +14,10 @@ from lightning_hybrid.strategy.auto_layout.machine import Machine
 
 _DESCRIPTION = (
     "Estimate the memory and step time of every layout (sizes, tensor-parallel mode, context parallelism, microbatches,"
-    " schedule, ZeRO stage, activation checkpointing) for a number of ranks. Print the fastest layouts that fit, with"
-    " reasons for rejecting the rest. Other settings of the configuration apply to all layouts. Nothing is started, and"
-    " no device is needed: the training step runs on fake tensors. Describe the hardware with the options below"
-    " (default: A100 with 80 GiB)."
+    " schedule, ZeRO stage, activation checkpointing) for a number of ranks. Print the fastest layouts that fit in"
+    " memory, and why the others were rejected. All other settings of the configuration apply to every layout. No run"
+    " is started, and no GPU is needed: the training step runs on fake tensors. Describe the hardware with the options"
+    " below (default: A100 with 80 GiB)."
 )
 # The sizes of the configuration give way to those that are tried.
 _UNDIVIDED = {
@@ -38,14 +38,14 @@ _UNDIVIDED = {
 }
 # Arguments of a machine: option, what it is, the unit of its value.
 _MACHINE = {
-    "memory": ("memory of each device that a run may use; leave some for libraries", "B"),
-    "flops": ("achieved speed of matrix multiplications", "FLOP/s"),
+    "memory": ("memory of each device that a run may use, without the memory that libraries need", "B"),
+    "flops": ("speed that matrix multiplications reach on a device", "FLOP/s"),
     "memory_bandwidth": ("memory bandwidth of a device", "B/s"),
     "node_bandwidth": ("bandwidth of a rank within a node", "B/s"),
     "network_bandwidth": ("bandwidth of a rank between nodes", "B/s"),
 }
 _SECONDS = {
-    "operation_seconds": "minimum time of an operation, in seconds",
+    "operation_seconds": "minimum time of an operation on a device, in seconds",
     "node_latency": "latency of a message within a node, in seconds",
     "network_latency": "latency of a message between nodes, in seconds",
     "collective_seconds": "fixed overhead of a collective, in seconds",
@@ -132,37 +132,39 @@ def _add_search(group: Any) -> None:
         "--samples",
         type=positive,
         metavar="N",
-        help="samples per step, over all replicas (default: one batch per rank)",
+        help="samples per optimizer step, over all replicas (default: one batch of the loader per rank)",
     )
     samples.add_argument(
         "--keep-batch",
         action="store_true",
-        help="keep one batch of the loader per replica in every layout, and rank layouts by the time per sample, as"
-        " HybridStrategy(layout='auto') does",
+        help="let each replica train on one batch of the loader in every layout, and sort layouts by the time per"
+        " sample, as HybridStrategy(layout='auto') does",
     )
     group.add_argument(
         "--max-tensor",
         type=positive,
         metavar="N",
-        help="largest tensor-parallel size (default: the number of ranks in a node)",
+        help="largest tensor-parallel size to try (default: the number of ranks in a node)",
     )
     group.add_argument(
         "--max-context",
         type=positive,
         metavar="N",
-        help="largest context-parallel size (default: the number of ranks in a node, if each gets at least 1024"
-        " positions)",
+        help="largest context-parallel size to try (default: the number of ranks in a node, if each rank gets at least"
+        " 1024 positions of a sequence)",
     )
     group.add_argument(
         "--measure",
         action="store_true",
-        help="time forward passes in one process on this CPU instead of counting their operations",
+        help="measure the time of forward passes in one process on this CPU, instead of counting their operations",
     )
 
 
 def _add_hardware(group: Any) -> None:
     usual = Machine()
-    group.add_argument("--nodes", type=positive, metavar="K", help="number of nodes (default: 8 ranks per node)")
+    group.add_argument(
+        "--nodes", type=positive, metavar="K", help="number of nodes (default: enough for 8 ranks per node)"
+    )
     for name, (text, unit) in _MACHINE.items():
         default = getattr(usual, name)
         shown = f"{default / 2**30:g} GiB" if name == "memory" else _readable(default, unit)

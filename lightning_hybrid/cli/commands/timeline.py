@@ -20,7 +20,8 @@ def run(args: Sequence[str]) -> None:
     """Draw one step of a schedule."""
     parser = Parser(
         "timeline",
-        description="Draw one training step of a pipeline schedule, and print its bubble and microbatches in memory.",
+        description="Draw one training step of a pipeline schedule. Print its bubble, and how many microbatches each"
+        " rank keeps in memory.",
     )
     _add_arguments(parser)
     options = parser.parse_args(args)
@@ -53,28 +54,38 @@ def _add_arguments(parser: Parser) -> None:
         "--ranks", type=int, default=4, metavar="N", help="number of pipeline ranks (default: %(default)s)"
     )
     parser.add_argument(
-        "--microbatches", type=int, metavar="N", help="microbatches per step (default: 4 for each rank)"
+        "--microbatches",
+        type=int,
+        metavar="N",
+        help="number of microbatches per step (default: 4 times the number of ranks)",
     )
     parser.add_argument(
-        "--chunks", type=int, metavar="N", help="model chunks per rank (default: 1; 2 for interleaved_1f1b)"
+        "--chunks",
+        type=int,
+        metavar="N",
+        help="number of stages (chunks) on each rank (default: 1; 2 for interleaved_1f1b)",
     )
     parser.add_argument(
         "--extra-in-flight",
         type=_extra,
         default=0,
         metavar="N",
-        help="extra microbatches in flight on each link: a number, a list such as 0,2,0, or auto",
+        help="extra microbatches in flight on each link between ranks: a number, a list such as 0,2,0, or auto",
     )
     messages, output = parser.group("messages"), parser.group("output")
     messages.add_argument(
-        "--send", type=float, default=0.0, metavar="T", help="time of a message, relative to a forward (default: 0)"
+        "--send",
+        type=float,
+        default=0.0,
+        metavar="T",
+        help="time of a message, as a multiple of the time of a forward pass (default: 0)",
     )
     messages.add_argument(
         "--nodes",
         type=positive,
         default=1,
         metavar="K",
-        help="number of nodes, with the same number of ranks on each (default: 1)",
+        help="number of nodes, all with the same number of ranks (default: 1)",
     )
     for name, where in {"node": "within a node", "network": "between nodes"}.items():
         messages.add_argument(
@@ -88,9 +99,9 @@ def _add_arguments(parser: Parser) -> None:
             type=_bandwidth,
             default=math.inf,
             metavar="X",
-            help=f"messages that a link {where} can send during a forward (default: unlimited)",
+            help=f"messages that a link {where} can send during a forward pass (default: unlimited)",
         )
-    output.add_argument("--svg", type=Path, metavar="FILE", help="also write the picture to this file")
+    output.add_argument("--svg", type=Path, metavar="FILE", help="also write the picture to this SVG file")
     parser.add_json()
 
 

@@ -40,22 +40,22 @@ Key = str | int
 def split_rows(*offsets: Key) -> Any:
     """Create a `split_batch` hook that splits packed rows into microbatches of about the same number of tokens.
 
-    Tensors with one row per token, or of shape ``(1, tokens, ...)``, and tensors with one row per document are split
-    between documents. Offsets start at 0 again in each microbatch. All other values, such as ``max_seqlen`` (which
-    remains an upper bound), are passed unchanged to every microbatch. The weight of a microbatch is its number of
-    tokens, because the loss is a mean over tokens. If some labels are ignored, add
+    Tensors with one row per token, tensors of shape ``(1, tokens, ...)`` and tensors with one row per document are
+    split at document boundaries. In each microbatch, the offsets start at 0 again. All other values, such as
+    ``max_seqlen`` (which remains an upper bound), are passed unchanged to every microbatch. The weight of a microbatch
+    is its number of tokens, so the loss must be a mean over tokens. If the loss ignores some labels, also set
     ``microbatch_weight = lightning_hybrid.count_tokens(...)``.
 
     Args:
-        offsets: Where to find the offsets in a batch, such as ``"cu_seqlens"``: the key of a mapping, the name of an
-            attribute, or the index in a tuple. Pass several if different tensors, such as queries and keys, have their
-            own offsets for the same documents. Tokens are then counted by the first offsets.
+        offsets: Where to find the offsets of documents in a batch, such as ``"cu_seqlens"``: the key of a mapping, the
+            name of an attribute, or the index in a tuple. Pass several if different tensors, such as queries and keys,
+            have their own offsets for the same documents. The first one is then used to count tokens.
 
     Returns:
         A function that takes a batch and a number of microbatches, and returns the microbatches.
 
     Raises:
-        TypeError: If there are no keys, or a key is neither a string nor an integer.
+        TypeError: If no key is passed, or if a key is neither a string nor an integer.
 
     Example::
 
@@ -66,16 +66,17 @@ def split_rows(*offsets: Key) -> Any:
 
 
 def split_graphs(batch: Key = "batch", edge_index: Key = "edge_index") -> Any:
-    """Create a `split_batch` hook that splits graphs, joined into one large graph, into microbatches.
+    """Create a `split_batch` hook that splits a batch of graphs, which are joined into one large graph.
 
-    A `Batch` of PyTorch Geometric does not need a splitter. This splitter is for mappings, dataclasses, named tuples
-    and other objects. Tensors with one row per node are split by nodes, tensors with one row per graph by graphs, and
-    tensors with one row per edge and "edge" in their names by edges. Nodes are numbered from 0 again in each
-    microbatch. The weight of a microbatch is its number of graphs.
+    A `Batch` of PyTorch Geometric is split without a hook. Use this hook for mappings, dataclasses, named tuples and
+    other objects. Tensors with one row per node are split by nodes, and tensors with one row per graph by graphs.
+    Tensors with one row per edge are split by edges if their names contain "edge". In each microbatch, nodes are
+    numbered from 0. The weight of a microbatch is its number of graphs.
 
     Args:
-        batch: Where to find the graph number of each node: shape ``(nodes,)``, int64, ascending.
-        edge_index: Where to find the two nodes of each edge: shape ``(2, edges)``, int64.
+        batch: Where to find the tensor with the graph number of each node: shape ``(nodes,)``, int64, in ascending
+            order.
+        edge_index: Where to find the tensor with the two nodes of each edge: shape ``(2, edges)``, int64.
 
     Returns:
         A function that takes a batch and a number of microbatches, and returns the microbatches.
@@ -94,13 +95,13 @@ def split_graphs(batch: Key = "batch", edge_index: Key = "edge_index") -> Any:
 def split_targets(targets: Key = "targets", lengths: Key = "target_lengths") -> Any:
     """Create a `split_batch` hook for targets that are concatenated into one row, as `torch.nn.CTCLoss` accepts them.
 
-    All other values with one row per sample are split as they would be without a splitter. The weight of a microbatch
-    is its number of samples.
+    Other values with one row per sample are split as they are without this hook. The weight of a microbatch is its
+    number of samples.
 
     Args:
         targets: Where to find the targets in a batch: the key of a mapping, the name of an attribute, or the index in a
             tuple.
-        lengths: Where to find the length of each sample's targets: shape ``(samples,)``.
+        lengths: Where to find the tensor with the length of each sample's targets: shape ``(samples,)``.
 
     Returns:
         A function that takes a batch and a number of microbatches, and returns the microbatches.
@@ -119,7 +120,7 @@ def split_targets(targets: Key = "targets", lengths: Key = "target_lengths") -> 
 def split_samples() -> Any:
     """Create a `split_batch` hook for batches that are lists of samples, as ``collate_fn=list`` returns them.
 
-    A microbatch is a shorter list. Its weight is its length.
+    Each microbatch is a list of some of the samples. Its weight is the length of this list.
 
     Returns:
         A function that takes a batch and a number of microbatches, and returns the microbatches.

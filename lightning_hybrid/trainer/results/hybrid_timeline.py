@@ -21,22 +21,24 @@ _SHARES = {"wait": ("wait",), "messages": ("send", "receive"), "reduce": ("reduc
 class HybridTimeline(Callback):
     """Callback that records the start and end of each action in some training batches, on every rank.
 
-    For each of these batches rank 0 writes ``batch-N.json``, a trace for https://ui.perfetto.dev and
-    ``chrome://tracing``, and ``batch-N.svg``: the measured step of the first replica, below a simulated step with the
-    same times. These fractions of a rank's time are logged, averaged over the ranks: ``timeline/bubble`` (neither
-    forward nor backward), ``timeline/wait`` (waiting for messages), ``timeline/messages`` (sending and receiving),
-    ``timeline/reduce`` (reduction of gradients that did not overlap with backward) and ``timeline/optimizer``. The last
-    four are fractions of the time from the first action to the end of the batch.
+    For each recorded batch, rank 0 writes two files: ``batch-N.json``, a trace for https://ui.perfetto.dev and
+    ``chrome://tracing``, and ``batch-N.svg``, a picture of the measured step of the first replica below a simulated
+    step with the same times. The callback also logs fractions of a rank's time, averaged over the pipeline ranks of the
+    first replica: ``timeline/bubble`` (neither forward nor backward), ``timeline/wait`` (waiting for messages),
+    ``timeline/messages`` (sending and receiving), ``timeline/reduce`` (reducing gradients without overlap with
+    backward) and ``timeline/optimizer``. The last four are fractions of the time from the first action to the end of
+    the batch.
 
-    All ranks synchronize before such a batch, so that their clocks start together. Other batches are not affected. The
-    Trainer's profiler does not record the actions of a recorded batch.
+    All ranks synchronize before a recorded batch, so that their clocks start together. Other batches are not affected.
+    The Trainer's profiler does not record the actions of a recorded batch.
 
     Args:
-        batches: Training batches to record, counted from 0 since the start of training. The first batches are slower.
-        dirpath: Folder of the files; by default ``timeline`` in the Trainer's ``default_root_dir``.
+        batches: Numbers of the training batches to record, counted from 0 since the start of training. The first
+            batches of a run are slower than the following ones.
+        dirpath: Folder for the files; by default ``timeline`` in the Trainer's ``default_root_dir``.
 
     Raises:
-        ValueError: If a number is negative.
+        ValueError: If a batch number is negative.
 
     Example:
         >>> callback = HybridTimeline(batches=[10, 20])
