@@ -368,7 +368,7 @@ def test_commands_read_what_is_not_on_a_disk(memory: str, tmp_path: Path, capsys
     with pytest.raises(SystemExit) as refused:
         main(["consolidate", f"{memory}/directory/last.ckpt", f"{memory}/one.ckpt"])
     assert refused.value.code == 2
-    assert "'memory://ckpts/one.ckpt' is not on a disk" in capsys.readouterr().err
+    assert "'memory://ckpts/one.ckpt' is not a local path" in capsys.readouterr().err
 
 
 # -- files -------------------------------------------------------------------------------------------------------------
