@@ -66,7 +66,7 @@ def test_double_precision(results: Results, case: Case) -> None:
 def _refused() -> str:
     """What is said of an `nn.Sequential` that is called twice, and was named as one body."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    with pytest.raises(ValueError, match="called 2 times") as error:
+    with pytest.raises(ValueError, match="called the body 'blocks' 2 times") as error:
         make_trainer({"pipeline_parallel_size": 2, "body": "blocks"}).fit(frame_modules.TwoViews().double())
     return str(error.value)
 

@@ -179,7 +179,7 @@ class SavesInHook(Callback):
         self._folder = folder
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        with pytest.raises(ValueError, match="needs the whole module"):
+        with pytest.raises(ValueError, match="needs the full module"):
             pl_module.model.save_pretrained(self._folder)
         trainer.strategy.barrier()
         assert not self._folder.exists()

@@ -37,7 +37,7 @@ class ModuleHooks(Protocol):
             The weight, at least 0, as a number or a tensor with one element. Weights are divided by their sum over the
             microbatches, the replicas and the batches of ``accumulate_grad_batches``, so that gradients equal
             the gradients of a single process with all samples in one batch. Mean values that `training_step` logs are
-            weighted in the same way. Even if the weight is 0, the loss must be finite, so divide by at least 1 when you compute it.
+            weighted in the same way. Even if the weight is 0, the loss must be finite, so divide by at least 1.
         """
 
     def split_batch(self, batch: Any, num_microbatches: int) -> Sequence[Any]:

@@ -283,11 +283,11 @@ CASES = {
     "frozen": (PP2, "`number of trainable parameters of training_step` is not the same on every rank: 16 (checksum"),
     "logged": (
         TWO,
-        "`what is logged of training_step` is not the same on every rank: ['loss'] on rank 0; ['mine'] on rank 1.",
+        "`logged keys of training_step` is not the same on every rank: ['loss'] on rank 0; ['mine'] on rank 1.",
     ),
     "epoch": (
         TWO,
-        "`what was logged of an epoch of validate` is not the same on every rank: ['validation_step.val_loss'] on rank"
+        "`logged keys of an epoch of validate` is not the same on every rank: ['validation_step.val_loss'] on rank"
         " 0; ['validation_step.val_loss', 'validation_step.mine'] on rank 1.",
     ),
     "changed": (

@@ -153,7 +153,7 @@ def test_a_hook_that_begins_to_change_outputs_is_refused() -> None:
         plan = cut.find_plan(0, model, (x,), seed)
         hooks = model.blocks[0].gate._forward_hooks
         hooks[next(iter(hooks))] = lambda module, args, output: output
-        with pytest.raises(WrongUseError, match="changes what 'gate' of Routed returns"):
+        with pytest.raises(WrongUseError, match="changes the output of 'gate' in Routed"):
             cut.run(plan, 0, model, (x,), None, seed=seed, random=drawing)
 
 

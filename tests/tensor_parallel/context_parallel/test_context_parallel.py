@@ -464,7 +464,7 @@ def test_what_layers_keep_beside_their_results_is_refused_if_the_loss_has_it(ran
     with pytest.raises(RankError) as error:
         ranks(2, lightning=True).run(fit_keeping, "Leaking", {"context_parallel_size": 2})
     for text in error.value.failures.values():
-        assert "'body.1', and the loss uses a tensor that the layer keeps as an attribute" in text
+        assert "'body.1', but the loss uses a tensor that the layer keeps as an attribute" in text
     found = ranks(2, lightning=True).run(fit_keeping, "Counting", {"context_parallel_size": 2})
     torch.testing.assert_close(together(found), fit_keeping("Counting", None), rtol=1e-10, atol=1e-10)
 
