@@ -177,7 +177,7 @@ class Follows(logging.Handler):
         self.number = 0
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.number += "was followed" in record.getMessage()
+        self.number += "was traced" in record.getMessage()
 
 
 def train(
