@@ -37,7 +37,7 @@ def differing() -> str:
 
 
 def test_what_is_not_the_same_is_named(ranks: Pools) -> None:
-    text = "`size` is not the same on every rank: 0 on rank 0; 1 on rank 1. Give all the same."
+    text = "`size` is not the same on every rank: 0 on rank 0; 1 on rank 1. Give all the same. [LH201]"
     assert ranks(2).run(differing) == [text] * 2
 
 

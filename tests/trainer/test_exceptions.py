@@ -166,7 +166,7 @@ trainer.fit(Model(kind), torch.utils.data.DataLoader(torch.randn(8, 4), batch_si
     [
         ("argument", "ValueError: schedule must be one of"),
         ("module", "ValueError: Model uses manual optimization"),
-        ("step", "ValueError: The loss of `training_step` has no graph"),
+        ("step", "ValueError: The loss of `training_step` has no autograd graph"),
     ],
 )
 @pytest.mark.parametrize("launcher", ["torchrun", "trainer"])
