@@ -115,8 +115,8 @@ ERRORS = {
         'Write a number and a unit, such as `"80GiB"`.',
     ),
     "LH126": Entry(
-        "A part of the strategy name appears twice or is not a short name with a number, such as the parts of"
-        ' `"hybrid_pp_2"`.',
+        "A part of the strategy name appears twice, or is not a short name that is directly followed by a number. In"
+        ' `"hybrid_pp_2"`, for example, `pp` and `2` are separate parts.',
         'Write each part once, with its number directly after its short name, such as `"hybrid_pp2"`.',
     ),
     "LH127": Entry(

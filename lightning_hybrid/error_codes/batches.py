@@ -57,8 +57,8 @@ ERRORS = {
         "Register the tensor as a buffer of the module, or define `split_batch` in the module.",
     ),
     "LH714": Entry(
-        "The offsets in the batch do not start with 0, are not in ascending order, or are not equally many for"
-        " each key.",
+        "The offsets in the batch do not start with 0, are not in ascending order, or their number differs between"
+        " keys.",
         "Correct the offsets in `collate_fn`.",
     ),
     "LH715": Entry(

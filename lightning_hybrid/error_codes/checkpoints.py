@@ -94,7 +94,7 @@ ERRORS = {
         "Pass a state dict to `load_weights`.",
     ),
     "LH927": Entry(
-        "The file of weights contains objects other than tensors.",
+        "The weight file contains objects other than tensors.",
         "If you trust the file, load it yourself, and pass the state dict to `load_weights`.",
     ),
     "LH928": Entry(

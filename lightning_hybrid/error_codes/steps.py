@@ -44,7 +44,8 @@ ERRORS = {
     ),
     "LH409": Entry(
         "A step reads a value that only a later stage has, and then uses a parameter that is on another stage.",
-        "Use the parameter before the value is read, or use it on the later stage in the first training batch too.",
+        "Use the parameter before you read the value, or make sure that the first training batch also uses the"
+        " parameter on the later stage.",
     ),
     "LH410": Entry(
         "A step uses a parameter on a stage where the first training batch did not use it.",
@@ -252,7 +253,7 @@ ERRORS = {
     "LH469": Entry(
         "A hook is registered on the gradient of a tensor that several stages compute, so each stage has only a"
         " part of the gradient.",
-        "Create a new tensor that is never written in place, such as `y = x * 1`. Register the hook on this"
+        "Create a new tensor, for example with `y = x * 1`, and never modify it in place. Register the hook on this"
         " tensor, and use the tensor from there on.",
     ),
     "LH470": Entry(
