@@ -508,12 +508,12 @@ class Settings(HybridConfig):
 
     @property
     def shares_casts(self) -> bool:
-        """Whether the microbatches of a step share what autocast makes of parameters: not where these are let go of."""
+        """If True, the microbatches of a step share the copies of parameters that autocast makes."""
         return self.zero_stage < 3 or not self.frees_early
 
     @property
     def frees_early(self) -> bool:
-        """Whether stage 3 of ZeRO lets go of a layer after each use."""
+        """If True, ZeRO stage 3 reshards a layer after each use."""
         reshards = self.tuning.reshard_after_forward
         return self.num_microbatches == 1 if reshards == "auto" else reshards
 

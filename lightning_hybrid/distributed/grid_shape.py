@@ -60,7 +60,7 @@ class GridShape:
         return math.prod(dict(self.axes)[name] for name in names)
 
     def index(self, rank: int, names: Iterable[str]) -> int:
-        """Which of these parts a tensor-parallel rank has."""
+        """Return the number of the part that a tensor-parallel rank has."""
         index = 0
         coordinates = self.coordinates(rank)
         for name in names:

@@ -418,7 +418,7 @@ class Mesh:
         return None if reference is None else reference()
 
     def _group(self, rank_groups: Tensor, *args: Any, **kwargs: Any) -> GroupRef:
-        """As :meth:`_find_group`, of groups that have all ranks."""
+        """Return the group that this rank is in, of groups that contain every rank; see :meth:`_find_group`."""
         reference = self._find_group(rank_groups, *args, **kwargs)
         assert reference is not None
         return reference

@@ -78,7 +78,7 @@ def accumulated_batches(global_batch_size: int, batch_size: int, data_parallel_s
         data_parallel_size: The number of replicas.
 
     Raises:
-        ValueError: If that is no whole number.
+        ValueError: If the number is not an integer.
 
     Example:
         >>> accumulated_batches(64, 8, 2)

@@ -55,7 +55,7 @@ ERRORS = {
         "Remove the file that the message names.",
     ),
     "LH913": Entry(
-        "There is no checkpoint or file of weights at the path.",
+        "No checkpoint or weight file exists at the path.",
         "Check the path. In a run on several nodes, at least one of them must have the file.",
     ),
     "LH914": Entry(

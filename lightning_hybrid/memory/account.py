@@ -169,7 +169,7 @@ def peak_activation_bytes(schedule: Schedule, rank: int, per_microbatch: Mapping
     """
     current = peak = 0
     for action in schedule.actions[rank]:
-        current += action.kind.kept * per_microbatch.get(action.stage, 0)
+        current += action.kind.kept * per_microbatch[action.stage]
         peak = max(peak, current)
     return peak
 

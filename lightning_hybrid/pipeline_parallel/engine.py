@@ -470,23 +470,19 @@ def _handler(schedule: Schedule, action: Action) -> _Handler:
     return Engine._receive
 
 
-_Buffers = tuple[_Buffer | None, _Buffer | None]  # to take from, and to put into: None where nothing is taken, or put
+_Buffers = tuple[_Buffer | None, _Buffer | None]
 
 
 def _buffers(schedule: Schedule, rank: int) -> dict[tuple[int, Kind], _Buffers]:
-    """Return the buffers of each stage and kind."""
+    """Return the buffer to take from and the buffer to put into, by stage and kind; ``None`` where nothing is moved."""
     placement, last = schedule.placement, schedule.num_stages - 1
     buffers: dict[tuple[int, Kind], _Buffers] = {}
-    outputs: dict[int, tuple[_Buffer, _Buffer]] = {}  # of stages before the last: outputs and their gradients
+    outputs: dict[int, tuple[_Buffer, _Buffer]] = {}  # and their gradients, by stage
     for stage in placement.stages_of(rank):
         # If the stage before is on this rank, its outputs are the inputs.
         before: _Buffers = (None, None) if stage == 0 else outputs.get(stage - 1, ({}, {}))
         after: _Buffers = (None, None) if stage == last else outputs.setdefault(stage, ({}, {}))
         for kind in Kind:
-            takes, puts = (before, after) if kind.flow > 0 else (after, before)
-            message = 0 if kind.flow > 0 else 1
-            buffers[stage, kind] = (
-                None if kind.is_receive else puts[message] if kind.is_send else takes[message],
-                None if kind.is_send else takes[message] if kind.is_receive else puts[message],
-            )
+            takes, puts = (before[0], after[0]) if kind.flow > 0 else (after[1], before[1])
+            buffers[stage, kind] = (None, takes) if kind.is_receive else (puts, None) if kind.is_send else (takes, puts)
     return buffers

@@ -85,7 +85,7 @@ def _enough(times: StepTimes, placement: Placement, num_microbatches: int) -> li
     own = map(placement.stages_of, range(num_ranks))
     slowest = max(sum(times.forwards[stage] + times.backwards[stage] for stage in stages) for stages in own)
     on_link = [0.0] * num_ranks
-    for rank, send, occupied in zip(placement.ranks, times.sends, times.occupations, strict=False):
+    for rank, send, occupied in zip(placement.ranks[:-1], times.sends, times.occupations, strict=True):
         on_link[rank] += 2 * (send + occupied)
     if num_ranks == 1 or not slowest:
         return [0] * (num_ranks - 1)

@@ -128,7 +128,7 @@ def build_forward(placement: Placement, num_microbatches: int, *, posts_early: b
         posts_early: As for :func:`build`.
 
     Raises:
-        ValueError: If there is no microbatch.
+        ValueError: If the number of microbatches is less than 1.
     """
     schedule = Schedule("forward", placement, num_microbatches, forward_order(placement, num_microbatches))
     return complete(schedule, posts_early=posts_early)

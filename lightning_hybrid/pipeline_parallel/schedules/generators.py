@@ -170,7 +170,7 @@ def forward_order(placement: Placement, num_microbatches: int) -> Order:
     """Return forwards only, for evaluation: groups of microbatches through the chunks as in :func:`interleaved_1f1b`.
 
     Raises:
-        ValueError: If there is no microbatch.
+        ValueError: If the number of microbatches is less than 1.
     """
     _check_sizes(placement.num_ranks, num_microbatches, placement.num_chunks)
     groups = _groups(placement.num_ranks, num_microbatches)

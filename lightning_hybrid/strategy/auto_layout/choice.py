@@ -254,7 +254,7 @@ def _nothing_fits(found: Suggestions, machine: Machine, name: str) -> str:
         for group in found.losers
     ]
     if not reasons:
-        return f"There is no layout for {name}: no allowed sizes match the number of processes. {_BY_HAND} [LH129]"
+        return f"No layout of {name} has allowed sizes that match the number of processes. {_BY_HAND} [LH129]"
     limit = "" if math.isinf(machine.memory) else f" with tuning.memory_limit={_size(machine.memory)}"
     return (
         f"None of the {found.num_layouts} layouts of {name} can be used{limit}. {'; '.join(reasons)}. Start more"

@@ -66,7 +66,7 @@ def _open_arguments(config: HybridConfig) -> tuple[str, ...]:
 
 
 def _closed(config: HybridConfig) -> set[str]:
-    """What stays as by default because of what is given: neither goes with the other."""
+    """Return the arguments that keep their defaults, because they cannot be combined with arguments that are set."""
     closed: set[str] = set()
     if not _is_usual(config, *_IN_A_LINE, *_ARRANGEMENT):
         closed.update(_CONTEXT)
