@@ -159,7 +159,7 @@ ERRORS = {
     ),
     "LH135": Entry(
         "The installed version of torch lacks a function that the strategy or the command needs.",
-        "Install a tested version of torch. See [compatibility](compatibility.md).",
+        "Install a tested version of torch. See [versions](../start/install.md#versions).",
     ),
     "LH137": Entry(
         "`global_batch_size` sets how many batches are accumulated, but another argument or manual optimization"
