@@ -41,6 +41,7 @@ except ImportError:  # Python 3.10, where pytest and Sphinx bring the same thing
 
 DOCS = ROOT / "docs"
 WIDTH = 90  # of command lines in pages
+WORDS = 12  # of a message under its error code
 GROUPS = (Faults, Launch, Tuning)  # of arguments
 PLACE = re.compile(r"<!-- written: (\w+)(.*?) -->\n.*?<!-- end -->", re.DOTALL)
 
@@ -244,10 +245,13 @@ def versions(page: Path) -> Iterator[str]:
 
 
 def errors(page: Path, area: str) -> Iterator[str]:
-    """The errors of an area, a heading each: the beginnings of their messages, the cause and the fix."""
+    """Write the errors of an area, a heading each: how a message begins, the cause and the fix.
+
+    If a code has several messages, the most telling one is shown: the one with the most fixed words.
+    """
     for code, entry in AREAS[area].items():
         yield f"### {code}"
-        yield "\n".join(f"- `{text}`" for text in dict.fromkeys(map(beginning, messages()[code])))
+        yield f"`{max(map(beginning, messages()[code]), key=fixed_words)}`"
         yield entry.cause
         yield f"**Fix:** {entry.fix}"
 
@@ -328,9 +332,15 @@ def messages() -> dict[str, list[str]]:
 
 
 def beginning(message: str) -> str:
-    """The first sentence of a message, on one line and without marks of code."""
+    """Return the first sentence of a message, at most :data:`WORDS` of its words, without marks of code."""
     line = " ".join(re.sub("…+", "…", message.replace("`", "")).split())
-    return re.split(r"(?<=[.?])(?<!\.\.\.) ", line)[0].rstrip(".")
+    words = re.split(r"(?<=[.?])(?<!\.\.\.) ", line)[0].rstrip(".").split()
+    return " ".join(words[:WORDS]) + (" …" if len(words) > WORDS else "")
+
+
+def fixed_words(text: str) -> int:
+    """Return the number of words that contain no value."""
+    return sum("…" not in word for word in text.split())
 
 
 def parser_of(name: str) -> argparse.ArgumentParser:
