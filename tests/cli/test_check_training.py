@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,7 @@ from lightning_hybrid.cli.check import check
 from lightning_hybrid.cli.check_training.dropout import set_dropout_to_zero
 from lightning_hybrid.cli.check_training.step_watch import StepWatch
 from lightning_hybrid.cli.local_ranks import RankError
-from lightning_hybrid.cli.main import main
 from tests import frame_modules, modules
-from tests.documents import DOCS, blocks
 from tests.strategy.test_meta_init import FromMeta
 
 PP2: dict[str, Any] = {"pipeline_parallel_size": 2, "num_microbatches": 2}
@@ -99,26 +96,6 @@ def test_layers_that_cannot_set_their_values_are_named() -> None:
     assert "Training in one process: The parameter 'body.0.1.table' was created on the meta device" in str(error.value)
     assert "Define a `reset_parameters(self)` that sets 'table'" in str(error.value)
     assert "Traceback" not in str(error.value)
-
-
-@pytest.mark.distributed
-def test_the_model_of_the_documents(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    found = {block.language: block.text for block in blocks(DOCS / "start" / "choose-a-layout.md")}
-    (tmp_path / "gpt.py").write_text(found["python"])
-    (tmp_path / "gpt.yaml").write_text(found["yaml"])
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(sys, "argv", ["lightning-hybrid"])
-    sizes = {"model.dim": 16, "model.depth": 2, "model.heads": 2, "model.vocabulary": 32, "model.length": 8}
-    sizes |= {"data.vocabulary": 32, "data.length": 8, "trainer.devices": 2}
-    sizes |= {"trainer.strategy.init_args.pipeline_parallel_size": 2, "trainer.strategy.init_args.num_microbatches": 4}
-    words = [word for name, size in sizes.items() for word in (f"--{name}", str(size))]
-    with pytest.raises(SystemExit) as exit_:
-        main(["check", "--config", str(tmp_path / "gpt.yaml"), *words])
-    printed = capsys.readouterr()
-    assert exit_.value.code == 0, printed
-    assert "  29 weights and buffers " in printed.out
 
 
 # -- dropout -----------------------------------------------------------------------------------------------------------
