@@ -29,6 +29,7 @@ SUBPACKAGES = (
     "pipeline_parallel",
     "distributed",
     "config",
+    "axes",
 )
 WIDTH = 88
 

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from lightning_hybrid.axes import ALWAYS, AXES, complete_order, sizes_in
 from lightning_hybrid.error_codes.printing import print_once_per_node
 
 _T = TypeVar("_T")
@@ -32,11 +33,6 @@ Recompute = bool | int | float | str | list[int] | list[str]
 #: How layers are shared: a style by name of module, or a layout by name of parameter or buffer, where ``*`` stands for
 #: anything between two dots.
 UserPlan = Mapping[str, str | Mapping[str, str] | ParallelStyle]
-
-#: Short names, as in ``rank_order``, and the names of the axes, as Lightning spells them.
-AXES = {"dp": "data_parallel", "tp": "tensor_parallel", "pp": "pipeline_parallel", "cp": "context_parallel"}
-#: Those that every mesh has; the others only where they divide something.
-USUAL_AXES = ("dp", "tp", "pp")
 
 _LEAST_HEARTBEAT = timedelta(seconds=3)
 _WORDS: dict[Any, str] = {
@@ -299,10 +295,12 @@ class Launch(_Group):
 
     def __post_init__(self) -> None:
         check_types(self)
-        if sorted(self.rank_order.split("-")) not in (sorted(USUAL_AXES), sorted(AXES)):
+        keys = self.rank_order.split("-")
+        if len(keys) > len({*keys}) or not {axis.key for axis in ALWAYS} <= {*keys} <= {axis.key for axis in AXES}:
+            optional = [f" With {axis.argument} > 1 it can also name {axis.key}." for axis in AXES if axis.is_optional]
             raise ValueError(
-                f"launch.rank_order must name each of the axes {', '.join(USUAL_AXES)} once, from the outermost to the"
-                " innermost, joined by '-', such as 'pp-dp-tp'. With context_parallel_size > 1 it can also name cp. Got"
+                f"launch.rank_order must name each of the axes {', '.join(axis.key for axis in ALWAYS)} once, from the"
+                f" outermost to the innermost, joined by '-', such as 'pp-dp-tp'.{''.join(optional)} Got"
                 f" {self.rank_order!r}. [LH113]"
             )
         backend = self.process_group_backend
@@ -459,10 +457,9 @@ class Settings(HybridConfig):
         return cls(**values)
 
     @property
-    def requested_sizes(self) -> tuple[Any, Any, Any]:
-        """(data, tensor, pipeline) parallel size as they were given."""
-        given = self.requested
-        return given.data_parallel_size, given.tensor_parallel_size, given.pipeline_parallel_size
+    def requested_sizes(self) -> dict[str, Any]:
+        """The sizes that the user set, each by the label of its axis: a number, a list of numbers, or ``"auto"``."""
+        return sizes_in(vars(self.requested))
 
     @property
     def auto_microbatches(self) -> bool:
@@ -476,8 +473,9 @@ class Settings(HybridConfig):
 
     @property
     def axis_order(self) -> str:
-        """The order of the axes that divide something: see :func:`with_context_axis`."""
-        return with_context_axis(self.launch.rank_order, self.context_parallel_size)
+        """The order of the axes that exist."""
+        optional = [axis.key for axis in AXES if axis.is_optional and getattr(self, axis.argument) > 1]
+        return complete_order(self.launch.rank_order, optional)
 
     def extra_of_links(self, num_ranks: int) -> tuple[int, ...]:
         """`extra_in_flight` for each link between neighbouring ranks of a pipeline; with ``"auto"`` none yet."""
@@ -529,23 +527,6 @@ def choices(size: int | Sequence[int]) -> tuple[int, ...]:
 def preferred(size: int | Sequence[int]) -> int:
     """The size of an axis where the number of processes is not known yet: the first one that it may have."""
     return choices(size)[0]
-
-
-def with_context_axis(rank_order: str, context_parallel_size: int) -> str:
-    """The order of the axes; that of context parallelism, where there is any, just outside of the tensor-parallel one.
-
-    Args:
-        rank_order: As the user gives it; it may leave that axis out.
-        context_parallel_size: The number of ranks that share each sequence.
-
-    Example:
-        >>> with_context_axis("pp-dp-tp", 2), with_context_axis("cp-pp-dp-tp", 1)
-        ('pp-dp-cp-tp', 'pp-dp-tp')
-    """
-    axes = [axis for axis in rank_order.split("-") if axis != "cp" or context_parallel_size > 1]
-    if context_parallel_size > 1 and "cp" not in axes:
-        axes.insert(axes.index("tp"), "cp")
-    return "-".join(axes)
 
 
 def usual_microbatches(pipeline_parallel_size: int) -> int:

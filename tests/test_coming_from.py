@@ -312,10 +312,8 @@ class Writes:
 
 def axis_sizes(strategy: Any) -> dict[str, int]:
     """The sizes of all axes, by argument."""
-    axes = zip(("data", "tensor", "pipeline"), strategy.sizes, strict=True)
     return {
-        **{f"{axis}_parallel_size": size for axis, size in axes},
-        "context_parallel_size": strategy.settings.context_parallel_size,
+        **strategy.sizes.by_argument,
     }
 
 

@@ -9,7 +9,12 @@ import pytest
 from tests.measures import MEASURES, compares_kinds, places_stages
 
 #: Rows of the table that have reached their number.
-REACHED = ("files that compare kinds of actions", "files that place stages on ranks")
+REACHED = (
+    "files that compare kinds of actions",
+    "files that place stages on ranks",
+    "files that name context_parallel_size",
+    'files that name "cp"',
+)
 
 
 @pytest.mark.parametrize("name", REACHED)

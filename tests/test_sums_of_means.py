@@ -345,7 +345,7 @@ def test_calls_with_other_targets_stay_as_they_are() -> None:
     """A step may have other tasks for other batches."""
     terms = common_terms(_found(lambda b: _masked(b) + _labels(b), 7, 4, 5))
     assert terms is not None
-    mesh: Any = SimpleNamespace(data_parallel_size=1)
+    mesh: Any = SimpleNamespace(num_replicas=1)
     microbatches = [next(iter(DataLoader(Tasks(), 2))), next(iter(DataLoader(Tasks(), 5)))]
     weights = TermWeights(terms, microbatches, [2 / 7, 5 / 7], mesh, torch.device("cpu"))
     number = [int((batch["labels"] != -100).sum()) for batch in microbatches]
@@ -359,7 +359,7 @@ def test_calls_with_other_targets_stay_as_they_are() -> None:
 def test_a_term_without_targets_is_zero() -> None:
     terms = common_terms(_found(lambda b: _masked(b) + _labels(b), 7, 4, 5))
     assert terms is not None
-    mesh: Any = SimpleNamespace(data_parallel_size=1)
+    mesh: Any = SimpleNamespace(num_replicas=1)
     batch = next(iter(DataLoader(Tasks(), 2)))
     scores = _scores(batch).requires_grad_()
     with TermWeights(

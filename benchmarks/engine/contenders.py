@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
 from benchmarks.block import Block
+from lightning_hybrid.axes import Sizes
 from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.pipeline_parallel.engine import Engine
 from lightning_hybrid.pipeline_parallel.p2p import make_channels
@@ -48,7 +49,7 @@ MODELS = {"tiny": tiny, "normal": normal, "memory": large}
 def our_step(name: str, layers: list[nn.Module], batch: Tensor, num_microbatches: int, num_chunks: int) -> Step:
     """A step of this package's engine."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    mesh = Mesh(1, 1, size, device_type=batch.device.type)
+    mesh = Mesh(Sizes(1, 1, size), device_type=batch.device.type)
     engine = Engine(rank, make_channels(mesh, Placement.in_turns(size, num_chunks), batch.device, dynamic_shapes=False))
     schedule = build(name, size, num_microbatches, num_chunks)
     last = size * num_chunks - 1

@@ -95,7 +95,7 @@ class Contender:
         """Seconds of a sample."""
         self.trainer.fit(self.module, datamodule=self.data)
         self.trainer.fit_loop.max_epochs += 1
-        return self.watch.seconds / (self.batch_size * self.strategy.sizes[0])
+        return self.watch.seconds / (self.batch_size * self.strategy.sizes.data)
 
 
 def measure(example: str, rounds: int) -> dict[str, Any]:

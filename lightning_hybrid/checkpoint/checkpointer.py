@@ -150,7 +150,7 @@ class Checkpointer:
         checkpoint = {**checkpoint, METADATA: {**self._metadata, **names}}
         if "optimizer_states" in checkpoint and "loops" in checkpoint:  # not the weights only
             checkpoint = self._training_state.add_to(checkpoint, METADATA, self._module.trainer)
-        if self._mesh.pipeline_parallel_size > 1:
+        if self._mesh.sizes.pipeline > 1:
             checkpoint = self.optimizers.fill_finetuning(checkpoint, self._module.trainer)
         if not sharded:
             checkpoint = self._full.fill(checkpoint)

@@ -49,7 +49,7 @@ class FullCheckpoint:
         self._mesh = mesh
         self._group = GroupRef(mesh.control_group)
         self._is_alone = mesh.model_group.size() == 1
-        stages = range(mesh.pipeline_parallel_size)
+        stages = range(mesh.sizes.pipeline)
         self._firsts = [mesh.rank(stage, mesh.data_rank, 0) for stage in stages]  # of each stage of this replica
 
     @property

@@ -49,10 +49,7 @@ def make_metadata(mesh: Mesh, settings: Settings, stage_map: StageMap) -> dict[s
         stage_map: Which stage holds what.
     """
     layout = {
-        "data_parallel_size": mesh.data_parallel_size,
-        "tensor_parallel_size": mesh.tensor_parallel_size,
-        "pipeline_parallel_size": mesh.pipeline_parallel_size,
-        "context_parallel_size": mesh.context_parallel_size,
+        **mesh.sizes.by_argument,
         "num_chunks": settings.num_chunks,
         "num_microbatches": settings.num_microbatches,
         "schedule": settings.schedule,

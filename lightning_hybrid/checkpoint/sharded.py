@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_hybrid.axes import AXES
 from lightning_hybrid.checkpoint.metadata import METADATA
 from lightning_hybrid.checkpoint.optimizer_state import OptimizerStates, check_number
 from lightning_hybrid.checkpoint.ownership import Ownership
@@ -23,7 +24,6 @@ from lightning_hybrid.checkpoint.storage.dcp import MODEL, OPTIMIZERS, Distribut
 from lightning_hybrid.checkpoint.storage.dcp_writer import write_directory
 from lightning_hybrid.checkpoint.storage.remote import Place
 from lightning_hybrid.checkpoint.tree_paths import insert, tree_of, value_at, without
-from lightning_hybrid.config import AXES
 from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.distributed.messages.tree_broadcast import broadcast_object
 from lightning_hybrid.distributed.pytree import TreePath, flatten_with_path
@@ -248,7 +248,7 @@ class ShardedCheckpoint:
 def _lies_over_others(value: Any) -> bool:
     """Whether ranks that do not share layers have parts of a tensor, such as replicas."""
     axes = (value.device_mesh.mesh_dim_names or ()) if isinstance(value, DTensor) else ()
-    return any(AXES[axis] in axes for axis in ("dp", "cp"))
+    return any(axis.name in axes for axis in AXES if axis.role.averages_gradients)
 
 
 def _is_meta(value: Any) -> bool:

@@ -10,6 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from lightning_hybrid.axes import CONTEXT, Sizes, sizes_in
 from lightning_hybrid.cli.check_training import MakeData, MakeModule, MicrobatchWeights, Training, TrainingRecord
 from lightning_hybrid.cli.comparison import Comparison, compare, comparison_table, interleaved
 from lightning_hybrid.cli.local_ranks import RankError, run_ranks
@@ -292,7 +293,7 @@ class _Check:
             faults = layout.get("faults", Faults())  # one process takes the plain mean over these batches, as DDP does
             given["faults"] = replace(faults, compare_microbatches=False)
         function = partial(self.training.under_layout, given, fixed_statistics=fixed_statistics)
-        return self.run(f"under {_layout_text(layout)}", function, math.prod(_sizes(layout).values()))
+        return self.run(f"under {_layout_text(layout)}", function, _sizes(layout).num_ranks)
 
     def notes(self) -> tuple[str, ...]:
         reference = self.reference(self.replicas)
@@ -440,7 +441,7 @@ class _Check:
         changes: dict[str, dict[str, Any]] = {
             "recompute": {"recompute": False},
             "tensor_parallel_size": _WITHOUT_TENSOR_PARALLEL,
-            "context_parallel_size": {"context_parallel_size": 1},
+            CONTEXT.argument: {CONTEXT.argument: 1},
             "zero_stage": {"zero_stage": 0},
             "pipeline_parallel_size": _WITHOUT_STAGES,
             "data_parallel_size": {"data_parallel_size": 1},
@@ -452,16 +453,14 @@ class _Check:
 # -- text --------------------------------------------------------------------------------------------------------------
 
 
-def _sizes(layout: Mapping[str, Any]) -> dict[str, int]:
-    axes = "data", "tensor", "pipeline", *(["context"] if layout.get("context_parallel_size", 1) > 1 else [])
-    return {axis: layout.get(f"{axis}_parallel_size", 1) for axis in axes}
+def _sizes(layout: Mapping[str, Any]) -> Sizes:
+    return Sizes(**sizes_in(layout))
 
 
 def _layout_text(layout: Mapping[str, Any]) -> str:
     sizes = _sizes(layout)
-    number = math.prod(sizes.values())
-    text = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
-    text += f" = {number} process{'es' if number > 1 else ''}"
+    number = sizes.num_ranks
+    text = f"{sizes} = {number} process{'es' if number > 1 else ''}"
     if (number := layout["num_microbatches"]) > 1:
         text += f", {number} microbatches"
     return text + (f", ZeRO stage {layout['zero_stage']}" if layout.get("zero_stage") else "")

@@ -16,6 +16,7 @@ import torch
 from rich import filesize
 from torch import Tensor
 
+from lightning_hybrid.axes import Sizes, sizes_in
 from lightning_hybrid.checkpoint.metadata import METADATA
 from lightning_hybrid.checkpoint.storage.dcp import DistributedCheckpoint
 from lightning_hybrid.checkpoint.storage.remote import Place, fetched, is_directory
@@ -176,7 +177,7 @@ def _origin(tree: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _layout(layout: Mapping[str, Any]) -> str:
-    sizes = " x ".join(f"{axis} {layout.get(f'{axis}_parallel_size')}" for axis in ("data", "tensor", "pipeline"))
+    sizes = Sizes(**sizes_in(layout))
     if layout.get("pipeline_parallel_size", 1) == 1:
         return f"{sizes}, {layout.get('rank_order')}"
     stages = " + ".join(map(str, layout.get("layers_of_stages", [])))

@@ -81,10 +81,10 @@ class GradientSync:
         self.reduces = True
         self._has_evaluated = False
         self._undo: list[Callable[[], None]] = []
-        self.has_sync_batch_norm = mesh.data_parallel_size > 1 and (
+        self.has_sync_batch_norm = mesh.num_replicas > 1 and (
             sync_batch_norm or any(isinstance(part, nn.SyncBatchNorm) for part in module.modules())
         )
-        if sync_batch_norm and mesh.data_parallel_size > 1:
+        if sync_batch_norm and mesh.num_replicas > 1:
             self._undo.append(synchronize_batch_norm(module, mesh.data_group))
         self.attach(stage_map, zero)
 
@@ -150,7 +150,7 @@ class GradientSync:
                 self._by_stage[stage] = self._averaged(of_stage, data_group, stage)
             of_stages = [location for location in unshared if len(location.stages) > 1]
             self._after_backward += self._averaged(of_stages, data_group)
-        if self._mesh.context_parallel_size > 1:
+        if self._mesh.sizes.context > 1:
             rows = [location.tensor for location in unshared if is_shard(location.tensor)]
             self._over_holders += self._summed(rows, self._mesh.context_group, averages=True)
         for ranks in self._shared_by:
@@ -177,7 +177,7 @@ class GradientSync:
     ) -> list[GradientBuckets]:
         """Of what replicas do not shard, summed over a group; of the rest, each replica its rows."""
         parameters = [location.tensor for location in locations if isinstance(location.tensor, nn.Parameter)]
-        has_mask = bool(self._mask_groups and ranks) and self._mesh.data_parallel_size > 1
+        has_mask = bool(self._mask_groups and ranks) and self._mesh.num_replicas > 1
         among_replicas = self._mesh.data_control_group if has_mask else None
         made = self.zero.gradient_buckets(stage, parameters, self._mesh.data_group, among_replicas)
         if stage is not None and self.zero.reduces_each_backward:
@@ -202,7 +202,7 @@ class GradientSync:
         parameters = [tensor for tensor in tensors if isinstance(tensor, nn.Parameter)]
         if not parameters:
             return []
-        scale = 1 / self._mesh.context_parallel_size if averages else 1.0
+        scale = 1 / self._mesh.sizes.context if averages else 1.0
         return [GradientBuckets(parameters, group, scale=scale, overlap=False, mask_group=mask_group)]
 
     def counts_in_norm(self, parameter: nn.Parameter) -> bool:
@@ -251,7 +251,7 @@ class GradientSync:
             if gradient is None:
                 self._summed_parts.discard(id(parameter))
             elif parameter.requires_grad and id(parameter) in self._summed_parts:
-                gradient.div_(self._mesh.tensor_parallel_size)
+                gradient.div_(self._mesh.sizes.tensor)
                 self._summed_parts.discard(id(parameter))
 
     def backward_begins(self, stage: int, is_last: bool) -> None:
@@ -325,14 +325,14 @@ class GradientSync:
     def broadcast_parameters(self) -> None:
         """Give every tensor the values of its first holder on the first replica."""
         own = [*self._parameters, *filter(self._is_own, self._buffers)]
-        if self._mesh.tensor_parallel_size > 1:
+        if self._mesh.sizes.tensor > 1:
             alike = [to_local(each.tensor) for each in own if not is_tensor_parallel(each.tensor)]
             broadcast_tensors(alike, self._mesh.tensor_group)
         unsharded = [location for location in own if not is_shard(location.tensor)]
         if self._mesh.gradient_group_size > 1:
             unshared = [to_local(location.tensor) for location in unsharded if len(location.ranks) == 1]
             broadcast_tensors(unshared, self._mesh.gradient_group)
-        if self._mesh.context_parallel_size > 1:
+        if self._mesh.sizes.context > 1:
             rows = [to_local(each.tensor) for each in own if len(each.ranks) == 1 and is_shard(each.tensor)]
             broadcast_tensors(rows, self._mesh.context_group)
         for ranks in self._shared_by:
@@ -351,7 +351,7 @@ class GradientSync:
         To be called before each training step and each evaluation.
         """
         self.parameters_changed()
-        if self._mesh.data_parallel_size > 1 and self._floating_buffers:
+        if self._mesh.num_replicas > 1 and self._floating_buffers:
             broadcast_tensors(map(to_local, self._floating_buffers), self._mesh.data_group)
 
     @property
@@ -438,7 +438,7 @@ class LeftOut:
         """
         is_whole = torch.tensor(self._is_whole, dtype=torch.uint8)
         work = None
-        if self._mesh.data_parallel_size > 1:
+        if self._mesh.num_replicas > 1:
             group = self._mesh.data_control_group
             work = dist.all_reduce(is_whole, dist.ReduceOp.MIN, group=group, async_op=not waits)
         self._pending = is_whole, work
@@ -453,7 +453,7 @@ class LeftOut:
         if is_whole:
             return None
         weights = torch.tensor([list(map(float, pair)) for pair in self._weights], dtype=torch.float64)
-        if self._mesh.data_parallel_size > 1:
+        if self._mesh.num_replicas > 1:
             dist.all_reduce(weights, group=self._mesh.data_control_group)
         kept, totals = weights[weights[:, 0] > 0].sum(0).tolist()
         return Rest(totals / kept if kept else 0.0, bool(weights[-1, 0] > 0))

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_hybrid.config import AXES
+from lightning_hybrid.axes import AXIS_OF_KEY, DATA, LAYERS, ROLES, SAMPLES, TENSOR, Sizes, complete_order
 from lightning_hybrid.distributed.grid_shape import GridShape
 from lightning_hybrid.distributed.messages.host_messages import HostMessages, connect
 from lightning_hybrid.distributed.messages.posted_broadcast import PostedBroadcast
@@ -90,7 +90,7 @@ os.register_at_fork(after_in_child=_WORLD_CACHE.leave_to_parent)
 
 
 class Mesh:
-    """Data x context x tensor x pipeline parallel ranks.
+    """The ranks of a run, arranged by the roles of the axes: pipeline, data, context and tensor rank.
 
     torch owns the process groups; here and elsewhere in the package they are held by :class:`GroupRef`. So destroying
     them closes their connections at once, and a rank that waits for this one notices. Each group costs threads and
@@ -105,19 +105,17 @@ class Mesh:
              pipeline    [0,4] [1,5] [2,6] [3,7]
              model       [0,1,4,5] [2,3,6,7]
 
-    Each line is one call of :func:`make_group`, if no line before it has the same ranks. The axes of torch's mesh are
-    these groups. With ``context_parallel_size=2`` there is a fourth axis, whose ranks share sequences: they belong to
-    one model group, and their gradients are averaged with those of the replicas, in the *gradient group*.
+    Each line is one call of :func:`make_group`, if no line before it has the same ranks. Torch's mesh has a group for
+    each axis. If several axes have one role, the rank of this role counts through all of them: the data rank is the
+    number of the replica. Ranks of axes whose role averages gradients form the *gradient group*: with context
+    parallelism these are the replicas and the ranks that share each sequence.
 
     All groups are made at once, and none when it is first needed: a rank that fails before would leave the
     others waiting for it.
 
     Args:
-        data_parallel_size: The number of replicas.
-        tensor_parallel_size: The number of ranks that share each layer.
-        pipeline_parallel_size: The number of ranks that share the layers.
-        context_parallel_size: The number of ranks that share each sequence.
-        rank_order: The axes from the outermost to the innermost, joined by ``-``; with ``cp`` if sequences are shared.
+        sizes: The number of ranks along each axis.
+        rank_order: The axes from the outermost to the innermost, joined by ``-``; optional axes may be missing.
         device_type: ``"cpu"`` or ``"cuda"``.
         timeout: Of the groups made here, and of the group of all ranks where that is one of them.
         hosts: The machine of each rank.
@@ -125,8 +123,10 @@ class Mesh:
         grid: How tensor-parallel ranks are arranged in two or three dimensions; ``None`` if they are in a line.
 
     Attributes:
+        sizes: As given.
         hosts: As given.
         grid: As given.
+        num_replicas: The number of model groups.
         host_messages: Between the ranks of the control group.
         is_first: Whether this is the first rank of every axis: the one that writes and logs.
         broadcasts: Those that have been asked for.
@@ -134,11 +134,8 @@ class Mesh:
 
     def __init__(
         self,
-        data_parallel_size: int,
-        tensor_parallel_size: int,
-        pipeline_parallel_size: int,
+        sizes: Sizes,
         *,
-        context_parallel_size: int = 1,
         rank_order: str = "pp-dp-tp",
         device_type: str = "cpu",
         timeout: timedelta | None = None,
@@ -146,18 +143,13 @@ class Mesh:
         writes_together: bool = False,
         grid: GridShape | None = None,
     ) -> None:
-        sizes = {"dp": data_parallel_size, "tp": tensor_parallel_size, "pp": pipeline_parallel_size}
-        order = rank_order.split("-")
-        if "cp" in order:
-            sizes["cp"] = context_parallel_size
-        self.sizes, self.hosts, self.grid = sizes, list(hosts), grid
-        self.data_parallel_size, self.context_parallel_size = data_parallel_size, context_parallel_size
-        self.tensor_parallel_size = tensor_parallel_size
-        self.pipeline_parallel_size = pipeline_parallel_size
-        by_order = torch.arange(dist.get_world_size(), dtype=torch.int).view([sizes[axis] for axis in order])
-        axes = ("pp", "dp", "cp", "tp") if "cp" in order else ("pp", "dp", "tp")
-        by_axes = by_order.permute([order.index(axis) for axis in axes])
-        self._ranks = by_axes if "cp" in order else by_axes.unsqueeze(2)  # by pipeline, data, context and tensor rank
+        self.sizes, self.num_replicas, self.hosts, self.grid = sizes, sizes.num_replicas, list(hosts), grid
+        by_key = sizes.by_key
+        order = [AXIS_OF_KEY[key] for key in complete_order(rank_order, by_key).split("-")]
+        by_order = torch.arange(dist.get_world_size(), dtype=torch.int).view([by_key[axis.key] for axis in order])
+        by_role = sorted(order, key=lambda axis: ROLES.index(axis.role))
+        arranged = by_order.permute([order.index(axis) for axis in by_role])
+        self._ranks = arranged.reshape([sizes.with_role(role) for role in ROLES])
         self._requests: Counter[Hashable] = Counter()
         self._timeout = timeout
         coordinates = (self._ranks == dist.get_rank()).nonzero().flatten().tolist()
@@ -173,29 +165,28 @@ class Mesh:
         self._model_group = self._group(by_replica)
         self._context_group: GroupRef | None = None
         self._gradient_group = self._data_group
-        if context_parallel_size > 1:
+        if sizes.context > 1:
             self._context_group = self._group(self._ranks.transpose(2, 3).flatten(0, 2))
             self._gradient_group = self._group(self._ranks.permute(0, 3, 1, 2).flatten(0, 1).flatten(1))
-        # Nothing here uses it: who does, has it connected.
-        pipeline_group = self._group(self._ranks.permute(1, 2, 3, 0).flatten(0, 2), connects_when_used=True)
+        of_axes: dict[str, GroupRef] = {}
+        for axis in reversed(by_role):  # the groups over stages last: nothing here uses them
+            ranks = by_order.movedim(order.index(axis), -1).flatten(0, -2)
+            of_axes[axis.name] = self._group(ranks, connects_when_used=axis.role is LAYERS)
         self._control_group = self._group(by_replica, "gloo", use="control")
         self.host_messages = self._connect_host()
         takes_host_tensors = "cpu" in device_backends()
         self._decision_group = GroupRef(dist.group.WORLD) if takes_host_tensors else self._group(everyone, "gloo")
         beside = self._group(everyone, "gloo", use="in the background") if writes_together else self._decision_group
         self._writing_group = beside
-        self._data_control_group = self._group(by_stage, "gloo") if data_parallel_size > 1 else None
+        self._data_control_group = self._group(by_stage, "gloo") if self.num_replicas > 1 else None
 
-        groups = {"dp": self._data_group, "tp": self._tensor_group, "pp": pipeline_group}
-        if self._context_group is not None:
-            groups["cp"] = self._context_group
-        of_axes = {AXES[axis]: groups[axis]() for axis in order}
-        self._device_mesh: DeviceMesh | None = _make_device_mesh(of_axes, by_order, device_type)
+        groups = {axis.name: of_axes[axis.name]() for axis in order}
+        self._device_mesh: DeviceMesh | None = _make_device_mesh(groups, by_order, device_type)
         self.broadcasts: list[PostedBroadcast] = []
 
     @property
     def device_mesh(self) -> DeviceMesh:
-        """The mesh of torch, with the axes named as in :data:`AXES`."""
+        """The mesh of torch, with the names of the axes."""
         assert self._device_mesh is not None, "the process groups have been destroyed"
         return self._device_mesh
 
@@ -223,13 +214,13 @@ class Mesh:
 
     @property
     def gradient_group(self) -> dist.ProcessGroup:
-        """Ranks over which gradients are averaged: replicas, and ranks that share their sequences."""
+        """Ranks over which gradients are averaged: those of all axes whose role says so."""
         return self._gradient_group()
 
     @property
     def gradient_group_size(self) -> int:
         """The number of these ranks."""
-        return self.data_parallel_size * self.context_parallel_size
+        return self.num_replicas * self.sizes.context
 
     @property
     def tensor_group(self) -> dist.ProcessGroup:
@@ -308,7 +299,7 @@ class Mesh:
     def tensor_mesh(self) -> DeviceMesh:
         """What layers are shared over: the tensor-parallel axis, or :attr:`GridShape.mesh_axes`."""
         if self.grid is None:
-            return self.device_mesh[AXES["tp"]]
+            return self.device_mesh[TENSOR.name]
         axes = self._tensor_axes()
         ranks = self._ranks[self.pipeline_rank, self.data_rank].reshape([group.size() for group in axes.values()])
         return _make_device_mesh(axes, ranks, self.device_mesh.device_type)
@@ -319,17 +310,17 @@ class Mesh:
 
         In this order, so that each replica has some of the rows that a rank has of a tensor-parallel layer.
         """
-        if self.tensor_parallel_size == 1:
-            return self.device_mesh[AXES["dp"]]
-        axes = self._tensor_axes()
+        axes = self._tensor_axes() if self.sizes.tensor > 1 else {}
+        if not axes and [axis.role for axis in self.sizes.axes].count(SAMPLES) == 1:
+            return self.device_mesh[DATA.name]
         shape = [group.size() for group in axes.values()]
-        ranks = self._ranks[self.pipeline_rank, :, self.context_rank].T.reshape(*shape, self.data_parallel_size)
-        return _make_device_mesh({**axes, AXES["dp"]: self.data_group}, ranks, self.device_mesh.device_type)
+        ranks = self._ranks[self.pipeline_rank, :, self.context_rank].T.reshape(*shape, self.num_replicas)
+        return _make_device_mesh({**axes, DATA.name: self.data_group}, ranks, self.device_mesh.device_type)
 
     def _tensor_axes(self) -> dict[str, dist.ProcessGroup]:
         """The groups of the axes over which layers are shared."""
         if self.grid is None:
-            return {AXES["tp"]: self.tensor_group}
+            return {TENSOR.name: self.tensor_group}
         return {name: self.grid_group(axes) for name, axes in self.grid.mesh_axes.items()}
 
     def _connect_host(self) -> HostMessages:

@@ -3,70 +3,66 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping
+from typing import Any
 
+from lightning_hybrid.axes import AXES, DATA, Axis, Sizes
 from lightning_hybrid.config import choices, preferred
 
 
-def resolve_sizes(
-    world_size: int,
-    data_parallel_size: int | str,
-    tensor_parallel_size: int | Sequence[int],
-    pipeline_parallel_size: int | Sequence[int],
-    context_parallel_size: int = 1,
-) -> tuple[int, int, int]:
-    """The sizes of the axes that every mesh has: of those allowed, the first that go with the number of processes.
+def resolve_sizes(world_size: int, requested: Mapping[str, Any]) -> Sizes:
+    """Return the first allowed sizes whose product is the number of processes.
 
     The first pipeline parallel size is tried with each tensor parallel size in turn, then the second one, and so on.
 
     Args:
         world_size: The number of processes.
-        data_parallel_size: The number of replicas, or ``"auto"`` for all that the other two axes leave.
-        tensor_parallel_size: The number of ranks that share each layer, or those that are allowed.
-        pipeline_parallel_size: The number of ranks that share the layers, or those that are allowed.
-        context_parallel_size: The number of ranks that share each sequence.
-
-    Returns:
-        (data, tensor, pipeline) parallel size; their product, times ``context_parallel_size``, is ``world_size``.
+        requested: By the label of each axis its size, or a list of allowed sizes. The size of the data axis may be
+            ``"auto"``: as many ranks as the other axes leave.
 
     Raises:
-        ValueError: If no sizes multiply to ``world_size``.
+        ValueError: If no allowed sizes multiply to `world_size`.
 
     Example:
-        >>> resolve_sizes(8, "auto", 2, 2)
-        (2, 2, 2)
-        >>> resolve_sizes(6, "auto", 1, [4, 2])
-        (3, 1, 2)
+        >>> print(resolve_sizes(8, {"data": "auto", "tensor": 2, "pipeline": 2, "context": 1}))
+        data 2 x tensor 2 x pipeline 2
+        >>> print(resolve_sizes(6, {"data": "auto", "tensor": 1, "pipeline": [4, 2], "context": 1}))
+        data 3 x tensor 1 x pipeline 2
     """
-    allowed = choices(pipeline_parallel_size), choices(tensor_parallel_size)
-    for pipeline, tensor in itertools.product(*allowed):
-        replicas, rest = divmod(world_size, tensor * pipeline * context_parallel_size)
-        if not rest and data_parallel_size in ("auto", replicas):
-            return replicas, tensor, pipeline
-    context = f" x context_parallel_size ({context_parallel_size})" if context_parallel_size > 1 else ""
-    if max(map(len, allowed)) > 1:
+    data, others = requested[DATA.label], [axis for axis in AXES if axis is not DATA]
+    allowed = {axis: choices(requested[axis.label]) for axis in others}
+    for numbers in itertools.product(*(allowed[axis] for axis in reversed(others))):
+        found, rest = divmod(world_size, math.prod(numbers))
+        if not rest and data in ("auto", found):
+            by_label = {axis.label: number for axis, number in zip(reversed(others), numbers, strict=True)}
+            return Sizes(data=found, **by_label)
+    if max(map(len, allowed.values())) > 1:
+        listed = [f"{axis.argument} {list(allowed[axis])}" for axis in reversed(others) if not axis.is_optional]
         raise ValueError(
-            f"{world_size} processes cannot be divided by any of the allowed sizes: pipeline_parallel_size"
-            f" {list(allowed[0])}, tensor_parallel_size {list(allowed[1])}, data_parallel_size {data_parallel_size!r}"
-            f"{context}."
+            f"{world_size} processes cannot be divided by any of the allowed sizes: {', '.join(listed)},"
+            f" {DATA.argument} {data!r}{_product([axis for axis in others if axis.is_optional], requested)}."
             f" Add sizes whose product divides {world_size}, such as 1, or start a different number of processes."
             " [LH107]"
         )
-    pipeline, tensor = preferred(pipeline_parallel_size), preferred(tensor_parallel_size)
-    model = tensor * pipeline * context_parallel_size
+    model, product = math.prod(preferred(requested[axis.label]) for axis in others), _product(others, requested)
     if world_size % model:
         raise ValueError(
-            f"{world_size} processes cannot be divided into model groups of tensor_parallel_size"
-            f" ({tensor}) x pipeline_parallel_size ({pipeline}){context} = {model} ranks. Set"
-            f" `Trainer(devices=..., num_nodes=...)` to a multiple of {model}, or choose sizes whose product divides"
-            f" {world_size}. [LH105]"
+            f"{world_size} processes cannot be divided into model groups of {product.removeprefix(' x ')} = {model}"
+            f" ranks. Set `Trainer(devices=..., num_nodes=...)` to a multiple of {model}, or choose sizes whose product"
+            f" divides {world_size}. [LH105]"
         )
-    data = int(data_parallel_size)
     raise ValueError(
-        f"data_parallel_size ({data}) x tensor_parallel_size ({tensor}) x pipeline_parallel_size"
-        f" ({pipeline}){context} = {data * model}, but there are {world_size} processes. Set"
-        f" data_parallel_size={world_size // model} or 'auto', or start {data * model} processes. [LH106]"
+        f"{DATA.argument} ({data}){product} = {data * model}, but there are {world_size} processes. Set"
+        f" {DATA.argument}={world_size // model} or 'auto', or start {data * model} processes. [LH106]"
     )
+
+
+def _product(axes: list[Axis], requested: Mapping[str, Any]) -> str:
+    """Return the preferred sizes of axes as the end of a product; optional axes of size 1 are left out."""
+    sizes = {axis: preferred(requested[axis.label]) for axis in axes}
+    factors = (f" x {axis.argument} ({size})" for axis, size in sizes.items() if size > 1 or not axis.is_optional)
+    return "".join(factors)
 
 
 def accumulated_batches(global_batch_size: int, batch_size: int, data_parallel_size: int) -> int:

@@ -102,8 +102,8 @@ class MemoryReport(Callback):
         mesh, group = self._mesh, self._mesh.control_group
         values = all_gather_values(value, group)
         return [
-            [values[mesh.model_group_rank(rank, tensor_rank)] for tensor_rank in range(mesh.tensor_parallel_size)]
-            for rank in range(mesh.pipeline_parallel_size)
+            [values[mesh.model_group_rank(rank, tensor_rank)] for tensor_rank in range(mesh.sizes.tensor)]
+            for rank in range(mesh.sizes.pipeline)
         ]
 
     def _say(self, title: str, peaks: Sequence[int]) -> None:

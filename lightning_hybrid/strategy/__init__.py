@@ -17,12 +17,12 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
+from lightning_hybrid.axes import ALWAYS
+
 _REGISTRY = "lightning.pytorch.strategies"  # the module that has it
 _PREFIX = "hybrid"  # of names
 _ARGUMENTS = {  # what the parts of names are short for
-    "dp": "data_parallel_size",
-    "tp": "tensor_parallel_size",
-    "pp": "pipeline_parallel_size",
+    **{axis.key: axis.argument for axis in ALWAYS},
     "zero": "zero_stage",
 }
 

@@ -27,7 +27,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS, Optimizer
 
-from lightning_hybrid.config import AXES, HybridConfig, Settings, choices
+from lightning_hybrid.axes import Sizes
+from lightning_hybrid.config import HybridConfig, Settings, choices
 from lightning_hybrid.distributed.agreement import RankInfo, agree, check_equal
 from lightning_hybrid.distributed.dtensor import is_sharded
 from lightning_hybrid.distributed.grid_shape import check_grid
@@ -216,12 +217,12 @@ def check_trainer(trainer: Trainer, module: LightningModule, *, num_stages: int)
         )
 
 
-def check_ranks(settings: Settings, sizes: tuple[int, int, int], trainer: Trainer) -> list[RankInfo]:
+def check_ranks(settings: Settings, sizes: Sizes, trainer: Trainer) -> list[RankInfo]:
     """Compare on all ranks what they were given, where a difference would have some wait for the others for ever.
 
     Args:
         settings: The arguments of the strategy.
-        sizes: (data, tensor, pipeline) parallel size.
+        sizes: The number of ranks along each axis.
         trainer: The Trainer, which is about to run.
 
     Returns:
@@ -233,7 +234,7 @@ def check_ranks(settings: Settings, sizes: tuple[int, int, int], trainer: Traine
     values = {name: repr(value) for name, value in settings.by_name().items()}
     values |= {"searched": repr(settings.searched), "auto_microbatches": repr(settings.auto_microbatches)}
     values |= plan_texts(settings.tensor_parallel_plan)
-    values |= {f"{AXES[axis]}_size": str(size) for axis, size in zip(("dp", "tp", "pp"), sizes, strict=True)}
+    values |= {name: str(size) for name, size in sizes.by_argument.items()}
     values["initial_weights"] = "None" if settings.initial_weights is None else "given"  # each node has its paths
     values |= {f"Trainer.{name}": repr(getattr(trainer, name, None)) for name in _SAME_OF_TRAINER}
     values["Trainer.val_check_interval in seconds"] = repr(validation_interval(trainer))
@@ -251,8 +252,8 @@ def check_tensor_groups(mesh: Mesh) -> None:
     Args:
         mesh: The ranks.
     """
-    size, hosts = mesh.tensor_parallel_size, mesh.hosts
-    others = mesh.pipeline_parallel_size, mesh.data_parallel_size, mesh.context_parallel_size
+    size, hosts = mesh.sizes.tensor, mesh.hosts
+    others = mesh.sizes.pipeline, mesh.num_replicas, mesh.sizes.context
     for stage, replica, share in itertools.product(*map(range, others)):
         ranks = [mesh.rank(stage, replica, tensor_rank, share) for tensor_rank in range(size)]
         names = list(dict.fromkeys(hosts[rank] for rank in ranks))

@@ -19,6 +19,7 @@ from lightning.pytorch.strategies.strategy import TBroadcast
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_hybrid.axes import Sizes
 from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.distributed.messages.tree_broadcast import broadcast_object, reduce_over
@@ -153,7 +154,7 @@ class ReplicaCollectives(ParallelStrategy):
 
     def __init__(self) -> None:
         super().__init__()
-        self.sizes = (1, 1, 1)  # (data, tensor, pipeline) parallel size, once the number of processes is known
+        self.sizes = Sizes()  # final once the number of processes is known
         self._latest: tuple[Any, Any] = (None, None)  # what was broadcast last: this rank's, and everyone's
         self._log_dir: tuple[Any, Any] | None = None  # that of `trainer.log_dir`
 
@@ -177,7 +178,7 @@ class ReplicaCollectives(ParallelStrategy):
         """Reduce a value over the replicas, or over `group` if it is given."""
         if group is dist.group.WORLD:
             group = None
-        if not isinstance(tensor, Tensor) or (group is None and self.sizes[0] == 1) or self.is_alone:
+        if not isinstance(tensor, Tensor) or (group is None and self.sizes.num_replicas == 1) or self.is_alone:
             return tensor
         return reduce_over(tensor, self.mesh.data_group if group is None else group, reduce_op)
 
@@ -185,7 +186,7 @@ class ReplicaCollectives(ParallelStrategy):
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         """Gather a tensor over replicas or `group`: shape ``(replicas, ...)``, or ``(...)`` with one replica."""
         if group is None or group is dist.group.WORLD:
-            if self.is_alone or self.mesh.data_parallel_size == 1:
+            if self.is_alone or self.mesh.num_replicas == 1:
                 return tensor
             group = self.mesh.data_group
         return super().all_gather(tensor, group=group, sync_grads=sync_grads)

@@ -121,7 +121,7 @@ class FullParameters:
                     full.grad_dtype = grad_dtype
                 full.grad = gradient
                 by_stage[stage].append(gradient)
-        if self._mesh.pipeline_parallel_size > 1:
+        if self._mesh.sizes.pipeline > 1:
             for stage, tensors in by_stage.items():
                 broadcast_tensors(tensors, self._mesh.model_group, self._mesh.model_group_rank(stage, 0))
         for parameter, full in self._full.items():
@@ -135,7 +135,7 @@ class FullParameters:
             else (each.dtype, None if each.grad is None or not self._has_gradients else each.grad.dtype)
             for each in self._stages
         ]
-        if self._mesh.pipeline_parallel_size == 1:
+        if self._mesh.sizes.pipeline == 1:
             return own  # type: ignore[return-value]
         told = all_gather_values(own, self._mesh.control_group)
         return [told[self._mesh.model_group_rank(stage, 0)][index] for index, stage in enumerate(self._stages.values())]

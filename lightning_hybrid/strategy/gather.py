@@ -146,7 +146,7 @@ def gather_module(module: LightningModule, stage_map: StageMap, plan: Plan | Non
         tensor = tensors[several[0]]
         division = next((divisions[name] for name in several if name in divisions), None)
         holders = set().union(*(stage_map.ranks_of(name) for name in several))
-        is_everywhere = division is None and len(holders) == mesh.pipeline_parallel_size
+        is_everywhere = division is None and len(holders) == mesh.sizes.pipeline
         if is_everywhere and isinstance(tensor, nn.Parameter):
             continue
         value = _full_value(tensor, division, owners[several[0]], mesh)
@@ -163,7 +163,7 @@ def gather_module(module: LightningModule, stage_map: StageMap, plan: Plan | Non
         for name in several:
             owner, _, leaf = name.rpartition(".")
             setattr(module.get_submodule(owner), leaf, value)
-    if mesh.pipeline_parallel_size > 1:
+    if mesh.sizes.pipeline > 1:
         _share_extra_states(module, stage_map, mesh)
     if plan is not None:
         plan.undo(module)
@@ -172,10 +172,10 @@ def gather_module(module: LightningModule, stage_map: StageMap, plan: Plan | Non
 
 def _full_value(tensor: Tensor, division: ParamSplit | None, stage: int, mesh: Mesh) -> Tensor:
     """All of a tensor, on the host, from the pipeline rank whose value counts."""
-    sources = [mesh.model_group_rank(stage, rank) for rank in range(mesh.tensor_parallel_size)]
+    sources = [mesh.model_group_rank(stage, rank) for rank in range(mesh.sizes.tensor)]
     if division is None:
         return _received(tensor, list(tensor.shape), sources[0], mesh)
-    shape = division.local_shape(tensor.shape, mesh.tensor_parallel_size)
+    shape = division.local_shape(tensor.shape, mesh.sizes.tensor)
     return unshard([_received(tensor, shape, source, mesh) for source in sources], division)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import accumulate, pairwise
@@ -11,6 +10,7 @@ from typing import Any
 from lightning.pytorch import LightningModule
 from torch import nn
 
+from lightning_hybrid.axes import Sizes
 from lightning_hybrid.config import Settings, UserPlan
 from lightning_hybrid.data_parallel.zero.shard_module import listed_layers
 from lightning_hybrid.distributed.dtensor import is_tensor_parallel
@@ -43,85 +43,65 @@ _LARGEST_REST = 0.2
 _LEAST_SHARE = 1e-3
 
 
-def is_cut(config: Settings, sizes: tuple[int, int, int], module: nn.Module) -> bool:
+def is_cut(config: Settings, sizes: Sizes, module: nn.Module) -> bool:
     """Whether steps run in stages, in microbatches, on shared layers or on shares of sequences, or losses have weights.
 
     Args:
         config: The arguments of the strategy.
-        sizes: (data, tensor, pipeline) parallel size.
+        sizes: The number of ranks along each axis.
         module: The user's module.
     """
-    return max(sizes[1], config.context_parallel_size) > 1 or runs_backward(config, sizes, module)
+    return max(sizes.tensor, sizes.context) > 1 or runs_backward(config, sizes, module)
 
 
-def runs_backward(config: Settings, sizes: tuple[int, int, int], module: nn.Module) -> bool:
+def runs_backward(config: Settings, sizes: Sizes, module: nn.Module) -> bool:
     """Return whether the strategy calls backward: with stages, several microbatches or `microbatch_weight`.
 
     Otherwise a step may call it, by manual optimization. The arguments are those of :func:`is_cut`.
     """
     weighs = getattr(module, "microbatch_weight", None) is not None
-    return max(sizes[2], config.num_microbatches) > 1 or weighs
+    return max(sizes.pipeline, config.num_microbatches) > 1 or weighs
 
 
-def sizes_by_axis(config: Settings, sizes: tuple[int, int, int]) -> dict[str, int]:
-    """The sizes of the axes of a mesh, by their short names; of context parallelism only where there is any.
-
-    Args:
-        config: The arguments of the strategy.
-        sizes: (data, tensor, pipeline) parallel size.
-    """
-    by_axis = dict(zip(("dp", "tp", "pp"), sizes, strict=True))
-    return by_axis | ({"cp": config.context_parallel_size} if config.context_parallel_size > 1 else {})
-
-
-def describe(
-    module: LightningModule, settings: Settings, sizes: tuple[int, int, int], hosts: Sequence[str] = ()
-) -> str:
+def describe(module: LightningModule, settings: Settings, sizes: Sizes, hosts: Sequence[str] = ()) -> str:
     """The layout, the stages and the plan of shared layers, found out without any process.
 
     Args:
         module: The user's module, whole.
         settings: The settings.
-        sizes: (data, tensor, pipeline) parallel size.
+        sizes: The number of ranks along each axis.
         hosts: The machine of each rank; none if it does not matter.
 
     Raises:
         ValueError, TypeError: As at the start of training.
     """
-    _, tensor, pipeline = sizes
-    body, stage_map = _find_stages_if_any(module, settings, pipeline)
-    by_axis = sizes_by_axis(settings, sizes)
-    plan = None if tensor == 1 else find_plan(module, settings, tensor, body)
-    text = stages_text(module, settings, by_axis, body, with_plan(stage_map, body, plan, module), hosts=hosts)
+    body, stage_map = _find_stages_if_any(module, settings, sizes.pipeline)
+    plan = None if sizes.tensor == 1 else find_plan(module, settings, sizes.tensor, body)
+    text = stages_text(module, settings, sizes, body, with_plan(stage_map, body, plan, module), hosts=hosts)
     return text if plan is None else f"{text}\n{plan_table(plan, module)}"
 
 
-def outline(module: LightningModule, settings: Settings, sizes: tuple[int, int, int], num_nodes: int) -> dict[str, Any]:
+def outline(module: LightningModule, settings: Settings, sizes: Sizes, num_nodes: int) -> dict[str, Any]:
     """What :func:`describe` says, for programs: numbers, texts, lists and dictionaries.
 
     Args:
         module: The user's module, whole.
         settings: The settings.
-        sizes: (data, tensor, pipeline) parallel size.
+        sizes: The number of ranks along each axis.
         num_nodes: The number of machines, over which the ranks are dealt out in equal shares.
 
     Raises:
         ValueError, TypeError: As at the start of training.
     """
-    data, tensor, pipeline = sizes
-    body, stage_map = _find_stages_if_any(module, settings, pipeline)
-    schedule = find_schedule(settings, pipeline, settings.num_microbatches)
-    plan = None if tensor == 1 else find_plan(module, settings, tensor, body)
+    body, stage_map = _find_stages_if_any(module, settings, sizes.pipeline)
+    schedule = find_schedule(settings, sizes.pipeline, settings.num_microbatches)
+    plan = None if sizes.tensor == 1 else find_plan(module, settings, sizes.tensor, body)
     expected = expect_outside(module, with_plan(stage_map, body, plan, module))
     stages = [] if body is None else stage_rows(module, body.layers, expected)
-    by_axis = sizes_by_axis(settings, sizes)
-    held = ranks_of_stages(by_axis, settings.axis_order)
-    of_node = math.prod(by_axis.values()) // num_nodes
+    held = ranks_of_stages(sizes, settings.axis_order)
+    of_node = sizes.num_ranks // num_nodes
     return {
-        "data_parallel_size": data,
-        "tensor_parallel_size": tensor,
-        "pipeline_parallel_size": pipeline,
-        "context_parallel_size": settings.context_parallel_size,
+        **sizes.by_argument,
         "schedule": schedule.name,
         "num_microbatches": schedule.num_microbatches,
         "num_chunks": schedule.num_chunks,
@@ -499,7 +479,7 @@ def _check_plan(plan: Plan, module: LightningModule, body: Body, divided: Sequen
 def stages_text(
     module: nn.Module,
     settings: Settings,
-    sizes: Mapping[str, int],
+    sizes: Sizes,
     body: Body | None,
     stage_map: StageMap,
     *,
@@ -512,14 +492,14 @@ def stages_text(
     Args:
         module: The user's module, with placeholders or without.
         settings: The settings.
-        sizes: Of the axes ``"dp"``, ``"tp"`` and ``"pp"``.
+        sizes: The number of ranks along each axis.
         body: What is divided into stages, if anything is.
         stage_map: Which stage holds what.
         is_followed: Whether a step has been followed, so that no use of parameters has to be estimated.
         num_microbatches: Of a batch that has been split: it may have fewer samples than there should be microbatches.
         hosts: The machine of each rank; the table shows them if there are several.
     """
-    schedule = find_schedule(settings, sizes["pp"], num_microbatches or settings.num_microbatches)
+    schedule = find_schedule(settings, sizes.pipeline, num_microbatches or settings.num_microbatches)
     line = layout_text(sizes, schedule, bubble=simulate(schedule).bubble)
     if body is None:
         return line

@@ -86,7 +86,7 @@ class ModuleParallelizer:
         self._device = device
         self._settings = settings
         self._mesh = mesh
-        self.num_stages = find_placement(settings, mesh.pipeline_parallel_size).num_stages
+        self.num_stages = find_placement(settings, mesh.sizes.pipeline).num_stages
         self.body: Body | None = None
         self.stage_map = StageMap.uncut()
         self.plan: Plan | None = None
@@ -148,7 +148,7 @@ class ModuleParallelizer:
 
     def make_zero(self) -> ZeroParameters | NoZero:
         """What unshards parameters that replicas shard."""
-        if not self._settings.zero_stage or self._mesh.data_parallel_size == 1:
+        if not self._settings.zero_stage or self._mesh.num_replicas == 1:
             return NoZero()
         return ZeroParameters(
             self._module,
@@ -205,7 +205,7 @@ class ModuleParallelizer:
         return around if context is None else lambda: context.around(around)
 
     def _make_context_parallel(self) -> ContextParallel | None:
-        if self._mesh.context_parallel_size == 1:
+        if self._mesh.sizes.context == 1:
             return None
         body = self.body or layout.find_layers(self._module, self._settings, 1)
         layers = dict(zip(body.names, body.layers, strict=True))
@@ -235,7 +235,7 @@ class ModuleParallelizer:
         return estimator.usage(
             estimator.held(stage_map, self.own_layers(), self._mesh.pipeline_rank),
             settings,
-            num_replicas=self._mesh.data_parallel_size,
+            num_replicas=self._mesh.num_replicas,
             num_backwards=settings.num_microbatches * self._module.trainer.accumulate_grad_batches,
         )
 
@@ -249,7 +249,7 @@ class ModuleParallelizer:
         initialize.finish()
 
     def _plan_tensor_parallel(self) -> None:
-        size = self._mesh.tensor_parallel_size
+        size = self._mesh.sizes.tensor
         settings = self._settings
         how = settings.tensor_parallel_mode, settings.tensor_parallel_depth
         requested = size, settings.tensor_parallel_plan, settings.sequence_parallel, *how
@@ -281,7 +281,7 @@ class ModuleParallelizer:
 
     def _agree_on_following(self) -> None:
         """Around a chain layers that are shared are not followed; a rank that has placeholders cannot see them all."""
-        if self._mesh.tensor_parallel_size > 1:
+        if self._mesh.sizes.tensor > 1:
             found: list[Any] = [None] * dist.get_world_size()
             stage_map = layout.with_plan(self.stage_map, self.body, self.plan, self._module)
             dist.all_gather_object(found, stage_map.is_followed)
@@ -390,7 +390,7 @@ class ModuleParallelizer:
 
     def _plan(self) -> None:
         """Find the body and say which stage gets which layers."""
-        body, stage_map = layout.find_stages(self._module, self._settings, self._mesh.pipeline_parallel_size)
+        body, stage_map = layout.find_stages(self._module, self._settings, self._mesh.sizes.pipeline)
         before = None if self._before is None else self._before.stage_map
         known = (None, {}) if before is None else (before.stages, before.outside)
         stages, outside = vars(self._module).get(_OUTSIDE, known)

@@ -136,7 +136,7 @@ class Patches:
         """Change what has to be changed."""
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             for throughput in throughputs(callback) if isinstance(callback, ThroughputMonitor) else ():
-                self._set(throughput, "world_size", self._mesh.data_parallel_size)
+                self._set(throughput, "world_size", self._mesh.num_replicas)
                 if throughput.available_flops is not None:
                     flops = throughput.available_flops * self._mesh.model_group.size()
                     self._set(throughput, "available_flops", flops)
@@ -144,7 +144,7 @@ class Patches:
         self._undo.callback(keep_results_in_place, False)
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
             self._set(loop, "inference_mode", False)
-        if self._mesh.pipeline_parallel_size > 1:
+        if self._mesh.sizes.pipeline > 1:
             self._undo.callback(set_example_input, self._module, example_input(self._module))
             set_example_input(self._module, None)
             self._leave_out_placeholders()

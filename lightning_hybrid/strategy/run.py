@@ -23,6 +23,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 
+from lightning_hybrid.axes import Sizes
 from lightning_hybrid.checkpoint.checkpointer import Checkpointer
 from lightning_hybrid.checkpoint.optimizer_state import OptimizerStates
 from lightning_hybrid.checkpoint.parts import mark_parts, refuse_calls, refuse_parts
@@ -86,7 +87,7 @@ class World:
 
     Args:
         config: The arguments of the strategy.
-        sizes: (data, tensor, pipeline) parallel size.
+        sizes: The number of ranks along each axis.
         device: The device of this process.
         start: What has watched this rank since there is a store.
         ranks: What each rank has told of itself.
@@ -109,7 +110,7 @@ class World:
     def __init__(
         self,
         config: Settings,
-        sizes: tuple[int, int, int],
+        sizes: Sizes,
         device: torch.device,
         start: StartWatch,
         ranks: Sequence[RankInfo],
@@ -122,15 +123,15 @@ class World:
             "device_type": device.type,
             "timeout": config.time_limit,
         }
-        grid = grid_shape(config.tensor_parallel_mode, sizes[1], config.tensor_parallel_depth)
+        grid = grid_shape(config.tensor_parallel_mode, sizes.tensor, config.tensor_parallel_depth)
         axes |= {"grid": grid, "writes_together": config.save_distributed_checkpoint}
-        placement = find_placement(config, sizes[2])
+        placement = find_placement(config, sizes.pipeline)
         with connections.opened(), equally_many_groups(max(each.num_groups for each in ranks)):
-            self.mesh = Mesh(*sizes, **axes, hosts=hosts, context_parallel_size=config.context_parallel_size)
+            self.mesh = Mesh(sizes, **axes, hosts=hosts)
             channels = make_channels(self.mesh, placement, device, dynamic_shapes=config.dynamic_shapes)
         self.failures, store, watched = start.failures, start.store, start.watched
         rank = dist.get_rank()
-        groups = [self.mesh.model_ranks(replica) for replica in range(self.mesh.data_parallel_size)]
+        groups = [self.mesh.model_ranks(replica) for replica in range(self.mesh.num_replicas)]
         limit = config.seconds_to_time_out
         self.desync = Desync(self.failures, store, watched, rank=rank, model_groups=groups, timeout=limit)
         self.streams = RandomStreams(self.seed, self.mesh.data_rank, device)
@@ -143,7 +144,7 @@ class World:
         self._mixed_operations = ExitStack()
         self.exceptions = ExceptionCallback(self.failures, self.abandon, self._place)
         self.resume = ResumeCallback(self.mesh, self.streams, device)
-        selects = self.mesh.pipeline_parallel_size > 1 and not config.dynamic_shapes
+        selects = self.mesh.sizes.pipeline > 1 and not config.dynamic_shapes
         given = self.mesh, device, self.resume
         self.loaders = DataLoaderPreparer(
             *given,
@@ -156,7 +157,7 @@ class World:
     def open(self, trainer: Trainer) -> None:
         """A run begins; :meth:`close` undoes this."""
         self.loaders.attach(trainer)
-        if self.mesh.tensor_parallel_size > 1 or self.config.zero_stage:
+        if self.mesh.sizes.tensor > 1 or self.config.zero_stage:
             self._mixed_operations.enter_context(mixed_operations())
         add_callbacks(trainer, self.exceptions)
         if dist.get_world_size() > 1:
@@ -254,7 +255,7 @@ class AttachedModule:
             return
         check_modules(self.module)
         before, self._before_configure_model = self._before_configure_model, None
-        if before is not None and self._world.mesh.tensor_parallel_size > 1:
+        if before is not None and self._world.mesh.sizes.tensor > 1:
             check_own_parts(self.module, before, self._world.mesh)
         self.parallelizer()
         mark_parts(self.module)
@@ -282,8 +283,8 @@ class AttachedModule:
     @property
     def _is_divided(self) -> bool:
         mesh = self._world.mesh
-        sizes = mesh.tensor_parallel_size, mesh.pipeline_parallel_size, mesh.context_parallel_size
-        return self.parallelizer.is_done and (max(sizes) > 1 or bool(self._world.config.zero_stage))
+        is_split = mesh.sizes.num_ranks > mesh.num_replicas
+        return self.parallelizer.is_done and (is_split or bool(self._world.config.zero_stage))
 
     def end_run(self, run: Run | None) -> None:
         """Make the module whole after a run, as `gather_module_on_teardown` says; or refuse uses that need all of it.
@@ -527,7 +528,7 @@ class Run:
         patches = Patches(module, world.mesh)
         patches.install(trainer)
         undo.callback(patches.remove)
-        if world.mesh.pipeline_parallel_size > 1:
+        if world.mesh.sizes.pipeline > 1:
             step_collectives = StepCollectives(world.mesh, self.context)
             step_collectives.install()
             undo.callback(step_collectives.remove)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 from weakref import WeakSet
@@ -24,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_hybrid.axes import Sizes
 from lightning_hybrid.checkpoint.file_io import FileIO
 from lightning_hybrid.checkpoint.ownership import Ownership
 from lightning_hybrid.checkpoint.storage.remote import dated
@@ -43,7 +43,7 @@ from lightning_hybrid.pipeline_parallel.placeholders import absent_gradients
 from lightning_hybrid.strategy import checks, full_parameters, launch
 from lightning_hybrid.strategy.auto_layout.request import ALL_SIZES, resolve_open
 from lightning_hybrid.strategy.collectives import ReplicaCollectives, outside_of_steps
-from lightning_hybrid.strategy.layout import is_cut, runs_backward, sizes_by_axis
+from lightning_hybrid.strategy.layout import is_cut, runs_backward
 from lightning_hybrid.strategy.meta_init import lacks_values
 from lightning_hybrid.strategy.patches import add_callbacks
 from lightning_hybrid.strategy.rendezvous import Stores, stores_of_groups
@@ -176,7 +176,7 @@ class HybridStrategy(ReplicaCollectives):
 
     Attributes:
         settings: The arguments of the strategy, after values such as ``num_microbatches="auto"`` have been resolved.
-        sizes: The data-parallel, tensor-parallel and pipeline-parallel size, as a tuple. They are known once the
+        sizes: The sizes of the axes: `data`, `tensor`, `pipeline` and `context`. They are known once the
             Trainer knows the number of processes or, if the layout search determines them, once a run has started.
 
     Raises:
@@ -309,9 +309,9 @@ class HybridStrategy(ReplicaCollectives):
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """Keyword arguments for a `DistributedSampler`: `num_replicas`, and the data-parallel rank as `rank`."""
-        if self._world is None and self.sizes[0] == 1:
+        if self._world is None and self.sizes.num_replicas == 1:
             return {"num_replicas": 1, "rank": 0}
-        return {"num_replicas": self.mesh.data_parallel_size, "rank": self.mesh.data_rank}
+        return {"num_replicas": self.mesh.num_replicas, "rank": self.mesh.data_rank}
 
     @property
     @override
@@ -346,16 +346,15 @@ class HybridStrategy(ReplicaCollectives):
     def _resolve(self, world_size: int) -> None:
         """Find the sizes of the axes; where they are open, nothing is divided until :meth:`_find_layout`."""
         is_found = bool(self._requested.searched) and not self.settings.searched
-        if is_found and math.prod(sizes_by_axis(self.settings, self.sizes).values()) == world_size:
+        if is_found and self.sizes.num_ranks == world_size:
             return  # by a run under another Trainer
         self.settings = self._requested
         if set(ALL_SIZES) & set(self.settings.searched):
-            self.sizes = (world_size, 1, 1)
+            self.sizes = Sizes(data=world_size)
         else:
-            context = self.settings.context_parallel_size
-            self.sizes = resolve_sizes(world_size, *self.settings.requested_sizes, context)
+            self.sizes = resolve_sizes(world_size, self.settings.requested_sizes)
         if self.settings.auto_microbatches:
-            self.settings = replace(self.settings, num_microbatches=usual_microbatches(self.sizes[2]))
+            self.settings = replace(self.settings, num_microbatches=usual_microbatches(self.sizes.pipeline))
 
     def set_world_ranks(self) -> None:
         """Set the rank in the environment, and in everything that logs on rank 0 only."""
@@ -424,12 +423,14 @@ class HybridStrategy(ReplicaCollectives):
         from lightning_hybrid.strategy.auto_layout.choice import choose_layout  # what runs steps dry takes a while
 
         open_sizes = set(ALL_SIZES) & set(self.settings.searched)
-        sizes = self.settings.requested_sizes if open_sizes else self.sizes
+        sizes = self.settings.requested_sizes if open_sizes else asdict(self.sizes)
         given = self._module, self.root_device, self.precision_plugin, self.num_nodes
         found = choose_layout(self.settings, sizes, *given)
         self.sizes = found.sizes
-        number = {"num_microbatches": usual_microbatches(self.sizes[2])} if self.settings.auto_microbatches else {}
-        self.settings = self.settings.changed({"searched": (), **number, **found.arguments})
+        changed = {"searched": (), **found.arguments}
+        if self.settings.auto_microbatches:
+            changed = {"num_microbatches": usual_microbatches(self.sizes.pipeline)} | changed
+        self.settings = self.settings.changed(changed)
         self._check_module(self._module)
 
     def _watch_start(self, stores: Stores) -> None:
@@ -473,7 +474,7 @@ class HybridStrategy(ReplicaCollectives):
         if fitting:
             self._reset_optimizers_and_schedulers()
             if self.settings.global_batch_size is not None:  # before schedulers ask how many steps there will be
-                self._global_batch = GlobalBatch(self.settings.global_batch_size, self.mesh.data_parallel_size, trainer)
+                self._global_batch = GlobalBatch(self.settings.global_batch_size, self.mesh.num_replicas, trainer)
                 self._global_batch.accumulate()
                 add_callbacks(trainer, self._global_batch)
             self.setup_optimizers(trainer)
@@ -511,7 +512,7 @@ class HybridStrategy(ReplicaCollectives):
         num_microbatches = self.settings.num_microbatches if self.attached.is_cut else None
         if num_microbatches is not None and self.settings.auto_microbatches:
             num_microbatches = limit_microbatches(num_microbatches, size, batch_norms(self._module))
-        replicas, accumulated = self.mesh.data_parallel_size, trainer.accumulate_grad_batches
+        replicas, accumulated = self.mesh.num_replicas, trainer.accumulate_grad_batches
         requested = self.settings.num_microbatches
         text = batch_text(size, replicas, accumulated, num_microbatches=num_microbatches, requested=requested)
         rank_zero_info(text)
@@ -573,7 +574,7 @@ class HybridStrategy(ReplicaCollectives):
     @override
     def process_dataloader(self, dataloader: object) -> object:
         """Return the dataloader of this rank: one rank of each model group loads the samples of its replica."""
-        if self._world is None and self.sizes[0] == 1:
+        if self._world is None and self.sizes.num_replicas == 1:
             return dataloader  # asked for before a run, such as for `Trainer.estimated_stepping_batches`
         return self.world.loaders(dataloader, self._module.trainer)
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from lightning_hybrid.axes import PIPELINE, Sizes
 from lightning_hybrid.distributed.module_names import fold_numbered, pattern_of
 from lightning_hybrid.memory.account import MemoryUsage
 from lightning_hybrid.pipeline_parallel.schedules import Schedule
@@ -89,19 +90,21 @@ def _short(text: str) -> str:
     return text if len(text) <= 48 else f"{text[:45]}..."
 
 
-def ranks_of_stages(sizes: Mapping[str, int], rank_order: str) -> list[list[int]]:
+def ranks_of_stages(sizes: Sizes, rank_order: str) -> list[list[int]]:
     """The global ranks that hold the stages of each pipeline rank.
 
     Args:
-        sizes: Of the axes ``"dp"``, ``"tp"`` and ``"pp"``.
+        sizes: The number of ranks along each axis.
         rank_order: The axes from the outermost to the innermost, joined by ``-``.
     """
-    inside, world = rank_order.partition("pp")[2], math.prod(sizes.values())
-    distance = math.prod(size for axis, size in sizes.items() if axis in inside)  # from one pipeline rank to the next
-    return [[rank for rank in range(world) if rank // distance % sizes["pp"] == at] for at in range(sizes["pp"])]
+    distance = sizes.stride(PIPELINE, rank_order)
+    return [
+        [rank for rank in range(sizes.num_ranks) if rank // distance % sizes.pipeline == at]
+        for at in range(sizes.pipeline)
+    ]
 
 
-def stage_holders(sizes: Mapping[str, int], rank_order: str, hosts: Sequence[str]) -> list[tuple[str, str]]:
+def stage_holders(sizes: Sizes, rank_order: str, hosts: Sequence[str]) -> list[tuple[str, str]]:
     """Who holds the stages of each pipeline rank, as texts: global ranks, and their machines.
 
     Args:
@@ -344,18 +347,15 @@ def _shape(shape: Iterable[int]) -> str:
     return "x".join(map(str, shape))
 
 
-def layout_text(sizes: Mapping[str, int], schedule: Schedule, *, bubble: float) -> str:
+def layout_text(sizes: Sizes, schedule: Schedule, *, bubble: float) -> str:
     """The layout in one line.
 
     Args:
-        sizes: Of the axes ``"dp"``, ``"tp"`` and ``"pp"``.
+        sizes: The number of ranks along each axis.
         schedule: Of a training step.
         bubble: The share of the step that an average rank is idle.
     """
-    data, tensor, pipeline = sizes["dp"], sizes["tp"], sizes["pp"]
-    context = f" x context {sizes['cp']}" if "cp" in sizes else ""
-    number = math.prod(sizes.values())
-    layout = f"Layout: data {data} x tensor {tensor} x pipeline {pipeline}{context} = {number} processes"
+    layout = f"Layout: {sizes} = {sizes.num_ranks} processes"
     if schedule.num_stages == 1 and schedule.num_microbatches == 1:
         return layout
     chunks = f", {schedule.num_chunks} chunks per rank" if schedule.num_chunks > 1 else ""

@@ -85,7 +85,7 @@ class DataLoaderPreparer:
         if stage == RunningStage.PREDICTING:
             prepared = with_length(prepared, self._mesh, predicts_alone=self._predicts_alone)
         elif trainer.training:
-            order = replica_order(loader, self._mesh.data_parallel_size, divide=divide)
+            order = replica_order(loader, self._mesh.num_replicas, divide=divide)
             prepared = ReplayableLoader(prepared, self._device, order, waits=self._resume.is_loaded)
         if isinstance(loader, DataLoader) and not isinstance(prepared, DataLoader):
             internals.warn_of_few_workers(loader, trainer)  # Lightning checks the workers of a `DataLoader` only
@@ -116,12 +116,12 @@ def prepare_loader(
     if divide and isinstance(loader, DataLoader):
         # Where one rank of each model group loads, these ranks are a data-parallel group; otherwise all ranks load.
         group = mesh.decision_group
-        if share and mesh.data_parallel_size > 1:
+        if share and mesh.num_replicas > 1:
             group = mesh.data_control_group
         loader = _shard(loader, mesh, group, stage)
     if isinstance(loader, DataLoader) and loader.worker_init_fn is None and int(os.environ.get("PL_SEED_WORKERS", "0")):
         loader.worker_init_fn = partial(pl_worker_init_function, rank=mesh.data_rank)
-    if mesh.data_parallel_size > 1 and stage != RunningStage.PREDICTING and not _has_equal_lengths(loader):
+    if mesh.num_replicas > 1 and stage != RunningStage.PREDICTING and not _has_equal_lengths(loader):
         loader = EndTogetherLoader(loader, mesh)
     if mesh.model_group.size() == 1:
         return loader
@@ -209,7 +209,7 @@ def _shard(
     """
     if isinstance(loader.dataset, IterableDataset):
         return loader
-    batches, num_replicas = internals.unwrap_batch_sampler(loader.batch_sampler), mesh.data_parallel_size
+    batches, num_replicas = internals.unwrap_batch_sampler(loader.batch_sampler), mesh.num_replicas
     order = loader.sampler if batches is None else getattr(batches, "sampler", None)
     if isinstance(order, DistributedSampler) and order.num_replicas != num_replicas:
         raise ValueError(
@@ -311,7 +311,7 @@ def with_length(loader: object, mesh: Mesh, *, predicts_alone: bool) -> object:
         return loader
     if not predicts_alone:
         raise ValueError(
-            f"There are fewer samples to predict than replicas ({mesh.data_parallel_size}). With zero_stage > 0, the"
+            f"There are fewer samples to predict than replicas ({mesh.num_replicas}). With zero_stage > 0, the"
             " other replicas would wait for the shards of replicas without samples. Predict at least one sample per"
             " replica, or use zero_stage=0. [LH722]"
         )

@@ -59,7 +59,7 @@ class LayerExchange:
         Raises:
             DifferentStepsError: If the step of another rank continues, or called layers with other tokens.
         """
-        every = list(map(self._trees_of, range(self._mesh.pipeline_parallel_size)))
+        every = list(map(self._trees_of, range(self._mesh.sizes.pipeline)))
         for trees in every:
             trees.about = self._number
             if trees.is_source:

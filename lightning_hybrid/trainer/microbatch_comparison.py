@@ -157,7 +157,7 @@ class MicrobatchComparison:
         self.log_kinds: Mapping[str, str] = {}
         self.explains = self.takes_one = False
         self._is_whole = config.num_microbatches == 1
-        is_split = config.num_microbatches > 1 or context.mesh.data_parallel_size > 1
+        is_split = config.num_microbatches > 1 or context.mesh.num_replicas > 1
         is_needed = config.faults.compare_microbatches and is_split and config.loss_reduction == "mean"
         self._left = _MOST if is_needed else 0
         self._verdicts: dict[Hashable, Verdict] = {}  # by the structure of the batch
@@ -212,7 +212,7 @@ class MicrobatchComparison:
             batches, counts = joined_parts(batch, num_microbatches, getattr(module, "split_batch", None))
         batches = self._common(batches, signature)
         number = len(batches)
-        self._left -= number > 0 or context.mesh.data_parallel_size > 1
+        self._left -= number > 0 or context.mesh.num_replicas > 1
         if number == 0:
             return False
         weigh, sizes = getattr(module, "microbatch_weight", None), None
@@ -268,7 +268,7 @@ class MicrobatchComparison:
         return batches[: min(each for each, _, _ in found)]
 
     def _key_of(self, structure: Hashable) -> Hashable:
-        return "any" if self._context.mesh.data_parallel_size > 1 else structure
+        return "any" if self._context.mesh.num_replicas > 1 else structure
 
     def _state_structure(self, structure: Hashable, signature: Hashable) -> None:
         """Warn of a batch whose structure no rank has compared; a replica may be the only one that meets it."""
@@ -380,7 +380,7 @@ class MicrobatchComparison:
             return False
         cause = cause or find_cause(find(verdict), verdict)
         self.takes_one = self._is_auto
-        num_stages = self._context.mesh.pipeline_parallel_size
+        num_stages = self._context.mesh.sizes.pipeline
         rank_zero_warn(warning_text(verdict, number, cause, switches=self._is_auto, num_stages=num_stages))
         return self._is_auto
 

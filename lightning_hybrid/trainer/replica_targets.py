@@ -59,7 +59,7 @@ class ReplicaTargets:
 
     def __init__(self, module: LightningModule, mesh: Mesh, device: torch.device, *, is_asked: bool) -> None:
         self._module, self._mesh, self._device = module, mesh, device
-        self._left = _MOST if is_asked and mesh.data_parallel_size > 1 else 0
+        self._left = _MOST if is_asked and mesh.num_replicas > 1 else 0
         self._labels: LabelCount | None = None
         self._terms: TermCounts | None = None
         self._kinds: Mapping[str, str] = {}  # of logged values
@@ -119,7 +119,7 @@ class ReplicaTargets:
             self._kinds = dict.fromkeys(common_names(found), "weighted")
             count = float(self._labels(batch))
             counts = torch.tensor([count, sum(all_gather_values(count, group))], dtype=torch.float64).to(self._device)
-            weights = LossWeights(counts[:1], counts[1], self._mesh.data_parallel_size)
+            weights = LossWeights(counts[:1], counts[1], self._mesh.num_replicas)
         for write, entry in held:
             if weights is None:
                 write(entry.name, entry.value, **entry.arguments)
@@ -149,7 +149,7 @@ class ReplicaTargets:
         changes, change = list[tuple[float, float]](), 0.0
         for term in terms.terms:
             if term.call in of_calls and totals[term.call]:
-                factor = float(term.number) * self._mesh.data_parallel_size / totals[term.call]
+                factor = float(term.number) * self._mesh.num_replicas / totals[term.call]
                 term.factor = torch.full_like(term.factor, factor)
                 value = float(term.value.detach())
                 changes += [(value, value * factor), (value * term.coefficient, value * term.coefficient * factor)]

@@ -107,7 +107,7 @@ class StepContext:
         self.frame = StepFrame(
             *given, remembers=remembers, frees_early=frees_early, opens=opens_chain, around_discovery=around
         )
-        self._has_shared_layers, self._context_parallel = mesh.tensor_parallel_size > 1, context_parallel
+        self._has_shared_layers, self._context_parallel = mesh.sizes.tensor > 1, context_parallel
         self.in_step, self.is_following = False, False
         self.recorder: Recorder | None = None
         self._failures, self._abandon = failures, abandon
@@ -356,7 +356,7 @@ class StepContext:
         logs = unpack_logs(tree["logs"], self.device)
         if self.desync.has_replicas and trainer.training:
             self.desync.note_logs(logs)
-        replay(self.module, logs, alone=self.mesh.data_parallel_size == 1, on_epoch=not trainer.training)
+        replay(self.module, logs, alone=self.mesh.num_replicas == 1, on_epoch=not trainer.training)
         return tree["value"]
 
     def _pack(self, value: Any, logs: list[Log]) -> dict[str, Any]:

@@ -223,7 +223,7 @@ class StepFrame:
     @property
     def can_lockstep(self) -> bool:
         """Return whether a step may run in lockstep."""
-        return not torch.is_grad_enabled() and self._mesh.context_parallel_size == 1
+        return not torch.is_grad_enabled() and self._mesh.sizes.context == 1
 
     @property
     def layers(self) -> tuple[nn.Module, ...]:
@@ -251,7 +251,7 @@ class StepFrame:
         source = mesh.model_group_rank(0, 0)
         for name, buffer in list(self._module.named_buffers()):
             held = self._stage_map.ranks_of(name)
-            if not self._stage_map.is_outside(name) or len(held) == mesh.pipeline_parallel_size:
+            if not self._stage_map.is_outside(name) or len(held) == mesh.sizes.pipeline:
                 continue
             is_source = mesh.model_group.rank() == source
             # What is made like a placeholder is one.
@@ -451,7 +451,7 @@ class StepFrame:
             self._exchange,
             random=lambda number: self._streams.layers(0, *coordinates, number),
             plain=plain,
-            is_tensor_parallel=self._mesh.tensor_parallel_size > 1,
+            is_tensor_parallel=self._mesh.sizes.tensor > 1,
         )
 
     def fetch_parameters(self, step: str, plans: Sequence[FramePlan], *, warns: bool = True) -> dict[str, Tensor]:

@@ -108,7 +108,7 @@ class TrainingStep:
         # Replicas take part in the same collectives, so the one with the smallest batch decides.
         self._agrees = num_microbatches > 1 and (
             grad_sync.zero.reduces_each_backward
-            or (context.mesh.data_parallel_size > 1 and self._limits)
+            or (context.mesh.num_replicas > 1 and self._limits)
             or any(isinstance(layer, nn.SyncBatchNorm) for layer in self._batch_norms)
         )
         self._warns = bool(self._batch_norms)
@@ -590,7 +590,7 @@ class TrainingStep:
             counts = [1] * len(counts)
         if self._warns:
             self._warns = False
-            text = batch_norm_text(self._batch_norms, counts, context.mesh.data_parallel_size)
+            text = batch_norm_text(self._batch_norms, counts, context.mesh.num_replicas)
             if text is not None:
                 rank_zero_warn(text)
         context.counts = counts
@@ -670,7 +670,7 @@ class UncutTrainingStep:
         self._targets = ReplicaTargets(module, mesh, device, is_asked=is_asked)
         self._writes = ParameterWrites(module, grad_sync)
         # Elsewhere parameters are plain tensors, which torch knows to write; and optimizers by hand step shards.
-        self._watches_writes = self._writes.watches and (grad_sync.zero.is_active or mesh.tensor_parallel_size > 1)
+        self._watches_writes = self._writes.watches and (grad_sync.zero.is_active or mesh.sizes.tensor > 1)
         self._factor: Tensor | float = 1.0  # of the loss, before backward
         self._window: AccumulationWindow | None = None
         self._accumulated = 1

@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader
 
 import lightning_hybrid
 from lightning_hybrid import Faults
+from lightning_hybrid.axes import Sizes
 from lightning_hybrid.cli.check import CheckResult, check
 from lightning_hybrid.cli.check_training import TrainingRecord
 from lightning_hybrid.cli.comparison import compare, interleaved
@@ -557,7 +558,7 @@ def test_it_is_public() -> None:
 
 
 def make_mesh() -> int:
-    return Mesh(dist.get_world_size(), 1, 1).data_parallel_size
+    return Mesh(Sizes(dist.get_world_size(), 1, 1)).num_replicas
 
 
 def test_ranks_may_be_copied_from_a_process_that_has_had_groups() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from lightning_hybrid.cli.check import check
 from lightning_hybrid.cli.check_training.dropout import set_dropout_to_zero
 from lightning_hybrid.cli.check_training.step_watch import StepWatch
 from lightning_hybrid.cli.local_ranks import RankError
+from lightning_hybrid.cli.main import main
 from tests import frame_modules, modules
 from tests.strategy.test_meta_init import FromMeta
 
@@ -96,6 +98,27 @@ def test_layers_that_cannot_set_their_values_are_named() -> None:
     assert "Training in one process: The parameter 'body.0.1.table' was created on the meta device" in str(error.value)
     assert "Define a `reset_parameters(self)` that sets 'table'" in str(error.value)
     assert "Traceback" not in str(error.value)
+
+
+@pytest.mark.distributed
+def test_the_command_checks_a_model_on_the_meta_device(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(
+        "model: {class_path: tests.strategy.test_meta_init.FromMeta}\n"
+        "trainer:\n"
+        "  devices: 2\n"
+        "  strategy:\n"
+        "    class_path: lightning_hybrid.HybridStrategy\n"
+        "    init_args: {pipeline_parallel_size: 2, num_microbatches: 2}\n"
+    )
+    monkeypatch.setattr(sys, "argv", ["lightning-hybrid"])
+    with pytest.raises(SystemExit) as exit_:
+        main(["check", "--config", str(config)])
+    printed = capsys.readouterr()
+    assert exit_.value.code == 0, printed
+    assert re.search(r"  \d\d weights and buffers ", printed.out)
 
 
 # -- dropout -----------------------------------------------------------------------------------------------------------

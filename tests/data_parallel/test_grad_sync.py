@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_hybrid.axes import Sizes
 from lightning_hybrid.data_parallel.grad_sync import GradientSync
 from lightning_hybrid.data_parallel.zero.zero import NoZero
 from lightning_hybrid.distributed.mesh import Mesh
@@ -42,7 +43,7 @@ STAGES = (range(2), range(2, 3), range(3, 4), range(4, 6))
 def divided(data: int, pipeline: int) -> tuple[Model, Mesh, GradientSync]:
     torch.manual_seed(0)
     model = Model()
-    mesh = Mesh(data, 1, pipeline)
+    mesh = Mesh(Sizes(data, 1, pipeline))
     stages = STAGES if pipeline == 2 else (range(6),)
     stage_map = model.stage_map(pipeline, stages)
     replace_with_placeholders(model, stage_map, mesh.pipeline_rank)
@@ -160,7 +161,7 @@ def shared_table(pipeline: int) -> int:
     table = torch.rand(3)
     model = nn.ModuleDict({"body": nn.Sequential(*[Rotary(table) for _ in range(pipeline)])})
     body = model["body"]
-    mesh = Mesh(1, 1, pipeline)
+    mesh = Mesh(Sizes(1, 1, pipeline))
     stages = tuple(range(i, i + 1) for i in range(pipeline))
     stage_map = StageMap("body", tuple(f"body.{key}" for key in body._modules), stages, Placement.in_turns(pipeline))
     replace_with_placeholders(model, stage_map, mesh.pipeline_rank)

@@ -451,7 +451,7 @@ def save(layout: dict[str, Any], folder: str, *, steps: int, ckpt_path: str | No
         max_steps=steps,
         max_epochs=-1,
     )
-    batch_size = BATCH // trainer.strategy.sizes[0]
+    batch_size = BATCH // trainer.strategy.sizes.data
     trainer.fit(Net(), DataLoader(dataset(), batch_size), ckpt_path=ckpt_path)
     return {"state": watch.state, "first": watch.first, "scales": watch.scales}
 

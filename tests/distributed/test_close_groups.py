@@ -17,6 +17,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from lightning_hybrid.axes import Sizes
 from lightning_hybrid.distributed import failure
 from lightning_hybrid.distributed.failure import close_groups
 from lightning_hybrid.distributed.mesh import Mesh
@@ -49,7 +50,7 @@ def nccl_world(rank: int = 1) -> Iterator[Recorded]:
 
     try:
         with mock.patch.object(dist, "new_group", fake):
-            recorded.mesh = Mesh(2, 2, 2, writes_together=True)
+            recorded.mesh = Mesh(Sizes(2, 2, 2), writes_together=True)
             recorded.mesh.new_p2p_group([(0, 1)])
         with (
             mock.patch.object(dist.ProcessGroup, "abort", lambda group: record("abort", group)),

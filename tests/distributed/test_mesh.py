@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_hybrid import HybridStrategy
-from lightning_hybrid.config import with_context_axis
+from lightning_hybrid.axes import Sizes
 from lightning_hybrid.distributed import mesh as mesh_module
 from lightning_hybrid.distributed import process_group
 from lightning_hybrid.distributed.failure import close_groups
@@ -36,6 +36,10 @@ from tests.pool import Pools
 # -- sizes -------------------------------------------------------------------------------------------------------------
 
 
+def resolved(world: int, data: Any, tensor: Any, pipeline: Any, context: int = 1) -> Sizes:
+    return resolve_sizes(world, {"data": data, "tensor": tensor, "pipeline": pipeline, "context": context})
+
+
 @pytest.mark.parametrize(
     ("world", "sizes", "expected"),
     [
@@ -47,7 +51,7 @@ from tests.pool import Pools
     ],
 )
 def test_sizes(world: int, sizes: Any, expected: tuple[int, int, int]) -> None:
-    assert resolve_sizes(world, *sizes) == expected
+    assert resolved(world, *sizes) == Sizes(*expected)
 
 
 @pytest.mark.parametrize(
@@ -66,29 +70,29 @@ def test_sizes(world: int, sizes: Any, expected: tuple[int, int, int]) -> None:
 def test_the_first_sizes_that_go_with_the_processes_are_taken(
     world: int, sizes: Any, expected: tuple[int, int, int]
 ) -> None:
-    assert resolve_sizes(world, *sizes) == expected
+    assert resolved(world, *sizes) == Sizes(*expected)
 
 
 def test_no_sizes_that_go_with_the_processes() -> None:
     text = r"5 processes .* pipeline_parallel_size \[4, 2\], tensor_parallel_size \[1\], data_parallel_size 'auto'"
     with pytest.raises(ValueError, match=text):
-        resolve_sizes(5, "auto", 1, [4, 2])
+        resolved(5, "auto", 1, [4, 2])
     with pytest.raises(ValueError, match=r"8 processes .* data_parallel_size 3"):
-        resolve_sizes(8, 3, [2, 1], 2)
+        resolved(8, 3, [2, 1], 2)
 
 
 def test_processes_that_do_not_make_whole_model_groups() -> None:
     with pytest.raises(
         ValueError, match=r"6 processes .* tensor_parallel_size \(2\) x pipeline_parallel_size \(2\) = 4"
     ):
-        resolve_sizes(6, "auto", 2, 2)
+        resolved(6, "auto", 2, 2)
 
 
 def test_sizes_whose_product_is_not_the_number_of_processes() -> None:
     with pytest.raises(
         ValueError, match=r"data_parallel_size \(4\) x .* = 16, but there are 8 .* data_parallel_size=2"
     ):
-        resolve_sizes(8, 4, 2, 2)
+        resolved(8, 4, 2, 2)
 
 
 # -- groups of eight ranks, each rank's in one process -----------------------------------------------------------------
@@ -116,7 +120,7 @@ def fake_gloo() -> Iterator[None]:
 def seen_by(rank: int, sizes: tuple[int, int, int], order: str, look: Callable[[Mesh], Any]) -> Any:
     data, tensor, pipeline = sizes
     with fake_world(rank, data * tensor * pipeline), fake_gloo():
-        return look(Mesh(data, tensor, pipeline, rank_order=order))
+        return look(Mesh(Sizes(data, tensor, pipeline), rank_order=order))
 
 
 def groups_of(mesh: Mesh) -> dict[str, list[int]]:
@@ -175,7 +179,7 @@ def test_groups_of_a_grid(kind: tuple[str, int, int]) -> None:
     assert list(table) == list(dict.fromkeys([*table, *grid.groups()])), "all that there are"
     for rank in range(2 * size):  # the second replica's are as far behind
         with fake_world(rank, 2 * size), fake_gloo():
-            mesh = Mesh(2, size, 1, grid=grid)
+            mesh = Mesh(Sizes(2, size, 1), grid=grid)
             first = rank - rank % size
             for axes, groups in table.items():
                 expected = next(ranks for ranks in groups if rank % size in ranks)
@@ -267,12 +271,11 @@ def test_ranks_that_share_sequences_are_an_axis_of_their_own() -> None:
         assert mesh.model_ranks(mesh.data_rank) == dist.get_process_group_ranks(mesh.model_group)
         return names, coordinates, mesh.sizes, *(dist.get_process_group_ranks(group) for group in groups)
 
-    order = with_context_axis("pp-dp-tp", 2)
     with fake_world(6, 8), fake_gloo():
-        names, coordinates, sizes, *groups = look(Mesh(2, 2, 1, context_parallel_size=2, rank_order=order))
+        names, coordinates, sizes, *groups = look(Mesh(Sizes(2, 2, 1, context=2)))
     assert names == ("pipeline_parallel", "data_parallel", "context_parallel", "tensor_parallel")
     assert coordinates == (0, 1, 1, 0)
-    assert sizes == {"dp": 2, "tp": 2, "pp": 1, "cp": 2}
+    assert sizes == Sizes(2, 2, 1, 2)
     assert groups == [[4, 6], [2, 6], [6, 7], [4, 5, 6, 7], [0, 2, 4, 6]]
 
 
@@ -297,8 +300,7 @@ def test_groups_of_shared_sequences(sizes: tuple[int, int, int]) -> None:
     (data, pipeline, context), table = sizes, SEQUENCE_TABLES[sizes]
     for rank in range(8):
         with fake_world(rank, 8), fake_gloo():
-            order = with_context_axis("pp-dp-tp", context)
-            mesh = Mesh(data, 1, pipeline, context_parallel_size=context, rank_order=order)
+            mesh = Mesh(Sizes(data, 1, pipeline, context=context))
             found = {"sequence": mesh.context_group, "sequence and data": mesh.gradient_group}
             for name, group in found.items():
                 expected = next(ranks for ranks in table[name] if rank in ranks)
@@ -306,9 +308,9 @@ def test_groups_of_shared_sequences(sizes: tuple[int, int, int]) -> None:
 
 
 def test_sizes_leave_room_for_ranks_that_share_sequences() -> None:
-    assert resolve_sizes(8, "auto", 2, 1, 2) == (2, 2, 1)
+    assert resolved(8, "auto", 2, 1, 2) == Sizes(2, 2, 1, 2)
     with pytest.raises(ValueError, match=r"6 processes .* x context_parallel_size \(2\) = 4 ranks"):
-        resolve_sizes(6, "auto", 2, 1, 2)
+        resolved(6, "auto", 2, 1, 2)
 
 
 def test_names_of_the_axes_are_lightnings() -> None:
@@ -401,7 +403,7 @@ def calls_of(
         calls = Calls(backends or {"cuda": "nccl"})
         with calls.counted():
             make_channels(
-                Mesh(*sizes, timeout=timedelta(seconds=77)),
+                Mesh(Sizes(*sizes), timeout=timedelta(seconds=77)),
                 Placement.in_turns(sizes[2], num_chunks),
                 torch.device("cuda"),
                 dynamic_shapes=False,
@@ -449,7 +451,7 @@ def test_with_weights_that_both_ends_hold_a_rank_has_eight_communicators(rank: i
     with fake_world(rank, 64 * 8 * 8):
         calls = Calls({"cuda": "nccl"})
         with calls.counted():
-            mesh = Mesh(64, 8, 8)
+            mesh = Mesh(Sizes(64, 8, 8))
             make_channels(mesh, Placement.in_turns(8), torch.device("cuda"), dynamic_shapes=False)
             for backend in (None, "gloo"):
                 for of_replica in (False, True):
@@ -485,7 +487,7 @@ def test_the_axes_of_the_device_mesh_are_the_groups_that_there_are() -> None:
 
 def test_a_torch_that_cannot_split_makes_each_group_with_all_ranks() -> None:
     with fake_world(1, 8), fake_gloo(), mock.patch.object(process_group, "_num_groups", return_value=None):
-        mesh = Mesh(2, 2, 2)
+        mesh = Mesh(Sizes(2, 2, 2))
         assert dist.get_process_group_ranks(mesh.data_group) == [1, 3]
         assert dist.get_process_group_ranks(mesh.model_group) == [0, 1, 4, 5]
 
@@ -494,7 +496,7 @@ def test_a_torch_that_cannot_split_makes_each_group_with_all_ranks() -> None:
 
 
 def rank_in_group_and_sum() -> tuple[list[int], float]:
-    mesh = Mesh(2, 1, 2, rank_order="dp-pp-tp")
+    mesh = Mesh(Sizes(2, 1, 2), rank_order="dp-pp-tp")
     pipeline = mesh.device_mesh["pipeline_parallel"].get_group()
     total = torch.tensor(float(10 ** dist.get_rank()))
     dist.all_reduce(total, group=mesh.shared_parameter_group((0, 1)))
@@ -509,7 +511,7 @@ def test_ranks_inside_groups(ranks: Pools) -> None:
 
 
 def timeouts() -> list[timedelta]:
-    mesh = Mesh(1, 1, 2, timeout=timedelta(seconds=77))
+    mesh = Mesh(Sizes(1, 1, 2), timeout=timedelta(seconds=77))
     groups = (
         mesh.data_group,
         mesh.model_group,
@@ -527,7 +529,7 @@ def test_the_timeout_is_that_of_every_group(ranks: Pools) -> None:
 
 def groups_made_later() -> list[str]:
     made: list[str] = []
-    mesh = Mesh(2, 1, 1, writes_together=True)
+    mesh = Mesh(Sizes(2, 1, 1), writes_together=True)
     with mock.patch.object(dist, "new_group", side_effect=lambda *_, **__: made.append("a group")):
         assert mesh.writing_group.size() == mesh.decision_group.size() == 2
         assert mesh.data_parallel_min(3 + dist.get_rank()) == 3
@@ -541,7 +543,7 @@ def test_groups_of_all_ranks_are_made_at_once(ranks: Pools) -> None:
 
 def groups_survive() -> bool:
     """The mesh holds its groups by weak references, so that destroying them closes their connections."""
-    mesh = Mesh(1, 1, 2)
+    mesh = Mesh(Sizes(1, 1, 2))
     group = weakref.ref(mesh.control_group)
     assert dist.get_rank(mesh.control_group) == dist.get_rank()
     dist.barrier()  # the other one may still connect
@@ -558,7 +560,7 @@ def uneven() -> float:
     """Somebody made groups that not every rank is in."""
     for ranks in ([0], [0], [0, 2]):
         dist.new_group(ranks)
-    group = Mesh(1, 1, 3).shared_parameter_group((1, 2))
+    group = Mesh(Sizes(1, 1, 3)).shared_parameter_group((1, 2))
     total = torch.tensor(float(dist.get_rank()))
     if group is not None:
         dist.all_reduce(total, group=group)
@@ -596,7 +598,7 @@ def test_a_large_group_over_gloo_does_not_connect_everyone(ranks: Pools) -> None
 
 def outlive() -> bool:
     dist.init_process_group("gloo")
-    mesh = Mesh(1, 2, 1)
+    mesh = Mesh(Sizes(1, 2, 1))
     group = weakref.ref(mesh.tensor_group)
     sharded = DTensor.from_local(torch.ones(1), mesh.device_mesh["tensor_parallel"], [Shard(0)])
     dist.barrier()  # the other one may still connect
@@ -614,7 +616,7 @@ def test_parameters_do_not_keep_the_groups_of_their_mesh(ranks: Pools) -> None:
 def doubled(num_groups: int) -> list[float]:
     for _ in range(num_groups):
         dist.new_group()
-    axis = Mesh(2, 2, 1).device_mesh["data_parallel"]
+    axis = Mesh(Sizes(2, 2, 1)).device_mesh["data_parallel"]
     divided = DTensor.from_local(torch.ones(1), axis, [Shard(0)])
     return (2 * divided).full_tensor().tolist()
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_hybrid import HybridStrategy, Launch, Tuning
+from lightning_hybrid.axes import Sizes
 from lightning_hybrid.memory import offload
 from lightning_hybrid.strategy.auto_layout.dry_run.dry_run import dry_run
 from lightning_hybrid.tensor_parallel.context_parallel.block_attention.block_attention import (
@@ -179,7 +180,7 @@ def test_the_allocator_holds_what_is_estimated(
 ) -> None:
     strategy = HybridStrategy(num_microbatches=4, recompute=recompute)
     plugin = Precision() if precision == "32-true" else MixedPrecision("bf16-mixed", "cpu")
-    (expected,) = dry_run(lambda: (Wide(), None), strategy.settings, (1, 1, 1), precision=plugin).memory
+    (expected,) = dry_run(lambda: (Wide(), None), strategy.settings, Sizes(), precision=plugin).memory
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     trainer = Trainer(

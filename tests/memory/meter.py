@@ -16,7 +16,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from lightning_hybrid.config import AXES
+from lightning_hybrid.axes import DATA, PIPELINE
 from lightning_hybrid.data_parallel.zero.zero import NoZero
 from lightning_hybrid.distributed.dtensor import local_gradient
 from lightning_hybrid.distributed.pytree import flatten
@@ -205,11 +205,11 @@ class MemoryMeter(Callback):
         while self._undo:
             self._undo.pop()()
         mesh = pl_module.device_mesh
-        data_rank, pipeline_rank = (mesh[AXES[axis]].get_local_rank() for axis in ("dp", "pp"))
+        data_rank, pipeline_rank = (mesh[axis.name].get_local_rank() for axis in (DATA, PIPELINE))
         gathered: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(gathered, (data_rank, pipeline_rank, usage, expected))
         first = [found for found in gathered if found[0] == 0]
-        for rank in range(mesh[AXES["pp"]].size()):
+        for rank in range(mesh[PIPELINE.name].size()):
             of_rank = [(usage, expected) for _, at, usage, expected in first if at == rank]
             self.usages.append(max(of_rank, key=lambda found: found[0].total))
         if self._prints and trainer.is_global_zero:
@@ -219,9 +219,9 @@ class MemoryMeter(Callback):
         """The activations that the schedule holds, from those of the first microbatch."""
         config, sizes = trainer.strategy.settings, trainer.strategy.sizes
         saved = {stage: self._meter.saved_bytes([(stage, 0)]) for stage in self._visits}
-        num_chunks = config.num_chunks if sizes[2] > 1 else 1
-        schedule = build(config.schedule, sizes[2], max(self._visits.values()), num_chunks)
-        return peak_activation_bytes(schedule, min(saved) % sizes[2], saved)
+        num_chunks = config.num_chunks if sizes.pipeline > 1 else 1
+        schedule = build(config.schedule, sizes.pipeline, max(self._visits.values()), num_chunks)
+        return peak_activation_bytes(schedule, min(saved) % sizes.pipeline, saved)
 
     def _measured(self, trainer: Trainer) -> MemoryUsage:
         states = [state for optimizer in trainer.optimizers for state in optimizer.state.values()]

@@ -124,8 +124,7 @@ def estimate(
     cls: type[LightningModule], arguments: dict[str, Any], size: int, precision: Precision
 ) -> list[MemoryUsage]:
     strategy = HybridStrategy(**arguments)
-    requested = [arguments.get(f"{axis}_parallel_size", 1) for axis in ("tensor", "pipeline")]
-    sizes = resolve_sizes(size, "auto", *requested, strategy.settings.context_parallel_size)
+    sizes = resolve_sizes(size, strategy.settings.requested_sizes | {"data": "auto"})
     return list(dry_run(lambda: (cls(), None), strategy.settings, sizes, precision=precision).memory)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_hybrid.axes import Sizes
 from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.memory.account import MemoryUsage
 from lightning_hybrid.memory.report import MemoryReport
@@ -42,7 +43,7 @@ def report(device: str, level: int, fails: bool = False, optimizer: int | None =
         fails: Whether a rank cannot estimate.
         optimizer: The estimate of the optimizer's states, of which each rank has 40 bytes in a tensor of 400.
     """
-    mesh = Mesh(1, 2, 2)
+    mesh = Mesh(Sizes(1, 2, 2))
     rank = mesh.pipeline_rank * 2 + mesh.tensor_rank
     messages: list[str] = []
 

@@ -16,6 +16,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_hybrid import HybridStrategy, Launch
+from lightning_hybrid.axes import Sizes
 from lightning_hybrid.cli.suggest.planned import planned_traffic
 from lightning_hybrid.distributed.watch import flight_recorder
 from lightning_hybrid.distributed.watch.flight_recorder import read_bytes
@@ -31,7 +32,7 @@ from tests.pool import Pools
 from tests.strategy.test_auto_layout_search import Blocks
 from tests.training_jobs import Regression, loader, make_trainer
 
-SIZES = {"dp": 2, "tp": 2, "pp": 2}
+SIZES = Sizes(2, 2, 2)
 TWO_NODES = [0] * 4 + [1] * 4
 SENT = Traffic(data=100.0, tensor=7.0, pipeline={0: 10.0})
 
@@ -49,13 +50,13 @@ def test_the_outermost_axis_is_the_one_that_crosses_two_nodes(rank_order: str, e
 
 
 def test_in_a_ring_only_the_ranks_at_the_ends_of_nodes_send_to_another_one() -> None:
-    sizes = {"dp": 8, "tp": 1, "pp": 1}
+    sizes = Sizes(data=8)
     assert bytes_between_nodes(sizes, "pp-dp-tp", TWO_NODES, Traffic(data=3.0)) == (2 * 3, 0)
     back = Traffic(pipeline={3: 5.0, 7: 1.0})  # with chunks the last rank sends to the first one
-    assert bytes_between_nodes({"dp": 1, "tp": 1, "pp": 8}, "pp-dp-tp", TWO_NODES, back) == (5 + 1, 0)
+    assert bytes_between_nodes(Sizes(pipeline=8), "pp-dp-tp", TWO_NODES, back) == (5 + 1, 0)
 
 
-def naive(sizes: dict[str, int], order: str, nodes: list[int], sent: Traffic) -> float:
+def naive(sizes: Sizes, order: str, nodes: list[int], sent: Traffic) -> float:
     """From the coordinates of every two ranks."""
     axes = order.split("-")
     coordinates = [dict(zip(axes, at, strict=True)) for at in itertools.product(*(range(sizes[axis]) for axis in axes))]
@@ -73,10 +74,10 @@ def naive(sizes: dict[str, int], order: str, nodes: list[int], sent: Traffic) ->
 @pytest.mark.parametrize("seed", range(20))
 def test_bytes_are_those_of_every_two_ranks(seed: int) -> None:
     draw = random.Random(seed)
-    sizes = {axis: draw.choice([1, 2, 3]) for axis in ("dp", "tp", "pp")}
-    world = sizes["dp"] * sizes["tp"] * sizes["pp"]
+    sizes = Sizes(*(draw.choice([1, 2, 3]) for _ in range(3)))
+    world = sizes.num_ranks
     nodes = [rank // draw.choice([1, 2, 3, 4]) for rank in range(world)]
-    sent = Traffic(draw.random(), draw.random(), {link: draw.random() for link in range(sizes["pp"])})
+    sent = Traffic(draw.random(), draw.random(), {link: draw.random() for link in range(sizes.pipeline)})
     orders = ["-".join(order) for order in itertools.permutations(("pp", "dp", "tp"))]
     all_bytes = {order: naive(sizes, order, nodes, sent) for order in orders}
     for order in orders:
@@ -95,7 +96,7 @@ def test_the_warning_has_both_byte_counts() -> None:
 
 
 def test_a_tensor_group_that_no_order_keeps_on_a_node_is_said_too() -> None:
-    text = traffic_text({"dp": 1, "tp": 8, "pp": 1}, "pp-dp-tp", TWO_NODES, SENT)
+    text = traffic_text(Sizes(tensor=8), "pp-dp-tp", TWO_NODES, SENT)
     assert text is not None
     assert "a step sends 14 bytes between nodes (14 bytes for sums over tensor-parallel groups)" in text
     assert (
@@ -190,7 +191,7 @@ def test_what_is_planned_is_what_a_run_sends(ranks: Pools, layout: dict[str, Any
     (found,) = seen[0][0]
     strategy = HybridStrategy(**layout)
     pipeline, tensor = layout.get("pipeline_parallel_size", 1), layout.get("tensor_parallel_size", 1)
-    strategy.sizes, strategy.num_nodes = (4 // pipeline // tensor, tensor, pipeline), 2
+    strategy.sizes, strategy.num_nodes = Sizes(4 // pipeline // tensor, tensor, pipeline), 2
     trainer = {"max_epochs": 1, "max_steps": -1, "accumulate_grad_batches": 1, "limit_train_batches": 1.0}
     planned = planned_traffic(lambda: (MoreBatches(), None), strategy, **trainer)
     assert found.pipeline == planned.pipeline

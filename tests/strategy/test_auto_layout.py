@@ -27,6 +27,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import lightning_hybrid
 from lightning_hybrid import HybridStrategy, Tuning
+from lightning_hybrid.axes import Sizes
 from lightning_hybrid.cli.main import main
 from lightning_hybrid.distributed.dtensor import full_tensor
 from lightning_hybrid.strategy.auto_layout import choice
@@ -127,7 +128,15 @@ def test_a_limit_is_a_text_or_bytes() -> None:
 def tried(num_ranks: int, samples: int, sizes: tuple[Any, Any, Any] = ("auto", 1, 1), **arguments: Any) -> list[Layout]:
     names = ("data_parallel_size", "tensor_parallel_size", "pipeline_parallel_size")
     strategy = HybridStrategy(**dict(zip(names, sizes, strict=True)), **arguments)
-    return list(layouts(num_ranks, LoaderStep(samples), num_ranks, num_ranks, search_space(strategy.settings, sizes)))
+    return list(
+        layouts(
+            num_ranks,
+            LoaderStep(samples),
+            num_ranks,
+            num_ranks,
+            search_space(strategy.settings, strategy.settings.requested_sizes),
+        )
+    )
 
 
 def test_what_is_given_stays_in_all_that_is_tried() -> None:
@@ -389,7 +398,7 @@ def test_the_choice_is_what_suggest_prints_first(
     problem = choice.Problem(
         maker([CONFIG], overrides, cli),
         strategy.settings,
-        search_space(strategy.settings, ("auto", 1, 1)),
+        search_space(strategy.settings, strategy.settings.requested_sizes),
         Machine(memory=limit, ranks_per_node=num_ranks, **FIGURES),
         num_ranks,
         cli.trainer.strategy.precision_plugin,
@@ -470,7 +479,7 @@ def test_what_is_found_trains_as_one_process_on_every_rank(name: str, ranks: Poo
     results = pool.run(found_and_trained, given, figures, 8 // num_ranks, num_ranks == 4)
     expected = one_process()
     for result in results:
-        assert (result["sizes"], result["settings"]) == (sizes, results[0]["settings"])
+        assert (result["sizes"], result["settings"]) == (Sizes(*sizes), results[0]["settings"])
         assert_same(result["weights"], expected, 1e-10)
 
 
@@ -508,7 +517,7 @@ def test_what_is_found_for_shared_sequences_trains_as_one_process(ranks: Pools) 
     module = Uneven().double()
     make_trainer(None, max_steps=2).fit(module)
     for result in (first, second):
-        assert result["sizes"] == (1, 1, 1)
+        assert result["sizes"] == Sizes(context=2)
         assert result["settings"] == first["settings"]
         assert result["settings"].context_parallel_size == 2
         assert result["settings"].axis_order == "pp-dp-cp-tp"
@@ -560,7 +569,7 @@ def test_blocks_are_chosen_where_nothing_else_fits_and_train_as_one_process(rank
     make_trainer(None, max_steps=2).fit(module)
     for memory, mode in ((line, "1d"), ((line + square) / 2, "2d")):
         for result in ranks(4, lightning=True).run(over_a_square, memory):
-            assert (result["mode"], result["sizes"]) == (mode, (1, 4, 1))
+            assert (result["mode"], result["sizes"]) == (mode, Sizes(tensor=4))
             assert_same(result["weights"], {name: value.detach() for name, value in module.named_parameters()}, 1e-10)
 
 

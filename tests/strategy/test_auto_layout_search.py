@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_hybrid import HybridStrategy
+from lightning_hybrid.axes import Sizes
 from lightning_hybrid.config import Settings
 from lightning_hybrid.memory.account import MemoryUsage
 from lightning_hybrid.pipeline_parallel.schedules import build
@@ -555,8 +556,7 @@ def check_held(profile: ModuleProfile, cls: type[LightningModule], layout: Layou
         tensor_parallel_mode=layout.tensor_mode,  # type: ignore[arg-type]
         tensor_parallel_depth=layout.tensor_depth,
     )
-    sizes = (layout.data, layout.tensor, layout.pipeline)
-    expected = dry_run(lambda: (cls(), None), strategy.settings, sizes, precision=Precision())
+    expected = dry_run(lambda: (cls(), None), strategy.settings, layout.sizes, precision=Precision())
     for usage, other in zip(found.memory, expected.memory, strict=True):
         assert vars(usage) == pytest.approx(vars(other), rel=1e-6)
 
@@ -578,7 +578,7 @@ class MadeOnMeta(Blocks):
 def test_a_module_on_the_meta_device_holds_half_as_much_in_half_precision(tensor: int) -> None:
     """Fake tensors, and DTensors of them, cannot be converted."""
     whole, half = (
-        dry_run(lambda: (MadeOnMeta(), None), open_config(), (1, tensor, 1), precision=precision).memory[0]
+        dry_run(lambda: (MadeOnMeta(), None), open_config(), Sizes(tensor=tensor), precision=precision).memory[0]
         for precision in (Precision(), HalfPrecision("bf16-true"))
     )
     assert (2 * half.parameters, 2 * half.gradients) == (whole.parameters, whole.gradients)
@@ -934,7 +934,7 @@ class Fussy(Blocks):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         strategy = self.trainer.strategy
         assert isinstance(strategy, DryRunStrategy)
-        if strategy.sizes[1] > 1:
+        if strategy.sizes.tensor > 1:
             raise self.error
         return super().configure_optimizers()
 

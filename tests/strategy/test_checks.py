@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel
 
 from lightning_hybrid import Faults, HybridStrategy, Launch, Tuning
+from lightning_hybrid.axes import Sizes
 from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.strategy import checks
 from lightning_hybrid.strategy.checks import check_tensor_groups
@@ -755,7 +756,7 @@ def test_ranks_that_were_given_different_things_are_refused_before_they_wait_for
 
 def warned_of_machines(rank_order: str) -> list[str]:
     """What is said of four ranks, two on each of two machines."""
-    mesh = Mesh(1, 2, 2, rank_order=rank_order, hosts=["node0", "node0", "node1", "node1"])
+    mesh = Mesh(Sizes(1, 2, 2), rank_order=rank_order, hosts=["node0", "node0", "node1", "node1"])
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         check_tensor_groups(mesh)

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
 from lightning_hybrid import HybridStrategy
+from lightning_hybrid.axes import Sizes
 from lightning_hybrid.pipeline_parallel.placeholders import is_placeholder
 from lightning_hybrid.pipeline_parallel.schedules import Placement
 from lightning_hybrid.pipeline_parallel.stage_map import StageMap
@@ -113,14 +114,13 @@ def layers_of(module: LightningModule, ranks: int = 4, **arguments: Any) -> list
 
 def described(module: LightningModule, ranks: int = 4, **arguments: Any) -> list[str]:
     """The layout, as `plan` shows it."""
-    return describe(module, strategy_of(ranks, **arguments).settings, (1, 1, ranks)).splitlines()
+    return describe(module, strategy_of(ranks, **arguments).settings, Sizes(pipeline=ranks)).splitlines()
 
 
 def dry(make: Any, ranks: int, **arguments: Any) -> DryRun:
     """The layout and the memory, as `memory` shows them."""
-    return dry_run(
-        lambda: (make(), None), strategy_of(ranks, **arguments).settings, (1, 1, ranks), precision=Precision()
-    )
+    settings = strategy_of(ranks, **arguments).settings
+    return dry_run(lambda: (make(), None), settings, Sizes(pipeline=ranks), precision=Precision())
 
 
 def columns(table: str) -> list[list[str]]:
@@ -399,7 +399,7 @@ class Later(Language):
 def test_memory_follows_steps_of_shared_layers_and_of_modules_without_values(make: Any, tensor: int) -> None:
     plan = {"embed": "vocab", "head": "vocab"} if tensor == 2 else None
     settings = strategy_of(3, tensor_parallel_plan=plan, tensor_parallel_size=tensor).settings
-    found = dry_run(lambda: (make(), None), settings, (1, tensor, 3), precision=Precision())
+    found = dry_run(lambda: (make(), None), settings, Sizes(1, tensor, 3), precision=Precision())
     assert "cannot be traced" not in found.layout
     assert [row[1] for row in columns(found.layout)] == ["400", "0", "416"]
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
-from lightning_hybrid import HybridStrategy
+from lightning_hybrid import HybridStrategy, axes
 from lightning_hybrid.memory.activation_checkpoint.checkpoint import ActivationCheckpointing
 from lightning_hybrid.strategy.auto_layout.candidates import RECOMPUTE, Layout
 from lightning_hybrid.strategy.auto_layout.dry_run import dry_run as dry_runs
@@ -214,7 +214,7 @@ def saved_in(make: Callable[[], LightningModule], precision: Precision, **argume
     strategy = HybridStrategy(**arguments)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DryRunStrategy, "_follow", kept)
-        sizes = 1, arguments.get("tensor_parallel_size", 1), arguments.get("pipeline_parallel_size", 1)
+        sizes = axes.Sizes(**axes.sizes_in(arguments))
         dry_run(lambda: (make(), None), strategy.settings, sizes, precision=precision)
     (by_kind,) = found
     return {

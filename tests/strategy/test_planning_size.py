@@ -13,7 +13,7 @@ from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_hybrid import HybridStrategy
+from lightning_hybrid import HybridStrategy, axes
 from lightning_hybrid.cli.main import main
 from lightning_hybrid.memory.account import MemoryUsage
 from lightning_hybrid.pipeline_parallel.frame.alike import first_alike
@@ -135,10 +135,8 @@ def nothing_has_run() -> None:
     SIZES.clear()
 
 
-def estimate(
-    cls: type[LightningModule], sizes: tuple[int, int, int] = (1, 1, 1), **arguments: Any
-) -> list[MemoryUsage]:
-    settings = HybridStrategy(**arguments).settings
+def estimate(cls: type[LightningModule], **arguments: Any) -> list[MemoryUsage]:
+    settings, sizes = HybridStrategy(**arguments).settings, axes.Sizes(**axes.sizes_in(arguments))
     return list(dry_run(lambda: (cls(), Tokens()), settings, sizes, precision=Precision()).memory)
 
 
@@ -267,13 +265,13 @@ def test_layers_that_differ_in_an_attribute_or_a_shape_are_not_alike() -> None:
     assert firsts == [0, 0, 2, 3, 4]
 
 
-LAYOUTS: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
-    "one rank": ((1, 1, 1), {}),
-    "stages": ((1, 1, 3), {"pipeline_parallel_size": 3, "num_microbatches": 4}),
-    "recomputation": ((1, 1, 1), {"recompute": True}),
-    "selective": ((1, 1, 1), {"recompute": "selective"}),
-    "some layers": ((1, 1, 2), {"pipeline_parallel_size": 2, "recompute": [2, 1]}),
-    "shared layers": ((1, 2, 1), {"tensor_parallel_size": 2}),
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one rank": {},
+    "stages": {"pipeline_parallel_size": 3, "num_microbatches": 4},
+    "recomputation": {"recompute": True},
+    "selective": {"recompute": "selective"},
+    "some layers": {"pipeline_parallel_size": 2, "recompute": [2, 1]},
+    "shared layers": {"tensor_parallel_size": 2},
 }
 
 
@@ -282,8 +280,8 @@ LAYOUTS: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
 def test_repeated_layers_save_what_they_would_save_themselves(
     layout: str, cls: type[LightningModule], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sizes, arguments = LAYOUTS[layout]
-    repeated = estimate(cls, sizes, **arguments)
+    arguments = LAYOUTS[layout]
+    repeated = estimate(cls, **arguments)
     ran = len(SIZES)
     measure = DryRunStrategy._measure
 
@@ -292,5 +290,5 @@ def test_repeated_layers_save_what_they_would_save_themselves(
 
     monkeypatch.setattr(DryRunStrategy, "_measure", measure_all)
     SIZES.clear()
-    assert estimate(cls, sizes, **arguments) == repeated
+    assert estimate(cls, **arguments) == repeated
     assert (ran < len(SIZES)) is (cls is not Leaking), "what a layer keeps beside its result is not repeated"

@@ -42,11 +42,11 @@ def test_names_are_known_where_lightning_comes_later() -> None:
     found = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stderr
     assert found.stdout.splitlines() == [
-        "(6, 1, 1) 0",
-        "(3, 1, 2) 0",
-        "(2, 1, 3) 0",
-        "(3, 5, 1) 0",
-        "(6, 1, 1) 3",
+        "data 6 x tensor 1 x pipeline 1 0",
+        "data 3 x tensor 1 x pipeline 2 0",
+        "data 2 x tensor 1 x pipeline 3 0",
+        "data 3 x tensor 5 x pipeline 1 0",
+        "data 6 x tensor 1 x pipeline 1 3",
         "The strategy name 'hybrid_pp_2' is invalid: its part 'pp' does not set a size",
         "The strategy name 'hybrid_ep2' is invalid: its part 'ep2' does not set a size",
         "The strategy name 'hybrid_pp2_pp2' is invalid: its part 'pp2' appears twice",

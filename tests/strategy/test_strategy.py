@@ -17,6 +17,7 @@ from lightning.pytorch.cli import LightningCLI
 from torch import Tensor, nn
 
 from lightning_hybrid import HybridStrategy, Launch, Tuning
+from lightning_hybrid.axes import Sizes
 from tests.pool import Pools
 from tests.training_jobs import PP2, Losses, Regression, assert_same, loader, make_trainer, plain, weights
 
@@ -148,7 +149,7 @@ def test_of_several_sizes_the_first_that_goes_with_the_processes_is_taken(
     strategy = HybridStrategy(pipeline_parallel_size=[4, 2])
     assert strategy.settings.num_microbatches == 16  # of the first one, as long as the processes are not known
     Trainer(accelerator="cpu", devices=devices, strategy=strategy, logger=False)
-    assert strategy.sizes == sizes
+    assert strategy.sizes == Sizes(*sizes)
     assert strategy.settings.num_microbatches == num_microbatches
 
 

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from torch import nn
 
+from lightning_hybrid.axes import Sizes
 from lightning_hybrid.memory.account import MemoryUsage
 from lightning_hybrid.pipeline_parallel.placeholders import replace_with_placeholders
 from lightning_hybrid.pipeline_parallel.schedules import Placement, build
@@ -92,7 +95,7 @@ def test_stages_as_text() -> None:
 
 def test_stages_on_several_machines_as_text() -> None:
     hosts = [f"node{rank // 4}" for rank in range(8)]
-    holders = stage_holders({"dp": 2, "tp": 2, "pp": 2}, "dp-pp-tp", hosts)
+    holders = stage_holders(Sizes(2, 2, 2), "dp-pp-tp", hosts)
     assert stage_table(rows_of(Encoder(100), STAGES, 2), "", is_estimate=False, holders=holders) == "\n".join(
         [
             "stage     ranks  node          layers of ''                parameters  share",
@@ -115,10 +118,10 @@ def test_stages_on_several_machines_as_text() -> None:
     ],
 )
 def test_who_holds_stages(rank_order: str, expected: list[tuple[str, str]]) -> None:
-    assert stage_holders({"dp": 2, "tp": 2, "pp": 2}, rank_order, "aaaabbbb") == expected
+    assert stage_holders(Sizes(2, 2, 2), rank_order, "aaaabbbb") == expected
 
 
-SIZES = {"dp": 2, "tp": 1}
+SIZES = Sizes(data=2)
 
 
 def test_memory_as_text() -> None:
@@ -164,19 +167,19 @@ def test_unknown_memory_as_text_with_peaks() -> None:
 
 
 def test_the_layout_in_one_line() -> None:
-    text = layout_text({**SIZES, "pp": 4}, build("1f1b", 4, 8), bubble=3 / 11)
+    text = layout_text(replace(SIZES, pipeline=4), build("1f1b", 4, 8), bubble=3 / 11)
     assert text == (
         "Layout: data 2 x tensor 1 x pipeline 4 = 8 processes; schedule '1f1b', 8 microbatches, bubble 27.3%"
     )
 
 
 def test_the_layout_with_several_chunks() -> None:
-    text = layout_text({**SIZES, "pp": 2}, build("interleaved_1f1b", 2, 4, 2), bubble=0.1)
+    text = layout_text(replace(SIZES, pipeline=2), build("interleaved_1f1b", 2, 4, 2), bubble=0.1)
     assert text.endswith("; schedule 'interleaved_1f1b', 2 chunks per rank, 4 microbatches, bubble 10.0%")
 
 
 def test_the_layout_without_a_pipeline() -> None:
-    text = layout_text({**SIZES, "pp": 1}, build("1f1b", 1, 1), bubble=0.0)
+    text = layout_text(replace(SIZES, pipeline=1), build("1f1b", 1, 1), bubble=0.0)
     assert text == "Layout: data 2 x tensor 1 x pipeline 1 = 2 processes"
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
+from lightning_hybrid.axes import Sizes
 from lightning_hybrid.distributed.grid_shape import GridShape
 from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.tensor_parallel.grid.blocks import find_tensor_group
@@ -22,5 +23,5 @@ def tensor_group(size: int) -> tuple[Any, TensorGroup]:
 
 def grid_group(grid: GridShape) -> tuple[Any, TensorGroup]:
     """All ranks of a pool, arranged in two or three dimensions."""
-    mesh = Mesh(1, grid.size, 1, grid=grid)
+    mesh = Mesh(Sizes(1, grid.size, 1), grid=grid)
     return mesh.tensor_mesh, find_tensor_group(mesh)

@@ -21,6 +21,7 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
+from lightning_hybrid.axes import Sizes
 from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.trainer.dataloader import ComparedLoader, ReplicaSampler, SharedLoader, checksum, prepare_loader
 from tests.pool import Pools
@@ -85,7 +86,7 @@ def _halves(data: Dataset[Tensor]) -> Sampler[Any]:
 def iterated(kind: str, count: int, sizes: tuple[int, int], stage: RunningStage, share: bool) -> Any:
     data, pipeline = sizes
     torch.manual_seed(dist.get_rank())  # the ranks have drawn different numbers before
-    mesh = Mesh(data, 1, pipeline)
+    mesh = Mesh(Sizes(data, 1, pipeline))
     loader: Any = prepare_loader(loader_of(kind, count), mesh, divide=True, share=share, stage=stage)
     batches = [batch.tolist() for batch in loader]
     return batches, len(loader) if kind != "stream" else None
@@ -151,7 +152,7 @@ def test_the_ranks_of_a_model_group_get_the_same_batches(ranks: Pools, share: bo
 
 
 def iterated_before() -> Any:
-    mesh = Mesh(2, 1, 1)
+    mesh = Mesh(Sizes(2, 1, 1))
     loader = DataLoader(Numbers(4), batch_size=1, num_workers=1, persistent_workers=True)
     before = len(list(loader))
     prepared: Any = prepare_loader(loader, mesh, divide=True, share=True, stage=RunningStage.TRAINING)
@@ -169,7 +170,7 @@ def with_other_batch_samplers() -> str:
 
     loader: Any = DataLoader(Numbers(4), batch_sampler=Lists())  # type: ignore[arg-type]
     try:
-        prepare_loader(loader, Mesh(2, 1, 1), divide=True, share=True, stage=RunningStage.TRAINING)
+        prepare_loader(loader, Mesh(Sizes(2, 1, 1)), divide=True, share=True, stage=RunningStage.TRAINING)
     except TypeError as error:
         return str(error)
     return "nothing"
@@ -281,7 +282,7 @@ class Augmented:
 
 
 def shared(error: bool) -> Any:
-    mesh = Mesh(1, 1, 2)
+    mesh = Mesh(Sizes(1, 1, 2))
     source = Augmented(4, error)
     loader: Any = prepare_loader(source, mesh, divide=True, share=True, stage=RunningStage.TRAINING)
     assert isinstance(loader, SharedLoader)
@@ -313,7 +314,7 @@ def test_an_error_while_loading_reaches_every_rank(ranks: Pools) -> None:
 
 def interleaved() -> Any:
     """Validation inside of training: two loaders take turns on one group."""
-    mesh = Mesh(1, 1, 2)
+    mesh = Mesh(Sizes(1, 1, 2))
     loaders: list[Any] = [
         prepare_loader(Augmented(3), mesh, divide=False, share=True, stage=RunningStage.TRAINING) for _ in range(2)
     ]
@@ -336,7 +337,7 @@ def test_loaders_take_turns_and_may_be_left_early(ranks: Pools) -> None:
 def iterated_alone() -> Any:
     """Rank 0 looks at a batch before all ranks begin."""
     loader: Any = prepare_loader(
-        [torch.tensor([n]) for n in range(4)], Mesh(1, 1, 2), divide=True, share=True, stage=None
+        [torch.tensor([n]) for n in range(4)], Mesh(Sizes(1, 1, 2)), divide=True, share=True, stage=None
     )
     if dist.get_rank() == 0:
         next(iter(loader))
@@ -360,7 +361,7 @@ def test_batches_of_another_iteration_are_not_taken_for_those_of_this_one(ranks:
 
 
 def compared(batches: list[Any]) -> Any:
-    mesh = Mesh(1, 1, 2)
+    mesh = Mesh(Sizes(1, 1, 2))
     loader: Any = prepare_loader(batches[dist.get_rank()], mesh, divide=True, share=False, stage=None)
     assert isinstance(loader, ComparedLoader)
     seen: list[Any] = []
@@ -424,7 +425,7 @@ def test_checksums_are_of_values_and_not_of_memory() -> None:
 
 def seeds(wanted: str) -> list[Any]:
     os.environ["PL_SEED_WORKERS"] = wanted
-    mesh = Mesh(2, 1, 1)
+    mesh = Mesh(Sizes(2, 1, 1))
     mine = DataLoader(Numbers(4), worker_init_fn=print)
     found: list[Any] = []
     for loader in (DataLoader(Numbers(4)), mine):
@@ -447,4 +448,4 @@ def test_iterables_are_not_touched_without_a_model_group(ranks: Pools) -> None:
 
 def untouched() -> bool:
     batches: Iterable[int] = [1, 2]
-    return prepare_loader(batches, Mesh(1, 1, 1), divide=True, share=True, stage=None) is batches
+    return prepare_loader(batches, Mesh(Sizes(1, 1, 1)), divide=True, share=True, stage=None) is batches

@@ -16,6 +16,7 @@ from benchmarks.gpu.models import CausalLM, gpt2, llama_lora, token_loader
 from benchmarks.gpu.place import Place
 from benchmarks.gpu.table import Report
 from lightning_hybrid import HybridStrategy
+from lightning_hybrid.axes import Sizes
 from lightning_hybrid.strategy.auto_layout.dry_run.dry_run import dry_run
 
 GIB = 2**30
@@ -39,7 +40,7 @@ def measure(place: Place, report: Report, lora: bool = False) -> None:
             return loader
 
     network = make(torch.device("meta")).network
-    (expected,) = dry_run(lambda: (OnMeta(network), None), strategy.settings, (1, 1, 1), precision=plugin).memory
+    (expected,) = dry_run(lambda: (OnMeta(network), None), strategy.settings, Sizes(), precision=plugin).memory
     report(estimate_gib={name: round((value or 0) / GIB, 4) for name, value in asdict(expected).items()})
     assert expected.total is not None
     gc.collect()

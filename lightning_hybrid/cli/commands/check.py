@@ -47,8 +47,7 @@ def run(args: Sequence[str]) -> None:
     be_quiet()
     overrides += ["--trainer.precision", "64-true"]
     cli, strategy = load_config(parser, options.config, overrides, with_values=True)
-    sizes = ("data_parallel_size", "tensor_parallel_size", "pipeline_parallel_size")
-    layout = vars(strategy.settings.requested) | dict(zip(sizes, strategy.sizes, strict=True))
+    layout = vars(strategy.settings.requested) | strategy.sizes.by_argument
     layout["master_weights"] = False  # in float64 there are none
     names = ("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm")
     console = Console(stderr=True)

@@ -41,12 +41,9 @@ def run(args: Sequence[str]) -> None:
     strategy, result = run_on_shapes(parser, options.config, overrides + world)
     most = _most(result.memory)
     if options.json:
-        axes = ("data", "tensor", "pipeline", "context")
-        sizes = (*strategy.sizes, strategy.settings.context_parallel_size)
         ranks = [{**asdict(usage), "total": usage.total} for usage in result.memory]
-        of_axes = {f"{axis}_parallel_size": size for axis, size in zip(axes, sizes, strict=True)}
         fits = None if most is None else most[0] <= options.memory
-        print_json({**of_axes, "bytes_of_pipeline_ranks": ranks, "fits": fits})
+        print_json({**strategy.sizes.by_argument, "bytes_of_pipeline_ranks": ranks, "fits": fits})
     else:
         print_text(f"{result.layout}\n\n{memory_table(result.memory)}\n{_verdict(most, options.memory)}")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -29,12 +28,12 @@ def run(args: Sequence[str]) -> None:
     from lightning_hybrid.cli.hybrid_cli import be_quiet, load_config, maker
     from lightning_hybrid.cli.progress import count_progress
     from lightning_hybrid.strategy.auto_layout.dry_run.parameters import made_without_memory
-    from lightning_hybrid.strategy.layout import describe, outline, sizes_by_axis
+    from lightning_hybrid.strategy.layout import describe, outline
 
     be_quiet()
     with count_progress("Reading the configuration") as progress:
         cli, strategy = load_config(parser, options.config, overrides)
-        size = math.prod(sizes_by_axis(strategy.settings, strategy.sizes).values())
+        size = strategy.sizes.num_ranks
         nodes = [rank * strategy.num_nodes // size for rank in range(size)]
         progress("Creating the module", 1, 3)
         with parser.refusing(ValueError, TypeError):
@@ -72,13 +71,12 @@ def _between_nodes(
 
     from lightning_hybrid.cli.suggest.planned import TRAINER, planned_traffic
     from lightning_hybrid.pipeline_parallel.links.traffic import bytes_between_nodes, least_bytes, traffic_text
-    from lightning_hybrid.strategy.layout import sizes_by_axis
 
     try:
         traffic = planned_traffic(make, strategy, **{name: getattr(cli.trainer, name) for name in TRAINER})
     except (ValueError, TypeError, MisconfigurationException) as error:
         return None, f"The bytes that a step sends between nodes are unknown: {error}"
-    sizes, order = sizes_by_axis(strategy.settings, strategy.sizes), strategy.settings.axis_order
+    sizes, order = strategy.sizes, strategy.settings.axis_order
     total, of_sums = bytes_between_nodes(sizes, order, nodes, traffic)
     best, least = least_bytes(sizes, order, nodes, traffic)
     found = {"bytes": total, "tensor_bytes": of_sums, "best_rank_order": best, "best_bytes": least}

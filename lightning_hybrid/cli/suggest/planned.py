@@ -33,14 +33,14 @@ def planned_traffic(
     Raises:
         ValueError, TypeError: As at the start of training, or if a step cannot be run on shapes.
     """
-    config, (data, tensor, pipeline) = strategy.settings, strategy.sizes
+    config, sizes = strategy.settings, strategy.sizes
+    tensor, pipeline = sizes.tensor, sizes.pipeline
     chunks = config.num_chunks if pipeline > 1 else 1
     recompute = "selective" if config.recompute == "selective" else bool(config.recompute)  # which layers, is no matter
     number, zero = config.num_microbatches, config.zero_stage
     options = number, config.schedule, chunks, zero, recompute
-    context, kind = config.context_parallel_size, config.context_parallel
     mode = (config.tensor_parallel_mode, config.tensor_parallel_depth) if tensor > 1 else ("1d", 1)
-    layout = Layout(data, tensor, pipeline, *options, (), context, kind, *mode)
+    layout = Layout(sizes.data, tensor, pipeline, *options, (), sizes.context, config.context_parallel, *mode)
     num_ranks = layout.num_ranks
     machine, precision = Machine(ranks_per_node=num_ranks // strategy.num_nodes), strategy.precision_plugin
     open_config = replace(config, global_batch_size=None)  # its accumulation is counted below
@@ -50,10 +50,10 @@ def planned_traffic(
         raise ValueError(refused[1])
     accumulated = int(trainer["accumulate_grad_batches"])
     if config.global_batch_size is not None:
-        accumulated = accumulated_batches(config.global_batch_size, profile.batch_size, data)
+        accumulated = accumulated_batches(config.global_batch_size, profile.batch_size, sizes.data)
     number = min(number, profile.batch_size)
     layout = replace(layout, num_microbatches=number)
-    step = Step(profile.batch_size * data, accumulated, config.axis_order, config.tuning.reshard_after_forward)
+    step = Step(profile.batch_size * sizes.data, accumulated, config.axis_order, config.tuning.reshard_after_forward)
     model = CostModel(profile, machine, step)
     sent = model.estimate(layout).sent
     links: dict[int, float] = {}

@@ -27,7 +27,7 @@ def shard_module(module: nn.Module, mesh: Mesh, device: torch.device) -> None:
         mesh: The ranks.
         device: Where the shards go.
     """
-    if mesh.data_parallel_size == 1:
+    if mesh.num_replicas == 1:
         return
     owners = find_owners(module)
     for parameter in [each for each in module.parameters() if not each.is_meta]:
@@ -36,7 +36,7 @@ def shard_module(module: nn.Module, mesh: Mesh, device: torch.device) -> None:
         if parameter.device != device:
             parameter.data = parameter.data.to(device)
         broadcast_tensors([to_local(parameter)], mesh.data_group)
-        own = shard(parameter, mesh.zero_mesh, mesh.data_rank, mesh.data_parallel_size)
+        own = shard(parameter, mesh.zero_mesh, mesh.data_rank, mesh.num_replicas)
         set_parameter(own, owners[id(parameter)])
 
 

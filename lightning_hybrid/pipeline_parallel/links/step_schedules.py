@@ -117,7 +117,7 @@ class StepSchedules(dict[int, Schedule]):
 
     def __init__(self, config: Settings, mesh: Mesh, engine: Engine, device: torch.device) -> None:
         super().__init__()
-        num_ranks = mesh.pipeline_parallel_size
+        num_ranks = mesh.sizes.pipeline
         self.extra_in_flight = config.extra_of_links(num_ranks)
         self._config, self._mesh, self._engine, self._device = config, mesh, engine, device
         seeks = config.tuning.extra_in_flight == "auto" and config.schedule != "gpipe"
@@ -127,13 +127,13 @@ class StepSchedules(dict[int, Schedule]):
         self._num_steps = self._num_timed = 0
 
     def __missing__(self, num_microbatches: int) -> Schedule:
-        size = self._mesh.pipeline_parallel_size
+        size = self._mesh.sizes.pipeline
         schedule = self[num_microbatches] = find_schedule(self._config, size, num_microbatches, self.extra_in_flight)
         return schedule
 
     def without_early_receives(self, num_microbatches: int) -> Schedule:
         """The same with each receive where its message is sent, in unit time: no number depends on it."""
-        size = self._mesh.pipeline_parallel_size
+        size = self._mesh.sizes.pipeline
         return find_schedule(self._config, size, num_microbatches, self.extra_in_flight, posts_early=False)
 
     def begin_step(self) -> None:
@@ -148,7 +148,7 @@ class StepSchedules(dict[int, Schedule]):
         seconds, self._recorder = medians(self._recorder.ranges), None
         found = self._gather(self._measure(seconds))
         chosen: tuple[int, ...] = ()
-        size = self._mesh.pipeline_parallel_size
+        size = self._mesh.sizes.pipeline
         if self._mesh.is_first:  # alone: how far it comes in the time that it has is not the same everywhere
             chosen = choose(self._config.schedule, size, found, patience=_PATIENCE)
         self.extra_in_flight = broadcast_object(chosen, self._mesh.rank(0, 0, 0), self._mesh.decision_group)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from rich import filesize
 
+from lightning_hybrid.axes import AXES, DATA, LAYERS, PIPELINE, TENSOR, Sizes
 from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.distributed.process_group import has_nccl
 from lightning_hybrid.distributed.watch.flight_recorder import read_bytes
@@ -35,39 +35,36 @@ class Traffic:
     pipeline: Mapping[int, float] = field(default_factory=dict)
 
 
-def bytes_between_nodes(
-    sizes: Mapping[str, int], rank_order: str, nodes: Sequence[Any], traffic: Traffic
-) -> tuple[float, float]:
+def bytes_between_nodes(sizes: Sizes, rank_order: str, nodes: Sequence[Any], traffic: Traffic) -> tuple[float, float]:
     """The bytes that cross nodes in a step, of all ranks, and how many of these are of tensor parallelism.
 
     Args:
-        sizes: Of the axes ``"dp"``, ``"tp"`` and ``"pp"``.
+        sizes: The number of ranks along each axis.
         rank_order: The axes from the outermost to the innermost, joined by ``-``.
         nodes: The node of each global rank.
         traffic: What ranks send to each other.
     """
-    order = rank_order.split("-")
-    strides = {axis: math.prod(sizes[inner] for inner in order[order.index(axis) + 1 :]) for axis in order}
-    crossing = dict.fromkeys(order, 0.0)
-    for rank, axis in itertools.product(range(math.prod(sizes.values())), order):
-        at, size = rank // strides[axis] % sizes[axis], sizes[axis]
-        following = rank + ((at + 1) % size - at) * strides[axis]
+    crossing = dict.fromkeys(AXES, 0.0)
+    steps = {axis: (sizes.stride(axis, rank_order), sizes.along(axis)) for axis in sizes.axes}
+    for rank, (axis, (stride, size)) in itertools.product(range(sizes.num_ranks), steps.items()):
+        at = rank // stride % size
+        following = rank + ((at + 1) % size - at) * stride
         if nodes[rank] != nodes[following]:
-            sent = {"dp": traffic.data, "tp": traffic.tensor, "pp": traffic.pipeline.get(at, 0.0)}
-            crossing[axis] += sent.get(axis, 0.0)  # what ranks that share sequences send is not counted yet
-    return sum(crossing.values()), crossing["tp"]
+            sent = {DATA: traffic.data, TENSOR: traffic.tensor, PIPELINE: traffic.pipeline.get(at, 0.0)}
+            crossing[axis] += sent.get(axis, 0.0)  # messages of context parallelism are not counted yet
+    return sum(crossing.values()), crossing[TENSOR]
 
 
-def least_bytes(sizes: Mapping[str, int], rank_order: str, nodes: Sequence[Any], traffic: Traffic) -> tuple[str, float]:
+def least_bytes(sizes: Sizes, rank_order: str, nodes: Sequence[Any], traffic: Traffic) -> tuple[str, float]:
     """The order of axes with which the fewest bytes cross nodes, and these; today's if no other has fewer."""
-    axes = "pp", "dp", "tp", *(axis for axis in sizes if axis == "cp")
-    orders = ["-".join(order) for order in itertools.permutations(axes)]
+    axes = sorted(sizes.axes, key=lambda axis: axis.role is not LAYERS)  # of equal orders, one with stages outermost
+    orders = ["-".join(axis.key for axis in order) for order in itertools.permutations(axes)]
     found = {order: bytes_between_nodes(sizes, order, nodes, traffic)[0] for order in (rank_order, *orders)}
     best = min(found, key=lambda order: found[order])
     return best, found[best]
 
 
-def traffic_text(sizes: Mapping[str, int], rank_order: str, nodes: Sequence[Any], traffic: Traffic) -> str | None:
+def traffic_text(sizes: Sizes, rank_order: str, nodes: Sequence[Any], traffic: Traffic) -> str | None:
     """The warning where tensor-parallel groups are on several nodes, or another order would send less between nodes.
 
     Args:
@@ -112,9 +109,9 @@ class TrafficWatch:
 
     def __init__(self, mesh: Mesh, engine: Engine, rank_order: str) -> None:
         self._mesh, self._engine, self._rank_order = mesh, engine, rank_order
-        sizes = mesh.data_parallel_size, mesh.pipeline_parallel_size
+        sizes = mesh.num_replicas, mesh.sizes.pipeline
         is_told = not any(map(has_nccl, (mesh.data_group, mesh.tensor_group)))  # NCCL has a recorder of its own
-        several = len(set(mesh.hosts)) > 1 and (mesh.tensor_parallel_size > 1 or min(sizes) > 1)
+        several = len(set(mesh.hosts)) > 1 and (mesh.sizes.tensor > 1 or min(sizes) > 1)
         self.is_counting = several and is_told
         self._num_steps = self._last = 0
         self._before: dict[int, int] = {}
@@ -151,9 +148,9 @@ class TrafficWatch:
         collectives, last = read_bytes(self._last)
         if last == self._last:
             return None
-        groups = {"dp": self._mesh.data_group, "tp": self._mesh.tensor_group}
         data, tensor = (
-            (group.size() - 1) / group.size() * collectives.get(group.group_name, 0.0) for group in groups.values()
+            (group.size() - 1) / group.size() * collectives.get(group.group_name, 0.0)
+            for group in (self._mesh.data_group, self._mesh.tensor_group)
         )
         sent = {link: sent - self._before.get(link, 0) for link, sent in self._sent().items()}
         return self._mesh.pipeline_rank, Traffic(data, tensor, sent)

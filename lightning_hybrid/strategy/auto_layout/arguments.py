@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from operator import attrgetter
 from typing import Any
 
+from lightning_hybrid.axes import ALWAYS
 from lightning_hybrid.config import HybridConfig
 from lightning_hybrid.strategy.auto_layout.candidates import Layout
 
-_ALWAYS = ("data_parallel_size", "tensor_parallel_size", "pipeline_parallel_size", "num_microbatches")
+_ALWAYS = (*(axis.argument for axis in ALWAYS), "num_microbatches")
 _USUAL = HybridConfig(schedule="1f1b")
 
 
@@ -45,12 +47,9 @@ def nested(by_name: Mapping[str, Any]) -> dict[str, Any]:
 def every_argument(layout: Layout) -> dict[str, Any]:
     """All arguments of `HybridStrategy` that a layout says, by name, with a dot for parts of groups."""
     return {
-        "data_parallel_size": layout.data,
-        "tensor_parallel_size": layout.tensor,
+        **layout.sizes.by_argument,
         "tensor_parallel_mode": layout.tensor_mode,
         "tensor_parallel_depth": layout.tensor_depth,
-        "pipeline_parallel_size": layout.pipeline,
-        "context_parallel_size": layout.context,
         "context_parallel": layout.context_kind,
         "num_microbatches": layout.num_microbatches,
         "schedule": layout.schedule,
@@ -63,7 +62,7 @@ def every_argument(layout: Layout) -> dict[str, Any]:
 
 def in_words(layout: Layout) -> str:
     """What differs from one process."""
-    sizes = {"data": layout.data, "tensor": layout.tensor, "pipeline": layout.pipeline, "context": layout.context}
+    sizes = asdict(layout.sizes)
     words = [" x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one rank"]
     if layout.tensor_mode != "1d":
         words.append(mode_text(layout))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass
 
+from lightning_hybrid.axes import Sizes
 from lightning_hybrid.distributed.sizes import accumulated_batches
 
 #: What is tried: stages on a rank, and what runs again in backward.
@@ -36,9 +37,9 @@ class Layout:
     tensor_depth: int = 1
 
     @property
-    def sizes(self) -> dict[str, int]:
-        """Of the axes, by their short names."""
-        return {"dp": self.data, "tp": self.tensor, "pp": self.pipeline, "cp": self.context}
+    def sizes(self) -> Sizes:
+        """The number of ranks along each axis."""
+        return Sizes(self.data, self.tensor, self.pipeline, self.context)
 
     @property
     def sharing(self) -> tuple[int, str, int]:

@@ -16,6 +16,7 @@ from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, P
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import nn
 
+from lightning_hybrid.axes import Sizes
 from lightning_hybrid.config import Settings
 from lightning_hybrid.distributed.agreement import agree
 from lightning_hybrid.distributed.dtensor import copy_attributes
@@ -47,11 +48,11 @@ class ChosenLayout:
     """What was found.
 
     Attributes:
-        sizes: (data, tensor, pipeline) parallel size.
+        sizes: The number of ranks along each axis.
         arguments: What else was open, by name.
     """
 
-    sizes: tuple[int, int, int]
+    sizes: Sizes
     arguments: Mapping[str, Any]
 
 
@@ -100,7 +101,7 @@ class Problem:
 
 def choose_layout(
     config: Settings,
-    sizes: tuple[Any, Any, Any],
+    sizes: Mapping[str, Any],
     module: LightningModule,
     device: torch.device,
     precision: Precision,
@@ -110,7 +111,7 @@ def choose_layout(
 
     Args:
         config: The arguments of `HybridStrategy`, with what stands for the open ones.
-        sizes: (data, tensor, pipeline) parallel size as they were given; numbers if they are not open.
+        sizes: The sizes that the user set, by the labels of the axes; numbers if they are not searched.
         module: The user's module, whole.
         device: Of this rank.
         precision: The precision plugin.
@@ -125,7 +126,7 @@ def choose_layout(
             "recompute='auto': no activations are recomputed, because the device is the CPU and tuning.memory_limit is"
             " not set."
         )
-        return ChosenLayout(sizes, {"recompute": False})
+        return ChosenLayout(Sizes(**sizes), {"recompute": False})
     start = time.monotonic()
     machine = measure_machine(device, _dtype(module, module.trainer), num_nodes, memory)
     is_first = dist.get_rank() == 0
@@ -143,14 +144,11 @@ def choose_layout(
 
 def _chosen(layout: Layout, config: Settings) -> ChosenLayout:
     every = every_argument(layout)
-    return ChosenLayout(
-        (layout.data, layout.tensor, layout.pipeline),
-        {name: every[name] for name in config.searched if name not in SIZES},
-    )
+    return ChosenLayout(layout.sizes, {name: every[name] for name in config.searched if name not in SIZES})
 
 
 def _search(
-    config: Settings, sizes: tuple[Any, Any, Any], module: LightningModule, machine: Machine, precision: Precision
+    config: Settings, sizes: Mapping[str, Any], module: LightningModule, machine: Machine, precision: Precision
 ) -> Suggestions:
     """On the first rank, in a copy of its process: a dry run changes modules and data, draws numbers, makes groups."""
     trainer = module.trainer

@@ -71,10 +71,10 @@ from bisect import bisect_left
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from math import inf, isfinite, prod
+from math import inf, isfinite
 from typing import Protocol
 
-from lightning_hybrid.config import with_context_axis
+from lightning_hybrid.axes import AXES, CONTEXT, DATA, PIPELINE, TENSOR, Axis, complete_order
 from lightning_hybrid.memory.account import MemoryUsage
 from lightning_hybrid.pipeline_parallel.links.in_flight import choose_extra
 from lightning_hybrid.pipeline_parallel.links.link import Link, StepTimes
@@ -184,7 +184,8 @@ class CostModel:
 
     def __init__(self, profile: Profile, machine: Machine, step: Step) -> None:
         self.profile, self.machine, self.step = profile, machine, step
-        self._order = with_context_axis(step.rank_order, 2).split("-")  # an axis of one rank makes no difference
+        # An axis of one rank makes no difference.
+        self._order = complete_order(step.rank_order, [axis.key for axis in AXES])
         self._links = cache(machine.link)
         self._links_between = cache(machine.link_between)
         self._works_by_key: dict[Hashable, Sequence[_Work]] = {}
@@ -222,7 +223,7 @@ class CostModel:
     def _with_more_in_flight(self, cost: Cost, times: StepTimes) -> tuple[Layout, tuple[MemoryUsage, ...]]:
         """What hides the delay of boundaries between nodes, and what each rank holds then."""
         layout = cost.layout
-        groups = self._stride(layout, "pp"), layout.pipeline, layout.num_ranks
+        groups = self._stride(layout, PIPELINE), layout.pipeline, layout.num_ranks
         boundaries = range(len(times.sends))
         is_far = [self.machine.crosses_nodes(*groups, _ends(layout, stage)) for stage in boundaries]
         if not any(is_far):
@@ -332,7 +333,7 @@ class CostModel:
         """Of the messages of tensor parallelism in a forward, and in a backward."""
         if layout.tensor == 1:
             return 0.0, 0.0
-        link = self.link(layout, "tp")
+        link = self.link(layout, TENSOR)
         there, back = self.seconds(link, stage.tensor), self.seconds(link, stage.tensor_back)
         return there, back + stage.tensor_repeated * there
 
@@ -340,7 +341,7 @@ class CostModel:
         """Of the messages of context parallelism in a forward, and in a backward, that no computing hides."""
         if layout.context == 1:
             return 0.0, 0.0
-        link, hidden = self.link(layout, "cp"), self.machine.overlap * stage.context_beside
+        link, hidden = self.link(layout, CONTEXT), self.machine.overlap * stage.context_beside
         there = max(0.0, self.seconds(link, stage.context) - hidden)
         back = max(0.0, self.seconds(link, stage.context_back) - _BACKWARD * hidden)
         return there, back + stage.context_repeated * there
@@ -351,22 +352,22 @@ class CostModel:
 
     def gradient_link(self, layout: Layout) -> Link:
         """Between replicas and the ranks that share their sequences: over the network, if any of these are."""
-        sizes, number = layout.sizes, layout.num_ranks
-        is_far = self.machine.crosses_nodes(self._stride(layout, "cp"), sizes["cp"], number, (0, sizes["cp"] - 1))
-        return self.link(layout, "cp" if is_far else "dp")
+        size, number = layout.context, layout.num_ranks
+        is_far = self.machine.crosses_nodes(self._stride(layout, CONTEXT), size, number, (0, size - 1))
+        return self.link(layout, CONTEXT if is_far else DATA)
 
     def boundary(self, layout: Layout, stage: int) -> Link:
         """Between a stage and the next one."""
-        groups = self._stride(layout, "pp"), layout.pipeline, layout.num_ranks
+        groups = self._stride(layout, PIPELINE), layout.pipeline, layout.num_ranks
         return self._links_between(*groups, _ends(layout, stage))
 
-    def _stride(self, layout: Layout, axis: str) -> int:
-        """From one rank of an axis to the next."""
-        return prod(layout.sizes[inner] for inner in self._order[self._order.index(axis) + 1 :])
+    def _stride(self, layout: Layout, axis: Axis) -> int:
+        """Return the distance from one rank of an axis to the next."""
+        return layout.sizes.stride(axis, self._order)
 
-    def link(self, layout: Layout, axis: str) -> Link:
-        """Between the ranks of an axis, ``"dp"``, ``"tp"``, ``"pp"`` or ``"cp"``: the slowest of them."""
-        return self._links(self._stride(layout, axis), layout.sizes[axis], layout.num_ranks)
+    def link(self, layout: Layout, axis: Axis) -> Link:
+        """Return the slowest link between the ranks of an axis."""
+        return self._links(self._stride(layout, axis), layout.sizes.along(axis), layout.num_ranks)
 
 
 def _ends(layout: Layout, stage: int) -> tuple[int, int]:
@@ -446,9 +447,9 @@ class _Rank:
         gradients, shards = self._data_volume(model, layout, weights, number)
         backward = work.backward * (number if layout.zero_stage > 1 else 1)
         # Without ZeRO ranks that share sequences are so many replicas more.
-        link = model.link(layout, "dp") if layout.zero_stage else model.gradient_link(layout)
+        link = model.link(layout, DATA) if layout.zero_stage else model.gradient_link(layout)
         waiting = max(0.0, model.seconds(link, gradients) - model.machine.overlap * backward)
-        self.exposed = waiting + model.seconds(model.link(layout, "cp"), shards)
+        self.exposed = waiting + model.seconds(model.link(layout, CONTEXT), shards)
         self.parts = {
             "computing": number * work.computing,
             "recomputing": number * work.recomputing,

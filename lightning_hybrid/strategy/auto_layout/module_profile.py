@@ -12,6 +12,7 @@ from typing import Any
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import Precision
 
+from lightning_hybrid.axes import Sizes
 from lightning_hybrid.config import Settings
 from lightning_hybrid.distributed.grid_shape import check_grid
 from lightning_hybrid.memory.account import MemoryUsage
@@ -78,7 +79,7 @@ class ModuleProfile:
 
         def run(sharing: Sharing) -> Record:
             tensor, mode, depth = sharing
-            sizes = (num_ranks // tensor, tensor, 1)
+            sizes = Sizes(num_ranks // tensor, tensor)
             shared = open_config.changed({"tensor_parallel_mode": mode, "tensor_parallel_depth": depth})
             shares = [(only.context, only.context_kind)] if only else self._shares(num_ranks // tensor, mode)
             here = {"only": only, "shares": shares, "least_share": least_share, "measure": measure and tensor == 1}

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
+from lightning_hybrid.axes import AXES, CONTEXT, DATA, PIPELINE, TENSOR
 from lightning_hybrid.config import HybridConfig, Settings, choices, usual_microbatches
 from lightning_hybrid.strategy.auto_layout.candidates import MOST_CHUNKS, RECOMPUTE
 from lightning_hybrid.strategy.auto_layout.search import SCHEDULES_TRIED, SearchSpace
 from lightning_hybrid.tensor_parallel.context_parallel.attention import KINDS
 
-SIZES = ("tensor_parallel_size", "pipeline_parallel_size")
+SIZES = (TENSOR.argument, PIPELINE.argument)
 #: All that say how many ranks do what: with one of them open, so is the number of replicas.
-ALL_SIZES = (*SIZES, "context_parallel_size")
-_CONTEXT = ("context_parallel_size", "context_parallel")
+ALL_SIZES = (*SIZES, CONTEXT.argument)
+_CONTEXT = (CONTEXT.argument, "context_parallel")
 _ARRANGEMENT = ("tensor_parallel_mode", "tensor_parallel_depth")
 #: Arguments that may be left open.
 _OPEN = (
@@ -70,7 +71,7 @@ def _closed(config: HybridConfig) -> set[str]:
     closed: set[str] = set()
     if not _is_usual(config, *_IN_A_LINE, *_ARRANGEMENT):
         closed.update(_CONTEXT)
-    if not _is_usual(config, *_IN_A_LINE, *_ARRANGEMENT, "context_parallel_size"):  # a mode that is given has its depth
+    if not _is_usual(config, *_IN_A_LINE, *_ARRANGEMENT, CONTEXT.argument):  # a mode that is given has its depth
         closed.update(_ARRANGEMENT)
     return closed
 
@@ -114,18 +115,18 @@ def _check_open(config: HybridConfig, searched: Sequence[str]) -> None:
         )
 
 
-def search_space(config: Settings, sizes: tuple[Any, Any, Any]) -> SearchSpace:
+def search_space(config: Settings, sizes: Mapping[str, Any]) -> SearchSpace:
     """What is tried.
 
     Args:
         config: The arguments, with what stands for the open ones.
-        sizes: (data, tensor, pipeline) parallel size as they were given.
+        sizes: The sizes that the user set, by the labels of the axes.
     """
     searched = config.searched
-    data, tensor, pipeline = sizes
+    data = sizes[DATA.label]
     tried = {
-        name: None if name in searched and not isinstance(size, (list, tuple)) else choices(size)
-        for name, size in zip(SIZES, (tensor, pipeline), strict=True)
+        axis: None if axis.argument in searched and not isinstance(size, (list, tuple)) else choices(size)
+        for axis, size in ((axis, sizes[axis.label]) for axis in AXES if axis is not DATA)
     }
     given_mode = config.tensor_parallel_mode, config.tensor_parallel_depth
     given, has_extra = (config.schedule, config.num_chunks), any(config.extra_of_links(2))
@@ -137,10 +138,10 @@ def search_space(config: Settings, sizes: tuple[Any, Any, Any]) -> SearchSpace:
     ]
     return SearchSpace(
         data=None if data == "auto" else (data,),
-        tensor=tried["tensor_parallel_size"],
+        tensor=tried[TENSOR],
         tensor_mode=None if "tensor_parallel_mode" in searched else given_mode,
-        pipeline=tried["pipeline_parallel_size"],
-        context=None if "context_parallel_size" in searched else (config.context_parallel_size,),
+        pipeline=tried[PIPELINE],
+        context=tried[CONTEXT],
         context_kinds=KINDS if "context_parallel" in searched else (config.context_parallel,),
         num_microbatches=None if "num_microbatches" in searched else _numbers(config),
         schedules=schedules or [given],

@@ -52,7 +52,7 @@ class SignalAgreement:
 
     def __init__(self, mesh: Mesh, store: Store, key: Callable[[str], str], wake: Callable[[], None]) -> None:
         self._group = GroupRef(mesh.decision_group)
-        self._messages = mesh.posted_broadcast("signals", 0) if mesh.data_parallel_size == 1 else None
+        self._messages = mesh.posted_broadcast("signals", 0) if mesh.num_replicas == 1 else None
         self._store, self._key, self._wake = store, key, wake
         self._is_first = dist.get_rank() == 0
         self._noted = 0  # by this rank's handlers; of rank 0 by those of all ranks

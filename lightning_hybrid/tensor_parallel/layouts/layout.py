@@ -28,12 +28,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from lightning_hybrid.config import AXES
+from lightning_hybrid.axes import AXIS_OF_KEY, DATA, LAYERS, PIPELINE
+from lightning_hybrid.axes import TENSOR as TENSOR_AXIS
 from lightning_hybrid.distributed.dtensor import copy_attributes
 
-TENSOR, _STAGES = AXES["tp"], AXES["pp"]
+TENSOR = TENSOR_AXIS.name
 #: The axes of ranks that hold one stage, from the outermost on, in the usual order.
-STAGE_AXES = (AXES["dp"], TENSOR)
+STAGE_AXES = (DATA.name, TENSOR)
 _LETTER = re.compile(r"S\((-?\d+)\)|B|P")
 _HELP = "Write 'S(dimension)', 'B' or 'P' for each axis, such as 'S(0),S(1)' or 'data_parallel=S(0),tensor_parallel=B'."
 
@@ -58,7 +59,8 @@ def stage_axes(rank_order: str) -> tuple[str, ...]:
     Args:
         rank_order: All axes by their short names, joined by ``-``.
     """
-    return tuple(axis for axis in map(AXES.__getitem__, rank_order.split("-")) if axis != _STAGES)
+    order = [AXIS_OF_KEY[key] for key in rank_order.split("-")]
+    return tuple(axis.name for axis in order if axis.role is not LAYERS)
 
 
 def is_layout(style: object) -> TypeGuard[str | Mapping[str, str]]:
@@ -175,7 +177,7 @@ def distribute(
         mesh: All axes of ranks.
         makes_parameters: Whether a parameter that takes its place is made of a parameter. Else it is a value.
     """
-    axes = [axis for axis in mesh.mesh_dim_names or () if axis != _STAGES]
+    axes = [axis for axis in mesh.mesh_dim_names or () if axis != PIPELINE.name]
     if isinstance(tensor, nn.Parameter) and makes_parameters:
         return _parameter(tensor, layout, axes, mesh)
     placements = parse_layout(layout, axes, tensor.shape)

@@ -62,7 +62,7 @@ class StepDesync:
     ) -> None:
         self._module, self._desync, self._guard = module, desync, guard
         self._has_peers = mesh.model_group.size() > 1
-        self.has_replicas = mesh.data_parallel_size > 1
+        self.has_replicas = mesh.num_replicas > 1
         self._last_key = ""
 
     def note_batch(self, step: str, version: Hashable, parts: Sequence[Hashable], counts: Sequence[int] = ()) -> None:
@@ -180,7 +180,7 @@ class DesyncDetector:
             if parameter.is_meta:
                 continue
             # Ranks that share a layer compute alike, but not always to the last bit.
-            coordinates: tuple[str | int, ...] = ("tensor", mesh.tensor_rank) if mesh.tensor_parallel_size > 1 else ()
+            coordinates: tuple[str | int, ...] = ("tensor", mesh.tensor_rank) if mesh.sizes.tensor > 1 else ()
             kind = "shard of parameter" if is_tensor_parallel(parameter) else "parameter"
             coordinates = (*coordinates, "replica", mesh.data_rank) if is_shard(parameter) else coordinates
             found[f"{kind} {name}", coordinates] = _bits(to_local(parameter))

@@ -64,9 +64,9 @@ class LossWeights:
             found = [move(weight, device) for weight in found]
         each = move(torch.stack(found), device).view(len(weighs), len(microbatches))
         totals = each.sum(1)
-        if mesh.data_parallel_size > 1:
+        if mesh.num_replicas > 1:
             dist.all_reduce(totals, group=mesh.data_group)
-        return [cls(of_way, total, mesh.data_parallel_size) for of_way, total in zip(each, totals, strict=True)]
+        return [cls(of_way, total, mesh.num_replicas) for of_way, total in zip(each, totals, strict=True)]
 
     @property
     def sum(self) -> Tensor:

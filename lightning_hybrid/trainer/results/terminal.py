@@ -50,7 +50,7 @@ def lines_beside_bars(mesh: Mesh) -> Iterator[None]:
     def show_beside_bars(message: Any, category: type[Warning], *args: Any, **kwargs: Any) -> None:
         if issubclass(category, (DeprecationWarning, FutureWarning)) and not mesh.is_first:
             return
-        if mesh.data_parallel_size == 1 and str(message).startswith(_SYNC_ADVICE):
+        if mesh.num_replicas == 1 and str(message).startswith(_SYNC_ADVICE):
             return
         with tqdm.external_write_mode(file=sys.stderr):
             show(message, category, *args, **kwargs)

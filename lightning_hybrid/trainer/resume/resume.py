@@ -16,6 +16,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelChec
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
+from lightning_hybrid.axes import POSITIONS, ROLES, Sizes, sizes_in
 from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.distributed.messages.tree_broadcast import broadcast_object
 from lightning_hybrid.distributed.process_group import GroupRef
@@ -250,13 +251,14 @@ class ResumeCallback(RunCallback):
         """
         ranks: Mapping[Coordinate, dict[str, Any]] = record["ranks"]
         layout, mesh, own = record["layout"], self._mesh, self._coordinate
-        sizes = ("data_parallel_size", "tensor_parallel_size", "pipeline_parallel_size")
-        if all(layout[size] == getattr(mesh, size) for size in sizes):
+        saved = Sizes(**sizes_in(layout))
+        # Ranks that hold positions of the same sequences share a record.
+        if all(saved.with_role(role) == mesh.sizes.with_role(role) for role in ROLES if role is not POSITIONS):
             return mesh.data_rank, ranks[own], ranks[own]
         # Ranks of one model group take one record: what hooks draw on each of them is to be the same.
         data = mesh.data_rank if (mesh.data_rank, 0, 0) in ranks else 0
-        last = mesh.data_rank, 0, layout["pipeline_parallel_size"] - 1
-        is_same = layout["data_parallel_size"] == mesh.data_parallel_size
+        last = mesh.data_rank, 0, saved.pipeline - 1
+        is_same = saved.num_replicas == mesh.num_replicas
         return data, ranks[data, 0, 0], ranks[last] if is_same else None
 
     def open(self, trainer: Trainer) -> None:

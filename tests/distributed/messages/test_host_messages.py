@@ -20,6 +20,7 @@ import torch.distributed._functional_collectives as funcol
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
+from lightning_hybrid.axes import Sizes
 from lightning_hybrid.distributed.failure import is_transport
 from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.distributed.messages import host_messages
@@ -190,7 +191,7 @@ def test_a_wait_ends_when_the_other_rank_leaves(ranks: Pools, how: str, text: st
 def destroyed() -> float:
     """Rank 0 destroys its groups, as after a failure; rank 1 waits for it."""
     dist.init_process_group("gloo")
-    messages = Mesh(1, 1, 2, timeout=timedelta(seconds=50)).host_messages
+    messages = Mesh(Sizes(1, 1, 2), timeout=timedelta(seconds=50)).host_messages
     dist.barrier()
     begin = time.monotonic()
     if dist.get_rank() == 0:
@@ -266,7 +267,7 @@ def at_other_timeouts() -> list[list[int]]:
     """Two runs of one process, which differ in what is nearly the default."""
     found = []
     for timeout in (None, default_pg_timeout, None):
-        mesh = Mesh(1, 1, 2, timeout=timeout)
+        mesh = Mesh(Sizes(1, 1, 2), timeout=timeout)
         trees = mesh.tree_broadcast("results", 0, torch.device("cpu"))
         for number in range(3):
             found.append(trees(number) if dist.get_rank() == 0 else trees.receive())
@@ -369,7 +370,7 @@ def test_a_stranger_is_not_taken_for_a_rank() -> None:
 
 
 def of_mesh(hosts: list[str]) -> list[int]:
-    return peers_of(Mesh(1, 1, len(hosts), hosts=hosts).host_messages)
+    return peers_of(Mesh(Sizes(1, 1, len(hosts)), hosts=hosts).host_messages)
 
 
 def test_only_ranks_of_one_machine_are_connected(ranks: Pools) -> None:

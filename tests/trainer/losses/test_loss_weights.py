@@ -305,7 +305,7 @@ class _Moves(TorchDispatchMode):
 
 @pytest.mark.parametrize("weigh", [float, torch.tensor, lambda value: torch.tensor([value])])
 def test_weights_on_the_host_move_to_the_device_in_one_go(weigh: Any) -> None:
-    mesh: Any = SimpleNamespace(data_parallel_size=1)
+    mesh: Any = SimpleNamespace(num_replicas=1)
     with _Moves() as moves:
         weights = LossWeights.of(weigh, [1, 2, 3, 4], mesh, torch.device("meta"))
     assert weights.each.shape == (4,)
@@ -314,7 +314,7 @@ def test_weights_on_the_host_move_to_the_device_in_one_go(weigh: Any) -> None:
 
 
 def test_weights_may_be_on_the_host_and_on_the_device() -> None:
-    mesh: Any = SimpleNamespace(data_parallel_size=1)
+    mesh: Any = SimpleNamespace(num_replicas=1)
     found = [torch.tensor(3, device="meta"), 0]
     assert LossWeights.of(lambda each: found[each], [0, 1], mesh, torch.device("meta")).each.shape == (2,)
 

@@ -118,7 +118,7 @@ class Noisy(Regression):
     def train_dataloader(self) -> Any:
         torch.rand(3)  # what a run draws at its start is not drawn again in the middle
         data = self.hparams["data"]
-        replicas = self.trainer.strategy.mesh.data_parallel_size
+        replicas = self.trainer.strategy.mesh.num_replicas
         if data in ("stateful", "sized"):
             return (Sized if data == "sized" else Stateful)(self.trainer.strategy.mesh.data_rank)
         if data == "joined":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
@@ -19,7 +18,8 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lightning_hybrid.config import AXES, Settings
+from lightning_hybrid.axes import TENSOR, Sizes
+from lightning_hybrid.config import Settings
 from lightning_hybrid.data_parallel.zero.param import find_owners, set_parameter
 from lightning_hybrid.distributed.dtensor import copy_attributes, to_local
 from lightning_hybrid.distributed.failure import WrongUseError
@@ -100,7 +100,7 @@ class DryRun:
 def dry_run(
     make: Callable[[], tuple[LightningModule, LightningDataModule | None]],
     config: Settings,
-    sizes: tuple[int, int, int],
+    sizes: Sizes,
     *,
     precision: Precision,
     **trainer: Any,
@@ -115,7 +115,7 @@ def dry_run(
         make: Makes the user's module and its data (``None`` if the module has loaders itself). It is called a second
             time if the module cannot do without values.
         config: The arguments of `HybridStrategy`.
-        sizes: (data, tensor, pipeline) parallel size.
+        sizes: The number of ranks along each axis.
         precision: The precision plugin.
         trainer: Other arguments of the Trainer that decide about steps, such as ``accumulate_grad_batches``.
 
@@ -204,16 +204,16 @@ class DryRunStrategy(SingleDeviceStrategy):
 
     Args:
         config: The arguments of `HybridStrategy`.
-        sizes: (data, tensor, pipeline) parallel size.
+        sizes: The number of ranks along each axis.
         making: What was entered for as long as the module is made.
 
     Attributes:
-        sizes: (data, tensor, pipeline) parallel size.
+        sizes: The number of ranks along each axis.
         layout: The layout as text.
         memory: The estimates, by pipeline rank.
     """
 
-    def __init__(self, config: Settings, sizes: tuple[int, int, int], *, making: ExitStack) -> None:
+    def __init__(self, config: Settings, sizes: Sizes, *, making: ExitStack) -> None:
         super().__init__(device="cpu")
         self._config, self.sizes, self._making = config, sizes, making
         self._mode = Fake(allow_non_fake_inputs=True) if Fake is not None else None
@@ -227,7 +227,7 @@ class DryRunStrategy(SingleDeviceStrategy):
     @property
     def num_ranks(self) -> int:
         """The ranks of the run."""
-        return math.prod(layout.sizes_by_axis(self._config, self.sizes).values())
+        return self.sizes.num_ranks
 
     @property
     def _module(self) -> LightningModule:
@@ -243,8 +243,9 @@ class DryRunStrategy(SingleDeviceStrategy):
     def setup_environment(self) -> None:
         """Give the module the mesh that it has in a run."""
         super().setup_environment()
-        sizes = layout.sizes_by_axis(self._config, self.sizes)
-        self._mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(AXES[axis] for axis in sizes))
+        axes = self.sizes.axes
+        shape, names = tuple(map(self.sizes.along, axes)), tuple(axis.name for axis in axes)
+        self._mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
         set_device_mesh(self._module, self._mesh)
 
     def setup(self, trainer: Trainer) -> None:
@@ -254,10 +255,10 @@ class DryRunStrategy(SingleDeviceStrategy):
         self.model = self.precision_plugin.convert_module(module)  # now: fake tensors cannot be converted
         self._has_values = not any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
         self._body, self._stage_map = None, StageMap.uncut()
-        if self.sizes[2] > 1:
-            self._body, self._stage_map = layout.find_stages(module, self._config, self.sizes[2])
+        if self.sizes.pipeline > 1:
+            self._body, self._stage_map = layout.find_stages(module, self._config, self.sizes.pipeline)
         # Before fake tensors come: blocks are tried with numbers, and a mesh reads the values of tensors.
-        plan = self._find_plan() if self.sizes[1] > 1 else None
+        plan = self._find_plan() if self.sizes.tensor > 1 else None
         tensor_ranks = None if plan is None else self._tensor_ranks()
         with nullcontext() if self._has_values else self._without_memory():
             if not self._has_values:
@@ -271,13 +272,13 @@ class DryRunStrategy(SingleDeviceStrategy):
 
     def _find_plan(self) -> Plan:
         """Return how layers are shared by the tensor-parallel ranks."""
-        return layout.find_plan(self._module, self._config, self.sizes[1], self._body)
+        return layout.find_plan(self._module, self._config, self.sizes.tensor, self._body)
 
     def _tensor_ranks(self) -> tuple[DeviceMesh, TensorGroup]:
         """The ranks that share layers, as a mesh and as a group; which numbers they have does not matter here."""
-        config, size = self._config, self.sizes[1]
+        config, size = self._config, self.sizes.tensor
         grid = grid_shape(config.tensor_parallel_mode, size, config.tensor_parallel_depth)
-        line = self._mesh[AXES["tp"]]
+        line = self._mesh[TENSOR.name]
         if grid is None:
             return line, TensorGroup(line.get_group())
         along = {axes: dist.new_group(grid.ranks_along(axes)) for axes in grid.groups()}
@@ -302,7 +303,7 @@ class DryRunStrategy(SingleDeviceStrategy):
             StopAfterFirstStepError: Always.
         """
         module, config = self._module, self._config
-        (data, _, pipeline), number = self.sizes, config.num_microbatches
+        data, pipeline, number = self.sizes.num_replicas, self.sizes.pipeline, config.num_microbatches
         if config.auto_microbatches:
             number = limit_microbatches(number, find_batch_size(batch), batch_norms(module))
         microbatches, _ = split_into(batch, number, getattr(module, "split_batch", None))
@@ -346,7 +347,7 @@ class DryRunStrategy(SingleDeviceStrategy):
         table = layout.stages_text(
             module,
             self._config,
-            layout.sizes_by_axis(self._config, self.sizes),
+            self.sizes,
             self._body,
             self._stage_map,
             is_followed=not reason,

@@ -84,8 +84,8 @@ class Recorder(DryRunStrategy):
     def setup(self, trainer: Any) -> None:
         """Find all cuts before layers are shared: they are those of the whole module."""
         self._making.close()
-        module, config, (data, tensor, _) = self._module, self._config, self.sizes
-        self._plan = layouts.find_plan(module, config, tensor, None) if tensor > 1 else None
+        module, config, sizes = self._module, self._config, self.sizes
+        self._plan = layouts.find_plan(module, config, sizes.tensor, None) if sizes.tensor > 1 else None
         self.record = Record(0.0 if self._plan is None else divided_share(self._plan, module))
         if self._plan is not None and not self.record.divided_share:  # nobody asks what its ranks do
             raise StopAfterFirstStepError
@@ -93,7 +93,7 @@ class Recorder(DryRunStrategy):
         self._bodies: dict[int, Body] = {}
         self._cuts: dict[tuple[int, int], _Cut | str] = {}
         numbers = [
-            (size, chunks) for size in divisors(data) for chunks in range(1, (MOST_CHUNKS if size > 1 else 1) + 1)
+            (size, chunks) for size in divisors(sizes.data) for chunks in range(1, (MOST_CHUNKS if size > 1 else 1) + 1)
         ]
         for pipeline, chunks in numbers if self._only is None else [(self._only.pipeline, self._only.num_chunks)]:
             self._cuts[pipeline, chunks] = self._find_cut(replace(config, num_chunks=chunks), pipeline)
@@ -239,7 +239,7 @@ class Recorder(DryRunStrategy):
             body = cut.body if cut.stage_map.body is not None else None
             layers = (layouts.find_own_layers(module, body, cut.stage_map, rank) for rank in range(pipeline))
             held = [estimator.held(cut.stage_map, each, rank) for rank, each in enumerate(layers)]
-            replicas = divisors(self.sizes[0] // pipeline) if only is None else [only.data]
+            replicas = divisors(self.sizes.data // pipeline) if only is None else [only.data]
             for data, (zero, master), number in product(replicas, options, (1, 2)):
                 by = HeldBy(pipeline, chunks, data, zero, number, master)
                 of_layout = config.changed({"num_microbatches": number, "zero_stage": zero, "master_weights": master})

@@ -1,0 +1,167 @@
+"""The parallel axes: what the ranks along each of them split, and how many ranks each has.
+
+A new axis is a row of :data:`AXES`, a field of :class:`Sizes` and an argument of `HybridStrategy`. The mesh, the sizes,
+the data loaders, gradient synchronization, checkpoints, resume, texts and the checks of all ranks read its role.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Role:
+    """What the ranks along an axis split.
+
+    Attributes:
+        splits: The thing of which each of these ranks has its own part.
+        in_replica: True if these ranks train on the same samples. The ranks along all other axes are replicas.
+        averages_gradients: True if these ranks compute gradients of the same parameters from different data.
+    """
+
+    splits: str
+    in_replica: bool
+    averages_gradients: bool
+
+
+LAYERS = Role("the layers of the model", in_replica=True, averages_gradients=False)
+SAMPLES = Role("the samples of a batch", in_replica=False, averages_gradients=True)
+POSITIONS = Role("the positions of a sequence", in_replica=True, averages_gradients=True)
+WEIGHTS = Role("the weights of a layer", in_replica=True, averages_gradients=False)
+#: The roles in the order in which a mesh numbers the ranks of a model group.
+ROLES = (LAYERS, SAMPLES, POSITIONS, WEIGHTS)
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A parallel axis.
+
+    Attributes:
+        key: Its short name, as in `rank_order` and in names of strategies.
+        label: Its name in texts, and the field of :class:`Sizes` that has its size.
+        role: What its ranks split.
+        outside_of: For an axis that exists only if its size is above 1: the key of the axis that it encloses if
+            `rank_order` does not name it. ``None`` for an axis that every mesh has.
+    """
+
+    key: str
+    label: str
+    role: Role
+    outside_of: str | None = None
+
+    @property
+    def name(self) -> str:
+        """The name in torch's device mesh."""
+        return f"{self.label}_parallel"
+
+    @property
+    def argument(self) -> str:
+        """The argument of `HybridStrategy` that sets the size."""
+        return f"{self.label}_parallel_size"
+
+    @property
+    def is_optional(self) -> bool:
+        """True if the axis exists only if its size is above 1."""
+        return self.outside_of is not None
+
+
+DATA = Axis("dp", "data", SAMPLES)
+TENSOR = Axis("tp", "tensor", WEIGHTS)
+PIPELINE = Axis("pp", "pipeline", LAYERS)
+CONTEXT = Axis("cp", "context", POSITIONS, outside_of="tp")
+#: In the order of texts.
+AXES = (DATA, TENSOR, PIPELINE, CONTEXT)
+AXIS_OF_KEY = {axis.key: axis for axis in AXES}
+#: The axes that every mesh has.
+ALWAYS = tuple(axis for axis in AXES if not axis.is_optional)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The number of ranks along each axis.
+
+    Example:
+        >>> sizes = Sizes(data=2, pipeline=4)
+        >>> print(sizes, "=", sizes.num_ranks, "ranks")
+        data 2 x tensor 1 x pipeline 4 = 8 ranks
+    """
+
+    data: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+    context: int = 1
+
+    def __str__(self) -> str:
+        """Return the labels and sizes of all axes that exist."""
+        return " x ".join(f"{axis.label} {self.along(axis)}" for axis in self.axes)
+
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        """The axes that exist."""
+        return tuple(axis for axis in AXES if not axis.is_optional or self.along(axis) > 1)
+
+    @property
+    def by_key(self) -> dict[str, int]:
+        """The sizes of the axes that exist, by their short names."""
+        return {axis.key: self.along(axis) for axis in self.axes}
+
+    @property
+    def by_argument(self) -> dict[str, int]:
+        """The sizes of all axes, by the arguments of `HybridStrategy` that set them."""
+        return {axis.argument: self.along(axis) for axis in AXES}
+
+    @property
+    def num_ranks(self) -> int:
+        """The number of ranks of the mesh."""
+        return math.prod(self.by_key.values())
+
+    @property
+    def num_replicas(self) -> int:
+        """The number of replicas: groups of ranks that train on the same samples."""
+        return math.prod(self.along(axis) for axis in AXES if not axis.role.in_replica)
+
+    def __getitem__(self, key: str) -> int:
+        """Return the size of the axis with a short name."""
+        return self.along(AXIS_OF_KEY[key])
+
+    def along(self, axis: Axis) -> int:
+        """Return the size of an axis."""
+        return int(getattr(self, axis.label))
+
+    def stride(self, axis: Axis, rank_order: str) -> int:
+        """Return the distance between the numbers of neighbouring ranks of an axis, for an order of the axes."""
+        inside = rank_order.partition(axis.key)[2].split("-")
+        return math.prod(self[key] for key in inside if key)
+
+    def with_role(self, role: Role) -> int:
+        """Return the product of the sizes of all axes with a role."""
+        return math.prod(self.along(axis) for axis in AXES if axis.role is role)
+
+
+assert [axis.label for axis in AXES] == [field.name for field in fields(Sizes)]
+
+
+def sizes_in(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of the arguments of `HybridStrategy` that set sizes, by the labels of the axes."""
+    return {axis.label: arguments.get(axis.argument, 1) for axis in AXES}
+
+
+def complete_order(rank_order: str, optional: Collection[str]) -> str:
+    """Return the order of the axes that exist.
+
+    Args:
+        rank_order: The order that the user sets, which may omit optional axes.
+        optional: The keys of the optional axes that exist.
+
+    Example:
+        >>> complete_order("pp-dp-tp", ["cp"]), complete_order("cp-pp-dp-tp", [])
+        ('pp-dp-cp-tp', 'pp-dp-tp')
+    """
+    order = [key for key in rank_order.split("-") if not AXIS_OF_KEY[key].is_optional or key in optional]
+    for axis in AXES:
+        if axis.outside_of is not None and axis.key in optional and axis.key not in order:
+            order.insert(order.index(axis.outside_of), axis.key)
+    return "-".join(order)
