@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS, Optimizer
 
-from lightning_hybrid.axes import Sizes
+from lightning_hybrid.axes import AXES, Sizes
 from lightning_hybrid.config import HybridConfig, Settings, choices
 from lightning_hybrid.distributed.agreement import RankInfo, agree, check_equal
 from lightning_hybrid.distributed.dtensor import is_sharded
@@ -61,7 +61,7 @@ def check_arguments(config: HybridConfig) -> None:
     sizes: dict[str, Any] = {name: getattr(config, name) for name in _SIZES}
     for name, size in sizes.items():
         _check_allowed(name, size)
-    for name in ("context_parallel_size", "tensor_parallel_depth"):
+    for name in (*(axis.argument for axis in AXES if axis.is_optional), "tensor_parallel_depth"):
         _check_number(name, getattr(config, name), "")
     for name, other in _OTHERWISE.items():
         if getattr(config, name) != other:
