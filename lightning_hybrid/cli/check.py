@@ -10,7 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from lightning_hybrid.axes import CONTEXT, Sizes, sizes_in
+from lightning_hybrid.axes import AXES, Sizes, sizes_in
 from lightning_hybrid.cli.check_training import MakeData, MakeModule, MicrobatchWeights, Training, TrainingRecord
 from lightning_hybrid.cli.comparison import Comparison, compare, comparison_table, interleaved
 from lightning_hybrid.cli.local_ranks import RankError, run_ranks
@@ -212,7 +212,7 @@ class _Check:
 
     @property
     def replicas(self) -> int:
-        return int(self.layout["data_parallel_size"])
+        return _sizes(self.layout).num_replicas
 
     @property
     def num_microbatches(self) -> int:
@@ -278,7 +278,7 @@ class _Check:
     def compare(self, changes: Mapping[str, Any], *, fixed_statistics: bool = False) -> tuple[Comparison, ...]:
         """Train under the layout with some changes, and compare with one process."""
         layout = {**self.layout, **changes}
-        replicas = layout["data_parallel_size"]
+        replicas = _sizes(layout).num_replicas
         reference = self.reference(replicas, fixed_statistics=fixed_statistics)
         ranks = self.train(layout, fixed_statistics=fixed_statistics)
         self._ranks = self._ranks or ranks
@@ -289,7 +289,7 @@ class _Check:
         given = dict(layout)
         if self.chooses_microbatches and layout["num_microbatches"] == self.num_microbatches:
             given["num_microbatches"] = "auto"
-        if layout["data_parallel_size"] * self.training.accumulated > 1:
+        if _sizes(layout).num_replicas * self.training.accumulated > 1:
             faults = layout.get("faults", Faults())  # one process takes the plain mean over these batches, as DDP does
             given["faults"] = replace(faults, compare_microbatches=False)
         function = partial(self.training.under_layout, given, fixed_statistics=fixed_statistics)
@@ -441,7 +441,7 @@ class _Check:
         changes: dict[str, dict[str, Any]] = {
             "recompute": {"recompute": False},
             "tensor_parallel_size": _WITHOUT_TENSOR_PARALLEL,
-            CONTEXT.argument: {CONTEXT.argument: 1},
+            **{axis.argument: {axis.argument: 1} for axis in AXES if axis.is_optional},
             "zero_stage": {"zero_stage": 0},
             "pipeline_parallel_size": _WITHOUT_STAGES,
             "data_parallel_size": {"data_parallel_size": 1},

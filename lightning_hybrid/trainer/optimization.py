@@ -70,12 +70,12 @@ class GlobalBatch(RunCallback):
 
     Args:
         size: Samples of an optimizer step, of all replicas.
-        data_parallel_size: The number of replicas.
+        num_replicas: The number of replicas.
         trainer: The Trainer.
     """
 
-    def __init__(self, size: int, data_parallel_size: int, trainer: Trainer) -> None:
-        self._size, self._data_parallel_size, self._trainer = size, data_parallel_size, trainer
+    def __init__(self, size: int, num_replicas: int, trainer: Trainer) -> None:
+        self._size, self._num_replicas, self._trainer = size, num_replicas, trainer
         self._former = trainer.accumulate_grad_batches
         self._batch_size: Any = None
 
@@ -99,7 +99,7 @@ class GlobalBatch(RunCallback):
                 " Pass the Trainer a single `DataLoader(..., batch_size=...)`, or set"
                 " `Trainer(accumulate_grad_batches=...)` instead. [LH138]"
             )
-        return accumulated_batches(self._size, self._batch_size, self._data_parallel_size)
+        return accumulated_batches(self._size, self._batch_size, self._num_replicas)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Loaders may have been made anew, with other batches."""
