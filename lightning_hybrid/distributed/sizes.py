@@ -18,18 +18,19 @@ def resolve_sizes(world_size: int, requested: Mapping[str, Any]) -> Sizes:
 
     Args:
         world_size: The number of processes.
-        requested: By the label of each axis its size, or a list of allowed sizes. The size of the data axis may be
-            ``"auto"``: as many ranks as the other axes leave.
+        requested: By the label of each axis its size, or a list of allowed sizes; 1 for axes that are missing. The
+            size of the data axis may be ``"auto"``: as many ranks as the other axes leave.
 
     Raises:
         ValueError: If no allowed sizes multiply to `world_size`.
 
     Example:
-        >>> print(resolve_sizes(8, {"data": "auto", "tensor": 2, "pipeline": 2, "context": 1}))
+        >>> print(resolve_sizes(8, {"data": "auto", "tensor": 2, "pipeline": 2}))
         data 2 x tensor 2 x pipeline 2
-        >>> print(resolve_sizes(6, {"data": "auto", "tensor": 1, "pipeline": [4, 2], "context": 1}))
+        >>> print(resolve_sizes(6, {"data": "auto", "pipeline": [4, 2]}))
         data 3 x tensor 1 x pipeline 2
     """
+    requested = {axis.label: requested.get(axis.label, 1) for axis in AXES}
     data, others = requested[DATA.label], [axis for axis in AXES if axis is not DATA]
     allowed = {axis: choices(requested[axis.label]) for axis in others}
     for numbers in itertools.product(*(allowed[axis] for axis in reversed(others))):
