@@ -78,9 +78,10 @@ def check_arguments(config: HybridConfig) -> None:
         tensor_parallel_mode=mode,
     )
     chunks = int(config.num_chunks)
-    if chunks > 1 and config.schedule == "1f1b":
+    if chunks > 1 and not SCHEDULES[config.schedule].takes_chunks:
         raise ValueError(
-            f"schedule='1f1b' supports only one chunk per rank, got num_chunks={chunks}. Remove one of them. [LH114]"
+            f"schedule={config.schedule!r} supports only one chunk per rank, got num_chunks={chunks}. Remove one of"
+            " them. [LH114]"
         )
     for name in ("body", "initial_weights"):
         if getattr(config, name) in ("", []):

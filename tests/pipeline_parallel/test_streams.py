@@ -23,7 +23,7 @@ from tests.pipeline_parallel.streams import hangs_if_launches_block, places_that
 
 
 def layouts(name: str, ranks: range, microbatches: range) -> Iterator[tuple[str, int, int, int]]:
-    chunks = [1] if name == "1f1b" else [1, 2, 3]
+    chunks = [1, 2, 3] if name not in SCHEDULES or SCHEDULES[name].takes_chunks else [1]
     return ((name, *sizes) for sizes in itertools.product(ranks, microbatches, chunks))
 
 

@@ -55,6 +55,11 @@ def compute_order(
             f"extra_in_flight={list(links)} must have one number, at least 0, for each link between ranks, but"
             f" {num_ranks} ranks have {num_ranks - 1} links [LH115]"
         )
+    if num_chunks > 1 and not SCHEDULES[name].takes_chunks:
+        raise ValueError(
+            f"schedule={name!r} runs one chunk per rank, but num_chunks is {num_chunks}; "
+            "use schedule='interleaved_1f1b', or num_chunks=1 [LH114]"
+        )
     # What is on its way over the links behind a rank has been sent by it, and has not come back.
     extra = [sum(links[rank:]) for rank in range(num_ranks)]
     return SCHEDULES[name].order(placement_of(name, num_ranks, num_chunks), num_microbatches, extra)
@@ -109,15 +114,7 @@ def one_f_one_b(placement: Placement, num_microbatches: int, extra: Sequence[int
         rank 0   F0 F1 F2 F3 B0 F4 B1 F5 B2    B3 ...
         rank 1         F0 B0 F1 B1 F2 B2 F3 B3 ...
 
-    Raises:
-        ValueError: If ``num_chunks`` is not 1.
     """
-    if placement.num_chunks != 1:
-        raise ValueError(
-            f"schedule='1f1b' runs one chunk per rank, but num_chunks is {placement.num_chunks}; "
-            "use schedule='interleaved_1f1b', or num_chunks=1 [LH114]"
-        )
-
     num_ranks = placement.num_ranks
 
     def of_rank(rank: int) -> list[Action]:
@@ -185,16 +182,18 @@ class Generator(NamedTuple):
         order: Takes the placement, the number of microbatches, and for each rank how many extra forwards it runs before
             its first backward.
         place: Takes the numbers of ranks and of chunks.
+        takes_chunks: True if a rank can have several chunks.
     """
 
     order: Callable[[Placement, int, Sequence[int]], Order]
     place: Callable[[int, int], Placement] = Placement.in_turns
+    takes_chunks: bool = True
 
 
 #: The schedules by name.
 SCHEDULES = {
     "gpipe": Generator(gpipe),
-    "1f1b": Generator(one_f_one_b),
+    "1f1b": Generator(one_f_one_b, takes_chunks=False),
     "interleaved_1f1b": Generator(interleaved_1f1b),
 }
 
