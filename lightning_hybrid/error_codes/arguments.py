@@ -8,7 +8,7 @@ ERRORS = {
         "Pass a value of one of the types that the message lists. See [all arguments](strategy.md).",
     ),
     "LH102": Entry(
-        "The value of an argument is not one of its allowed values.",
+        "An argument has a value that is not allowed.",
         "Use one of the values that the message lists.",
     ),
     "LH103": Entry(
@@ -17,8 +17,8 @@ ERRORS = {
     ),
     "LH104": Entry(
         "A timeout is zero or negative, or `faults.heartbeat_timeout` is shorter than its minimum.",
-        "Set the timeout to a number of seconds, such as `600`, or to a duration, such as `timedelta(minutes=10)`."
-        ' In YAML, write `600` or `"0:10:00"`.',
+        "Set the timeout to a positive number of seconds, such as `600`, or to a duration, such as"
+        ' `timedelta(minutes=10)`. In YAML, write `600` or `"0:10:00"`.',
     ),
     "LH105": Entry(
         "The number of processes is not a multiple of the product of the tensor-, pipeline- and context-parallel"
@@ -28,17 +28,17 @@ ERRORS = {
     ),
     "LH106": Entry(
         "The product of all parallel sizes differs from the number of processes.",
-        'Set `data_parallel_size="auto"`, or start as many processes as the product in the message.',
+        'Set `data_parallel_size="auto"`, or start the number of processes that the message states.',
     ),
     "LH107": Entry(
-        "The sizes listed in `pipeline_parallel_size` and `tensor_parallel_size` have no combination whose product"
+        "No combination of the sizes listed in `pipeline_parallel_size` and `tensor_parallel_size` has a product that"
         " divides the number of processes.",
         "Add another size, such as 1, to one of the two lists, or start a different number of processes.",
     ),
     "LH108": Entry(
-        "The number of tensor-parallel ranks does not form a square (2D mode), several equal squares (2.5D mode)"
-        " or a cube (3D mode).",
-        "Set `tensor_parallel_size` to a number that the message allows. See [2D, 2.5D and 3D"
+        "The tensor-parallel ranks cannot be arranged as one square (2D mode), as equal squares (2.5D mode) or as a"
+        " cube (3D mode).",
+        "Set `tensor_parallel_size` to a number that the message suggests. See [2D, 2.5D and 3D"
         " modes](../concepts/advanced-tensor-parallel.md).",
     ),
     "LH109": Entry(
@@ -50,43 +50,44 @@ ERRORS = {
         'Remove `sequence_parallel`, or set `tensor_parallel_mode="1d"`.',
     ),
     "LH111": Entry(
-        "`global_batch_size` is not a multiple of the loader's batch size times the number of replicas.",
+        "`global_batch_size` is not a multiple of the product of the loader's batch size and the number of replicas.",
         "Set `global_batch_size` to a multiple of this product, which the message states. See [elastic"
         " training](../guides/elastic.md).",
     ),
     "LH112": Entry(
-        "The strategy has no argument with the name that you passed.",
+        "You passed an argument that `HybridStrategy` (or `Faults`, `Launch` or `Tuning`) does not have.",
         "Use the name that the message suggests. See [all arguments](strategy.md).",
     ),
     "LH113": Entry(
         "`launch.rank_order` does not contain the name of each axis exactly once.",
-        'Set `launch.rank_order` to `"pp-dp-tp"`, or write the same axes in another order.',
+        'Set `launch.rank_order` to `"pp-dp-tp"`, or to the same names in another order.',
     ),
     "LH114": Entry(
         "The 1F1B schedule supports only one chunk per rank, but `num_chunks` is larger than 1.",
         'Set `schedule="interleaved_1f1b"` or `num_chunks=1`.',
     ),
     "LH115": Entry(
-        "The list in `tuning.extra_in_flight` does not have exactly one number for each link between neighboring"
+        "The list in `tuning.extra_in_flight` does not contain exactly one number for each link between neighboring"
         " pipeline ranks.",
-        "Set one number that applies to all links, or a list of `pipeline_parallel_size - 1` numbers.",
+        "Set `tuning.extra_in_flight` to one number for all links, or to a list of `pipeline_parallel_size - 1`"
+        " numbers.",
     ),
     "LH116": Entry(
-        "`tuning.extra_in_flight` allows more microbatches in flight, but the GPipe schedule already has all"
-        " microbatches in flight.",
+        "`tuning.extra_in_flight` adds microbatches in flight, but with the GPipe schedule, all microbatches are"
+        " already in flight.",
         'Remove `tuning.extra_in_flight`, or set `schedule="1f1b"`.',
     ),
     "LH117": Entry(
         "`partition` or `pipeline_stage` does not assign every layer to a stage, or leaves a stage without layers.",
-        "List the number of layers of each stage, at least 1 each, so that the sum is the number of all layers. Or"
-        " list the stage of each layer, in ascending order from 0.",
+        "List the number of layers of each stage. Each number must be at least 1, and the sum must be the total number"
+        " of layers. Or list the stage of each layer, in ascending order from 0.",
     ),
     "LH118": Entry(
         "The pipeline has more stages than layers.",
         "Use a smaller `pipeline_parallel_size` or `num_chunks`.",
     ),
     "LH119": Entry(
-        "The `recompute` list does not have exactly one number, 0 or more, for each stage.",
+        "The list passed as `recompute` does not contain exactly one number (0 or more) for each stage.",
         "List one number for each stage, or set a single number that applies to all stages.",
     ),
     "LH120": Entry(
@@ -98,72 +99,75 @@ ERRORS = {
         "Append `.*` to the pattern to match the layers.",
     ),
     "LH122": Entry(
-        "`tuning.memory_limit` is set, but it applies only to the layout search, which runs only if an argument is"
-        ' set to `"auto"`.',
+        "`tuning.memory_limit` affects only the layout search, but the search does not run, because no argument is set"
+        ' to `"auto"`.',
         'Set `layout="auto"` or `recompute="auto"`, or remove `tuning.memory_limit`.',
     ),
     "LH123": Entry(
-        "An argument lists one value for each stage, but the number of stages is not known before the layout search.",
+        "An argument lists one value for each stage, but the number of stages is known only after the layout search.",
         "Set `pipeline_parallel_size` and `num_chunks` yourself, or remove the argument that contains the list.",
     ),
     "LH124": Entry(
-        "The layout search does not support this value of `recompute` or `num_chunks`.",
-        "Use a value that the message lists, or set the layout yourself instead of searching for one.",
+        "The layout search does not support the value that you set for `recompute` or `num_chunks`.",
+        "Use a value that the message lists, or set all parallel sizes yourself instead of using the layout search.",
     ),
     "LH125": Entry(
         "A quantity, such as `tuning.memory_limit`, is not written as a number followed by a unit.",
         'Write a number and a unit, such as `"80GiB"`.',
     ),
     "LH126": Entry(
-        "A part of the strategy name appears twice, or is not a short name that is directly followed by a number. In"
-        ' `"hybrid_pp_2"`, for example, `pp` and `2` are separate parts.',
-        'Write each part once, with its number directly after its short name, such as `"hybrid_pp2"`.',
+        "A part of the strategy name appears twice, or is not an abbreviation (such as `pp`) directly followed by a"
+        ' number. In `"hybrid_pp_2"`, for example, `pp` and `2` are separate parts.',
+        'Use each part only once, with the number directly after the abbreviation, as in `"hybrid_pp2"`.',
     ),
     "LH127": Entry(
-        'No value could be chosen for an argument that is set to `"auto"`, for example because the training step'
-        " does not run without tensor values or because the search took too long.",
+        'The layout search could not choose a value for an argument that is set to `"auto"`, for example because the'
+        " training step uses the values of tensors, which the search does not compute, or because the search took too"
+        " long.",
         "Set the parallel sizes yourself. See [choose a layout](../start/choose-a-layout.md).",
     ),
     "LH128": Entry(
-        "The search rejected every layout, for example because none fits `tuning.memory_limit` or because the"
+        "The layout search rejected every layout, for example because none fits `tuning.memory_limit` or because the"
         " module cannot be split.",
         "Start more processes, increase `tuning.memory_limit`, or use a smaller batch.",
     ),
     "LH129": Entry(
-        "No combination of the parallel sizes that the arguments allow fits the number of processes.",
+        "The arguments allow no combination of parallel sizes that fits the number of processes.",
         "Allow other parallel sizes, or start a different number of processes.",
     ),
     "LH130": Entry(
-        "The training step reads the values of parameters, but planning runs the step with parameters that have no"
-        " values.",
-        "Create the parameters that the step reads in the module's `__init__`.",
+        "The training step reads the values of parameters, but the layout search and commands such as `plan` run the"
+        " step with parameters that have no values.",
+        "In the module's `__init__`, create the parameters that the step reads.",
     ),
     "LH131": Entry(
-        "The training loader is empty or limited to 0 batches, but planning needs one batch.",
+        "The training loader is empty or limited to 0 batches, but the layout search and commands such as `plan` need"
+        " one batch.",
         "Run the command on a machine that has the training data, or remove the limit, such as"
         " `limit_train_batches=0`.",
     ),
     "LH132": Entry(
-        "The module reads the values of its parameters, but with these values it is too large for planning.",
-        "Do not read parameter values in `__init__`, `configure_model` and `training_step`, or plan a smaller"
-        " module, such as one with fewer layers.",
+        "The module reads the values of its parameters, but the layout search and commands such as `plan` cannot store"
+        " these values, because they need too much memory.",
+        "Do not read parameter values in `__init__`, `configure_model` and `training_step`, or use a smaller module,"
+        " such as one with fewer layers.",
     ),
     "LH133": Entry(
-        "With manual optimization, the order of forward and backward passes in a step is unknown before the step"
-        " runs, so no layout can be suggested.",
+        "With manual optimization, the order of the forward and backward passes is unknown before the step runs, so no"
+        " layout can be suggested.",
         "Use automatic optimization, or set the parallel sizes yourself.",
     ),
     "LH134": Entry(
         "The type of the batch does not show how many samples the batch contains.",
-        "Return tensors or lists from the training loader.",
+        "Make the training loader return tensors or lists.",
     ),
     "LH135": Entry(
-        "The installed version of torch lacks a function that the strategy or the command needs.",
+        "The installed version of torch lacks a function that the strategy or a `lightning-hybrid` command needs.",
         "Install a tested version of torch. See [versions](../start/install.md#versions).",
     ),
     "LH137": Entry(
-        "`global_batch_size` sets how many batches are accumulated, but another argument or manual optimization"
-        " controls this too.",
+        "`global_batch_size` determines how many batches are accumulated, but another argument or manual optimization"
+        " determines this number too.",
         "Remove `global_batch_size` or the other setting that the message names.",
     ),
     "LH138": Entry(
@@ -173,11 +177,12 @@ ERRORS = {
         " `Trainer(accumulate_grad_batches=...)`.",
     ),
     "LH139": Entry(
-        "`HybridTimeline` records the actions of a schedule, but a run with this layout has no schedule.",
-        "Remove the callback, or set `pipeline_parallel_size` or `num_microbatches`.",
+        "`HybridTimeline` records when each rank runs the forward and backward passes of a schedule, but this run has"
+        " no schedule, because it uses neither a pipeline nor microbatches.",
+        "Remove `HybridTimeline`, or set `pipeline_parallel_size` or `num_microbatches`.",
     ),
     "LH140": Entry(
-        "`device_mesh` was read before the training processes were connected.",
+        "`device_mesh` was read before the strategy had connected the training processes.",
         "Read `device_mesh` in `setup` or in a later hook.",
     ),
 }

@@ -4,39 +4,43 @@ from lightning_hybrid.error_codes.entry import Entry
 
 ERRORS = {
     "LH701": Entry(
-        "With `broadcast_batches=False`, the ranks of a model group loaded different samples.",
-        'Seed the loader only with `trainer.distributed_sampler_kwargs["rank"]`, or set `broadcast_batches=True`.',
+        "With `broadcast_batches=False`, the ranks of a model group (the ranks of one replica) loaded different"
+        " samples.",
+        'Make the random seed of the loader depend only on `trainer.distributed_sampler_kwargs["rank"]`, not on the'
+        " global rank, or set `broadcast_batches=True`.",
     ),
     "LH702": Entry(
-        "Some ranks iterate a loader or compute a metric, but other ranks of the same model group do not.",
-        "Iterate the loader or compute the metric on all ranks, or on none.",
+        "Some ranks of a model group (the ranks of one replica) iterate over a loader or compute a metric, but others"
+        " do not.",
+        "Iterate over the loader or compute the metric on all ranks, or on none of them.",
     ),
     "LH703": Entry(
-        "A rank reads a large tensor of a batch that it did not read in earlier steps, and the loading rank has"
-        " already dropped or changed the tensor.",
-        'On this rank, keep a copy of the tensor (`batch["x"].clone()`) in the first step with such a batch, or'
-        " set `broadcast_batches=False`.",
+        "A rank reads a large tensor of the batch that this rank did not read in earlier steps. The rank that loaded"
+        " the batch did not send the tensor, and has already dropped or changed it.",
+        "On this rank, read the tensor in the first step with a batch of the same structure, for example by storing a"
+        ' copy (`batch["x"].clone()`). Or set `broadcast_batches=False`.',
     ),
     "LH704": Entry(
         "The loss was detached, was created from plain numbers, or depends on no parameter that requires a gradient.",
-        "Return the loss tensor that the model computed.",
+        "Return the loss tensor exactly as the model computed it.",
     ),
     "LH705": Entry(
-        "`training_step` returned None but contains no `return None`, so the earlier stages could not know that"
-        " this can happen.",
+        "`training_step` returned None, but its code does not contain `return None`, so the earlier stages did not"
+        " know that a step can end without a loss.",
         "Write `return None` in `training_step` itself, not in a function that it calls, or set `dynamic_shapes=True`.",
     ),
     "LH706": Entry(
-        'Gradients are not finite. This is an error only with `faults.on_nonfinite="raise"`, and otherwise a warning.',
-        "Set `Trainer(detect_anomaly=True)` to find the layer in which this begins.",
+        'Some gradients are infinite or NaN. This is an error only with `faults.on_nonfinite="raise"`. With other'
+        " values of this argument, the strategy prints a warning or skips the step.",
+        "Set `Trainer(detect_anomaly=True)` to find the layer that first produces such values.",
     ),
     "LH707": Entry(
-        "The loss is not finite although the layers produced no NaNs, so the cause is the code after the layers or"
-        " the labels.",
-        "Check the code between the last layer and the loss, and check the labels.",
+        "The loss is infinite or NaN although the layers produced no NaNs, so the cause is either the labels or the"
+        " code between the last layer and the loss.",
+        "Check the labels, and check the code between the last layer and the loss.",
     ),
     "LH708": Entry(
-        "`Trainer(detect_anomaly=True)` found a layer whose forward or backward pass produces NaNs.",
+        "`Trainer(detect_anomaly=True)` found NaNs in the forward or backward pass of a layer.",
         "Check the layer or the code that the message names.",
     ),
     "LH710": Entry(
@@ -44,21 +48,22 @@ ERRORS = {
         "Pass the key, attribute or index under which the batch contains the labels.",
     ),
     "LH711": Entry(
-        "The value under a key of the batch does not have the expected type or shape.",
-        "Pass the keys of tensors with the type and shape that the message asks for. See [how a step"
-        " runs](../concepts/step.md).",
+        "A value that `count_tokens` or a function such as `split_rows` reads from the batch does not have the"
+        " expected type or shape.",
+        "Pass a key under which the batch contains a tensor of the type and shape that the message states. See [how a"
+        " step runs](../concepts/step.md).",
     ),
     "LH712": Entry(
         "In a batch of graphs, the nodes are not sorted by graph.",
         "Sort the nodes by graph in `collate_fn`.",
     ),
     "LH713": Entry(
-        "A tensor in the batch has no batch dimension, so it cannot be split.",
-        "Register the tensor as a buffer of the module, or define `split_batch` in the module.",
+        "A tensor in the batch has no batch dimension, so the batch cannot be split into microbatches.",
+        "If the tensor is the same for all samples, register it as a buffer of the module. Otherwise, define"
+        " `split_batch` in the module.",
     ),
     "LH714": Entry(
-        "The offsets in the batch do not start with 0, are not in ascending order, or their number differs between"
-        " keys.",
+        "The offsets in the batch do not start at 0, do not increase, or differ in number between keys.",
         "Correct the offsets in `collate_fn`.",
     ),
     "LH715": Entry(
@@ -66,7 +71,7 @@ ERRORS = {
         "Correct the targets or the lengths in `collate_fn`.",
     ),
     "LH716": Entry(
-        "`split_samples()` got a batch that is not a list of samples of one type.",
+        "`split_samples()` received a batch that is not a list of samples of one type.",
         "Return a list of samples of one type from `collate_fn`, or define `split_batch` in the module.",
     ),
     "LH717": Entry(
@@ -79,38 +84,38 @@ ERRORS = {
     ),
     "LH719": Entry(
         "The loss is not a single real number.",
-        "Return a scalar loss, such as the mean or the sum of the losses.",
+        "Return a scalar loss, such as the mean or the sum over the samples.",
     ),
     "LH720": Entry(
-        "Your sampler shards the data over all ranks instead of over the replicas.",
+        "The sampler of the loader shards the data over all ranks instead of over the replicas.",
         "Remove the sampler, or create it with `DistributedSampler(..., **trainer.distributed_sampler_kwargs)`.",
     ),
     "LH721": Entry(
         "The batch sampler has no attribute `sampler`, which the strategy needs to shard the samples over the"
         " replicas.",
-        "Add this attribute to the batch sampler, or set `Trainer(use_distributed_sampler=False)` and shard the"
+        "Add a `sampler` attribute to the batch sampler, or set `Trainer(use_distributed_sampler=False)` and shard the"
         " samples yourself.",
     ),
     "LH722": Entry(
-        "Some replicas have no samples to predict, but with ZeRO, the other replicas need the parameter shards of"
-        " these replicas in each step.",
+        "Some replicas have no samples to predict, but with ZeRO, the other replicas need parameter shards from them"
+        " in each step.",
         "Predict at least one sample per replica, or use `zero_stage=0`.",
     ),
     "LH723": Entry(
-        "Ranks log values under different keys.",
+        "Different ranks log values under different keys.",
         "Log the same keys on every rank, or log with `rank_zero_only=True`.",
     ),
     "LH724": Entry(
-        "A step uses the result of a call of `self.logger`, but rank 0 makes this call only after the step.",
+        "A step uses the return value of a method of `self.logger`, but rank 0 calls this method only after the step.",
         "Read the value in a hook, or read it from an attribute of the logger, such as `self.logger.log_dir`.",
     ),
     "LH725": Entry(
-        "An argument of `self.print` or of a call of `self.logger` in a step cannot be pickled, so it cannot be"
-        " sent to rank 0.",
-        "Pass tensors, arrays, numbers, text or figures.",
+        "An argument that a step passes to `self.print` or to a method of `self.logger` cannot be pickled, so it"
+        " cannot be sent to rank 0.",
+        "Pass only tensors, arrays, numbers, text or figures.",
     ),
     "LH726": Entry(
-        "A sparse tensor or an object that cannot be pickled would have to be sent to another rank.",
+        "The strategy must send a value to another rank, but the value is a sparse tensor or cannot be pickled.",
         "Convert sparse tensors with `.to_dense()`, and replace objects that cannot be pickled with tensors or"
         " plain values.",
     ),

@@ -4,26 +4,28 @@ from lightning_hybrid.error_codes.entry import Entry
 
 ERRORS = {
     "LH801": Entry(
-        "The module has several optimizers, each of which needs its own backward pass, but with this layout, the"
-        " strategy runs only one backward pass.",
+        "The module has several optimizers, each of which needs its own backward pass. With a pipeline, several"
+        " microbatches or `microbatch_weight`, the strategy runs the backward pass for only one optimizer.",
         "Use one optimizer with several parameter groups.",
     ),
     "LH802": Entry(
-        "Adafactor needs the rows and columns of full parameters, but with tensor parallelism or ZeRO, each rank"
-        " holds only shards.",
+        "Adafactor needs the rows and columns of full parameters, but with tensor parallelism or ZeRO, each rank has"
+        " only shards of them.",
         "Use AdamW, or turn off tensor parallelism and ZeRO.",
     ),
     "LH803": Entry(
-        "LBFGS needs the gradient of the full model, but each pipeline stage holds only a part of it.",
+        "LBFGS needs the gradient of the full model, but each pipeline stage has only a part of it.",
         "Use AdamW or SGD.",
     ),
     "LH804": Entry(
-        "Sharding a layer replaced its parameters, but the optimizer still has the old ones.",
-        "In `configure_optimizers`, pass `self.parameters()` to the optimizer, not a list created in `__init__`.",
+        "The strategy replaced the parameters of a layer when it sharded the layer, but the optimizer still has the"
+        " old parameters.",
+        "In `configure_optimizers`, pass `self.parameters()` to the optimizer, not a list that was created in"
+        " `__init__`.",
     ),
     "LH805": Entry(
-        '`faults.on_nonfinite="raise"` cannot be combined with loss scaling, which expects some gradients that are'
-        " not finite.",
+        '`faults.on_nonfinite="raise"` cannot be combined with loss scaling, which occasionally causes infinite or NaN'
+        " gradients and then skips the step.",
         'Set `faults.on_nonfinite="ignore"`, or use `precision="bf16-mixed"`.',
     ),
     "LH806": Entry(
@@ -32,8 +34,8 @@ ERRORS = {
         "Set `Trainer(precision=...)` to a value that the message lists.",
     ),
     "LH807": Entry(
-        "A fused optimizer unscales gradients in its own step, so with loss scaling, such as `16-mixed`, ranks"
-        " cannot agree on an overflow.",
+        'With loss scaling, as with `precision="16-mixed"`, a fused optimizer unscales the gradients inside its own'
+        " step. The ranks then cannot agree on whether a gradient overflowed.",
         'Create the optimizer with `fused=False`, or use `precision="bf16-mixed"`.',
     ),
     "LH808": Entry(
@@ -47,10 +49,11 @@ ERRORS = {
     ),
     "LH810": Entry(
         "A gradient and its parameter have different dtypes or devices.",
-        "Cast the gradient in a hook on the parameter.",
+        "In a hook on the parameter, convert the gradient to the dtype and device of the parameter.",
     ),
     "LH811": Entry(
-        "Re-entrant checkpointing computes a second gradient in one step for a parameter that is used more than once.",
+        "With re-entrant activation checkpointing, a parameter that is used more than once received a second gradient"
+        " in a step after averaging of the first one had begun.",
         "Pass `use_reentrant=False` to `torch.utils.checkpoint.checkpoint`.",
     ),
 }

@@ -4,8 +4,8 @@ from lightning_hybrid.error_codes.entry import Entry
 
 ERRORS = {
     "LH301": Entry(
-        "No list of layers holds a large part of the module's parameters, so the layers to split into stages"
-        " cannot be detected.",
+        "No list of layers contains a large part of the module's parameters, so the layers to split into stages cannot"
+        " be detected.",
         "Set `body=[...]` to names that the message suggests. See [pipeline](../concepts/pipeline.md).",
     ),
     "LH302": Entry(
@@ -22,41 +22,43 @@ ERRORS = {
     ),
     "LH305": Entry(
         "A hook added, removed or replaced layers after the module had been split into stages.",
-        "Change the layers in `__init__` or `configure_model`, which run before the module is split.",
+        "Change the layers in `__init__` or `configure_model`. These methods run before the module is split.",
     ),
     "LH306": Entry(
-        "The module uses manual optimization, but with this layout, the strategy runs the backward passes itself.",
-        "Use automatic optimization, or a layout without a pipeline, with one microbatch and without"
+        "The module uses manual optimization, but with a pipeline, several microbatches or `microbatch_weight`, the"
+        " strategy runs the backward passes itself.",
+        "Use automatic optimization. Or set `pipeline_parallel_size=1` and `num_microbatches=1`, and remove"
         " `microbatch_weight`.",
     ),
     "LH307": Entry(
-        "The module overrides `backward`, but with this layout, the strategy runs the backward passes itself and"
-        " never calls this method.",
-        "Remove the `backward` method, or use a layout that the message names.",
+        "The module overrides `backward`, but the strategy runs the backward passes itself and never calls this"
+        " method. This applies to pipeline, tensor and context parallelism, several microbatches and"
+        " `microbatch_weight`.",
+        "Remove the `backward` method, or change the settings as the message says.",
     ),
     "LH308": Entry(
         "A step takes `dataloader_iter` and fetches batches itself, so the strategy cannot split them into"
         " microbatches.",
-        "Define the step with the arguments `batch` and `batch_idx`, such as `training_step(batch, batch_idx)`.",
+        "Define the step with the arguments `batch` and `batch_idx`, as in `training_step(batch, batch_idx)`.",
     ),
     "LH309": Entry(
         "The module defines only one of the methods `split_body_input` and `join_body_output`.",
-        "Define both methods, or neither.",
+        "Define both methods, or neither of them.",
     ),
     "LH310": Entry(
         "`ModelPruning` needs the full model, but each pipeline stage has only a part of it.",
         "Prune in a run with `pipeline_parallel_size=1`, before or after this training.",
     ),
     "LH314": Entry(
-        "A plain parameter that was created in `configure_model` differs between ranks, for example because each"
-        " rank created only its shard.",
-        'Create a shard with `DTensor.from_local(part, self.device_mesh["tensor_parallel"], [Shard(dim)])`. Create'
-        " a full parameter from the same random numbers on every rank. See [tensor"
+        "A parameter that `configure_model` created as a plain tensor differs between ranks, for example because each"
+        " rank created only its own shard.",
+        'If each rank creates a shard, use `DTensor.from_local(part, self.device_mesh["tensor_parallel"],'
+        " [Shard(dim)])`. Otherwise, create the full parameter from the same random numbers on every rank. See [tensor"
         " parallelism](../concepts/tensor-parallel.md#rules-for-your-code).",
     ),
     "LH315": Entry(
         "A parameter was created on the meta device, but its layer has no method that initializes it.",
-        "Define `reset_parameters` in the layer, or load its values with `initial_weights`. See"
+        "Define `reset_parameters` in the layer, or load the parameter's values with `initial_weights`. See"
         " [checkpoints](../guides/checkpoints.md).",
     ),
     "LH316": Entry(
@@ -65,16 +67,18 @@ ERRORS = {
         'Create the tensor or the metric under `torch.device("cpu")`.',
     ),
     "LH317": Entry(
-        "The `reset_parameters` of a module that contains the body also sets parameters of its submodules, of"
-        " which a rank may hold only some.",
-        "In this method, set only the parameters of the module itself, and define `reset_parameters` in each layer.",
+        "The `reset_parameters` method of a module that contains the pipelined layers also sets parameters of its"
+        " submodules, but not every rank has all of these submodules.",
+        "In this method, set only the parameters that belong to the module itself, and define `reset_parameters` in"
+        " each layer.",
     ),
     "LH318": Entry(
         "The module was already trained with a different layout, and is still sharded for that layout.",
         "Call `trainer.strategy.gather_module()` on every rank after the earlier run.",
     ),
     "LH319": Entry(
-        "The body was replaced, or its layers were changed, after it had been split into stages.",
+        "The body (the list of pipelined layers) was replaced, or its layers were changed, after the split into"
+        " stages.",
         "Create the body in `__init__` or `configure_model`.",
     ),
     "LH320": Entry(
@@ -82,31 +86,32 @@ ERRORS = {
         "Set `pipeline_stage` for all layers of the body or for none of them.",
     ),
     "LH321": Entry(
-        "`partition` and `pipeline_stage` both assign layers to stages.",
+        "`partition` and `pipeline_stage` are both set, but only one of them can assign layers to stages.",
         "Remove `partition`, or remove `pipeline_stage` from the layers.",
     ),
     "LH322": Entry(
         "A submodule of a layer has a `pipeline_stage` that differs from the stage of the layer.",
-        "Set `pipeline_stage` for whole layers, or list the modules to split in `body=[...]`.",
+        "Set `pipeline_stage` for whole layers, or set `body=[...]` to the names of the modules to split.",
     ),
     "LH323": Entry(
-        "A layer and its copy must be on the same stage, but have different values of `pipeline_stage`.",
+        "A layer and its copy have different values of `pipeline_stage`, but must be on the same stage.",
         "Set the same `pipeline_stage` for the layer and its copy.",
     ),
     "LH325": Entry(
-        "Your code calls the layers of the body one by one, but one of them was sharded by torch, so no rank can"
-        " run it alone.",
+        "Your code calls the layers of the body one by one, which does not work with a layer that was sharded by a"
+        " torch style (such as `ColwiseParallel`) or in `configure_model`.",
         "Shard the layer with a style name in `tensor_parallel_plan` instead, or put all layers into one"
         " `nn.Sequential`.",
     ),
     "LH326": Entry(
-        "`tensor_parallel_plan` gives a style to a module that contains layers of the pipeline.",
-        "Give the style to the layers of the pipeline instead.",
+        "`tensor_parallel_plan` assigns a style to a module that contains layers of the pipeline.",
+        "Assign the style to the layers of the pipeline instead.",
     ),
     "LH327": Entry(
         "With `sequence_parallel`, neighboring layers in an `nn.Sequential` pass sequence shards to each other,"
         " but your code calls these layers one by one.",
-        "Put the layers into an `nn.ModuleList`, or call the whole `nn.Sequential` and name only it in `body`.",
+        "Put the layers into an `nn.ModuleList`. Or call the whole `nn.Sequential`, and set `body` to the name of this"
+        " `nn.Sequential` only.",
     ),
     "LH328": Entry(
         "The module cannot be gathered, because a layer was sharded by a torch style (such as `ColwiseParallel`)"
@@ -115,7 +120,7 @@ ERRORS = {
         " `tensor_parallel_plan`.",
     ),
     "LH329": Entry(
-        "`gather_module` was called during the run, which cannot continue with the full model.",
+        "`gather_module` was called during the run, but the run cannot continue with the full model.",
         "Call `gather_module` after the run.",
     ),
     "LH330": Entry(

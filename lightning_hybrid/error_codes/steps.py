@@ -4,37 +4,41 @@ from lightning_hybrid.error_codes.entry import Entry
 
 ERRORS = {
     "LH401": Entry(
-        "A loss, a logged value or a hook reads parameters of layers on other stages, but this rank does not have"
-        " their values.",
+        "A loss, a logged value or a hook reads parameters of layers on other stages, but this rank does not have the"
+        " values of these parameters.",
         "In a hook, read the parameters inside `with self.trainer.strategy.full_parameters():`. To penalize"
         " weights, use the `weight_decay` of the optimizer.",
     ),
     "LH402": Entry(
         "The code calls `.numpy()` or `.tolist()` on a sharded parameter or gradient.",
-        "Call the method inside `with self.trainer.strategy.full_parameters():`, and add `gradients=True` to read"
-        " gradients.",
+        "Call the method inside `with self.trainer.strategy.full_parameters():`. To read gradients, pass"
+        " `gradients=True` to `full_parameters`.",
     ),
     "LH403": Entry(
-        "`get_total_norm` received other tensors together with the gradients of the module's parameters.",
+        "`get_total_norm` received the gradients of the module's parameters together with other tensors, which would"
+        " be counted once per rank.",
         "Pass only the unmodified gradients (`p.grad`) of the module's parameters.",
     ),
     "LH404": Entry(
-        "`get_total_norm` was called in a step under ZeRO, where it finds no gradients, because each replica has"
-        " only the gradients of its shards.",
+        "With ZeRO, `get_total_norm` finds no gradients in a step, because each replica has only the gradients of its"
+        " own shards.",
         "Use `self.trainer.strategy.grad_norm()` or `torch.nn.utils.clip_grad_norm_`.",
     ),
     "LH405": Entry(
-        "A layer was called in a hook, after the run, or alone in a step, but the layer is on another stage.",
-        "In a step, call the whole body once. In a hook, use `trainer.predict`. After the run, call"
-        " `trainer.strategy.gather_module()` before you call the model.",
+        "This rank called a layer that is on another stage. The call came from a hook, from code after the run, or"
+        " from a step that calls layers one by one.",
+        "In a step, call the whole body exactly once. Outside of steps, run the model with `trainer.predict`, or call"
+        " `trainer.strategy.gather_module()` on every rank after the run and before you call the model.",
     ),
     "LH406": Entry(
-        "Code between layers reads the values of activations, for example with `.item()`, `if` or a boolean mask.",
-        "Make the decision depend only on the batch, or make it inside one layer. To find NaNs, use"
+        "Code between pipelined layers reads the values of activations, for example with `.item()`, `if` or a boolean"
+        " mask, but only one stage has these values.",
+        "Use only values of the batch in this code, or move the code into one layer. To find NaNs, use"
         " `Trainer(detect_anomaly=True)`.",
     ),
     "LH407": Entry(
-        "A step computes derivatives through layers on several stages, but no rank has the full autograd graph.",
+        "A step computes derivatives through layers on several stages, for example with `torch.autograd.grad`, but no"
+        " rank has the full autograd graph.",
         "Compute the derivatives inside one layer, or use a layout without a pipeline.",
     ),
     "LH408": Entry(
@@ -43,12 +47,13 @@ ERRORS = {
         " parameter.sum()` to a tensor. Or make the parameter part of a layer.",
     ),
     "LH409": Entry(
-        "A step reads a value that only a later stage has, and then uses a parameter that is on another stage.",
-        "Use the parameter before you read the value, or make sure that the first training batch also uses the"
-        " parameter on the later stage.",
+        "A step reads a value that only a later stage has, and afterward uses a parameter that this later stage does"
+        " not have.",
+        "Use the parameter before you read the value. Or use the parameter on the later stage in the first training"
+        " batch too.",
     ),
     "LH410": Entry(
-        "A step uses a parameter on a stage where the first training batch did not use it.",
+        "A step uses a parameter on a stage that did not use this parameter in the first training batch.",
         "Use the parameter on that stage in the first training batch too, for example with `x + 0 *"
         " parameter.sum()`, or set `dynamic_shapes=True`.",
     ),
@@ -72,12 +77,12 @@ ERRORS = {
         "Return the result from the layer.",
     ),
     "LH415": Entry(
-        "A function or a module uses parameters of several stages, so no stage has all of these parameters.",
+        "A function or a module uses parameters that are on different stages, so no stage has all of them.",
         "Use these parameters inside one layer, or set `layer.pipeline_stage` so that they are on the same stage.",
     ),
     "LH416": Entry(
-        "A step uses a tensor from another stage that is hidden in an object, or that the step did not use in the"
-        " first batch with the same shapes.",
+        "A step uses a tensor from another stage that was not sent to this stage: the tensor is hidden in an object,"
+        " or the step did not use it in the first batch with the same shapes.",
         "Pass the tensor as an argument to the code that uses it, or set `dynamic_shapes=True`.",
     ),
     "LH417": Entry(
@@ -86,7 +91,7 @@ ERRORS = {
     ),
     "LH418": Entry(
         "A parameter was replaced by another one inside `full_parameters`.",
-        "Keep the parameter, and write its values with `parameter.copy_(...)` under `torch.no_grad()`.",
+        "Keep the parameter, and change its values with `parameter.copy_(...)` under `torch.no_grad()`.",
     ),
     "LH419": Entry(
         "`full_parameters` was entered in a step under ZeRO, where the parameters of some layers are already gathered.",
@@ -97,8 +102,8 @@ ERRORS = {
         "Enter `full_parameters` in `configure_optimizers` or in a later hook.",
     ),
     "LH421": Entry(
-        "A layer was called inside `full_parameters`, where its parameters are full, but the layer expects the"
-        " shard of this rank.",
+        "A layer was called inside `full_parameters`. There, the layer has its full parameters, but its code expects"
+        " only the shard of this rank.",
         "Call layers before or after the `full_parameters` block.",
     ),
     "LH422": Entry(
@@ -110,14 +115,14 @@ ERRORS = {
         "Use Lightning's `WeightAveraging`, or make both the average and the weights part of one layer.",
     ),
     "LH425": Entry(
-        "A hook assigns `p.grad = ...` for a parameter on another stage.",
+        "A hook assigns `p.grad = ...` for a parameter on another stage, so the new gradient would be lost.",
         "Change `p.grad` in place, or assign it inside `full_parameters(gradients=True, writes=True)`.",
     ),
     "LH426": Entry(
-        "A generation loop, in which earlier results decide which layers are called next, runs in a step that does"
-        " not support such loops.",
-        "Run the loop in `validation_step`, `test_step` or `predict_step`. Or run it after the training run, once"
-        " you have called `gather_module`.",
+        "A step contains a generation loop, in which earlier results decide which layers are called next, but this"
+        " kind of step does not support such loops.",
+        "Run the loop in `validation_step`, `test_step` or `predict_step`, without gradients and without context"
+        " parallelism. Or call `gather_module` after the training run, and run the loop then.",
     ),
     "LH430": Entry(
         "A step calls the layers of an `nn.Sequential` body one by one, or calls the body more than once or not at"
@@ -125,13 +130,13 @@ ERRORS = {
         'Call `x = self.body(x)` exactly once in each step, or set `body=["body"]` to allow calls of single layers.',
     ),
     "LH431": Entry(
-        "A step takes a path that depends on something other than the batch, such as a counter or `random`.",
-        "Make the path depend only on the batch, or set `dynamic_shapes=True`.",
+        "Which code a step runs depends on something other than the batch, such as a counter or `random`.",
+        "Make these decisions depend only on the batch, or set `dynamic_shapes=True`.",
     ),
     "LH432": Entry(
-        "The step took a different path than before, and cannot be repeated, because it had already written state"
-        " that cannot be restored or had begun to average gradients.",
-        "Write the state in a hook, or set `dynamic_shapes=True`.",
+        "The step took a different path than an earlier step with the same shapes. The strategy could not restart the"
+        " step, because the step had already changed state that cannot be restored or had begun to average gradients.",
+        "Change the state in a hook, or set `dynamic_shapes=True`.",
     ),
     "LH433": Entry(
         "The step runs different code on different ranks.",
@@ -140,11 +145,11 @@ ERRORS = {
     "LH434": Entry(
         "A step with a generation loop draws random numbers from its own generator, so ranks generate different"
         " tokens.",
-        "Use the global generators of torch, numpy and `random`.",
+        "Use the global random generators of torch, numpy and Python (`random`).",
     ),
     "LH435": Entry(
         "A step calls the same layer several times, as in a recurrence over the layers.",
-        "Use a layout without a pipeline, or set `body` to layers that are called only once in a step.",
+        "Use a layout without a pipeline, or set `body` to layers that each step calls only once.",
     ),
     "LH436": Entry(
         "A step calls the layers in a different order than the one in which they are defined.",
@@ -152,56 +157,58 @@ ERRORS = {
     ),
     "LH437": Entry(
         "The structure of a layer's result depends on the data, so other stages cannot know it in advance.",
-        "Return tensors from the layer, always in the same structure.",
+        "Make the layer always return tensors in the same structure.",
     ),
     "LH438": Entry(
-        "The shapes or Python values that stages send to each other differ between batches of the same shapes.",
+        "The stages exchange tensors of different shapes, or different Python values, for batches of the same shapes.",
         "Set `dynamic_shapes=True`.",
     ),
     "LH440": Entry(
-        "One call of `torch.utils.checkpoint` contains several layers, or random numbers that are drawn outside"
-        " the layers.",
-        "Checkpoint each layer separately, or use the argument `recompute` of the strategy instead.",
+        "A call of `torch.utils.checkpoint` recomputes several layers at once, or code outside the layers that draws"
+        " random numbers.",
+        "Checkpoint each layer separately, or use the strategy's argument `recompute` instead.",
     ),
     "LH441": Entry(
-        'With `recompute="selective"`, a layer runs different operations in backward than in forward, for example'
-        " because of a counter or a private random generator.",
-        "Make the layer run the same operations each time, or exclude it: list only the other layers in"
-        " `recompute=[...]`.",
+        'With `recompute="selective"`, a layer does not run the same operations when it is recomputed in backward as'
+        " in forward, for example because of a counter or a private random generator.",
+        "Make the layer run the same operations each time. Or exclude it from recomputation by listing only the other"
+        " layers in `recompute=[...]`.",
     ),
     "LH442": Entry(
-        "A step calls a collective that not all stages reach.",
-        "Call the collective in a hook, or restrict it to the replicas with"
+        "A step calls a `torch.distributed` collective, but not all stages reach this call.",
+        "Call the collective in a hook, or call it only among replicas, with"
         ' `group=self.device_mesh["data_parallel"].get_group()`.',
     ),
     "LH443": Entry(
-        "A step calls `trainer.save_checkpoint`, `barrier` or `broadcast`.",
+        "A step calls `trainer.save_checkpoint`, `barrier` or `broadcast`, but not all ranks reach this call.",
         "Call the method in a hook, such as `on_train_batch_end`.",
     ),
     "LH444": Entry(
-        "A forward hook changes the output of a module in some steps but not in others.",
+        "A forward hook changes the output of a module in some steps, but not in others.",
         "Change the output in every step, or never.",
     ),
     "LH445": Entry(
-        "Code around the layers uses values that forward hooks collect, but the hooks received different values"
-        " than in the first step with the same shapes.",
-        "Make sure that the hooks see the same calls in every step.",
+        "Code around the layers uses values that forward hooks collect, but the hooks received values of a different"
+        " structure than in the first step with the same shapes.",
+        "Make sure that the hooks run for the same calls of modules in every step.",
     ),
     "LH446": Entry(
         "The shapes that a layer returns depend on the values of its inputs.",
-        "Move the code that depends on these values into the layer that uses its result, or set `dynamic_shapes=True`.",
+        "Move the code whose output shape depends on values into the layer that uses this output, or set"
+        " `dynamic_shapes=True`.",
     ),
     "LH447": Entry(
-        "The input of the body was split into different numbers of microbatches for batches of the same shapes.",
-        "If the shape of this input depends on values in the batch, set `dynamic_shapes=True`.",
+        "For batches of the same shapes, the input of the body was split into different numbers of microbatches.",
+        "If the shape of the body's input depends on values in the batch, set `dynamic_shapes=True`.",
     ),
     "LH448": Entry(
-        "A step draws random numbers from its own generator, but each stage runs a different part of the step and"
-        " would draw different numbers.",
+        "A step draws random numbers from a generator of its own. Each stage runs a different part of the step, so the"
+        " stages would draw different numbers.",
         "Draw the random numbers without `generator=`.",
     ),
     "LH449": Entry(
-        "A function with a custom backward, or a hook on gradients, is used outside the pipelined layers.",
+        "A function with a custom backward, or a hook on gradients, is used outside the pipelined layers, so its"
+        " backward pass cannot be split into stages.",
         "Use the function or the hook inside a layer.",
     ),
     "LH450": Entry(
@@ -209,7 +216,7 @@ ERRORS = {
         "Return the new value from the layer instead.",
     ),
     "LH451": Entry(
-        "A step reads from an iterator that is an attribute of the module.",
+        "A step reads from an iterator that is an attribute of the module, so each stage would read different items.",
         "Make the data part of the batch with Lightning's `CombinedLoader`.",
     ),
     "LH460": Entry(
@@ -218,47 +225,49 @@ ERRORS = {
         "Use the value that the layer returns instead of the changed tensor.",
     ),
     "LH461": Entry(
-        "A step writes a buffer or an attribute on one stage and reads it on another stage.",
-        "Read and write the value inside one layer, or write it before the layers or in a hook.",
+        "A step updates a buffer or an attribute on one stage and reads it on another stage.",
+        "Update and read the value inside one layer, or update it before the first layer or in a hook.",
     ),
     "LH462": Entry(
-        "A step sets a parameter from a parameter on a different stage, for example a teacher's from a student's.",
-        "Set the same `layer.pipeline_stage` for the layers of both parameters, or write the parameter in a hook.",
+        "A step sets a parameter (such as one of a teacher) to values computed from a parameter on a different stage"
+        " (such as one of a student).",
+        "Set the same `layer.pipeline_stage` for the layers of both parameters, or update the parameter in a hook.",
     ),
     "LH463": Entry(
-        "A step writes a parameter that several stages have, but the written values exist only on the last stage.",
-        "Write the parameter in a hook, or make the parameter part of a layer.",
+        "A step updates a parameter that several stages have, but only the last stage has the new values.",
+        "Update the parameter in a hook, or make the parameter part of a layer.",
     ),
     "LH464": Entry(
-        "A step writes a parameter, and another stage uses this parameter in the same step.",
-        "Write the parameter in a hook, such as `on_train_batch_end`.",
+        "A step updates a parameter, and another stage uses this parameter in the same step.",
+        "Update the parameter in a hook, such as `on_train_batch_end`.",
     ),
     "LH465": Entry(
-        "A step with a generation loop writes a parameter that only some stages have.",
-        "Write the parameter in a hook, such as `on_validation_batch_end`.",
+        "A step with a generation loop updates a parameter that only some stages have.",
+        "Update the parameter in a hook, such as `on_validation_batch_end`.",
     ),
     "LH466": Entry(
-        "`training_step` writes a parameter, and the written values differ between microbatches.",
-        "Set `num_microbatches=1`, or write the parameter in a hook.",
+        "`training_step` updates a parameter, and the new values differ between microbatches.",
+        "Set `num_microbatches=1`, or update the parameter in a hook.",
     ),
     "LH467": Entry(
-        "A step with several microbatches writes a parameter that it uses both before and after the write, or that"
-        " several stages of a rank have.",
-        "Set `num_microbatches=1`, or write the parameter in a hook.",
+        "A step with several microbatches updates a parameter that it uses both before and after the update, or that"
+        " several stages of one rank have.",
+        "Set `num_microbatches=1`, or update the parameter in a hook.",
     ),
     "LH468": Entry(
-        "A step writes values that require gradients into a buffer.",
-        "Write `x.detach()` into the buffer, or write under `torch.no_grad()`.",
+        "A step stores values that require gradients in a buffer.",
+        "Store `x.detach()` in the buffer, or update the buffer under `torch.no_grad()`.",
     ),
     "LH469": Entry(
         "A hook is registered on the gradient of a tensor that several stages compute, so each stage has only a"
         " part of the gradient.",
-        "Create a new tensor, for example with `y = x * 1`, and never modify it in place. Register the hook on this"
-        " tensor, and use the tensor from there on.",
+        "Create a new tensor, for example with `y = x * 1`, and never modify it in place. Register the hook on the new"
+        " tensor, and use only this tensor in the code that follows.",
     ),
     "LH470": Entry(
-        "A stage writes to a tensor in place, but an earlier stage has already sent a view of this tensor.",
-        "Create a new tensor instead of writing in place.",
+        "A stage changes a tensor in place, but an earlier stage has already sent a view of this tensor to another"
+        " stage.",
+        "Create a new tensor instead of changing the existing one in place.",
     ),
     "LH471": Entry(
         "The code assigns a tensor of a different shape or dtype to `parameter.data`.",
@@ -269,7 +278,7 @@ ERRORS = {
         "Change the attribute in a hook, or set `dynamic_shapes=True`.",
     ),
     "LH473": Entry(
-        "A step reads a value that only the last stage has, and then writes state that other stages read.",
-        "Write the state before the value is read, or write it in a hook.",
+        "A step reads a value that only the last stage has, and afterward updates state that all stages read.",
+        "Update the state before you read the value, or in a hook.",
     ),
 }
