@@ -14,12 +14,14 @@ from typing import Any
 
 from lightning_hybrid.cli.parser import did_you_mean
 from lightning_hybrid.config import group_of_parts
+from lightning_hybrid.distributed.failure import add_note
 from lightning_hybrid.error_codes.entry import CODE
 
 _CLASS = re.compile(r"^( *)- Problem with given class_path '([^']+)':\n((?:\1  .*\n?)+)", re.MULTILINE)
 _UNKNOWN_PART = re.compile(r"(?:Group '|unrecognized arguments: --)(\w+)(?:' does not accept option '|\.)(\w+)")
 _KEY = re.compile(r'^Parser key "([\w.]+)":\s*')
 _TYPE = re.compile(r"^Expected an? (.+?)\. Got value: (.*)", re.DOTALL)
+_CREATED = re.compile(r"^Does not validate .*Given value: Namespace\(class_path='([^']+)'", re.DOTALL)
 _TYPES = re.compile(r"^Does not validate .*?Subtypes: \[(.*)\]\s+Errors:.*Given value: (.*)", re.DOTALL)
 
 
@@ -52,6 +54,18 @@ def with_path(message: str, keys: Iterable[str]) -> str | None:
         return None
     name = re.split(r"\W", own[1].lstrip("`"), maxsplit=1)[0]
     return ": ".join([*[key for key in keys if key.endswith(f".{name}")][:1], own[1]])
+
+
+def constructor_error(error: BaseException) -> BaseException:
+    """Return the error that a class of the configuration raised when it was created, with a note that names the class.
+
+    Args:
+        error: The error that reached the parser. If jsonargparse lists it under an error of its own, the cause counts.
+    """
+    while error.__cause__ is not None and (found := _CREATED.search(str(error))):
+        error = error.__cause__
+        add_note(error, f"This error was raised when {found[1]} was created from the configuration.")
+    return error
 
 
 def _of_key(path: str, text: str) -> str:

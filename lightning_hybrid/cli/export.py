@@ -83,7 +83,7 @@ def export(
 
     Raises:
         FileNotFoundError, FileExistsError: If something is not where it should be.
-        ValueError: If the checkpoint is not complete or damaged, has no weights, or none with the prefix.
+        ValueError: If the checkpoint is not complete or damaged, has no weights, none with the prefix, or adapters.
         OSError: If the folder cannot be written.
     """
     folder = folder.absolute()
@@ -92,6 +92,7 @@ def export(
     checkpoint, read = _open(path)
     state = {name: value for name, value in _state_of(checkpoint, path).items() if isinstance(value, Tensor)}
     begin, first_parts = _find_prefix(state, prefix, path)
+    _refuse_adapters([name for name in state if name.startswith(begin)], path)
     names: dict[Any, str] = {}
     tied: dict[str, str] = {}
     for name, tensor in state.items():
@@ -167,6 +168,18 @@ def _find_prefix(names: Mapping[str, Any], prefix: str | None, path: Place) -> t
             f"No name in {path} starts with {begin!r}. The names start with {', '.join(map(repr, firsts))}. [LH1016]"
         )
     return begin, firsts
+
+
+def _refuse_adapters(names: Sequence[str], path: Place) -> None:
+    """Raise an error for a model with adapters of peft: transformers would ignore all its weights, with a report."""
+    adapted = next((name for name in names if ".base_layer." in name or ".lora_A." in name), None)
+    if adapted is not None:
+        raise ValueError(
+            f"{path} contains adapters of peft, such as {adapted!r}, and transformers cannot load these names. Load the"
+            " checkpoint into your module in one process, and call"
+            " `module.model.merge_and_unload().save_pretrained(FOLDER)` to save the merged model, or"
+            " `module.model.save_pretrained(FOLDER)` to save only the adapters. [LH1020]"
+        )
 
 
 def _split(sizes: Mapping[str, int], most: int) -> list[list[str]]:

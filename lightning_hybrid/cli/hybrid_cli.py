@@ -17,7 +17,7 @@ from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 
-from lightning_hybrid.cli.complaints import in_words, with_path
+from lightning_hybrid.cli.complaints import constructor_error, in_words, with_path
 from lightning_hybrid.cli.parser import PROGRAM, ConfigParser, Parser, with_advice
 from lightning_hybrid.cli.progress import count_progress
 from lightning_hybrid.error_codes.entry import CODE
@@ -109,9 +109,9 @@ class HybridCLI(LightningCLI):
         except Exception as error:
             config = self.config if self.subcommand is None else self.config[self.subcommand]
             text = with_path(str(error), [key for key in config.keys() if key.startswith("trainer.strategy.")])  # noqa: SIM118
-            if text is None:
-                raise
-            self.parser.error(text, error)
+            if text is not None:
+                self.parser.error(text, error)
+            raise constructor_error(error)  # noqa: B904 - jsonargparse's own error only hides it
 
     def after_fit(self) -> None:
         """Say what came out: progress bars vanish."""
@@ -143,7 +143,7 @@ def load_config(
         with_values: Whether the parameters of the module have values. By default they have no memory.
     """
     load = partial(_load, configs, overrides, parser.prog)
-    with parser.refusing(ValueError, MisconfigurationException):
+    with parser.refusing(ValueError, OSError, MisconfigurationException):
         cli = load() if with_values else made_without_memory(load)
     strategy = cli.trainer.strategy
     if not isinstance(strategy, HybridStrategy):

@@ -100,7 +100,8 @@ class Parser(argparse.ArgumentParser):
         try:
             yield
         except kinds as error:
-            self.exit(2, f"{self.prog}: error: {doing}{error}\n")
+            text = "\n".join([str(error), *getattr(error, "__notes__", ())])
+            self.exit(2, f"{self.prog}: error: {doing}{text}\n")
 
 
 class ConfigParser(Parser):

@@ -77,4 +77,10 @@ ERRORS = {
         "A size of the example's model is not a multiple of another size.",
         "Set the sizes so that the first one in the message is a multiple of the second one.",
     ),
+    "LH1020": Entry(
+        "The model in the checkpoint has peft adapters, such as LoRA. A Hugging Face folder cannot contain them under"
+        " the names that they have in the checkpoint.",
+        "Load the checkpoint into your module, and save it as the message says. See"
+        " [LoRA](../guides/fine-tune-hugging-face.md#lora).",
+    ),
 }

@@ -313,3 +313,32 @@ def test_the_program_says_what_it_did(tmp_path: Path, capsys: pytest.CaptureFixt
         assert part in text
     main(["export", str(path), str(tmp_path / "all")])
     assert "which start with 'model.' (7), 'criterion.' (1); use --prefix" in capsys.readouterr().out
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft reads it
+def test_adapters_are_refused_and_the_remedy_works(tmp_path: Path) -> None:
+    """transformers would load none of these weights, and start with random ones."""
+    transformers = pytest.importorskip("transformers")
+    peft = pytest.importorskip("peft")
+    config = transformers.LlamaConfig(
+        vocab_size=16, hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+    )
+
+    def adapted() -> Any:
+        model = transformers.AutoModelForCausalLM.from_config(config)
+        lora = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+        return peft.get_peft_model(model, lora)
+
+    trained = adapted()
+    file = tmp_path / "last.ckpt"
+    torch.save({"state_dict": {f"model.{name}": value for name, value in trained.state_dict().items()}}, file)
+    with pytest.raises(ValueError, match=r"adapters of peft, such as .*base_layer.* merge_and_unload\(\).*LH1020"):
+        export(file, tmp_path / "refused", prefix="model")
+    assert not (tmp_path / "refused").exists()
+
+    module = nn.ModuleDict({"model": adapted()})
+    module.load_state_dict(torch.load(file)["state_dict"])
+    module["model"].merge_and_unload().save_pretrained(tmp_path / "merged")  # type: ignore[operator]
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    tokens = torch.arange(6)[None]
+    torch.testing.assert_close(loaded(tokens).logits, trained.eval()(tokens).logits)

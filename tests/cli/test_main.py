@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from lightning.pytorch import LightningModule
 
 from lightning_hybrid.cli.hybrid_cli import HybridCLI
 from lightning_hybrid.cli.main import COMMANDS, LIGHTNING_COMMANDS, main
@@ -621,3 +622,33 @@ def test_a_plan_that_cannot_be_is_an_error(capsys: pytest.CaptureFixture[str]) -
     with pytest.raises(SystemExit):
         main(["plan", *words, option, "{body.9: colwise}"])
     assert "matches no module of GPT" in capsys.readouterr().err
+
+
+class ReadsAFile(LightningModule):
+    """A module whose constructor raises an error."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self.text = Path(path).read_text()
+
+
+@pytest.mark.parametrize("command", ["fit", "plan", "memory"])
+def test_an_error_of_a_constructor_names_its_class(
+    command: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "config.yaml"
+    name = f"{ReadsAFile.__module__}.{ReadsAFile.__name__}"
+    file.write_text(
+        f"model: {{class_path: {name}, init_args: {{path: missing.txt}}}}\n"
+        "trainer: {accelerator: cpu, devices: 1, strategy: {class_path: lightning_hybrid.HybridStrategy}}\n"
+    )
+    monkeypatch.setattr(sys, "argv", ["lightning-hybrid", command, "--config", str(file)])
+    with pytest.raises((SystemExit, FileNotFoundError)) as error:
+        main()
+    note = f"This error was raised when {name} was created from the configuration."
+    if command == "fit":  # with its traceback
+        assert error.type is FileNotFoundError
+        assert error.value.__notes__ == [note]
+    else:
+        printed = capsys.readouterr().err
+        assert printed.endswith(f"error: [Errno 2] No such file or directory: 'missing.txt'\n{note}\n"), printed
