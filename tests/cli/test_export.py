@@ -332,7 +332,7 @@ def test_adapters_are_refused_and_the_remedy_works(tmp_path: Path) -> None:
     trained = adapted()
     file = tmp_path / "last.ckpt"
     torch.save({"state_dict": {f"model.{name}": value for name, value in trained.state_dict().items()}}, file)
-    with pytest.raises(ValueError, match=r"adapters of peft, such as .*base_layer.* merge_and_unload\(\).*LH1020"):
+    with pytest.raises(ValueError, match=r"adapters of peft, such as .*base_layer.*merge_and_unload\(\).*LH1020"):
         export(file, tmp_path / "refused", prefix="model")
     assert not (tmp_path / "refused").exists()
 
