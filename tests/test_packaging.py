@@ -86,7 +86,8 @@ def tracked() -> list[str]:
 def test_the_description_has_no_links_into_the_repository() -> None:
     text = without_relative_links(README.read_text())
     assert re.findall(r"\]\((?!https?:)", text) == []
-    assert "(all measurements,\nwith intervals and commands)" in text
+    assert "(all measurements, with intervals and commands)" in text
+    assert "see large\nmodels." in text  # a link over two lines
     assert "# lightning_hybrid" in text
 
 

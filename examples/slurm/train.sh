@@ -1,5 +1,5 @@
 #!/bin/bash
-# A training job that resumes after its time limit, a preemption or a lost node. On the CPU, and on GPUs:
+# A training job that resumes after its time limit, a preemption or a lost node. Submit it for CPUs or for GPUs:
 #   sbatch examples/slurm/train.sh
 #   sbatch --nodes=2 --ntasks-per-node=8 --gpus-per-node=8 --cpus-per-task=8 train.sh train.yaml --trainer.accelerator gpu
 # The configuration needs ModelCheckpoint with `dirpath: checkpoints`, `save_last: true` and `save_on_exception: true`.
