@@ -37,7 +37,8 @@ from lightning_hybrid.tensor_parallel.layouts.operator_errors import explain_ope
 from lightning_hybrid.trainer.run_callback import RunCallback
 
 _PACKAGES = tuple(Path(str(each.__file__)).parent for each in (lightning, lightning_utilities, torch))
-_LEFT_OUT = tuple(f"{package}{os.sep}" for package in (*_PACKAGES, Path(__file__).parent.parent))
+_OWN = f"{Path(__file__).parent.parent}{os.sep}"
+_LEFT_OUT = (*(f"{package}{os.sep}" for package in _PACKAGES), _OWN)
 
 
 class ExceptionCallback(RunCallback):
@@ -189,12 +190,23 @@ def _lines(error: BaseException) -> list[str]:
     number = 0
     for each in chain:
         if each is not None:
-            users = _users(each.stack)
-            number += len(each.stack) - len(users) if users else 0
-            each.stack = traceback.StackSummary.from_list(users or list(each.stack))
+            frames = _shown(each.stack)
+            number += len(each.stack) - len(frames)
+            each.stack = traceback.StackSummary.from_list(frames)
             chain += [each.__cause__, each.__context__]
     end = f"({number} frames of Lightning, torch and lightning_hybrid are hidden. Set {VARIABLE}=full to show them.)\n"
     return [*shown.format(), *([end] if number else [])]
+
+
+def _shown(stack: traceback.StackSummary) -> list[traceback.FrameSummary]:
+    """Return the frames of the user's code, or all if there are none.
+
+    If the user's code has only started the run, as with an error of a scheduler, the frame that raised it is shown too.
+    """
+    users = _users(stack)
+    if users and users == stack[: len(users)] and not stack[-1].filename.startswith(_OWN):
+        return [*users, *stack[len(users) :][-1:]]
+    return users or list(stack)
 
 
 def _users(stack: traceback.StackSummary) -> list[traceback.FrameSummary]:

@@ -124,11 +124,30 @@ def test_other_errors_and_other_hooks_stay_what_they_are(
     print_shortly(error, 0, told_elsewhere=False)
     sys.excepthook(type(error), error, error.__traceback__)
     short = capsys.readouterr().err
-    assert "nn/modules/linear.py" not in short
+    assert "nn/modules/module.py" not in short
+    assert "nn/modules/linear.py" in short  # no line of the user's code was running: the line that raised the error
     assert f"are hidden. Set {VARIABLE}=full to show them" in short
     another = raised()
     sys.excepthook(type(another), another, another.__traceback__)
     assert "nn/modules/linear.py" in capsys.readouterr().err
+
+
+def test_lines_of_libraries_below_the_code_of_the_user_are_hidden(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Fails(nn.Module):
+        def forward(self, x: object) -> object:
+            return nn.functional.relu(x)  # type: ignore[arg-type]
+
+    with pytest.raises(TypeError) as caught:
+        nn.Sequential(Fails())(None)
+    error = caught.value
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    print_shortly(error, 0, told_elsewhere=False)
+    sys.excepthook(type(error), error, error.__traceback__)
+    short = capsys.readouterr().err
+    assert "nn.functional.relu(x)" in short
+    assert "torch/nn" not in short
 
 
 JOB = """
