@@ -200,7 +200,7 @@ def command(page: Path, name: str) -> Iterator[str]:
         words = "`, `".join(option + value for option in action.option_strings) or action.metavar or action.dest.upper()
         text = (action.help or "") % vars(action)
         if action.required and action.option_strings:
-            text += "; needed"
+            text += "; required"
         rows.append(f"| `{words}` | {text} |")
     yield "\n".join(["| option | meaning |", "|---|---|", *rows])
     if parser.epilog:

@@ -37,13 +37,13 @@ _MOST_SHOWN = 5
 
 @dataclass(frozen=True)
 class Experiment:
-    """The training that was checked, repeated with one change to find the cause of a difference.
+    """A repetition of the checked training with one change, to find the cause of a difference.
 
     Attributes:
         change: What was changed.
-        difference: The largest relative difference from one process; ``None`` if training failed with this change.
-        equal: True if this difference is not larger than rounding errors.
-        failure: The error, if training failed with this change.
+        difference: The largest relative difference from training in one process; ``None`` if the repetition failed.
+        equal: True if this difference is within the tolerance for equal values.
+        failure: The error, if the repetition failed.
     """
 
     change: str
@@ -67,9 +67,9 @@ class CheckResult:
     Attributes:
         layout: The layout as text.
         comparisons: All compared values, in the order in which they were computed.
-        tolerance: The largest relative difference of two values that count as equal.
-        notes: Notes on the comparison, such as that dropout was set to 0.
-        experiments: Further trainings that were run to find the cause of a difference.
+        tolerance: The largest relative difference at which two values still count as equal.
+        notes: Notes on the comparison, for example that dropout was set to 0.
+        experiments: Additional training runs, made to find the cause of a difference.
         reason: The cause of the difference, if the values differ.
         remedy: How to remove the difference, if the values differ.
     """
@@ -98,7 +98,7 @@ class CheckResult:
         return max(self.comparisons, key=lambda each: each.difference)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return numbers, strings, lists and dictionaries for programs. Numbers that are not finite are ``None``."""
+        """Return the result as a dictionary that can be written as JSON. Numbers that are not finite are ``None``."""
         found = {"equal": self.equal, **asdict(self)}
         for row in (*found["comparisons"], *found["experiments"]):
             row.update(
@@ -118,8 +118,8 @@ class CheckResult:
             return "\n\n".join(parts)
         first = self.differences[0]
         parts.append(
-            f"Different. First difference: {_named(first)}, {first.expected:.12g} in one process and"
-            f" {first.actual:.12g} under the layout, a relative difference of {first.difference:.1e}."
+            f"Different. First difference: {_named(first)}, which is {first.expected:.12g} in one process and"
+            f" {first.actual:.12g} under the layout (relative difference {first.difference:.1e})."
         )
         tried = "\n".join(f"  {experiment}" for experiment in self.experiments)
         parts.append(f"Why: {self.reason}\n{tried}".rstrip())
@@ -139,9 +139,10 @@ def check(
 ) -> CheckResult:
     """Train a module in one process and under a layout, and compare the results.
 
-    Both runs train in float64 on the CPU, on the same batches of the loader. They run in copies of this process.
-    Dropout is set to 0 where modules store its probability in an attribute. Each replica gets its own batches. The
-    single process averages the gradients over the batches of all replicas, as Lightning's DDP does.
+    Both runs train in float64 on the CPU and use the same batches from the loader. They run in forked copies of this
+    process. If a module stores its dropout probability in an attribute, this probability is set to 0. Under the layout,
+    each replica trains on different batches. The single process trains on the batches of all replicas and averages
+    their gradients, as Lightning's DDP does.
 
     Example::
 
@@ -149,14 +150,14 @@ def check(
 
     Args:
         make_module: Class or function that returns the module.
-        make_data: Class or function that returns the data for `Trainer.fit`. ``None`` if the module has its own
+        make_data: Class or function that returns the data for `Trainer.fit`. Use ``None`` if the module has its own
             loaders.
         steps: Number of optimizer steps.
-        trainer: Arguments of the Trainer: only ``accumulate_grad_batches``, ``gradient_clip_val`` and
+        trainer: Arguments of the Trainer. Only ``accumulate_grad_batches``, ``gradient_clip_val`` and
             ``gradient_clip_algorithm`` are accepted.
         time_limit: Time limit for each training run, in seconds.
-        progress: Function that is called with a description of each training run before it starts.
-        layout: Arguments of `HybridStrategy`. ``data_parallel_size="auto"`` means 1, and a list of sizes means its
+        progress: Function that is called before each training run, with a description of the run.
+        layout: Arguments of `HybridStrategy`. ``data_parallel_size="auto"`` is treated as 1, and a list of sizes as its
             first entry. ``global_batch_size`` is ignored; set ``accumulate_grad_batches`` in ``trainer`` instead.
 
     Returns:
@@ -181,7 +182,8 @@ def check(
     settings = HybridStrategy(**layout).settings
     if settings.searched:
         raise ValueError(
-            f"{', '.join(settings.searched)} must be set for a check, instead of being chosen at the start. [LH1004]"
+            f"A check needs fixed values for {', '.join(settings.searched)}, because it does not search for a layout."
+            " [LH1004]"
         )
     layout |= {"num_microbatches": settings.num_microbatches, "schedule": settings.schedule}
     if layout.get("data_parallel_size", "auto") == "auto":
@@ -226,9 +228,9 @@ class _Check:
         reference = self.reference(self.replicas)
         if not all(map(math.isfinite, (*reference.losses, *reference.grad_norms))):
             raise ValueError(
-                f"In one process the losses are {reference.losses[:_MOST_SHOWN]} and the gradient norms"
+                f"In one process, the losses are {reference.losses[:_MOST_SHOWN]} and the gradient norms are"
                 f" {reference.grad_norms[:_MOST_SHOWN]}, but only finite values can be compared. Use another learning"
-                " rate, or fewer steps. [LH1007]"
+                " rate or fewer steps. [LH1007]"
             )
         result = CheckResult(_layout_text(self.layout), self.compare({}), self.tolerance, self.notes())
         if result.equal:
@@ -255,7 +257,7 @@ class _Check:
             return result
         compared = compare(interleaved(replicas), ranks, steps=self.training.steps, replicas=len(replicas))
         self.add(text, compared)
-        note = "The step draws random numbers, so one process runs the same microbatches with the same random numbers."
+        note = "The step draws random numbers, so one process ran the same microbatches with the same random numbers."
         return replace(result, comparisons=compared, notes=(*result.notes, note))
 
     # -- trainings ---------------------------------------------------------------------------------------------------
@@ -300,8 +302,8 @@ class _Check:
         notes = []
         if reference.dropouts:
             notes.append(
-                f"Dropout probabilities set to 0: {reference.dropouts}. Microbatches would draw different random"
-                " numbers than the full batch."
+                f"Dropout probabilities set to 0: {reference.dropouts}. Otherwise, the microbatches and the full batch"
+                " would draw different random numbers."
             )
         if reference.float32 is not None:
             notes.append(
@@ -316,14 +318,15 @@ class _Check:
         draws = self.reference(self.replicas).draws
         who = "training draws random numbers" if draws is None else f"the step draws random numbers ({draws})"
         return _Explanation(
-            f"{who}, so even two runs of one process differ if their seeds differ. Under a layout, each microbatch,"
-            " replica, layer and rank may draw its own random numbers. The results cannot be equal, and the comparison"
-            " does not show whether the layout is correct.",
-            "Turn off random draws for the check. Set your own dropout to 0 (such as `--model.dropout 0`), or store its"
-            " probability in an attribute with `drop` in its name (`self.dropout_p`), which the check sets to 0. If the"
-            " method needs random numbers, such as the noise of a diffusion model or negative samples, draw them in the"
-            " Dataset or in `collate_fn` (`return x, noise`), so that every layout trains on the same ones. Seeding a"
-            " generator in the step does not help, because each microbatch would draw the same numbers again.",
+            f"{who}, so even two runs in one process differ if their seeds differ. Under a layout, each microbatch,"
+            " replica, layer and rank can draw its own random numbers. The results therefore cannot be equal, and the"
+            " comparison does not show whether the layout is correct.",
+            "Turn off all random numbers for the check. Set dropout in your own code to 0 (such as `--model.dropout"
+            " 0`), or store its probability in an attribute whose name contains `drop` (such as `self.dropout_p`). The"
+            " check sets such attributes to 0. If your method needs random numbers, such as the noise of a diffusion"
+            " model or negative samples, draw them in the Dataset or in `collate_fn` (`return x, noise`), so that every"
+            " layout trains on the same numbers. Seeding a generator in the step does not help, because each microbatch"
+            " would draw the same numbers again.",
         )
 
     def explain(self, result: CheckResult) -> _Explanation:
@@ -336,13 +339,13 @@ class _Check:
         for text, changes in self.axes():
             if self.is_equal(text, {**one, **changes}):
                 return _Explanation(
-                    f"with {text} the results are equal, so this argument causes the difference.",
+                    f"with {text}, the results are equal, so this argument causes the difference.",
                     (self.about_plan() if "tensor_parallel_size" in changes else "")
-                    + "`lightning-hybrid plan` shows how layers are sharded. If that is correct, please report a bug in"
-                    " this package.",
+                    + "`lightning-hybrid plan` shows how the layers are sharded. If the sharding is correct, please"
+                    " report a bug in this package.",
                 )
         return _Explanation(
-            "no single change makes the results equal.", "Remove parts of the module until they are equal."
+            "no single change makes the results equal.", "Remove parts of the module until the results are equal."
         )
 
     def about_plan(self) -> str:
@@ -350,7 +353,7 @@ class _Check:
         record = self._ranks[0]
         if not record.has_own_plan:
             return ""
-        first = "You wrote the tensor_parallel_plan: check first whether an entry is missing."
+        first = "You wrote the tensor_parallel_plan yourself, so first check whether an entry is missing."
         return "".join(f"{sentence} " for sentence in (first, *record.plan_faults[:_MOST_SHOWN]))
 
     def explain_microbatches(self, result: CheckResult) -> _Explanation:
@@ -359,9 +362,9 @@ class _Check:
             text = "batch norm with running statistics"
             if self.is_equal(text, {}, fixed_statistics=True):
                 return _Explanation(
-                    f"{layers} layers (BatchNorm) use the statistics of each microbatch, not of the batch.",
-                    "Use GroupNorm or LayerNorm, or num_microbatches=1. SyncBatchNorm synchronizes replicas, not"
-                    " microbatches.",
+                    f"the BatchNorm layers ({layers}) use the statistics of each microbatch instead of the full batch.",
+                    "Use GroupNorm or LayerNorm, or num_microbatches=1. SyncBatchNorm does not help: it combines the"
+                    " statistics of replicas, not of microbatches.",
                 )
         names = list(dict.fromkeys(each.name for each in result.differences))
         if all(name.startswith("log ") for name in names):
@@ -384,32 +387,32 @@ class _Check:
         """Whether the batch is a weighted sum of its microbatches."""
         found, used = map(_weights_text, (weights.found, weights.used))
         is_sum = weights.residual <= math.sqrt(self.tolerance)
-        text = f"one process, gradients of microbatches weighted by {found}, compared with the gradient of the batch"
+        text = f"one process, sum of microbatch gradients weighted by {found}, compared with the gradient of the batch"
         self.experiments.append(Experiment(text, weights.residual, equal=is_sum))
         if not is_sum:
             return _Explanation(
                 f"the loss couples the samples of a batch: no weighted sum of microbatch gradients equals the"
                 f" gradient of the batch (the best sum has a relative error of {weights.residual:.0e}).",
-                "Use num_microbatches=1, or define `split_batch` to split the batch between independent samples.",
+                "Use num_microbatches=1, or define a `split_batch` hook that keeps dependent samples together.",
             )
         if max(abs(a - b) for a, b in zip(weights.found, weights.used, strict=True)) <= math.sqrt(self.tolerance):
             return _Explanation(
-                "the losses and gradients of a batch and its microbatches are equal, but the step keeps state between"
-                " calls and is called once per microbatch.",
+                "the losses and gradients of a batch and its microbatches are equal, but the step changes its state"
+                " in each call, and it is called once per microbatch.",
                 "Use num_microbatches=1, or update this state in a hook (`on_train_batch_end`).",
             )
         if all(abs(weight - 1) <= math.sqrt(self.tolerance) for weight in weights.found):
             return _Explanation(
-                f"the loss is a sum over samples, but the mean over microbatches was used (weights {used}).",
+                f"the loss is a sum over samples, but the losses of the microbatches were averaged (weights {used}).",
                 'Use loss_reduction="sum".',
             )
         return _Explanation(
-            f"the loss is not a mean over samples, but over other units, such as tokens: the correct weights of the"
-            f" microbatches are {found}, but {used} were used.",
+            f"the loss is a mean over units other than samples, such as tokens: the correct weights of the microbatches"
+            f" are {found}, but the weights {used} were used.",
             "For a mean over labels that are not masked, set `microbatch_weight ="
             " lightning_hybrid.count_tokens('labels')` in the module, with `shift=True` if the model shifts the labels,"
-            " as causal models of transformers do. For another mean, define `microbatch_weight(self, microbatch)` and"
-            " return the divisor of the loss.",
+            " as causal language models in transformers do. For any other mean, define `microbatch_weight(self,"
+            " microbatch)`, which must return the divisor of the loss.",
         )
 
     def is_repeatable(self) -> bool:
@@ -479,11 +482,11 @@ def _bound(difference: float) -> str:
 def _advice(text: str) -> str:
     """Return the advice for a step that raises an error, with or without a layout."""
     if text == _ALONE:
-        return "The step also fails without a layout. Run it with `Trainer(devices=1)`, and fix it there."
+        return "The step also fails in one process. Train with `Trainer(devices=1)`, and fix the error there first."
     return (
-        "The step runs in one process, so the layout causes the error. To find the argument that fails, check with"
-        " `--trainer.strategy.init_args.num_microbatches 1`, or with only one of the sizes. See 'pipeline'"
-        " and 'limits' in the documentation."
+        "The step works in one process, so the layout causes the error. To find the argument that causes it, run the"
+        " check with `--trainer.strategy.init_args.num_microbatches 1`, or set only one of the parallel sizes. See the"
+        " pages 'pipeline' and 'limits' in the documentation."
     )
 
 

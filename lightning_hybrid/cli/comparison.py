@@ -25,13 +25,13 @@ class Comparison:
     Attributes:
         step: The number of the optimizer step, from 1; ``None`` for values at the end of training.
         name: ``"loss"``, ``"gradient norm"``, ``"log NAME"``, ``"weight NAME"`` or ``"buffer NAME"``.
-        expected: The value in one process: for a tensor, its norm; for a step with several batches, the mean over them.
-            ``nan`` if one process has no such value.
+        expected: The value in one process. For a tensor, this is its norm; for a step with several batches, the mean
+            over these batches. ``nan`` if training in one process did not produce this value.
         actual: The value under the layout, computed in the same way.
         difference: The relative difference from the expected value. For tensors, this is the norm of the difference,
-            divided by the norm of the expected tensor, so two tensors of equal norm may differ. The divisor is at least
+            divided by the norm of the expected tensor, so two tensors of equal norm can differ. The divisor is at least
             1e-3 or, for a tensor of N numbers, at least 1e-3 times the square root of N. For a step with several
-            batches, it is the largest difference.
+            batches, this is the largest difference of any batch.
     """
 
     step: int | None
@@ -194,7 +194,7 @@ def comparison_table(comparisons: tuple[Comparison, ...], tolerance: float, most
         cells += [text.rjust(width) for text, width in zip(numbers, widths[2:], strict=True)]
         lines.append("  ".join(cells).rstrip())
     if len(shown) > most:
-        lines.append(f"and {len(shown) - most} more of {len(tensors)} weights and buffers")
+        lines.append(f"and {len(shown) - most} others of the {len(tensors)} weights and buffers")
     if any(each.difference > tolerance for each in comparisons):
         lines.append(f"<: differs by more than {tolerance:.0e}")
     return "\n".join(lines)

@@ -112,7 +112,8 @@ def _merged(extra: dict[str, Any], values: Mapping[TreePath, Any], directory: Di
             checkpoint[OPTIMIZERS] = [numbered({"state": {}, **tree}) for tree in trees]
         except KeyError as error:
             raise ValueError(
-                f"An optimizer in the checkpoint has a state for {error}, which is in none of its groups. [LH1014]"
+                f"An optimizer in the checkpoint has a state for {error}, which is not in any of its parameter groups."
+                " [LH1014]"
             ) from error
     return checkpoint
 
@@ -151,7 +152,7 @@ def consolidate(
             f"{path} is a file, not a sharded checkpoint: there is nothing to consolidate. [LH1010]"
         )
     if file.is_dir():
-        raise IsADirectoryError(f"{file} is a directory. Give the path of a file. [LH1011]")
+        raise IsADirectoryError(f"{file} is a directory. Pass the path of a file. [LH1011]")
     if file.exists() and not overwrite:
         raise FileExistsError(f"{file} already exists. Use --overwrite to replace it. [LH1012]")
     directory = DistributedCheckpoint(path, load_value=partial(torch.load, weights_only=False))
@@ -219,8 +220,8 @@ def _read_extra(file: Path) -> Any:
         return torch.load(file, map_location="cpu", weights_only=False)
     except (ImportError, AttributeError) as error:
         raise ValueError(
-            f"{file} contains an object whose class cannot be imported: {error}. Run the command where your project"
-            " can be imported. [LH1013]"
+            f"{file} contains an object whose class cannot be imported: {error}. Run the command in an environment in"
+            " which your project can be imported. [LH1013]"
         ) from error
     except Exception as error:  # whatever unpickling raises
         raise ValueError(_unreadable(file, error)) from error

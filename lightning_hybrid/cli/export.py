@@ -88,7 +88,7 @@ def export(
     """
     folder = folder.absolute()
     if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
-        raise FileExistsError(f"{folder} already exists and is not an empty folder. Choose another one. [LH1012]")
+        raise FileExistsError(f"{folder} already exists and is not an empty folder. Use another path. [LH1012]")
     checkpoint, read = _open(path)
     state = {name: value for name, value in _state_of(checkpoint, path).items() if isinstance(value, Tensor)}
     begin, first_parts = _find_prefix(state, prefix, path)
@@ -151,7 +151,8 @@ def _state_of(checkpoint: Mapping[str, Any], path: Place) -> Mapping[str, Any]:
     state = checkpoint.get(MODEL, checkpoint)
     if not isinstance(state, Mapping) or not any(isinstance(value, Tensor) for value in state.values()):
         raise ValueError(
-            f"{path} has no weights (tensors by name, alone or under {MODEL!r}). It has {list(checkpoint)[:5]}. [LH925]"
+            f"{path} has no weights: neither the checkpoint nor its entry {MODEL!r} is a dictionary of tensors. Its"
+            f" keys are {list(checkpoint)[:5]}. [LH925]"
         )
     return state
 
@@ -165,7 +166,8 @@ def _find_prefix(names: Mapping[str, Any], prefix: str | None, path: Place) -> t
     begin = f"{prefix.removesuffix('.')}." if prefix else ""
     if not any(name.startswith(begin) for name in names):
         raise ValueError(
-            f"No name in {path} starts with {begin!r}. The names start with {', '.join(map(repr, firsts))}. [LH1016]"
+            f"No tensor name in {path} starts with {begin!r}. The names start with {', '.join(map(repr, firsts))}."
+            " [LH1016]"
         )
     return begin, firsts
 

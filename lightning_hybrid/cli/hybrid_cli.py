@@ -74,7 +74,7 @@ class HybridCLIParser(LightningArgumentParser):
             message = f"{in_words(with_advice(message, text), text)} [LH1002]"
         if named:
             message = (
-                f"trainer.strategy: the name {named[1]!r} does not accept arguments. Write the strategy as"
+                f"trainer.strategy: the strategy name {named[1]!r} does not accept arguments. Write the strategy as"
                 " {class_path: lightning_hybrid.HybridStrategy, init_args: {...}} [LH1002]"
             )
         self.exit(2, f"error: {message}\n" if is_printed_here() else None)
@@ -152,9 +152,9 @@ def load_config(
         )
     if strategy.settings.searched:
         parser.error(
-            f"{', '.join(strategy.settings.searched)} in {', '.join(configs)} will be chosen when training starts. Set"
-            " them here, for example with --trainer.strategy.init_args.layout=null; `suggest` prints"
-            " suitable values [LH1004]"
+            f"{', '.join(strategy.settings.searched)} in {', '.join(configs)} will be chosen when training starts, but"
+            " this command needs fixed values. Set them, for example with --trainer.strategy.init_args.layout=null and"
+            " the values that `lightning-hybrid suggest` prints [LH1004]"
         )
     return cli, strategy
 

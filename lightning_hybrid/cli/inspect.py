@@ -135,8 +135,8 @@ def read_mapped(file: Path, *, trusted: bool = False) -> Mapping[str, Any]:
     size = file.stat().st_size
     if not zipfile.is_zipfile(file):
         raise ValueError(
-            f"{file} ({size:,} bytes) is not a complete checkpoint: it has no table of contents, which is written last."
-            " [LH914]"
+            f"{file} ({size:,} bytes) is not a complete checkpoint: the table of contents, which is written last, is"
+            " missing. [LH914]"
         )
     with zipfile.ZipFile(file) as archive:
         if any(name.endswith("/constants.pkl") for name in archive.namelist()):
@@ -146,7 +146,7 @@ def read_mapped(file: Path, *, trusted: bool = False) -> Mapping[str, Any]:
     except Exception as error:  # whatever unpickling raises
         raise ValueError(f"{file} ({size:,} bytes) cannot be read: {type(error).__name__}: {error} [LH901]") from error
     if not isinstance(tree, Mapping):
-        raise ValueError(f"{file} contains {_value(tree)} instead of a checkpoint, which is a dictionary. [LH902]")
+        raise ValueError(f"{file} contains {_value(tree)}, but a checkpoint must be a dictionary. [LH902]")
     return tree
 
 

@@ -39,10 +39,10 @@ class RankError(RuntimeError):
 
     Args:
         text: Description of the failure.
-        is_raised: True if code on a rank raised an error, and this package has not printed advice for it.
+        is_raised: True if code on a rank raised an error whose text does not come from this package.
 
     Attributes:
-        is_raised: The argument of this name.
+        is_raised: The value of the argument with the same name.
     """
 
     def __init__(self, text: str, *, is_raised: bool = False) -> None:
@@ -85,7 +85,7 @@ def run_ranks(function: Callable[[], Any], world_size: int, *, time_limit: float
     """
     if "fork" not in multiprocessing.get_all_start_methods():
         raise RuntimeError(
-            f"{sys.platform} cannot copy a process (fork), which this command needs. Use Linux or macOS. [LH205]"
+            f"{sys.platform} cannot fork a process, which this command needs. Use Linux or macOS. [LH205]"
         )
     context = multiprocessing.get_context("fork")
     with TemporaryDirectory(prefix="lightning-hybrid-") as name:

@@ -24,10 +24,10 @@ LIGHTNING_COMMANDS = {
 #: Our own ones, each a file of `cli.commands`.
 COMMANDS = {
     "demo": ("train a built-in example", "--ranks 2"),
-    "plan": ("show which layers each rank holds", "--config FILE"),
+    "plan": ("show which layers each rank has", "--config FILE"),
     "memory": ("estimate the memory of each rank", "--config FILE --ranks 8"),
     "suggest": ("sort layouts by estimated speed", "--config FILE --ranks 8"),
-    "check": ("compare a layout with one process", "--config FILE"),
+    "check": ("compare training under a layout with training in one process", "--config FILE"),
     "timeline": ("draw a pipeline schedule", "--ranks 4 --microbatches 8"),
     "inspect": ("show the contents of a checkpoint", "PATH"),
     "consolidate": ("convert a checkpoint directory to one file", "DIR FILE"),

@@ -117,22 +117,22 @@ class ConfigParser(Parser):
         super().__init__(
             command,
             description=description,
-            epilog="All options of `fit` work here too, so you can reuse the command line of a run. Example:"
-            f" {PROGRAM} {command} --config FILE {example}",
+            epilog="This command also accepts all options of `fit`, so you can reuse the command line of a run."
+            f" Example: {PROGRAM} {command} --config FILE {example}",
         )
         self.group("configuration").add_argument(
             "--config",
             required=True,
             action="append",
             metavar="FILE",
-            help="configuration file; can be repeated, and later files override earlier ones",
+            help="configuration file; if you repeat this option, later files override earlier files",
         )
 
 
 def on_disk(text: str) -> Path:
     """A path to write to, as the type of an option."""
     if "://" in text:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a local path: write to a local disk, then copy the result")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a local path; write to a local disk, then copy the result")
     return Path(text)
 
 

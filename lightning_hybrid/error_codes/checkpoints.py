@@ -4,27 +4,29 @@ from lightning_hybrid.error_codes.entry import Entry
 
 ERRORS = {
     "LH901": Entry(
-        "A file of the checkpoint or of the weights was changed or truncated, for example during a copy, or the"
-        " save was interrupted.",
+        "A checkpoint or weight file was changed or truncated, for example during a copy, or the run was interrupted"
+        " while it saved the file.",
         "Copy the file again, or use another checkpoint.",
     ),
     "LH902": Entry(
-        "The file is not a checkpoint of a Trainer. It may be a plain state dict.",
-        "Use a checkpoint that a Trainer saved. To load only weights, use `initial_weights`.",
+        "The file is not a checkpoint that a Trainer saved. For example, it contains only a state dict.",
+        "Use a checkpoint that a Trainer saved. To load only weights, pass the file as `initial_weights`.",
     ),
     "LH903": Entry(
         "`state_dict()` was called on a module that is still sharded.",
-        "After a run, call `trainer.strategy.gather_module()` first, or use `trainer.save_checkpoint`.",
+        "After a run, call `trainer.strategy.gather_module()` before `state_dict()`. To save the full model, call"
+        " `trainer.save_checkpoint` on every rank.",
     ),
     "LH904": Entry(
         "A sharded module was saved with `torch.save`, `pickle`, safetensors or `save_pretrained`.",
-        "In a hook, save inside `with self.trainer.strategy.full_parameters():`, or call `trainer.save_checkpoint`"
-        " on every rank.",
+        "In a hook, save the module inside `with self.trainer.strategy.full_parameters():`, or call"
+        " `trainer.save_checkpoint` on every rank.",
     ),
     "LH905": Entry(
-        "After a run, the module was used without being gathered: the run failed, the module is too large, or"
-        " `gather_module_on_teardown=False` is set.",
-        "After an error, load a checkpoint into a new module. Otherwise, call `trainer.strategy.gather_module()`.",
+        "The module was called after a run, but it is still sharded: the run failed, the module is too large to be"
+        " gathered automatically, or `gather_module_on_teardown=False` is set.",
+        "If the run failed, load a checkpoint into a new module. Otherwise, call `trainer.strategy.gather_module()`"
+        " before you use the module.",
     ),
     "LH906": Entry(
         "`configure_optimizers` returns a different number of optimizers than in the run that saved the checkpoint.",
@@ -36,10 +38,11 @@ ERRORS = {
     ),
     "LH908": Entry(
         "The parameter groups of the optimizer have changed since the checkpoint was saved.",
-        "Use the same parameter groups as before, or load only the weights.",
+        "Use the same parameter groups as when the checkpoint was saved, or load only the weights.",
     ),
     "LH909": Entry(
-        "The module or a callback saves different keys on different ranks, so the values of some tensors are missing.",
+        "The module or a callback saves different keys on different ranks, so the checkpoint would contain tensors"
+        " without values.",
         "Save the same keys on every rank.",
     ),
     "LH910": Entry(
@@ -48,62 +51,65 @@ ERRORS = {
     ),
     "LH911": Entry(
         "The disk is full, or the path of the checkpoint is not writable.",
-        "Free disk space, or use another path.",
+        "Free up disk space, or use another path.",
     ),
     "LH912": Entry(
-        "A directory of an earlier save is still at the path of the new checkpoint, and would be read instead of it.",
+        "The new checkpoint was saved, but a directory from an earlier save at the same path would be read instead of"
+        " it.",
         "Remove the file that the message names.",
     ),
     "LH913": Entry(
         "No checkpoint or weight file exists at the path.",
-        "Check the path. In a run on several nodes, at least one of them must have the file.",
+        "Check the path. In a run on several nodes, at least one node must have the file.",
     ),
     "LH914": Entry(
         "The checkpoint is incomplete, probably because the run was killed while it saved the checkpoint.",
-        "Use another checkpoint, such as the previous one.",
+        "Use another checkpoint, such as an earlier one.",
     ),
     "LH915": Entry(
-        "Some files of the checkpoint or of the weights are missing or are on another node.",
-        "Copy all files into the directory, including `.metadata` if it is a sharded checkpoint.",
+        "Some files of the checkpoint or of the weights do not exist on this node.",
+        "Copy all files into the directory, including the file `.metadata` of a sharded checkpoint.",
     ),
     "LH916": Entry(
-        "Every rank writes its part of a sharded checkpoint, but the nodes do not share a disk at this path.",
+        "Every rank writes its part of a sharded checkpoint into one directory, but this directory is not on a disk"
+        " that all nodes share.",
         "Save to a disk that all nodes share, or set `save_distributed_checkpoint=False`.",
     ),
     "LH917": Entry(
-        "Some nodes do not see the directory of the sharded checkpoint.",
+        "The directory of the sharded checkpoint cannot be read from every node.",
         "Copy the directory to a disk that all nodes share, or convert it to one file with `lightning-hybrid"
         " consolidate`.",
     ),
     "LH920": Entry(
         "The checkpoint and the module have tensors with different names or shapes.",
-        "Compare the names and shapes in the message. To load only the names that both have, set"
+        "Compare the names and shapes in the message. To load only the tensors whose names exist in both, set"
         " `strict_loading=False`.",
     ),
     "LH922": Entry(
-        "No tensor name in the folder matches a name in the module, so the folder contains the weights of another"
-        " model.",
-        "Compare the names in the message, and use the folder that belongs to your model.",
+        "No tensor name in the Hugging Face folder matches a name in the module, so the folder probably contains the"
+        " weights of another model.",
+        "Compare the names in the message, and use the folder with the weights of your model.",
     ),
     "LH923": Entry(
         "The tensor names in the Hugging Face folder match several parts of the module equally well.",
-        "Load the weights yourself, and pass a state dict with the module's names to `load_weights`.",
+        "Load the weights yourself, and pass a state dict with the names from the module to `load_weights`.",
     ),
     "LH925": Entry(
         "The file or object does not contain a dictionary of tensors.",
-        "Pass a state dict to `load_weights`.",
+        "Use a file that contains a state dict, or pass a state dict to `load_weights`.",
     ),
     "LH927": Entry(
-        "The weight file contains objects other than tensors.",
+        "The file contains objects other than tensors, and loading such objects can run code.",
         "If you trust the file, load it yourself, and pass the state dict to `load_weights`.",
     ),
     "LH928": Entry(
-        "The folder contains several weight files without an index.",
-        "Pass the path of one of the files to `load_weights`. If you need several files, pass a state dict with"
-        " all tensors.",
+        "The folder contains weight files, but neither a file `model.safetensors` nor an index of the files.",
+        "Pass the path of one of the files to `load_weights`. If you need several files, pass a state dict with the"
+        " tensors of all files.",
     ),
     "LH929": Entry(
-        "After an exception, a checkpoint cannot be saved, because the ranks may have failed in different places.",
+        "A checkpoint cannot be saved after an exception. Saving needs all ranks, but it is possible that only some of"
+        " them raised the exception.",
         "Save checkpoints regularly with `ModelCheckpoint(every_n_train_steps=...)`, and resume from the last"
         " checkpoint.",
     ),
@@ -112,27 +118,31 @@ ERRORS = {
         "Set `save_distributed_checkpoint=False`, and pass your own checkpoint plugin to the Trainer.",
     ),
     "LH931": Entry(
-        "`async_save=True` is combined with the plugin `AsyncCheckpointIO`, but both save checkpoints in the"
-        " background.",
+        "`async_save=True` is combined with the plugin `AsyncCheckpointIO`. Both save checkpoints in the background,"
+        " and neither waits for the other.",
         "Remove `async_save=True` or the plugin.",
     ),
     "LH932": Entry(
-        "The checkpoint plugin writes files, but with `save_distributed_checkpoint=True`, every rank writes to a"
-        " directory.",
+        "The checkpoint plugin would not be used, because with `save_distributed_checkpoint=True`, every rank writes"
+        " its own files to a directory.",
         "Remove the plugin, or set `save_distributed_checkpoint=False`.",
     ),
     "LH934": Entry(
-        "The checkpoint was saved in the middle of an epoch with a different number of replicas, and the samples"
-        " used so far are not known for this kind of loader.",
-        "Resume from a checkpoint saved at the end of an epoch, or use the same number of replicas as before.",
+        "The checkpoint was saved in the middle of an epoch with a different number of replicas. With this kind of"
+        " data loader, the strategy cannot determine which samples of the epoch have already been used.",
+        "Resume from a checkpoint saved at the end of an epoch, or use the same number of replicas as when the"
+        " checkpoint was saved.",
     ),
     "LH935": Entry(
-        "The checkpoint was saved in the middle of an epoch with another sampler and a different number of replicas.",
-        "Resume from a checkpoint saved at the end of an epoch, or use the same sampler as before.",
+        "The checkpoint was saved in the middle of an epoch, and both the sampler and the number of replicas have"
+        " changed since then.",
+        "Resume from a checkpoint saved at the end of an epoch, or use the same sampler as when the checkpoint was"
+        " saved.",
     ),
     "LH936": Entry(
-        "The number of samples used before the checkpoint was saved is not a multiple of the samples per optimizer"
-        " step in the new layout.",
-        "Set the same `global_batch_size` before and after, or resume from a checkpoint saved at the end of an epoch.",
+        "The checkpoint was saved in the middle of an epoch. The number of samples used in this epoch is not a"
+        " multiple of the number of samples per optimizer step in the new layout.",
+        "Use the same `global_batch_size` as when the checkpoint was saved, or resume from a checkpoint saved at the"
+        " end of an epoch.",
     ),
 }

@@ -4,33 +4,35 @@ from lightning_hybrid.error_codes.entry import Entry
 
 ERRORS = {
     "LH1001": Entry(
-        "An option of the command has a wrong name or value.",
+        "The command was called with an unknown option or with an invalid value for an option.",
         "Run the command with `--help` to list its options.",
     ),
     "LH1002": Entry(
-        "A key of the configuration, or a command-line option that sets it, has a wrong name or value.",
+        "A key in the configuration, or the command-line option for this key, has an invalid name or value.",
         "Correct the key or option that the message names.",
     ),
     "LH1003": Entry(
-        "The configuration contains another strategy than `HybridStrategy`.",
-        "Pass a second `--config` file with `trainer: {strategy: {class_path: lightning_hybrid.HybridStrategy}}`.",
+        "The configuration uses a strategy other than `HybridStrategy`.",
+        "Pass a second `--config` file that contains `trainer: {strategy: {class_path:"
+        " lightning_hybrid.HybridStrategy}}`.",
     ),
     "LH1004": Entry(
-        "`plan`, `memory` and `check` need a fixed layout, but in this configuration, the layout is chosen only"
+        "`plan`, `memory` and `check` work only with a fixed layout, but in this configuration, the layout is chosen"
         " when training starts.",
-        "Set `--trainer.strategy.init_args.layout=null`, and set the parallel sizes that `suggest` prints.",
+        "Pass `--trainer.strategy.init_args.layout=null`, and set the parallel sizes to values that `lightning-hybrid"
+        " suggest` prints.",
     ),
     "LH1006": Entry(
-        "`check` accepts only some arguments of the Trainer, but was given another one.",
+        "`check` was called with an argument of the Trainer that it does not support.",
         "Use only the arguments that the message lists.",
     ),
     "LH1007": Entry(
-        "In the check, the losses or gradient norms of training in one process are not finite, so they cannot be"
+        "When `check` trained the module in one process, losses or gradient norms were not finite, so they cannot be"
         " compared.",
         "Use another learning rate or fewer steps for the check.",
     ),
     "LH1008": Entry(
-        "The number of ranks cannot be divided evenly over the nodes.",
+        "The number of ranks is not a multiple of the number of nodes.",
         "Set `--nodes` to a divisor of `--ranks`.",
     ),
     "LH1009": Entry(
@@ -54,28 +56,29 @@ ERRORS = {
         "Run the command in an environment in which your project can be imported.",
     ),
     "LH1014": Entry(
-        "An optimizer in the checkpoint has a state for a parameter that is in none of its parameter groups.",
+        "The checkpoint contains an optimizer state for a parameter that is not in any parameter group of this"
+        " optimizer.",
         "Use another checkpoint.",
     ),
     "LH1015": Entry(
         "The output cannot be written, for example because the disk is full.",
-        "Free disk space, or use another path.",
+        "Free up disk space, or use another path.",
     ),
     "LH1016": Entry(
-        "No name in the checkpoint starts with the value of `--prefix`.",
-        "Use a prefix that the message lists.",
+        "No tensor name in the checkpoint starts with the value of `--prefix`.",
+        "Use one of the prefixes that the message lists.",
     ),
     "LH1017": Entry(
-        "The path that was passed as `export --config` does not contain a model configuration.",
+        "The path passed to `export --config` does not contain a model configuration.",
         "Pass the original model's `config.json`, or the folder that contains it.",
     ),
     "LH1018": Entry(
-        "The data of the example comes with scikit-learn, which is not installed.",
+        "The example uses a data set from scikit-learn, which is not installed.",
         "Run `pip install scikit-learn`.",
     ),
     "LH1019": Entry(
-        "A size of the example's model is not a multiple of another size.",
-        "Set the sizes so that the first one in the message is a multiple of the second one.",
+        "In the model of the example, one size must be a multiple of another size, but it is not.",
+        "Set the two sizes in the message so that the first is a multiple of the second.",
     ),
     "LH1020": Entry(
         "The model in the checkpoint has peft adapters, such as LoRA. A Hugging Face folder cannot contain them under"

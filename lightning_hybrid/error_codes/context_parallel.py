@@ -9,21 +9,22 @@ ERRORS = {
         'Set `tensor_parallel_mode="1d"`, or `context_parallel_size=1`.',
     ),
     "LH602": Entry(
-        '`recompute="selective"` saves the results of torch\'s attention, but the context-parallel methods `ring`'
-        " and `all_gather` use other operators.",
+        '`recompute="selective"` works only with torch\'s own attention operators, but the context-parallel methods'
+        " `ring` and `all_gather` use other operators.",
         'Set `recompute=True`, or `context_parallel="ulysses"`.',
     ),
     "LH603": Entry(
-        "`context_parallel_size` is combined with `sequence_parallel`, but both shard the sequence.",
-        "Remove `sequence_parallel`.",
+        "`context_parallel_size` is combined with `sequence_parallel=True`, but both shard the sequence.",
+        "Remove `sequence_parallel=True`.",
     ),
     "LH604": Entry(
         "A layer, such as a router, stores a loss as an attribute, but this loss covers only one sequence shard.",
-        "Compute the loss from the outputs of the layer, or from the logits of each position, which a forward hook"
-        " can collect.",
+        "Compute the loss from the outputs of the layer, or from the logits of each position, which a forward hook can"
+        " collect.",
     ),
     "LH605": Entry(
-        "A layer of the body gets no hidden states, which have the shape (batch, sequence, features).",
+        "Each layer of the body must receive hidden states of shape (batch, sequence, features), but one of the layers"
+        " receives none.",
         "Set `body=[...]` to the layers that work on hidden states.",
     ),
     "LH606": Entry(
@@ -31,9 +32,9 @@ ERRORS = {
         "Pad the sequence, or use a smaller `context_parallel_size`.",
     ),
     "LH607": Entry(
-        "A layer gets two sequences, one of which is as long as a shard of the other, so it could be taken for"
-        " this shard.",
-        "Pad one of the sequences.",
+        "A layer receives two sequences. One of them is as long as a shard of the other, so the strategy cannot tell"
+        " whether it is a full sequence or a shard.",
+        "Pad one of the sequences to a different length.",
     ),
     "LH608": Entry(
         "A layer returns a tensor without a sequence dimension, such as a router loss, which covers only one"
@@ -41,27 +42,32 @@ ERRORS = {
         "Return only hidden states from the layer.",
     ),
     "LH609": Entry(
-        "A layer requests attention weights, but with context parallelism, no rank has the weights of all positions.",
+        "A layer requests attention weights, but with context parallelism, each rank computes only a part of these"
+        " weights.",
         "Call the attention with `need_weights=False`.",
     ),
     "LH610": Entry(
-        "An attention uses `add_bias_kv` or `add_zero_attn`, which add keys that have no position in the sequence.",
+        "Attention uses `add_bias_kv` or `add_zero_attn`. Both options add keys without a position in the sequence,"
+        " which context parallelism does not support.",
         "Turn off both options.",
     ),
     "LH611": Entry(
-        "`nn.MultiheadAttention` is called without a batch dimension, or with static keys or values.",
+        "`nn.MultiheadAttention` is called with inputs that have no batch dimension, or with static keys or values."
+        " Context parallelism supports neither.",
         "Add a batch dimension to the inputs, and do not pass static keys or values.",
     ),
     "LH612": Entry(
-        "The queries of an attention do not have four dimensions, as context parallelism requires.",
+        "Context parallelism requires queries with four dimensions, but an attention call has queries with a different"
+        " number of dimensions.",
         "Pass queries of shape (batch, heads, positions, features).",
     ),
     "LH613": Entry(
-        "The key cache of a layer grows when the layer is recomputed in backward.",
+        "The key cache of a layer grows when the layer is recomputed in the backward pass.",
         "Set `use_cache=False`, or exclude the layer from recomputation.",
     ),
     "LH614": Entry(
-        "Causal attention has different numbers of queries and keys, so their positions are unknown.",
+        "Causal attention is called with different numbers of queries and keys, so the positions of the queries"
+        " relative to the keys are unknown.",
         "Use the same sequence for queries and keys, or pass an explicit mask.",
     ),
     "LH615": Entry(
@@ -83,13 +89,13 @@ ERRORS = {
     ),
     "LH619": Entry(
         "A layer of the body mixes positions, for example with a convolution, a recurrent layer, a batch norm or"
-        " hand-written attention, but gets only one sequence shard.",
+        " hand-written attention, but each rank has only one sequence shard.",
         "Use `F.scaled_dot_product_attention`, or set `body` to modules that do not mix positions. See [context"
         " parallelism](../concepts/context-parallel.md).",
     ),
     "LH620": Entry(
-        "A layer fails on a sequence shard, for example because it also gets a mask for the full sequence and"
-        " applies it in hand-written attention.",
+        "A layer raises an error on a sequence shard, for example because hand-written attention applies a mask for"
+        " the full sequence.",
         'Use `F.scaled_dot_product_attention`. With transformers, set `attn_implementation="sdpa"`.',
     ),
 }

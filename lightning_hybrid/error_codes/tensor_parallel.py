@@ -5,7 +5,8 @@ from lightning_hybrid.error_codes.entry import Entry
 ERRORS = {
     "LH501": Entry(
         "A pattern in `tensor_parallel_plan` matches no submodule.",
-        "Use the name of a submodule that the message suggests. In a pattern, `*` matches anything between two dots.",
+        "Use one of the submodule names that the message suggests. In a pattern, `*` matches anything between two"
+        " dots.",
     ),
     "LH502": Entry(
         "`tensor_parallel_plan` contains an unknown style.",
@@ -21,7 +22,7 @@ ERRORS = {
     ),
     "LH505": Entry(
         "`tensor_parallel_plan` gives a layer a style that does not suit this kind of layer.",
-        "Give the layer a style for its kind, or the style `replicate`.",
+        "Give the layer a style that supports this kind of layer, or the style `replicate`.",
     ),
     "LH506": Entry(
         "`tensor_parallel_plan` gives a style to a layer, but also gives a layout to a parameter of this layer.",
@@ -29,7 +30,7 @@ ERRORS = {
     ),
     "LH507": Entry(
         "`tensor_parallel_plan` gives a layout to a parameter or buffer that the module does not have.",
-        "Use the name of a parameter or buffer that the message lists.",
+        "Use one of the parameter or buffer names that the message lists.",
     ),
     "LH508": Entry(
         "`tensor_parallel_plan` gives a layout to a buffer that is already a DTensor, for example because"
@@ -38,7 +39,8 @@ ERRORS = {
     ),
     "LH509": Entry(
         "`tensor_parallel_plan` contains a style that the chosen `tensor_parallel_mode` does not support.",
-        "Use a style of this mode. See [2D, 2.5D and 3D modes](../concepts/advanced-tensor-parallel.md#styles).",
+        "Use a style that this mode supports. See [2D, 2.5D and 3D"
+        " modes](../concepts/advanced-tensor-parallel.md#styles).",
     ),
     "LH510": Entry(
         "Two layers share a tied parameter, but `tensor_parallel_plan` shards it differently in each layer.",
@@ -51,51 +53,54 @@ ERRORS = {
     ),
     "LH512": Entry(
         "`tensor_parallel_plan` gives a module a style that works only inside a module with the style"
-        " `sequence_region`, but no module around it has this style.",
+        " `sequence_region`, but no module that contains this module has the style `sequence_region`.",
         "Give the style `sequence_region` to a module that contains this module.",
     ),
     "LH513": Entry(
-        "In 2D, 2.5D and 3D modes, the style that the message names works only inside another module with the"
-        " style `sequence_region`.",
+        "A module has a style that, in 2D, 2.5D and 3D modes, works only inside another module with the style"
+        " `sequence_region`, but no module with this style contains it.",
         "Move the attention into a separate module, and give the module around it the style `sequence_region`.",
     ),
     "LH514": Entry(
         "A module with the style `narrow_input` changes its input before it passes the input to its sharded layers.",
-        "Pass the input unchanged. Or remove `narrow_input` from the plan, and read widths from the outputs of the"
-        " layers. See [one `forward`](../concepts/tensor-parallel.md#norm-attention-and-mlp-in-one-forward).",
+        "Pass the input unchanged, or remove `narrow_input` from the plan and read widths from the shapes of the layer"
+        " outputs. See [one `forward`](../concepts/tensor-parallel.md#norm-attention-and-mlp-in-one-forward).",
     ),
     "LH515": Entry(
-        "A mask or bias with values for each head does not have the shape that the style `mask_per_head` expects.",
-        "Pass a tensor of shape (batch, heads, L, S), with all heads of the full model.",
+        "A mask or bias with separate values for each head does not have the shape that the style `mask_per_head`"
+        " requires.",
+        "Pass a tensor of shape (batch, heads, L, S) that contains all heads of the full model.",
     ),
     "LH516": Entry(
         "The sequence length is not a multiple of `tensor_parallel_size`.",
-        "Pad the sequence to such a multiple, or set `sequence_parallel=False`.",
+        "Pad the sequence to a multiple of `tensor_parallel_size`, or set `sequence_parallel=False`.",
     ),
     "LH517": Entry(
-        "In 2D, 2.5D or 3D mode, a stage ends between a column-wise layer and the row-wise layer that belongs to"
-        " it, or only one of the two is called.",
-        "Set a `partition` that keeps both layers on one stage, or give both the style `replicate`.",
+        "In 2D, 2.5D or 3D mode, a stage ends between a column-wise layer and the row-wise layer that belongs to it,"
+        " or only one of the two layers is called.",
+        "Set a `partition` that keeps both layers on one stage, or give both layers the style `replicate`.",
     ),
     "LH518": Entry(
-        "In 2D, 2.5D and 3D modes, the input of a layer must have a batch dimension, but an input has none.",
+        "In 2D, 2.5D and 3D modes, the input of each tensor-parallel layer must have a batch dimension, but the input"
+        " in the message has none.",
         "Add the dimension with `x.unsqueeze(0)`, or give the layer the style `replicate`.",
     ),
     "LH519": Entry(
-        "In 2D, 2.5D and 3D modes, attention in a `sequence_region` cannot return its weights.",
+        "In 2D, 2.5D and 3D modes, attention in a `sequence_region` cannot return attention weights.",
         "Call the attention with `need_weights=False`.",
     ),
     "LH520": Entry(
         "A layout in `tensor_parallel_plan` or `strategy.distribute` is invalid.",
-        'For each axis, write a letter such as `"S(0)"` or `"B"`. See [custom'
+        'For each axis, use a placement such as `"S(0)"` or `"B"`. See [custom'
         " placements](../concepts/advanced-tensor-parallel.md#custom-placements).",
     ),
     "LH521": Entry(
-        "A layout shards a parameter or a buffer over replicas.",
-        "Use `B` for the axis of the replicas. To shard parameters over replicas, set `zero_stage=3`.",
+        "A layout shards a parameter or buffer over an axis other than the tensor-parallel axis.",
+        "Use `B` for this axis, for example `data_parallel=B`. To shard parameters over replicas, set `zero_stage=3`.",
     ),
     "LH522": Entry(
-        "A layout contains a partial sum (`P`), which an existing tensor cannot have.",
+        "A layout uses `P` (partial sum) for a parameter, a buffer or an existing DTensor, which cannot be stored as a"
+        " partial sum.",
         "Use `S(dim)` or `B` instead of `P`.",
     ),
     "LH523": Entry(
@@ -103,28 +108,28 @@ ERRORS = {
         "Split another dimension, or use `B`.",
     ),
     "LH524": Entry(
-        "A layout is for different axes than those over which the tensor is placed.",
-        "Use a layout for the axes of the tensor, or gather the tensor with `tensor.full_tensor()` first.",
+        "The axes in a layout differ from the axes over which the DTensor is already distributed.",
+        "Use a layout for the same axes, or convert the DTensor to a plain tensor with `tensor.full_tensor()` first.",
     ),
     "LH525": Entry(
-        "Torch has no rule for computing an operator on DTensors.",
-        "Compute with `x.full_tensor()`, and pass the result to `strategy.distribute`. See [custom"
+        "Torch cannot apply the operator in the message to DTensors.",
+        "Apply the operator to `x.full_tensor()`, and pass the result to `strategy.distribute`. See [custom"
         " placements](../concepts/advanced-tensor-parallel.md#custom-placements).",
     ),
     "LH526": Entry(
-        "An operator got both DTensors and plain tensors.",
+        "An operator received both DTensors and plain tensors, which torch cannot combine.",
         'Convert the plain tensor with `strategy.distribute(x, "B")`, or convert the DTensor with `x.full_tensor()`.',
     ),
     "LH530": Entry(
-        "A token index in the data is outside the vocabulary of an embedding.",
-        "Check the token indices. Training in one process fails on them too.",
+        "A token index in the data is negative or too large for the vocabulary of an embedding.",
+        "Check the token indices. Training in one process also fails with these indices.",
     ),
     "LH531": Entry(
-        "A label is outside the range of the classes.",
-        "Check the labels. Training in one process fails on them too.",
+        "A label is not a valid class index: it is negative or too large for the number of classes.",
+        "Check the labels. Training in one process also fails with these labels.",
     ),
     "LH532": Entry(
         "The shapes of logits and labels do not match.",
-        "Check both shapes. Training in one process fails on them too.",
+        "Check both shapes. Training in one process also fails with these shapes.",
     ),
 }

@@ -219,7 +219,7 @@ def test_random_numbers_are_those_of_the_same_microbatches() -> None:
     result = check(modules.Noisy, **PP2)
     assert result.equal, str(result)
     assert result.largest.difference < 1e-12
-    assert "one process runs the same microbatches" in str(result)
+    assert "one process ran the same microbatches" in str(result)
 
 
 # -- differences, and why ----------------------------------------------------------------------------------------------
@@ -232,19 +232,19 @@ def test_random_numbers_are_those_of_the_same_microbatches() -> None:
         (
             modules.Normalised,
             {**PP2, "num_microbatches": 3},
-            "8 layers (BatchNorm) use the statistics of each microbatch",
+            "the BatchNorm layers (8) use the statistics of each microbatch",
             "GroupNorm",
         ),
         (Contrastive, {"num_microbatches": 2}, "couples the samples", "num_microbatches=1"),
         (
             UnweightedTokens,
             {**PP2, **PLAIN_MEANS},
-            "not a mean over samples, but over other units",
+            "a mean over units other than samples",
             "`microbatch_weight(",
         ),
         (Sum, PLAIN_MEANS, "the loss is a sum over samples", 'loss_reduction="sum"'),
         (LogsProduct, {"num_microbatches": 2}, "logged values are not means over the samples: square", "`reduce_fx`"),
-        (DependsOnStages, PP2, "with pipeline_parallel_size=1 the results are equal", "lightning-hybrid plan"),
+        (DependsOnStages, PP2, "with pipeline_parallel_size=1, the results are equal", "lightning-hybrid plan"),
         (frame_modules.FrameDrops, PP2, "the step draws random numbers", "Turn off"),
         (modules.Noisy, {"data_parallel_size": 2}, "the step draws random numbers", "Turn off"),
         (modules.Noisy, {"data_parallel_size": 2}, "the step draws random numbers", "draw them in the Dataset"),
@@ -321,10 +321,14 @@ def test_weights_of_microbatches_are_found() -> None:
         (Crashes, r"(?s)Rank 1 of 2 raised IndexError: index 2 is out of bounds.*in loss"),
         (
             Crashes,
-            r"(?s)test_check.py\", line \d+, in loss.*The step runs in one process, so the layout causes the error\. "
+            r"(?s)test_check.py\", line \d+, in loss.*The step works in one process, so the layout causes the error\. "
             "To find the argument",
         ),
-        (Fails, r"(?s)in one process: Rank 0 of 1 raised KeyError.*in loss.*without a layout\. Run it with `Trainer"),
+        (
+            Fails,
+            r"(?s)in one process: Rank 0 of 1 raised KeyError.*in loss.*also fails in one process\. "
+            "Train with `Trainer",
+        ),
         (Hangs, r"(?s)took longer than the time limit.*in training_step"),
         (Dies, r"Rank 1 of 2 died \(exit code -9\)"),
     ],

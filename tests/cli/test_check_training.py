@@ -240,10 +240,11 @@ def test_what_draws_is_named_and_not_blamed_on_the_layout() -> None:
     line = next(at for at, text in enumerate(Path(__file__).read_text().splitlines(), 1) if text.endswith("# here"))
     assert f"the step draws random numbers (at tests/cli/test_check_training.py:{line})" in result.reason
     assert (
-        "The results cannot be equal, and the comparison does not show whether the layout is correct" in result.reason
+        "The results therefore cannot be equal, and the comparison does not show whether the layout is correct"
+        in result.reason
     )
     assert "`--model.dropout 0`" in result.remedy
-    assert "`drop` in its name" in result.remedy
+    assert "whose name contains `drop`" in result.remedy
     text = str(result)
     assert "with the same random numbers" not in text
     assert not re.search(r"(?i)dropout.* off", text)

@@ -321,7 +321,7 @@ def test_what_is_no_directory_of_shards_is_one_line(tmp_path: Path, capsys: pyte
     assert f"{file} is a file, not a sharded checkpoint" in refused(capsys, file, tmp_path / "new.ckpt")
     assert "Checkpoint not found" in refused(capsys, tmp_path / "nowhere", tmp_path / "new.ckpt")
     assert "is not a complete checkpoint" in refused(capsys, tmp_path, tmp_path / "new.ckpt")
-    assert "is a directory. Give the path of a file" in refused(capsys, tmp_path, tmp_path)
+    assert "is a directory. Pass the path of a file" in refused(capsys, tmp_path, tmp_path)
 
 
 def test_a_class_that_is_not_there_is_named(shards: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -333,7 +333,9 @@ def test_a_class_that_is_not_there_is_named(shards: Path, capsys: pytest.Capture
         for name, content in parts.items():
             archive.writestr(name, content.replace(b"tests.cli.test_consolidate", b"tests.left_at_home____"))
     line = refused(capsys, shards, shards.parent / "one.ckpt")
-    assert "No module named 'tests.left_at_home____'. Run the command where your project can" in line
+    assert (
+        "No module named 'tests.left_at_home____'. Run the command in an environment in which your project can" in line
+    )
 
 
 @pytest.mark.skipif(not hasattr(os, "posix_fallocate"), reason="the room is reserved by `posix_fallocate`")

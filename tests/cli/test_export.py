@@ -234,7 +234,7 @@ def test_a_folder_with_files_stays(tmp_path: Path) -> None:
     export(path, out)  # empty
     before = (out / "model.safetensors").read_bytes()
     for target in (out, path):
-        with pytest.raises(FileExistsError, match="is not an empty folder\\. Choose another one"):
+        with pytest.raises(FileExistsError, match="is not an empty folder\\. Use another path"):
             export(path, target, prefix="")
     assert (out / "model.safetensors").read_bytes() == before
 
@@ -275,7 +275,8 @@ def wrong(fault: str, folder: Path) -> list[str]:
 
 FAULTS = {
     "damaged": "is not a complete checkpoint",
-    "no weights": "has no weights (tensors by name, alone or under 'state_dict'). It has ['epoch']",
+    "no weights": "has no weights: neither the checkpoint nor its entry 'state_dict' is a dictionary of tensors. Its"
+    " keys are ['epoch']",
     "no checkpoint": "Checkpoint not found",
     "empty directory": "is not a complete checkpoint",
     "no configuration": "No model configuration found at",
@@ -308,11 +309,14 @@ def test_the_program_says_what_it_did(tmp_path: Path, capsys: pytest.CaptureFixt
         "removed the prefix 'model.' from the names",
         "head.weight is tied to embed.weight and stored only once",
         "not exported: criterion.weight",
-        "no config.json, which `from_pretrained` needs",
+        "no config.json was written, because",
     ):
         assert part in text
     main(["export", str(path), str(tmp_path / "all")])
-    assert "which start with 'model.' (7), 'criterion.' (1); use --prefix" in capsys.readouterr().out
+    assert (
+        "which start with 'model.' (7), 'criterion.' (1); to export only one part, use --prefix"
+        in capsys.readouterr().out
+    )
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft reads it

@@ -148,7 +148,7 @@ def test_no_tensor_is_read(tmp_path: Path) -> None:
         ("truncated", "900 bytes) is not a complete checkpoint"),
         ("text", "is not a complete checkpoint"),
         ("zip", "cannot be read"),
-        ("tensor", "contains 1 tensor, 3 elements, 12 bytes instead of a checkpoint"),
+        ("tensor", "contains 1 tensor, 3 elements, 12 bytes, but a checkpoint must be"),
         ("unfinished", "it has no file '.metadata'"),
         ("shards", "has no file '__0_0.distcp'"),
         ("other shards", "does not contain a module: it has ['weights']"),

@@ -327,7 +327,10 @@ def test_timeline_shows_picture_and_figures(capsys: pytest.CaptureFixture[str], 
     assert all(f"\nrank {rank} " in out for rank in range(4))
     # Megatron's formula (https://arxiv.org/abs/2104.04473): (ranks - 1) / (chunks * microbatches).
     assert "over the ideal  18.8%" in out
-    assert f"peak in flight  {', '.join(f'{peak:g}' for peak in timeline.peak_in_flight)}: microbatches" in out
+    assert (
+        f"peak in flight  {', '.join(f'{peak:g}' for peak in timeline.peak_in_flight)}: highest number of microbatches"
+        in out
+    )
     assert out.count("15.8% of the step") == out.count("bubble") == 1
     assert max(map(len, out.splitlines())) <= 100
     assert svg.read_text() == timeline.to_svg()
@@ -470,8 +473,8 @@ def test_plan_shows_which_stages_are_on_which_node(capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("memory", "fits", "text"),
     [
-        ([], True, " of 80 GiB per device."),
-        (["--memory", "1MiB"], False, "Does not fit: pipeline rank 0 needs the most"),
+        ([], True, " of the 80 GiB per device."),
+        (["--memory", "1MiB"], False, "Does not fit: pipeline rank 0 needs the most memory"),
     ],
 )
 def test_memory_says_whether_it_fits(
@@ -560,7 +563,9 @@ def test_a_dry_check_runs_the_step_on_shapes(capsys: pytest.CaptureFixture[str])
     words = ["check", "--dry", "--config", str(DEMO), "--trainer.devices", "4"]
     main(words)
     found = capsys.readouterr().out
-    assert found.startswith("The layout can be trained. Its results were not compared with one process")
+    assert found.startswith(
+        "Training can start with this layout. Its results were not compared with training in one process"
+    )
     main([*words, "--json"])
     assert json.loads(capsys.readouterr().out)["trains"]
     with pytest.raises(SystemExit) as ended:
@@ -574,7 +579,7 @@ def test_help_says_by_example_how_to_change_a_configuration(command: str, capsys
     with pytest.raises(SystemExit):
         main([command, "--help"])
     text = " ".join(capsys.readouterr().out.split())
-    assert "All options of `fit` work here too, so you can reuse the command line of a run." in text
+    assert "This command also accepts all options of `fit`, so you can reuse the command line of a run." in text
     assert f"Example: lightning-hybrid {command} --config FILE --" in text
 
 
@@ -607,7 +612,7 @@ def test_who_changes_arguments_of_a_name_is_told_how(capsys: pytest.CaptureFixtu
     named.write_text("{trainer: {strategy: hybrid_pp2}}")
     with pytest.raises(SystemExit):
         main(["plan", "--config", str(DEMO), "--config", str(named), "--trainer.strategy.init_args.zero_stage=1"])
-    assert "the name 'hybrid_pp2' does not accept arguments. Write" in capsys.readouterr().err
+    assert "the strategy name 'hybrid_pp2' does not accept arguments. Write" in capsys.readouterr().err
 
 
 def test_plan_of_another_strategy_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -71,7 +71,7 @@ def report_of(layout: Layout, share: float, size: float = 50.0) -> str:
 
 def test_what_is_not_varied_is_said_and_stays_in_the_yaml() -> None:
     text = report_of(Layout(1, 2, 1), 0.9)
-    assert "Not varied, but taken from the configuration: tuning.reshard_after_forward='auto'." in text
+    assert "Taken from the configuration and not varied: tuning.reshard_after_forward='auto'." in text
     assert "      sequence_parallel: true" in text
     assert "      tuning:\n        memory_limit: 8" in text
     assert "num_chunks" not in text, "which is the layout's"
@@ -104,13 +104,13 @@ def test_blocks_over_a_grid_are_shown_and_written(layout: Layout, shown: str) ->
 def test_what_all_layouts_have_in_common_is_a_line_instead_of_columns() -> None:
     costs = tuple(found_with(Layout(4, 2, 1, zero_stage=stage), 50.0).best[0] for stage in (0, 1))
     lines = as_text(Suggestions(costs, (), 1, 1), Machine(memory=100.0), Step(16), CONFIGURED, {}).splitlines()
-    assert "The same for all: tensor mode 1d, context 1, schedule -, recompute no." in lines
+    assert "The same in all layouts: tensor mode 1d, context 1, schedule -, recompute no." in lines
     sent = "tp sent 0.000, cp sent 0.000, pp sent 0.000, dp sent 0.000"
-    assert f"The same for all: batch 4 in 1, bubble 0.0%, {sent}." in " ".join(lines)
+    assert f"The same in all layouts: batch 4 in 1, bubble 0.0%, {sent}." in " ".join(lines)
     titles = [line.split() for line in lines if "pipeline" in line.split() or "GiB" in line.split()[1:]]
     assert ["data", "tensor", "pipeline", "zero"] in titles
     assert ["ms/step", "GiB"] in titles
-    assert "same for all" not in report_of(Layout(1, 2, 1), 0.9)
+    assert "same in all layouts" not in report_of(Layout(1, 2, 1), 0.9)
 
 
 @pytest.mark.parametrize("kind", [Step, LoaderStep], ids=lambda kind: kind.__name__)
@@ -137,7 +137,7 @@ def test_no_line_is_longer_than_a_terminal_is_wide(kind: type[Step]) -> None:
     text = as_text(Suggestions((cost,), (losers,), 12345, 678), Machine(), kind(4096), CONFIGURED, {8: 0.01})
     lines = [line for line in text.splitlines() if not line.startswith("#")]
     assert max(map(len, lines)) <= 100
-    assert "Fits: the fastest layout needs up to 79.00 GiB of 80.00 GiB per rank." in lines
+    assert "Fits: the fastest layout needs up to 79.00 GiB of the 80.00 GiB per rank." in lines
     assert all(word in text for word in ("4 all_gather"[2:], "2.5d depth 2", "interleaved_1f1b x 4 +", "layers 10-12"))
 
 
@@ -146,17 +146,15 @@ def test_what_does_not_fit_is_said_with_what_it_would_take() -> None:
     text = as_text(Suggestions((), (losers,), 9, 0), Machine(), Step(16), CONFIGURED, {})
     text = " ".join(text.split())
     assert "Does not fit: no layout can be used with 80.00 GiB per device." in text
-    assert "The smallest needs 96.0 GiB, 1.20 x the memory." in text
+    assert "Even the layout with the lowest memory use needs 96.0 GiB, 1.20 x the memory." in text
 
 
 def test_layouts_that_leave_most_layers_whole_are_told_apart() -> None:
-    text = report_of(Layout(1, 2, 1), 0.039)
-    assert "Each rank holds most parameters in full: tensor_parallel_size=2 shards 3.9% of them." in " ".join(
-        text.split()
-    )
+    text = " ".join(report_of(Layout(1, 2, 1), 0.039).split())
+    assert "leaves most parameters unsharded: tensor_parallel_size=2 shards 3.9% of all parameters." in text
     assert "tensor_parallel_plan" in text
     for other in (report_of(Layout(1, 2, 1), 0.5), report_of(Layout(2, 1, 1), 0.039)):
-        assert "Each rank holds most" not in other
+        assert "leaves most parameters unsharded" not in other
 
 
 def test_a_layout_that_barely_fits_is_marked() -> None:

@@ -685,5 +685,5 @@ def test_commands_about_one_layout_ask_for_it(command: str, capsys: pytest.Captu
 
 
 def test_check_asks_for_a_layout() -> None:
-    with pytest.raises(ValueError, match="zero_stage must be set for a check"):
+    with pytest.raises(ValueError, match="A check needs fixed values for zero_stage"):
         lightning_hybrid.check(Regression, zero_stage="auto")

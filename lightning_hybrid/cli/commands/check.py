@@ -11,12 +11,12 @@ from lightning_hybrid.cli.parser import ConfigParser, print_json, print_text
 def run(args: Sequence[str]) -> None:
     """Say whether a layout trains with the numbers of one process."""
     description = (
-        "Train a few steps in one process and under the layout of a configuration, in float64 on the CPU of this"
-        " machine, and compare losses, logged values, gradients and weights. If values differ, print the cause. In the"
-        " printed table, < marks values whose relative difference is above 1e-8, or above 1e-4 if the step computes in"
-        " float32. The exit status is 0 if all values are equal, 1 if some differ and 2 if they could not be compared."
-        " With --dry, nothing is trained and parameters use no memory: the step runs on fake tensors, and the exit"
-        " status is 2 if training could not start."
+        "Train a few steps in one process and again under the layout of a configuration, and compare losses, logged"
+        " values, gradients and weights. Both runs use float64 on the CPU of this machine. If values differ, print the"
+        " cause. In the printed table, < marks values whose relative difference is above 1e-8, or above 1e-4 if the"
+        " step computes in float32. The exit status is 0 if all values are equal, 1 if values differ, and 2 if the"
+        " values could not be compared. With --dry, nothing is trained, and parameters use no memory: the step runs on"
+        " fake tensors, and the exit status is 2 if training could not start."
     )
     parser = ConfigParser("check", description, "--trainer.devices 2 --model.batch_size 4 --steps 3")
     group = parser.group("training")
@@ -76,4 +76,5 @@ def _run_dry(parser: ConfigParser, options: argparse.Namespace, overrides: Seque
     if options.json:
         print_json({"trains": True, "layout": result.layout})
     else:
-        print_text(f"The layout can be trained. Its results were not compared with one process.\n\n{result.layout}")
+        text = "Training can start with this layout. Its results were not compared with training in one process."
+        print_text(f"{text}\n\n{result.layout}")

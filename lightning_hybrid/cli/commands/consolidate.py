@@ -11,10 +11,9 @@ def run(args: Sequence[str]) -> None:
     """Make one file of a directory."""
     parser = Parser(
         "consolidate",
-        description="Convert a checkpoint directory to an ordinary Lightning checkpoint in one file. This works for"
-        " checkpoints larger than RAM, and for directories that Lightning's FSDPStrategy and ModelParallelStrategy"
-        " wrote.",
-        epilog="The command unpickles the checkpoint, which can run code. Only use checkpoints that you trust.",
+        description="Convert a checkpoint directory to an ordinary Lightning checkpoint in one file. The checkpoint can"
+        " be larger than RAM, and it can also come from Lightning's FSDPStrategy or ModelParallelStrategy.",
+        epilog="The command unpickles the checkpoint, which can run code. Use only checkpoints that you trust.",
     )
     parser.add_argument("directory", metavar="DIR", help="checkpoint directory: a path, or a URL such as s3://...")
     parser.add_argument("file", type=on_disk, metavar="FILE", help="file to write")

@@ -21,18 +21,19 @@ def run(args: Sequence[str]) -> None:
     parser = Parser(
         "export",
         description="Export the weights of a checkpoint to a new folder as model.safetensors, which `from_pretrained`"
-        " and `safetensors.torch.load_file` can read. This works for checkpoints larger than RAM.",
-        epilog="The command unpickles the checkpoint, which can run code. Only use checkpoints that you trust.",
+        " and `safetensors.torch.load_file` can read. The checkpoint can be larger than RAM.",
+        epilog="The command unpickles the checkpoint, which can run code. Use only checkpoints that you trust.",
     )
     parser.add_argument(
         "checkpoint", metavar="CHECKPOINT", help="checkpoint file or directory: a path, or a URL such as s3://..."
     )
-    parser.add_argument("folder", type=on_disk, metavar="FOLDER", help="folder to write; it must be new or empty")
+    parser.add_argument("folder", type=on_disk, metavar="FOLDER", help="output folder; it must be new or empty")
     parser.add_argument(
         "--prefix",
         metavar="NAME",
         help="export only tensors whose names start with this prefix, such as `model.`, and remove it from the names"
-        " (default: the first part of the names, if all tensors share it; '' exports all tensors with their names)",
+        " (default: the first part of the names, if it is the same in all names; '' exports all tensors under their"
+        " full names)",
     )
     parser.add_argument(
         "--max-shard-size",
@@ -80,15 +81,15 @@ def _text(result: Export) -> str:
         lines.insert(0, f"removed the prefix {result.prefix!r} from the names")
     elif len(result.first_parts) > 1:
         parts = ", ".join(f"{first!r} ({count})" for first, count in result.first_parts.items())
-        lines.insert(0, f"kept the names, which start with {parts}; use --prefix to export one part without its prefix")
+        lines.insert(0, f"kept the full names, which start with {parts}; to export only one part, use --prefix")
     if result.left_out:
         lines.append(
             f"not exported: {', '.join(name for (name,) in fold_numbered((name,) for name in result.left_out))}"
         )
     if not result.has_config:
         lines.append(
-            "no config.json, which `from_pretrained` needs: the checkpoint does not contain the model configuration."
-            " Use --config with the folder or file of the original model, or call"
+            "no config.json was written, because the checkpoint does not contain the model configuration;"
+            " `from_pretrained` needs this file, so pass the original model's config.json with --config, or call"
             " `model.config.save_pretrained(FOLDER)`"
         )
     return "\n".join(lines)

@@ -12,12 +12,12 @@ def run(args: Sequence[str]) -> None:
     parser = Parser(
         "inspect",
         description="Show the contents of a checkpoint: tensors, optimizers and the layout of the run. The values"
-        " of tensors are not read. Similar layers are printed as one line.",
-        epilog="No code in the checkpoint is run. For objects other than tensors and plain containers, only the class"
-        " is shown.",
+        " of tensors are not read. Similar layers are combined in one line.",
+        epilog="The command does not run code from the checkpoint. For objects other than tensors and plain"
+        " containers, it shows only the class.",
     )
     parser.add_argument("path", metavar="PATH", help="checkpoint file or directory: a path, or a URL such as s3://...")
-    parser.add_argument("--every-name", action="store_true", help="print a line for each tensor")
+    parser.add_argument("--every-name", action="store_true", help="print a separate line for each tensor")
     parser.add_json()
     options = parser.parse_args(args)
 

@@ -29,7 +29,7 @@ def run(args: Sequence[str]) -> None:
         type=quantity,
         default=Machine.memory,
         metavar="X",
-        help="memory of each device that a run may use (default: 80 GiB)",
+        help="memory that a run can use on each device (default: 80 GiB)",
     )
     parser.add_json()
     options, overrides = parser.parse_known_args(args)
@@ -59,7 +59,8 @@ def _most(usages: Sequence[MemoryUsage]) -> tuple[int, int] | None:
 def _verdict(most: tuple[int, int] | None, memory: float) -> str:
     """Return the line that says whether the layout fits."""
     if most is None:
-        return "Unknown whether it fits, because part of the memory cannot be estimated."
+        return "It is unknown whether the layout fits, because part of the memory cannot be estimated."
     total, rank = most
     fits = "Fits" if total <= memory else "Does not fit"
-    return f"{fits}: pipeline rank {rank} needs the most, {total / memory:.1%} of {memory / 2**30:.4g} GiB per device."
+    share = f"{total / memory:.1%} of the {memory / 2**30:.4g} GiB per device"
+    return f"{fits}: pipeline rank {rank} needs the most memory, {share}."

@@ -75,11 +75,11 @@ def _between_nodes(
     try:
         traffic = planned_traffic(make, strategy, **{name: getattr(cli.trainer, name) for name in TRAINER})
     except (ValueError, TypeError, MisconfigurationException) as error:
-        return None, f"The bytes that a step sends between nodes are unknown: {error}"
+        return None, f"It is unknown how many bytes a step sends between nodes: {error}"
     sizes, order = strategy.sizes, strategy.settings.axis_order
     total, of_sums = bytes_between_nodes(sizes, order, nodes, traffic)
     best, least = least_bytes(sizes, order, nodes, traffic)
     found = {"bytes": total, "tensor_bytes": of_sums, "best_rank_order": best, "best_bytes": least}
-    usual = f"With launch.rank_order={order!r} each step sends {filesize.decimal(int(total))} between nodes."
+    usual = f"With launch.rank_order={order!r}, each step sends {filesize.decimal(int(total))} between nodes."
     warning = traffic_text(sizes, order, nodes, traffic)
     return found, usual if warning is None else f"Warning: {warning}"

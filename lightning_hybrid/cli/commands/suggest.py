@@ -14,10 +14,10 @@ from lightning_hybrid.strategy.auto_layout.machine import Machine
 
 _DESCRIPTION = (
     "Estimate the memory and step time of every layout (sizes, tensor-parallel mode, context parallelism, microbatches,"
-    " schedule, ZeRO stage, activation checkpointing) for a number of ranks. Print the fastest layouts that fit in"
-    " memory, and why the others were rejected. All other settings of the configuration apply to every layout. No run"
-    " is started, and no GPU is needed: the training step runs on fake tensors. Describe the hardware with the options"
-    " below (default: A100 with 80 GiB)."
+    " schedule, ZeRO stage, activation checkpointing) for a given number of ranks. Print the fastest layouts that fit"
+    " in memory, and why the other layouts were rejected. The remaining settings of the configuration are the same in"
+    " every layout. No run is started, and no GPU is needed: the training step runs on fake tensors. Use the options"
+    " below to describe the hardware (default: A100 with 80 GiB)."
 )
 # The sizes of the configuration give way to those that are tried.
 _UNDIVIDED = {
@@ -38,11 +38,11 @@ _UNDIVIDED = {
 }
 # Arguments of a machine: option, what it is, the unit of its value.
 _MACHINE = {
-    "memory": ("memory of each device that a run may use, without the memory that libraries need", "B"),
+    "memory": ("memory that a run can use on each device, excluding memory used by libraries", "B"),
     "flops": ("speed that matrix multiplications reach on a device", "FLOP/s"),
     "memory_bandwidth": ("memory bandwidth of a device", "B/s"),
-    "node_bandwidth": ("bandwidth of a rank within a node", "B/s"),
-    "network_bandwidth": ("bandwidth of a rank between nodes", "B/s"),
+    "node_bandwidth": ("bandwidth of each rank for messages within a node", "B/s"),
+    "network_bandwidth": ("bandwidth of each rank for messages between nodes", "B/s"),
 }
 _SECONDS = {
     "operation_seconds": "minimum time of an operation on a device, in seconds",
@@ -137,7 +137,7 @@ def _add_search(group: Any) -> None:
     samples.add_argument(
         "--keep-batch",
         action="store_true",
-        help="let each replica train on one batch of the loader in every layout, and sort layouts by the time per"
+        help="in every layout, train each replica on one batch of the loader, and sort layouts by the time per"
         " sample, as HybridStrategy(layout='auto') does",
     )
     group.add_argument(
@@ -188,7 +188,8 @@ def _add_hardware(group: Any) -> None:
         type=_share,
         default=usual.overlap,
         metavar="X",
-        help="fraction of compute that overlaps with messages of gradients and ring attention (default: %(default)g)",
+        help="fraction of the compute time in which gradients or messages of ring attention can be sent (default:"
+        " %(default)g)",
     )
 
 
@@ -207,7 +208,7 @@ def _machine(options: argparse.Namespace) -> Machine:
 
 
 def _seconds(text: str) -> float:
-    return _number(text, lambda value: value >= 0, "not a number of seconds, at least 0")
+    return _number(text, lambda value: value >= 0, "not a number of seconds of at least 0")
 
 
 def _share(text: str) -> float:

@@ -20,8 +20,8 @@ def run(args: Sequence[str]) -> None:
     """Draw one step of a schedule."""
     parser = Parser(
         "timeline",
-        description="Draw one training step of a pipeline schedule. Print its bubble, and how many microbatches each"
-        " rank keeps in memory.",
+        description="Draw one training step of a pipeline schedule. Also print the bubble, and the highest number of"
+        " microbatches whose activations each rank keeps in memory.",
     )
     _add_arguments(parser)
     options = parser.parse_args(args)
@@ -41,7 +41,7 @@ def run(args: Sequence[str]) -> None:
     else:
         print(_text(timeline))
         if options.extra_in_flight == "auto":
-            print(f"extra in flight {list(links)} (extra microbatches in flight on each link)")
+            print(f"extra in flight {list(links)} (extra microbatches in flight on each link between ranks)")
     if options.svg is not None:
         with parser.refusing(OSError, doing=f"cannot write --svg {options.svg}: "):
             options.svg.write_text(timeline.to_svg(), encoding="utf-8")
@@ -78,7 +78,7 @@ def _add_arguments(parser: Parser) -> None:
         type=float,
         default=0.0,
         metavar="T",
-        help="time of a message, as a multiple of the time of a forward pass (default: 0)",
+        help="time to send a message, as a multiple of the time of a forward pass (default: 0)",
     )
     messages.add_argument(
         "--nodes",
@@ -92,14 +92,14 @@ def _add_arguments(parser: Parser) -> None:
             f"--{name}-latency",
             type=float,
             metavar="T",
-            help=f"time of a message {where} (default: the value of --send)",
+            help=f"time to send a message {where} (default: the value of --send)",
         )
         messages.add_argument(
             f"--{name}-bandwidth",
             type=_bandwidth,
             default=math.inf,
             metavar="X",
-            help=f"messages that a link {where} can send during a forward pass (default: unlimited)",
+            help=f"number of messages that a link {where} can send during a forward pass (default: unlimited)",
         )
     output.add_argument("--svg", type=Path, metavar="FILE", help="also write the picture to this SVG file")
     parser.add_json()
@@ -145,9 +145,9 @@ def _text(timeline: Timeline) -> str:
     peaks = ", ".join(f"{peak:g}" for peak in timeline.peak_in_flight)
     width = min(COLUMNS, max(80, shutil.get_terminal_size((COLUMNS, 24)).columns))
     figures = (
-        f"over the ideal  {timeline.bubble_over_ideal:.1%}: the step takes that much longer than the busiest rank"
-        " computes",
-        f"peak in flight  {peaks}: microbatches with stored activations, by rank",
+        f"over the ideal  {timeline.bubble_over_ideal:.1%}: the step takes this much longer than the computation on the"
+        " busiest rank",
+        f"peak in flight  {peaks}: highest number of microbatches with stored activations, on each rank",
     )
     lines = [timeline.to_text(width), *(line for text in figures for line in wrapped(text, 16 * " "))]
     return "\n".join(lines)

@@ -26,9 +26,7 @@ from lightning_hybrid.strategy.auto_layout.search import DOES_NOT_FIT, Suggestio
 from lightning_hybrid.strategy.summary import text_table
 
 _TIGHT = 0.05  # a share of the memory: where less is free, the account is too rough to tell whether a layout fits
-_TIGHT_TEXT = (
-    f"GiB !: less than {_TIGHT:.0%} of the memory is free, and the numbers are estimates: try the layout first"
-)
+_TIGHT_TEXT = f"GiB !: less than {_TIGHT:.0%} of the memory is free; because this is an estimate, try the layout first"
 _SENT = {"tensor": "tp", "context": "cp", "pipeline": "pp", "data": "dp"}
 _MOSTLY_WHOLE = 0.5  # a share of the parameters: where tensor parallelism divides less, a plan may be missing
 
@@ -46,17 +44,18 @@ def as_text(
         divided: The share of the parameters that tensor parallelism divides over ranks in a line, by their number.
     """
     shown = [cost.layout for cost in found.best] + [group.best for group in found.losers]
-    sequential = f" x {step.accumulated} accumulated batches" if step.accumulated > 1 else ""
-    problem = f"A step of {step.samples} samples"
+    sequential = f" in each of {step.accumulated} accumulated batches" if step.accumulated > 1 else ""
+    problem = f"Each step has {step.samples} samples{sequential}."
     if isinstance(step, LoaderStep):
-        problem = f"Batches of {step.samples} samples for each replica, ranked by the time per sample"
+        samples = f"{step.samples} samples{sequential or ' per step'}"
+        problem = f"Each replica trains on {samples}. Layouts are sorted by the time per sample."
     fixed = ", ".join(f"{name}={value!r}" for name, value in configured.fixed.items())
     lines = [
         *wrapped(
-            f"{problem}{sequential}; {found.num_layouts:,} layouts, {found.num_simulated:,} simulated."
-            f" Devices of {machine.memory / 2**30:g} GiB, {machine.ranks_per_node} per node."
+            f"{problem} The search compared {found.num_layouts:,} layouts and simulated {found.num_simulated:,} of"
+            f" them. Devices: {machine.ranks_per_node} per node, with {machine.memory / 2**30:g} GiB each."
         ),
-        *wrapped(f"Not varied, but taken from the configuration: {fixed}."),
+        *wrapped(f"Taken from the configuration and not varied: {fixed}."),
         *wrapped(_fits_text(found, machine)),
     ]
     if found.best:
@@ -84,9 +83,9 @@ def _fits_text(found: Suggestions, machine: Machine) -> str:
     """Return the line that says whether a layout fits, with its memory."""
     memory = f"{machine.memory / 2**30:,.2f} GiB"
     if found.best:
-        return f"Fits: the fastest layout needs up to {found.best[0].bytes / 2**30:,.2f} GiB of {memory} per rank."
+        return f"Fits: the fastest layout needs up to {found.best[0].bytes / 2**30:,.2f} GiB of the {memory} per rank."
     smallest = [group for group in found.losers if group.reason == DOES_NOT_FIT]
-    needed = f" The smallest needs {smallest[0].text}." if smallest else ""
+    needed = f" Even the layout with the lowest memory use needs {smallest[0].text}." if smallest else ""
     return f"Does not fit: no layout can be used with {memory} per device.{needed}"
 
 
@@ -97,8 +96,9 @@ def _whole_lines(sizes: Collection[int], divided: Mapping[int, float]) -> list[s
         return []
     listed = ", ".join(f"tensor_parallel_size={size} shards {100 * share:.1f}%" for size, share in shares.items())
     text = (
-        f"Each rank holds most parameters in full: {listed} of them. `plan` with tensor_parallel_size={min(shares)}"
-        " shows why; write a tensor_parallel_plan for the layers."
+        f"Tensor parallelism leaves most parameters unsharded: {listed} of all parameters. To see why, run"
+        f" `lightning-hybrid plan` with tensor_parallel_size={min(shares)}. To shard more parameters, write a"
+        " tensor_parallel_plan."
     )
     return ["", *wrapped(text)]
 
@@ -143,7 +143,7 @@ def _table(columns: Mapping[str, list[str]], always: Collection[str], left: Coll
     numbers = [str(each) for each in range(1, number + 1)]
     rows = [("", *shown), *zip(numbers, *shown.values(), strict=True)]
     texts = [at for at, title in enumerate(shown, 1) if title in left]
-    return [*wrapped(f"The same for all: {alike}." if alike else ""), text_table(rows, left=texts)]
+    return [*wrapped(f"The same in all layouts: {alike}." if alike else ""), text_table(rows, left=texts)]
 
 
 def _recomputed(layout: Layout) -> str:
@@ -171,7 +171,7 @@ def _costs_table(best: Sequence[Cost], machine: Machine, step: Step) -> list[str
 def _legend(best: Sequence[Cost], machine: Machine) -> list[str]:
     """Return the explanations of the columns."""
     parts = [
-        "batch: samples per replica and number of microbatches; GiB: memory of the rank with the highest memory;"
+        "batch: samples per replica and number of microbatches; GiB: memory of the rank that needs the most;"
         " tp, cp, pp, dp sent: GiB that a rank sends per step for tensor, context, pipeline and data parallelism"
     ]
     if any(isinstance(cost.layout.recompute, tuple) for cost in best):
