@@ -523,7 +523,7 @@ def test_modules_that_cannot_be_cut_are_refused_on_every_rank(
         (
             Listed,
             {"tensor_parallel_plan": {"body": "on_shards"}},
-            ["Listed", "'on_shards'", "contains", "of the layers"],
+            ["Listed", "'on_shards'", "contains", "each of these layers"],
         ),
     ],
 )
