@@ -110,7 +110,7 @@ def suggestion(name: str, parameters: Mapping[str, inspect.Parameter]) -> str:
         return f"did you mean {close[0]!r}?"
     group = owners[close[0]]
     written = f"{group}={type(parameters[group].default).__name__}({close[0]}=...)"
-    return f"`{name}` is a part of `{group}`: {written}" if name in owners else f"did you mean {written}?"
+    return f"`{name}` belongs to `{group}`: {written}" if name in owners else f"did you mean {written}?"
 
 
 def group_of_parts(parameters: Mapping[str, inspect.Parameter]) -> dict[str, str]:
@@ -222,31 +222,34 @@ class _Group:
 @explains_errors
 @dataclass(frozen=True, repr=False)
 class Faults(_Group):
-    """Settings for the detection of lost ranks, deadlocks, ranks that diverge, and gradients that are not finite.
+    """Settings for detecting lost ranks, deadlocks, diverging ranks and non-finite gradients.
 
     Args:
-        heartbeat_timeout: Time without a heartbeat after which a rank counts as lost, for example because its process
-            was stopped, its node failed, or the network is down. All other ranks then exit with an error that names the
-            lost rank. Ranks send heartbeats even while they are busy. At least 3 seconds; ``None`` turns this check
-            off.
+        heartbeat_timeout: Time without a heartbeat after which a rank is considered lost, for example because its
+            process was stopped, its node failed, or the network is down. All other ranks then exit with an error that
+            names the lost rank. A rank sends heartbeats even while it computes, loads data or saves a checkpoint. The
+            minimum is 3 seconds; ``None`` turns this check off.
         stall_timeout: Time after which the job ends if ranks wait for each other and no rank makes progress. The error
-            shows where in the code each rank is, and names the rank for which the others wait. The job does not end
-            while this rank computes, loads, saves or compiles. A value above 80% of ``timeout`` is reduced to 80%;
-            ``None`` turns this check off.
-        detect_desync: If True, ranks compare checksums before each training batch. The checksums cover the batch
-            (within each model group), the parameters that several replicas or stages hold, and the random state. This
-            check is slow and meant for debugging. Without it, ranks still compare the settings that determine the
-            messages between them.
-        on_nonfinite: Action if a gradient on any rank is not finite (NaN or infinite) before an optimizer step.
-            ``"raise"`` raises an error on every rank. ``"skip"`` skips the step, keeps parameters and optimizer states
-            unchanged, and logs ``"skipped_steps"``. ``"ignore"`` takes the step and warns once. With
-            ``precision="16-mixed"``, the gradient scaler skips such steps.
-        compare_microbatches: If True, the first training step finds out how to combine the losses of microbatches. It
-            computes the loss of some samples in one microbatch and again in two microbatches, forward only. If the loss
-            is a sum over samples, the losses are added. If the loss is a mean over targets, the losses are weighted by
-            their number of targets, also over replicas. If the loss is neither of these nor a mean over samples,
-            ``num_microbatches="auto"`` uses one microbatch; a number that you set is kept, with a warning. If False,
-            the losses of microbatches and replicas are averaged without this comparison.
+            shows where each rank is in the code, and names the rank that the other ranks are waiting for. The job does
+            not end while that rank is busy, for example because it computes, compiles, loads data or saves a
+            checkpoint. A value above 80% of ``HybridStrategy(timeout=...)`` is reduced to this limit. ``None`` turns
+            this check off.
+        detect_desync: If True, ranks compare checksums before each training batch to find out whether they have
+            diverged. The checksums cover the batch (compared only within each model group, the ranks of one replica),
+            the parameters that several replicas or stages hold, and the random state. This check is slow, so use it
+            only for debugging. If False, ranks still compare the settings that determine which messages they exchange.
+        on_nonfinite: Action to take if a gradient on any rank is NaN or infinite before an optimizer step. ``"raise"``
+            raises an error on every rank. ``"skip"`` skips the step, which leaves parameters and optimizer states
+            unchanged, and logs the number of skipped steps as ``"skipped_steps"``. ``"ignore"`` performs the step, and
+            shows a warning the first time. With ``precision="16-mixed"``, the gradient scaler skips these steps, and
+            ``"raise"`` is not supported.
+        compare_microbatches: If True, the first training step determines how to combine the losses of microbatches. For
+            this, it computes the loss of the same samples twice, once as one microbatch and once as two, without a
+            backward pass. If the loss is a sum over samples, the losses of the microbatches are added. If the loss is a
+            mean over targets, the loss of each microbatch is weighted by its number of targets, and replicas are
+            weighted in the same way. If the loss is neither of these nor a mean over samples,
+            ``num_microbatches="auto"`` selects one microbatch; a number that you set is kept, but a warning is shown.
+            If False, there is no such comparison, and the losses of microbatches and replicas are averaged.
 
     Raises:
         ValueError, TypeError: If an argument is invalid.
@@ -264,26 +267,27 @@ class Faults(_Group):
         heartbeat = as_duration(self.heartbeat_timeout)
         if heartbeat is not None and heartbeat < _LEAST_HEARTBEAT:
             raise ValueError(
-                f"`faults.heartbeat_timeout` must be at least {_LEAST_HEARTBEAT} or None, got {heartbeat}: ranks send"
-                " heartbeats up to two seconds apart. [LH104]"
+                f"`faults.heartbeat_timeout` must be at least {_LEAST_HEARTBEAT} or None, because ranks can send"
+                f" heartbeats up to two seconds apart; got {heartbeat}. [LH104]"
             )
 
 
 @explains_errors
 @dataclass(frozen=True, repr=False)
 class Launch(_Group):
-    """Settings for how processes are started and ordered.
+    """Settings that control how processes are started and how ranks are numbered.
 
     Args:
         start_method: How the processes of a node are started, unless a launcher such as `torchrun` starts them.
-            ``"popen"`` runs the script once for each process. ``"fork"``, ``"spawn"`` and ``"forkserver"`` call the
-            Trainer's function in worker processes. These return the weights, the metrics and the path of the best
-            checkpoint to the main process. ``"auto"`` is ``"fork"`` in a notebook and ``"popen"`` otherwise.
-        process_group_backend: Backend of the process groups of `torch.distributed`. Default: NCCL on CUDA, Gloo on the
+            ``"popen"`` runs the script once for each process. ``"fork"``, ``"spawn"`` and ``"forkserver"`` run the
+            Trainer's method, such as `fit`, in worker processes. The worker processes return the weights, the metrics
+            and the path of the best checkpoint to the main process. ``"auto"`` selects ``"fork"`` in a notebook and
+            ``"popen"`` otherwise.
+        process_group_backend: Backend of the `torch.distributed` process groups. Default: NCCL on CUDA and Gloo on the
             CPU.
-        rank_order: Order of the parallel axes by which ranks are numbered, from the outermost to the innermost axis,
-            such as ``"pp-dp-tp"``. Ranks along the innermost axis have consecutive numbers. With context parallelism,
-            the order can include ``cp``; by default, ``cp`` is placed before ``tp``.
+        rank_order: Order of the parallel axes in the numbering of ranks, from the outermost to the innermost axis, such
+            as ``"pp-dp-tp"``. Ranks along the innermost axis have consecutive numbers. With context parallelism, the
+            order can include ``cp``. If it does not, ``cp`` is inserted before ``tp``.
 
     Raises:
         ValueError, TypeError: If an argument is invalid.
@@ -297,7 +301,7 @@ class Launch(_Group):
         check_types(self)
         keys = self.rank_order.split("-")
         if len(keys) > len({*keys}) or not {axis.key for axis in ALWAYS} <= {*keys} <= {axis.key for axis in AXES}:
-            optional = [f" With {axis.argument} > 1 it can also name {axis.key}." for axis in AXES if axis.is_optional]
+            optional = [f" With {axis.argument} > 1, it can also name {axis.key}." for axis in AXES if axis.is_optional]
             raise ValueError(
                 f"launch.rank_order must name each of the axes {', '.join(axis.key for axis in ALWAYS)} once, from the"
                 f" outermost to the innermost, joined by '-', such as 'pp-dp-tp'.{''.join(optional)} Got"
@@ -319,21 +323,21 @@ class Tuning(_Group):
     """Settings that trade memory for speed or precision.
 
     Args:
-        extra_in_flight: Extra microbatches in flight at each stage boundary, to hide network latency between nodes. An
-            int applies to all boundaries; a list has one value for each boundary between neighboring pipeline ranks.
-            Each extra microbatch needs memory for its activations on the ranks before the boundary. Results stay
-            bitwise identical. ``"auto"`` measures the links between nodes in the first three steps. It then uses the
-            smallest value that hides their latency and fits in the memory of CUDA devices; for links within a node, it
-            uses 0.
-        reshard_after_forward: When ZeRO stage 3 reshards the parameters of a layer, like the FSDP2 argument of the same
-            name. ``True``: after each forward and each backward of the layer, which needs the least memory. ``False``:
-            after the last backward of the layer in a step, so that the microbatches of a step share one all-gather.
-            ``"auto"``: ``False`` with several microbatches, otherwise ``True``.
+        extra_in_flight: Number of extra microbatches in flight at each stage boundary, to hide network latency between
+            nodes. An int applies to all boundaries; a list contains one value for each boundary between neighboring
+            pipeline ranks. Each extra microbatch needs memory for its activations on the ranks before the boundary. The
+            results of training stay bitwise identical. ``"auto"`` measures the links between nodes in the first three
+            steps. For each of these links, it then uses the smallest value that hides the latency, as far as the memory
+            of CUDA devices allows. For links within a node, it uses 0.
+        reshard_after_forward: Determines when ZeRO stage 3 reshards the parameters of a layer, like FSDP2's argument of
+            the same name. ``True`` means after each forward and each backward of the layer, which needs the least
+            memory. ``False`` means after the last backward of the layer in a step, so that the microbatches of a step
+            share one all-gather. ``"auto"`` means ``False`` with several microbatches and ``True`` otherwise.
         float32_gradients: If True, gradients of half-precision parameters (``precision="bf16-true"``) are summed over
             microbatches and ranks in float32.
-        memory_limit: Memory per device that layouts found by the search may use: ``"80GiB"``, ``"24GB"`` or a number of
-            bytes. Default: all memory of a CUDA device, and no limit on the CPU. The limit should leave some memory for
-            libraries.
+        memory_limit: Limit on the memory per device in the layout search, such as ``"80GiB"``, ``"24GB"`` or a number
+            of bytes. Default: all memory of a CUDA device, and no limit on the CPU. Set the limit below the memory of
+            the device, because libraries need memory too.
 
     Raises:
         ValueError, TypeError: If an argument is invalid.
@@ -359,7 +363,7 @@ class Tuning(_Group):
 
     @property
     def memory_bytes(self) -> float | None:
-        """Memory per device that a run may use, in bytes; ``None`` without a limit."""
+        """Limit on the memory per device in the layout search, in bytes; ``None`` if there is no limit."""
         if not isinstance(self.memory_limit, str):
             return self.memory_limit
         try:
@@ -386,7 +390,7 @@ class HybridConfig:
     tensor_parallel_depth: int = 1
     tensor_parallel_plan: dict[str, str | dict[str, str]] | str | None = "auto"
     sequence_parallel: bool = False
-    context_parallel_size: int = field(default=1, metadata={"advice": " (layout='auto' searches for it)"})
+    context_parallel_size: int = field(default=1, metadata={"advice": " (to search for it, set layout='auto')"})
     context_parallel: Literal["ulysses", "ring", "all_gather"] = "ulysses"
     global_batch_size: int | None = None
     zero_stage: Literal[0, 1, 2, 3, "auto"] = 0

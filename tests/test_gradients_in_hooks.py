@@ -276,8 +276,8 @@ STAGES = "`with self.trainer.strategy.full_parameters():`"
         ("set", "pp2", "Change gradients in place"),
         ("exponent", "zero2", "must be positive, or inf"),
         ("foreign", "zero1", "'weight' does not belong to the LightningModule"),
-        ("call", "tp2", "call layers outside"),
-        ("call", "zero3", "call layers outside"),
+        ("call", "tp2", "Call layers outside"),
+        ("call", "zero3", "Call layers outside"),
         ("replace", "pp2", "Change its values in place"),
     ],
 )

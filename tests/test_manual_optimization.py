@@ -308,7 +308,7 @@ def test_a_loss_of_one_share_of_the_sequence_is_refused(ranks: Pools) -> None:
 def test_stages_and_microbatches_are_refused(ranks: Pools, layout: dict[str, Any]) -> None:
     for text in ranks(2, lightning=True).run(refusal, Adversaries, layout):
         assert "pipeline_parallel_size=1 and num_microbatches=1" in text
-        assert "Tensor and context parallelism" in text
+        assert "Tensor parallelism, context parallelism" in text
 
 
 @pytest.mark.distributed

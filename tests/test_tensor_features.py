@@ -391,7 +391,7 @@ class ParametersOfInit(zoo.GPT):
 
 def test_an_optimizer_over_replaced_parameters_is_refused(ranks: Pools) -> None:
     for text in ranks(2, lightning=True).run(refused, ParametersOfInit, {}, "not in ParametersOfInit"):
-        assert "Take them from `self.parameters()` in `configure_optimizers`" in text
+        assert "In `configure_optimizers`, pass `self.parameters()` to the optimizer" in text
 
 
 def test_a_sequence_that_cannot_be_divided_is_refused(ranks: Pools) -> None:
@@ -508,7 +508,7 @@ def trained_twice(layout: Layout) -> tuple[Outcome, int]:
 def trained_otherwise(second: dict[str, Any]) -> str:
     module = made(zoo.GPT)
     fitted(module, TP2, limit_train_batches=0)
-    with pytest.raises(ValueError, match=r"An earlier run sharded GPT for \(") as caught:
+    with pytest.raises(ValueError, match=r"An earlier run sharded GPT with \(") as caught:
         fitted(module, second, limit_train_batches=0)
     return str(caught.value)
 

@@ -82,11 +82,11 @@ def _parse(name: str) -> dict[str, int]:
         found = re.fullmatch(r"([a-z]+)([1-9]\d*)", part)
         argument = None if found is None else _ARGUMENTS.get(found[1])
         if found is None or argument is None or argument in arguments:
-            reason = "appears twice" if argument in arguments else "does not set a size"
+            reason = "appears twice" if argument in arguments else "is not a short name followed by a number"
             raise ValueError(
-                f"The strategy name {name!r} is invalid: its part {part!r} {reason}. After {_PREFIX!r}, add any of"
-                f" {', '.join(_ARGUMENTS)}, once each and with a number, such as '{_PREFIX}_pp3',"
-                f" '{_PREFIX}_dp2_tp2_pp4' or '{_PREFIX}_zero3'. For other arguments, pass an object to the Trainer:"
+                f"The strategy name {name!r} is invalid: its part {part!r} {reason}. After {_PREFIX!r}, you can add"
+                f" {', '.join(_ARGUMENTS)}, each at most once and with a number, as in '{_PREFIX}_pp3',"
+                f" '{_PREFIX}_dp2_tp2_pp4' or '{_PREFIX}_zero3'. To set other arguments, pass an object to the Trainer:"
                 " `strategy=HybridStrategy(...)`. [LH126]"
             )
         arguments[argument] = int(found[2])

@@ -81,11 +81,11 @@ def check_arguments(config: HybridConfig) -> None:
     if chunks > 1 and not SCHEDULES[config.schedule].takes_chunks:
         raise ValueError(
             f"schedule={config.schedule!r} supports only one chunk per rank, got num_chunks={chunks}. Remove one of"
-            " them. [LH114]"
+            " these arguments. [LH114]"
         )
     for name in ("body", "initial_weights"):
         if getattr(config, name) in ("", []):
-            raise ValueError(f"{name} must be None or not empty, got {getattr(config, name)!r}. [LH102]")
+            raise ValueError(f"{name} must not be empty (but can be None), got {getattr(config, name)!r}. [LH102]")
     check_styles(config.tensor_parallel_plan)
     check_offload(config.offload)
     for size in choices(sizes["pipeline_parallel_size"]):  # what is said for each stage must fit all of them
@@ -119,13 +119,14 @@ def _check_in_flight(config: HybridConfig, num_ranks: int) -> None:
         return
     if not isinstance(extra, int) and len(extra) != num_links:
         raise ValueError(
-            f"tuning.extra_in_flight={list(extra)} has {len(extra)} numbers, but pipeline_parallel_size={num_ranks} has"
-            f" {num_links} links between neighboring ranks. Set one number for each link, or one for all. [LH115]"
+            f"tuning.extra_in_flight={list(extra)} contains {len(extra)} numbers, but with"
+            f" pipeline_parallel_size={num_ranks} there are {num_links} links between neighboring ranks. Set one number"
+            " for each link, or a single number for all links. [LH115]"
         )
     if config.schedule == "gpipe" and any([extra] if isinstance(extra, int) else extra):
         raise ValueError(
-            f"schedule='gpipe' already has all microbatches in flight, got tuning.extra_in_flight={extra!r}. Remove"
-            " tuning.extra_in_flight, or use schedule='1f1b'. [LH116]"
+            f"tuning.extra_in_flight={extra!r} has no effect with schedule='gpipe', which already has all microbatches"
+            " in flight. Remove tuning.extra_in_flight, or use schedule='1f1b'. [LH116]"
         )
 
 
@@ -136,14 +137,14 @@ def _check_partition(partition: str | Sequence[int], num_ranks: int, num_chunks:
     elif isinstance(partition, (list, tuple)):
         if len(partition) != num_stages or not all(isinstance(count, int) and count >= 1 for count in partition):
             raise ValueError(
-                f"partition={list(partition)} must list the number of layers (at least 1) of each of the {num_stages}"
-                f" stages (pipeline_parallel_size={num_ranks} x num_chunks={num_chunks}). Or list the stage of each"
-                " layer, starting at 0. [LH117]"
+                f"partition={list(partition)} must contain the number of layers (at least 1) of each of the"
+                f" {num_stages} stages (pipeline_parallel_size={num_ranks} x num_chunks={num_chunks}), or the stage of"
+                " each layer, starting at 0. [LH117]"
             )
     elif partition not in ("uniform", "parameters"):
         raise ValueError(
-            "partition must be 'uniform', 'parameters', a list of the number of layers of each stage, or a list of the"
-            f" stage of each layer; got {partition!r}. [LH102]"
+            "partition must be 'uniform', 'parameters', a list with the number of layers of each stage, or a list with"
+            f" the stage of each layer; got {partition!r}. [LH102]"
         )
 
 
@@ -163,24 +164,25 @@ def check_module(module: LightningModule, *, cut: bool, runs_backward: bool) -> 
     name = type(module).__name__
     if runs_backward and not module.automatic_optimization:
         raise ValueError(
-            f"{name} uses manual optimization, which calls backward in `training_step`. With a pipeline, microbatches"
-            " or `microbatch_weight`, the strategy runs forward and backward itself. Remove"
+            f"{name} uses manual optimization, in which `training_step` calls backward. With a pipeline, several"
+            " microbatches or `microbatch_weight`, the strategy must run forward and backward itself. Remove"
             " `self.automatic_optimization = False`, or set pipeline_parallel_size=1 and num_microbatches=1 and remove"
-            " `microbatch_weight`. Tensor and context parallelism and ZeRO support manual optimization. [LH306]"
+            " `microbatch_weight`. Tensor parallelism, context parallelism and ZeRO support manual optimization."
+            " [LH306]"
         )
     if is_overridden("backward", module) and module.automatic_optimization:
         raise ValueError(
-            f"{name} overrides `backward`, which is not called with pipeline, tensor or context parallelism,"
-            " microbatches or `microbatch_weight`: the strategy then runs backward itself. Remove the method, or use"
-            " manual optimization with pipeline_parallel_size=1 and num_microbatches=1, or set all of these sizes to 1"
-            " and remove `microbatch_weight`. [LH307]"
+            f"{name} overrides `backward`, but with pipeline, tensor or context parallelism, several microbatches or"
+            " `microbatch_weight`, the strategy runs backward itself and does not call this method. Remove the method,"
+            " use manual optimization with pipeline_parallel_size=1 and num_microbatches=1, or set all of these sizes"
+            " to 1 and remove `microbatch_weight`. [LH307]"
         )
     for step in ("training_step", "validation_step", "test_step", "predict_step"):
         method = getattr(module, step)  # `None` is how some switch a step off
         if callable(method) and "dataloader_iter" in inspect.signature(method).parameters:
             raise ValueError(
-                f"`{name}.{step}(dataloader_iter)` fetches batches itself, so they cannot be split into microbatches."
-                f" Write `{step}(batch, batch_idx)`. [LH308]"
+                f"`{name}.{step}(dataloader_iter)` fetches batches itself, so the strategy cannot split them into"
+                f" microbatches. Use `{step}(batch, batch_idx)` instead. [LH308]"
             )
     given = [hook for hook in ("split_body_input", "join_body_output") if hasattr(module, hook)]
     if len(given) == 1:
@@ -208,7 +210,8 @@ def check_trainer(trainer: Trainer, module: LightningModule, *, num_stages: int)
         if isinstance(callback, ModelPruning):
             raise ValueError(
                 f"{type(callback).__name__} compares and masks the parameters of the full model, but each stage holds"
-                " only a part of it. Prune with pipeline_parallel_size=1, before or after this training. [LH310]"
+                " only some of these parameters. Prune in a separate run with pipeline_parallel_size=1, before or after"
+                " this run. [LH310]"
             )
     if is_overridden("configure_gradient_clipping", module):
         rank_zero_warn(
@@ -261,9 +264,10 @@ def check_tensor_groups(mesh: Mesh) -> None:
         if len(names) > 1:
             rank_zero_warn(
                 f"A tensor-parallel group spans several nodes: ranks {', '.join(map(str, ranks))} are on"
-                f" {' and '.join(names)}. Tensor parallelism all-reduces activations several times per layer and"
-                " microbatch, and waits for each result. Set tensor_parallel_size to a divisor of the number of ranks"
-                " on a node, and make tp the innermost axis, as in launch.rank_order='pp-dp-tp'."
+                f" {' and '.join(names)}. This makes training slow, because tensor parallelism all-reduces activations"
+                " several times per layer and microbatch, and waits for each result. Set tensor_parallel_size to a"
+                " divisor of the number of ranks on a node, and make tp the innermost axis, as in"
+                " launch.rank_order='pp-dp-tp'."
             )
             return
 
@@ -324,9 +328,9 @@ def check_own_parts(module: nn.Module, before: Collection[Tensor], mesh: Mesh) -
     text = (
         f"Parameters created in `configure_model` differ between ranks{', although a seed is set' * has_seed}:"
         f" {', '.join(map(repr, names[:3]))}{' and more' if len(names) > 3 else ''}. They are plain tensors, so all"
-        " tensor-parallel ranks get the values of the first one. If each rank creates its shard of a larger parameter,"
-        " use `DTensor.from_local(part, self.device_mesh['tensor_parallel'], [Shard(dim)])`. Otherwise use the same"
-        " random numbers on every rank (`seed_everything`). [LH314]"
+        " tensor-parallel ranks receive the values of the first of these ranks. If each rank creates its shard of a"
+        " larger parameter, use `DTensor.from_local(part, self.device_mesh['tensor_parallel'], [Shard(dim)])`."
+        " Otherwise, use the same random numbers on every rank (`seed_everything`). [LH314]"
     )
 
     def refuse() -> None:
@@ -353,10 +357,10 @@ def _group_text(optimizer: Optimizer, group: Mapping[str, Any]) -> str:
 
 
 SEVERAL_OPTIMIZERS = (
-    "`configure_optimizers` returned several optimizers, and each needs its own backward. With a pipeline, microbatches"
-    " or `microbatch_weight`, the strategy runs forward and backward itself, for one optimizer. Use one optimizer with"
-    " several parameter groups (`[{'params': ..., 'lr': ...}, ...]`), or use manual optimization with"
-    " pipeline_parallel_size=1 and num_microbatches=1, without `microbatch_weight`. [LH801]"
+    "`configure_optimizers` returned several optimizers, each of which needs its own backward pass. With a pipeline,"
+    " several microbatches or `microbatch_weight`, the strategy runs forward and backward itself, and supports only one"
+    " optimizer. Use one optimizer with several parameter groups (`[{'params': ..., 'lr': ...}, ...]`), or remove"
+    " `microbatch_weight` and use manual optimization with pipeline_parallel_size=1 and num_microbatches=1. [LH801]"
 )
 
 
@@ -379,14 +383,15 @@ def check_optimizers(optimizers: list[Optimizer], module: nn.Module, *, cut: boo
             raise ValueError(
                 "Adafactor keeps row and column sums of each full parameter, and scales updates by the size of the"
                 " parameter. With tensor_parallel_size > 1 or zero_stage > 0, each rank holds only a shard of the"
-                " parameter, so the ranks would take different steps. Use an elementwise optimizer, such as AdamW or"
-                " SGD, or set tensor_parallel_size=1 and zero_stage=0; a pipeline does not shard parameters. [LH802]"
+                " parameter, so the ranks would compute different updates. Use an elementwise optimizer, such as AdamW"
+                " or SGD, or set tensor_parallel_size=1 and zero_stage=0. Adafactor works with a pipeline, which does"
+                " not shard parameters. [LH802]"
             )
     if cut and any(isinstance(optimizer, LBFGS) for optimizer in optimizers):
         raise ValueError(
-            "LBFGS searches along the gradient of the full model, but each stage has only a part of it. Use an"
-            " optimizer that updates parameters separately, such as AdamW or SGD, or set pipeline_parallel_size=1."
-            " [LH803]"
+            "LBFGS searches along the gradient of the full model, but each stage has only a part of this gradient. Use"
+            " an optimizer that updates each parameter separately, such as AdamW or SGD, or set"
+            " pipeline_parallel_size=1. [LH803]"
         )
     values = {
         f"optimizer {number}, group {position}": _group_text(optimizer, group)
@@ -399,9 +404,9 @@ def check_optimizers(optimizers: list[Optimizer], module: nn.Module, *, cut: boo
     foreign = [tuple(parameter.shape) for group in groups for parameter in group if id(parameter) not in known]
     if foreign and any(is_sharded(parameter) for parameter in module.parameters()):
         raise ValueError(
-            f"`configure_optimizers` returned an optimizer for parameters that are not in {type(module).__name__}, with"
-            f" the shapes {foreign[:3]}{' and more' if len(foreign) > 3 else ''}. Sharding a layer replaces its"
-            " parameters. Take them from `self.parameters()` in `configure_optimizers`, not from a list created"
+            f"`configure_optimizers` returned an optimizer with parameters that are not in {type(module).__name__};"
+            f" their shapes are {foreign[:3]}{' and more' if len(foreign) > 3 else ''}. Sharding a layer replaces its"
+            " parameters. In `configure_optimizers`, pass `self.parameters()` to the optimizer, and not a list created"
             " earlier. [LH804]"
         )
 
@@ -419,8 +424,8 @@ def check_nonfinite(on_nonfinite: str, scaler: object | None) -> None:
     if scaler is not None and on_nonfinite == "raise":
         raise ValueError(
             "faults.on_nonfinite='raise' cannot be combined with a precision that scales the loss, such as '16-mixed':"
-            " the gradient scaler expects that some gradients are not finite, and skips these steps. Set"
-            " faults.on_nonfinite='ignore', or use precision='bf16-mixed', which needs no scaling. [LH805]"
+            " the gradient scaler expects gradients that are not finite in some steps, and skips these steps. Set"
+            " faults.on_nonfinite='ignore', or use precision='bf16-mixed', which does not scale the loss. [LH805]"
         )
 
 
@@ -438,20 +443,20 @@ def check_plugin(plugin: CheckpointIO | None, *, sharded: bool, beside: bool) ->
     if beside and isinstance(plugin, AsyncCheckpointIO):
         raise ValueError(
             "HybridStrategy(async_save=True) and Trainer(plugins=[AsyncCheckpointIO()]) both write checkpoints in the"
-            " background, but neither knows when the other is done. Remove one of them. [LH931]"
+            " background, but neither knows when the other has finished. Remove one of the two. [LH931]"
         )
     inner = plugin.checkpoint_io if isinstance(plugin, AsyncCheckpointIO) else plugin
     if sharded and inner is not None and type(inner) is not TorchCheckpointIO:
         raise ValueError(
             f"Trainer(plugins=[{type(inner).__name__}()]) writes files, but with"
             " HybridStrategy(save_distributed_checkpoint=True) every rank writes to a directory, so the plugin would"
-            " not be used. Remove one of them. [LH932]"
+            " not be used. Remove either the plugin or this argument. [LH932]"
         )
 
 
 #: Of a checkpoint that is a directory; as Lightning says it.
 STORAGE_OPTIONS = (
     "`Trainer.save_checkpoint(..., storage_options=...)` is not supported with"
-    " `HybridStrategy(save_distributed_checkpoint=True)`. Set save_distributed_checkpoint=False and use your own"
-    " plugin: Trainer(plugins=[MyCheckpointIO()]). [LH930]"
+    " `HybridStrategy(save_distributed_checkpoint=True)`. Set save_distributed_checkpoint=False and use a plugin that"
+    " accepts storage options: Trainer(plugins=[MyCheckpointIO()]). [LH930]"
 )

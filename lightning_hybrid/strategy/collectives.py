@@ -41,9 +41,10 @@ def outside_of_steps(method: _Method) -> _Method:
     def checked(self: ReplicaCollectives, *args: Any, **kwargs: Any) -> Any:
         if self.in_step:
             raise WrongUseError(
-                f"`strategy.{method.__name__.lstrip('_')}` was called in a step, perhaps by a method such as"
-                " `trainer.save_checkpoint`. It needs all ranks, but with a pipeline a step runs only on the first and"
-                " the last stage. Call it in a hook, such as `on_train_batch_end` or `on_validation_epoch_end`. [LH443]"
+                f"`strategy.{method.__name__.lstrip('_')}` was called in a step, possibly by a method such as"
+                " `trainer.save_checkpoint`. All ranks must call it, but with a pipeline, a step runs only on the first"
+                " and the last stage. Call it in a hook instead, such as `on_train_batch_end` or"
+                " `on_validation_epoch_end`. [LH443]"
             )
         return method(self, *args, **kwargs)
 
@@ -134,8 +135,8 @@ class StepCollectives:
             raise WrongUseError(
                 f"`torch.distributed.{name}` over ranks {ranks} was called in a step. With a pipeline, a step runs once"
                 " per microbatch, and code after the layers runs only on the last stage, so the other ranks would never"
-                " join. Call it in a hook, such as `on_train_batch_end`, use `self.log(..., sync_dist=True)`, or call"
-                ' it over replicas with `group=self.device_mesh["data_parallel"].get_group()`. [LH442]'
+                " join this call. Call it in a hook, such as `on_train_batch_end`, use `self.log(..., sync_dist=True)`,"
+                ' or limit it to the replicas with `group=self.device_mesh["data_parallel"].get_group()`. [LH442]'
             )
 
 

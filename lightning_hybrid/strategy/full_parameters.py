@@ -21,16 +21,18 @@ from lightning_hybrid.distributed.messages.tree_broadcast import broadcast_objec
 from lightning_hybrid.pipeline_parallel.placeholders import is_placeholder
 
 IN_STEP = (
-    "`full_parameters` was entered in a step, where ZeRO has unsharded the parameters of some layers. Enter it in a"
-    " hook, such as `on_train_batch_end` or, with automatic optimization, `on_before_optimizer_step`. [LH419]"
+    "`full_parameters` was entered in a step, in which ZeRO has already gathered the parameters of some layers. Enter"
+    " it in a hook instead, such as `on_train_batch_end` or, with automatic optimization, `on_before_optimizer_step`."
+    " [LH419]"
 )
 NOT_DIVIDED = (
-    "`full_parameters` was entered before the module was sharded, when its parameters were still full. Enter it in"
-    " `configure_optimizers` or a later hook. [LH420]"
+    "`full_parameters` was entered before the module was sharded, while its parameters were still complete on every"
+    " rank. Enter it in `configure_optimizers` or a later hook. [LH420]"
 )
 _CALL_TEXT = (
-    "A layer is called inside `with strategy.full_parameters(...)`, where its parameters are full but its forward"
-    " expects this rank's shard. Only read or change parameters inside, and call layers outside. [LH421]"
+    "A layer was called inside `with strategy.full_parameters(...)`, where its parameters are full, but its forward"
+    " expects the shards of this rank. Inside this context, only read or change parameters. Call layers outside the"
+    " context. [LH421]"
 )
 
 
@@ -73,8 +75,8 @@ class FullParameters:
         for name, parameter in self._part.named_parameters():
             if id(parameter) not in self._owners:
                 raise ValueError(
-                    f"`full_parameters` got a {type(self._part).__name__} whose parameter {name!r} does not belong to"
-                    " the LightningModule. Pass a submodule of the LightningModule, or no module to gather all"
+                    f"`full_parameters` received a {type(self._part).__name__} whose parameter {name!r} does not belong"
+                    " to the LightningModule. Pass a submodule of the LightningModule, or pass no module to gather all"
                     " parameters. [LH417]"
                 )
 
@@ -179,7 +181,7 @@ class FullParameters:
                 if layer._parameters.get(name) is not full:
                     raise WrongUseError(
                         f"`{type(layer).__name__}.{name}` was replaced inside `with strategy.full_parameters(...)`."
-                        f" Change its values in place, such as with `{name}.copy_(...)` under"
+                        f" Change its values in place instead, for example with `{name}.copy_(...)` under"
                         " `torch.no_grad()`. [LH418]"
                     )
 

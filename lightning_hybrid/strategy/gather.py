@@ -42,7 +42,7 @@ def check_gathering(module: LightningModule, plan: Plan | None) -> None:
     ]
     if others:
         raise ValueError(
-            f"{type(module).__name__} cannot be gathered: {others[0]!r} was sharded by a torch style or in"
+            f"{type(module).__name__} cannot be gathered: {others[0]!r} was sharded by a torch parallel style or in"
             " `configure_model`, so its original layer is unknown. Save a checkpoint and load it into a new module, or"
             " shard the layer with a style name in `tensor_parallel_plan`. [LH328]"
         )
@@ -53,11 +53,11 @@ _TIMES = 3
 
 AFTER_ERROR = (
     "The run ended with an error, so the ranks could not gather the module. Load the last checkpoint into a new module:"
-    " `Model.load_from_checkpoint(path)`. This works without the other ranks."
+    " `Model.load_from_checkpoint(path)`. This does not require the other ranks."
 )
 NOT_ASKED = (
-    "It stays sharded because gather_module_on_teardown=False. To gather it, call `trainer.strategy.gather_module()` on"
-    " every rank."
+    "The module stays sharded because gather_module_on_teardown=False. To gather the module, call"
+    " `trainer.strategy.gather_module()` on every rank."
 )
 
 
@@ -89,10 +89,10 @@ def _lack_of_memory(module: LightningModule, mesh: Mesh) -> str | None:
         return None
     return (
         f"{type(module).__name__} stays sharded after this run (gather_module_on_teardown='auto'): the full module"
-        f" takes {size / 2**20:,.0f} MiB, and each of the {processes} processes on the node needs {_TIMES} times as"
-        f" much, but the node has only {available / 2**20:,.0f} MiB of free memory. On every rank,"
-        " `trainer.save_checkpoint(path, weights_only=True)` writes the full model, and"
-        " `trainer.strategy.gather_module()` gathers the module anyway."
+        f" takes {size / 2**20:,.0f} MiB, and each of the {processes} processes on the node needs {_TIMES} times this"
+        f" amount, but the node has only {available / 2**20:,.0f} MiB of free memory. To save the full model, call"
+        " `trainer.save_checkpoint(path, weights_only=True)` on every rank. To gather the module anyway, call"
+        " `trainer.strategy.gather_module()` on every rank."
     )
 
 

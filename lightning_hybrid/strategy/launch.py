@@ -73,9 +73,9 @@ def check_copying(start_method: str, device: torch.device) -> None:
     if start_method == "fork" and device.type == "cuda" and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         raise RuntimeError(
             "This process already uses CUDA, so it cannot fork the training processes (launch.start_method='fork')."
-            " Restart the kernel, and do not use a GPU before the Trainer does: no `model.cuda()`, no"
-            " `torch.cuda.memory_allocated()`. `torch.cuda.device_count()` is allowed. Scripts do not have this limit."
-            " [LH204]"
+            " Restart the kernel, and do not use a GPU before the Trainer does: do not call `model.cuda()` or"
+            " `torch.cuda.memory_allocated()`, for example. `torch.cuda.device_count()` is allowed. Scripts do not have"
+            " this limitation. [LH204]"
         )
 
 
@@ -85,8 +85,8 @@ def why_parts_stay(module: LightningModule) -> str | None:
         return None
     return (
         f"The trained weights of {type(module).__name__} were not returned from the training processes, where the"
-        " module stays sharded. In this process, the module still has its old weights. Load the trained weights from a"
-        " checkpoint: `Model.load_from_checkpoint(trainer.checkpoint_callback.best_model_path)`. [LH209]"
+        " module stays sharded. In this process, the module still has the weights from before the run. Load the trained"
+        " weights from a checkpoint: `Model.load_from_checkpoint(trainer.checkpoint_callback.best_model_path)`. [LH209]"
     )
 
 

@@ -172,15 +172,15 @@ def _marked_stages(module: nn.Module, settings: Settings, body: Body) -> list[in
     for name, mark in marks.items():
         if any(mark != of_parts[path] for path in _path_up(name) if path in of_parts):
             raise ValueError(
-                f"{name!r} is a part of a layer of {body.name!r}, but has a different `pipeline_stage`. Each layer is"
-                " on one stage: set `pipeline_stage` for the layers, or list the modules to split:"
-                " HybridStrategy(body=[...]). [LH322]"
+                f"{name!r} is a part of a layer of {body.name!r}, but has a different `pipeline_stage` than this layer."
+                " A layer cannot be on several stages. Set `pipeline_stage` only for whole layers, or list the modules"
+                " that the pipeline should split: HybridStrategy(body=[...]). [LH322]"
             )
     if None in of_layers:
         raise ValueError(
             f"{body.names[of_layers.index(None)]!r} in {body.name!r} has no `pipeline_stage`, but {next(iter(marks))!r}"
-            " has one. Set it for all pipelined layers or their containers, or for none, or list the layers that have"
-            " it: HybridStrategy(body=[...]). [LH320]"
+            " has one. Set it for all pipelined layers (or their containers), set it for none of them, or list only the"
+            " layers that have it: HybridStrategy(body=[...]). [LH320]"
         )
     if settings.partition != "uniform":
         raise ValueError(
@@ -191,8 +191,9 @@ def _marked_stages(module: nn.Module, settings: Settings, body: Body) -> list[in
     for first, end in pairwise(ends):
         if len(set(of_layers[first:end])) > 1:
             raise ValueError(
-                f"{' and '.join(map(repr, body.names[first:end]))} are a layer and its copy, which must be on one"
-                f" stage, but have pipeline_stage {of_layers[first:end]}. Set the same stage for them. [LH323]"
+                f"{' and '.join(map(repr, body.names[first:end]))} are a layer and its copy, which must be on the same"
+                f" stage, but their pipeline_stage is {of_layers[first:end]}. Set the same stage for all of them."
+                " [LH323]"
             )
     return [of_parts[body.names[first]] for first in ends[:-1]]
 
@@ -215,13 +216,13 @@ def misplaced_text(module: nn.Module, stage_map: StageMap) -> str | None:
             continue
         stages = {stage for inner, _ in part.named_parameters(prefix=name) for stage in stage_map.stages_of(inner)}
         if stages and mark not in stages:
-            wrong.append(f"{name!r} ({STAGE_MARK} {mark}, used on {' and '.join(map(str, sorted(stages)))})")
+            wrong.append(f"{name!r} ({STAGE_MARK} {mark}, used on stage {' and '.join(map(str, sorted(stages)))})")
     if not wrong:
         return None
     return (
-        "`pipeline_stage` has no effect on modules outside the pipelined layers, which are placed on the stages that"
-        f" use them: {', '.join(wrong)}. To choose their stages, list them with the layers, in the order of their"
-        " calls: HybridStrategy(body=[...])."
+        "`pipeline_stage` has no effect on modules outside the pipelined layers. These modules are on the stages that"
+        f" use them: {', '.join(wrong)}. To choose their stages, list them together with the layers, in the order in"
+        " which they are called: HybridStrategy(body=[...])."
     )
 
 
@@ -458,21 +459,21 @@ def _check_plan(plan: Plan, module: LightningModule, body: Body, divided: Sequen
     text += f" whose layers in {body.name!r} are called by your own code: "
     if plan.torch_styles or divided:
         raise ValueError(
-            f"{text}{[*plan.torch_styles, *divided][0]!r} is sharded by torch. Use a style name in"
+            f"{text}{[*plan.torch_styles, *divided][0]!r} is sharded by torch's own API. Use a style name in"
             " `tensor_parallel_plan` instead, or put the layers into one `nn.Sequential`. [LH325]"
         )
     for row in plan.rows:
         if any(unit.startswith(f"{row.name}.") for unit in body.names):
             raise ValueError(
                 f"{text}{row.name!r}, which has the style {row.style!r} in `tensor_parallel_plan`, contains some of"
-                " these layers. Set the style of the layers instead. [LH326]"
+                " these layers. Set a style for each of these layers instead. [LH326]"
             )
         passes_on = not (row.options.get("scatter_input", True) and row.options.get("gather_output", True))
         if row.kind == "sequence_region" and passes_on and not any(row.name.startswith(f"{n}.") for n in body.names):
             raise ValueError(
                 f"{text}{row.name!r} and its neighbor in an `nn.Sequential` pass sequence shards to each other"
                 " (sequence_parallel). Put the layers into an `nn.ModuleList`, or call the whole `nn.Sequential` and"
-                " name only it as the body. [LH327]"
+                " pass only its name as `body`. [LH327]"
             )
 
 
@@ -506,7 +507,7 @@ def stages_text(
     shown = stage_map if is_followed else expect_outside(module, stage_map)
     is_estimate = shown is not stage_map
     if is_estimate:
-        where = "stages estimated, final after the first training batch"
+        where = "stages are estimated until the first training batch"
     elif stage_map.is_followed:
         where = "on the stages that use them in the first training batch"
     else:
@@ -538,6 +539,7 @@ def fragment_text(module: nn.Module, body: Body) -> str | None:
     shares = ", ".join(f"{name!r} ({100 * count / total:.0f}%)" for name, count in largest)
     return (
         f"{100 * sum(count for _, count in parts) / total:.0f}% of the parameters of {type(module).__name__} are"
-        f" outside the pipelined layers {body.name!r}, so several stages hold and compute them: {shares}. If some of"
-        " these modules are layers, list all layers of the pipeline: HybridStrategy(body=[...])."
+        f" outside the pipelined layers {body.name!r}, so several stages store these parameters and repeat their"
+        f" computation: {shares}. If the pipeline should split some of these modules too, list all layers of the"
+        " pipeline: HybridStrategy(body=[...])."
     )

@@ -106,7 +106,7 @@ class ModuleParallelizer:
         """
         if not self._settings.zero_stage and any(map(is_shard, self._module.parameters())):
             raise ValueError(
-                f"An earlier run sharded {type(self._module).__name__} over replicas (zero_stage), but now"
+                f"An earlier run sharded {type(self._module).__name__} over replicas (zero_stage), but this run has"
                 " zero_stage=0. Call `trainer.strategy.gather_module()` after the earlier run to gather it. [LH318]"
             )
         if self._settings.master_weights:
@@ -263,9 +263,10 @@ class ModuleParallelizer:
             return
         if known is not None and before != requested:
             raise ValueError(
-                f"An earlier run sharded {type(self._module).__name__} for (tensor_parallel_size, tensor_parallel_plan,"
-                f" sequence_parallel, tensor_parallel_mode, tensor_parallel_depth) = {before}, but this run needs"
-                f" {requested}. Call `trainer.strategy.gather_module()` after the earlier run to gather it. [LH318]"
+                f"An earlier run sharded {type(self._module).__name__} with (tensor_parallel_size,"
+                f" tensor_parallel_plan, sequence_parallel, tensor_parallel_mode, tensor_parallel_depth) = {before},"
+                f" but this run needs {requested}. Call `trainer.strategy.gather_module()` after the earlier run to"
+                " gather it. [LH318]"
             )
         self.plan = known
         if known is None:
@@ -275,7 +276,8 @@ class ModuleParallelizer:
             if not divided_share(self.plan, self._module):
                 rank_zero_warn(
                     f"tensor_parallel_size={size} shards none of the parameters of {type(self._module).__name__}, so"
-                    " its ranks do the same work. Set `tensor_parallel_plan`, or use the ranks for data parallelism."
+                    " all tensor-parallel ranks do the same work. Set `tensor_parallel_plan`, or use the ranks for data"
+                    " parallelism."
                 )
             rank_zero_info(table if self.num_stages > 1 else f"{self.text()}\n{table}")
 
@@ -424,9 +426,9 @@ class ModuleParallelizer:
         """What does not go together with layers that any code may call."""
         if FakeMode is None:
             raise ValueError(
-                f"Layers ({body.name!r}) that your own code calls are traced with fake tensors, which torch"
-                f" {torch.__version__} does not have. Put the layers into one `nn.Sequential`, or install torch 2.11 or"
-                " later. [LH135]"
+                f"Your own code calls the layers {body.name!r}, so the strategy must trace them with fake tensors,"
+                f" which torch {torch.__version__} does not support. Put the layers into one `nn.Sequential`, or"
+                " install torch 2.11 or later. [LH135]"
             )
 
     def text(self) -> str:

@@ -234,6 +234,6 @@ def _join_attempt(store: Store, rank: int, timeout: timedelta) -> str:
                     return token
         time.sleep(_POLL)
     raise TimeoutError(
-        f"Rank 0 has not started within {timeout.total_seconds():.0f} s. Read the output of its node, or increase"
-        " HybridStrategy(timeout=...). [LH203]"
+        f"Rank 0 has not started within {timeout.total_seconds():.0f} s. Check the output of the node of rank 0, or"
+        " increase HybridStrategy(timeout=...). [LH203]"
     )

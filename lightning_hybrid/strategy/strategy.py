@@ -71,112 +71,115 @@ class HybridStrategy(ReplicaCollectives):
     """Strategy that trains a LightningModule with data, tensor, context and pipeline parallelism.
 
     Losses, metrics and weights are the same as in a run with one process, up to rounding. The layers of the module are
-    split into stages, one or more on each pipeline rank. Each batch is split into microbatches, which pass through the
-    stages in the order of a schedule. Each tensor-parallel rank holds a shard of the weights of each sharded layer.
-    Replicas average their gradients.
+    split into stages, and each pipeline rank runs one or more of them. Each batch is split into microbatches, which
+    pass through the stages in the order that a schedule defines. Each tensor-parallel rank holds a shard of the weights
+    of each sharded layer. Replicas average their gradients.
 
     Example::
 
         trainer = Trainer(devices=4, strategy=HybridStrategy(pipeline_parallel_size=2))
 
     Args:
-        data_parallel_size: Number of replicas. ``"auto"``: the number of processes divided by the product of the other
-            parallel sizes.
+        data_parallel_size: Number of replicas. ``"auto"`` means the number of processes divided by the product of the
+            other parallel sizes.
         tensor_parallel_size: Number of ranks over which the weights of each layer are sharded. These ranks should be on
-            one node. A list gives several allowed values; see ``pipeline_parallel_size``.
+            the same node. A list contains several allowed values; see ``pipeline_parallel_size``.
         pipeline_parallel_size: Number of pipeline ranks over which the layers are split. A list, such as ``[4, 2]``,
-            gives several allowed values in order of preference, so that a job can restart on fewer nodes. The strategy
-            uses the first value that fits the number of processes (and ``data_parallel_size``), together with the first
-            ``tensor_parallel_size`` that fits. Arguments with one value for each stage or rank must then be valid for
-            every size in the list.
-        num_microbatches: Number of microbatches that each batch is split into. ``"auto"`` is ``4 *
+            contains several allowed values in order of preference, so that a job can restart on fewer nodes. The
+            strategy uses the first value for which an allowed ``tensor_parallel_size`` fits the number of processes
+            (and ``data_parallel_size``). With a list, arguments that contain one value for each stage or rank must be
+            valid for every size in the list.
+        num_microbatches: Number of microbatches that each batch is split into. ``"auto"`` means ``4 *
             pipeline_parallel_size``, or 1 without a pipeline. If the module has batch norm, ``"auto"`` splits small
             batches into fewer microbatches, so that each microbatch has at least two samples.
         schedule: Order in which the forward and backward passes of microbatches run: ``"gpipe"``, ``"1f1b"`` or
-            ``"interleaved_1f1b"``. Default: ``"1f1b"``, or ``"interleaved_1f1b"`` if ``num_chunks`` is above 1.
-        num_chunks: Number of stages on each pipeline rank. Values above 1 need ``schedule="interleaved_1f1b"`` or
-            ``"gpipe"``.
-        partition: How layers are assigned to stages. ``"uniform"``: every stage has the same number of layers; any
-            remaining layers go to the last stages, one layer each. ``"parameters"``: the largest stage has as few
-            parameters as possible, including embedding and head. A list of stage sizes, such as ``[6, 7, 7, 4]``, or a
-            list with the index of the stage of each layer, starting at 0, assigns the layers directly. Stages are
-            numbered over all ranks and chunks. You can also set the stage as an attribute of a layer, or of a container
-            of layers: ``layer.pipeline_stage = 1``.
-        body: Layers that the pipeline splits, by dotted name. A string names one `nn.Sequential`, which `training_step`
-            must call as a whole, or one list of layers. A list of strings names several layer lists and single layers,
-            in the order in which the step calls them; these calls may be anywhere in your code. In a name, ``*``
-            matches any text between two dots. ``None``: the module's ``pipeline_body`` if it has one, else the
-            outermost `nn.Sequential` with more than half of the parameters, else the layer lists with the most
-            parameters.
+            ``"interleaved_1f1b"``. Default: ``"1f1b"``, or ``"interleaved_1f1b"`` if ``num_chunks`` is greater than 1.
+        num_chunks: Number of stages on each pipeline rank. Values greater than 1 require
+            ``schedule="interleaved_1f1b"`` or ``"gpipe"``.
+        partition: How layers are assigned to stages. ``"uniform"``: every stage has the same number of layers, and any
+            remaining layers go to the last stages, one layer each. ``"parameters"``: the largest stage, including
+            embedding and head, has as few parameters as possible. A list assigns the layers directly: it contains
+            either the number of layers of each stage, such as ``[6, 7, 7, 4]``, or the stage index of each layer,
+            starting at 0. Stage indices count the stages of all ranks and chunks in the order in which a microbatch
+            passes through them. You can also set the stage as an attribute of a layer, or of a container of layers:
+            ``layer.pipeline_stage = 1``.
+        body: Dotted name, or list of dotted names, of the layers that the pipeline splits into stages. A string names
+            one `nn.Sequential`, which `training_step` must call as a whole, or one list of layers. A list of strings
+            names several layer lists and single layers, in the order in which the step calls them; your code can call
+            them anywhere. In a name, ``*`` matches any text between two dots. ``None``: the module's ``pipeline_body``
+            if it has one; otherwise, the outermost `nn.Sequential` with more than half of the parameters; otherwise,
+            the layer lists with the most parameters.
         tensor_parallel_mode: Arrangement of the tensor-parallel ranks. ``"1d"`` shards weights by columns or rows, as
-            Megatron-LM does. ``"2d"``, ``"2.5d"`` and ``"3d"`` also shard activations. Their ``tensor_parallel_size``
-            must be q x q for ``"2d"``, ``tensor_parallel_depth`` x q x q for ``"2.5d"``, and l x l x l for ``"3d"``.
-        tensor_parallel_depth: Number of q x q grids of tensor-parallel ranks, for ``tensor_parallel_mode="2.5d"`` only.
-            Each grid holds all weights and processes a part of the samples.
-        tensor_parallel_plan: How layers are sharded. A mapping has module names as keys and styles as values, or names
-            of parameters or buffers as keys and placements as values. A placement is a string such as ``"S(0)"``, as
-            for :meth:`distribute`. In a name, ``*`` matches any text between two dots. ``"auto"``: the module's
-            ``tensor_parallel_plan()`` if it has one, else a built-in plan for the known layers of torch and Hugging
-            Face. ``None``: no layers are sharded.
+            Megatron-LM does. ``"2d"``, ``"2.5d"`` and ``"3d"`` also shard activations. They require a
+            ``tensor_parallel_size`` of q x q for ``"2d"``, ``tensor_parallel_depth`` x q x q for ``"2.5d"``, and q x q
+            x q for ``"3d"``, where q is an integer.
+        tensor_parallel_depth: Number of square grids of tensor-parallel ranks, only for
+            ``tensor_parallel_mode="2.5d"``. Each grid holds all weights and processes a part of the samples.
+        tensor_parallel_plan: How layers are sharded. A mapping assigns styles to module names, or placements to names
+            of parameters and buffers. A placement is a string such as ``"S(0)"``; see :meth:`distribute`. In a name,
+            ``*`` matches any text between two dots. ``"auto"``: the module's ``tensor_parallel_plan()`` if it has one;
+            otherwise, a built-in plan for the known layers of torch and Hugging Face. ``None``: no layers are sharded.
         sequence_parallel: If True, activations between tensor-parallel layers are sharded along the sequence dimension
-            in the regions that the plan marks as sequence-parallel. The plan for torch's transformer layers, for
-            example, has such regions.
+            in the regions that the plan marks as sequence-parallel. The built-in plan for torch's transformer layers,
+            for example, marks such regions.
         context_parallel_size: Number of ranks over which each sequence is split in the layers of the body. Code outside
-            these layers works with full sequences, except that the last norm, the head and the loss compute on sequence
-            shards.
-        context_parallel: How attention (`F.scaled_dot_product_attention`) communicates between context-parallel ranks.
-            ``"ulysses"`` exchanges shards of positions for shards of heads before attention and back after it.
-            ``"ring"`` passes blocks of keys and values from rank to rank. ``"all_gather"`` gathers all keys and values
-            on every rank.
-        global_batch_size: Number of samples per optimizer step, over all replicas. Each replica accumulates gradients
-            over several batches to reach this number, so a job can restart with a different number of replicas.
-            ``None``: ``Trainer(accumulate_grad_batches=...)`` sets the number of accumulated batches.
-        zero_stage: ZeRO stage, which determines what is sharded over replicas. 0: nothing; 1: optimizer states; 2: also
-            gradients; 3: also parameters.
-        recompute: Activation checkpointing: layers whose activations are not kept, but recomputed in backward.
-            ``True``: every layer. ``"selective"``: every layer, except that the results of matrix multiplications and
-            attention are kept. An int: this many layers of each stage. A float: this fraction of the layers of each
-            stage. A list of ints: a number of layers for each stage. A list of module names: the named layers, where
-            ``*`` matches any text between two dots.
+            these layers works with full sequences, except for the last norm, the head and the loss, which work with
+            sequence shards.
+        context_parallel: How context-parallel ranks communicate in attention (`F.scaled_dot_product_attention`).
+            ``"ulysses"`` changes the sharding from positions to heads before attention, and back to positions
+            afterward. ``"ring"`` passes blocks of keys and values from rank to rank. ``"all_gather"`` gathers all keys
+            and values on each rank.
+        global_batch_size: Number of samples per optimizer step, summed over all replicas. Each replica accumulates
+            gradients over several batches to reach this number, so a job can restart with a different number of
+            replicas. ``None``: ``Trainer(accumulate_grad_batches=...)`` sets the number of accumulated batches.
+        zero_stage: ZeRO stage, which determines what is sharded over replicas. 0 shards nothing, 1 shards optimizer
+            states, 2 also gradients, and 3 also parameters.
+        recompute: Activation checkpointing: the layers whose activations are not stored in forward, but recomputed in
+            backward. ``True`` selects every layer. ``"selective"`` also selects every layer, but the results of matrix
+            multiplications and attention are stored. An int selects this many layers of each stage, and a float selects
+            this fraction of the layers of each stage. A list of ints contains the number of layers for each stage. A
+            list of module names selects the named layers; in a name, ``*`` matches any text between two dots.
         offload: Tensors that are moved to CPU memory while the device does not need them: ``"activations"``,
             ``"optimizer"`` (optimizer states), or a list of both. This has no effect if the device is the CPU.
         master_weights: If True, half-precision parameters (``precision="bf16-true"`` or ``"16-true"``) have float32
             master weights. Optimizers update the master weights with float32 gradients, and checkpoints contain the
-            master weights. With ``"16-true"``, the loss is scaled, as it is with ``"16-mixed"``.
+            master weights. With ``"16-true"``, the loss is scaled, as with ``"16-mixed"``.
         broadcast_batches: If True, one rank of each model group (the ranks of one replica) loads each batch. It sends
-            every other rank of the group the tensors that this rank reads. If False, every rank loads the batch itself,
+            the other ranks of the group only the tensors that they need. If False, every rank loads the batch itself,
             and the ranks of the group compare checksums of the batch.
         loss_reduction: How ``training_step`` reduces its loss over the samples of a batch: ``"mean"`` or ``"sum"``.
-        dynamic_shapes: Set this to True if the shapes of the tensors between layers depend on values in the batch, and
-            not only on the shapes of the batch.
+        dynamic_shapes: Set this to True if the shapes of the tensors between layers depend on the values in the batch,
+            and not only on the shapes of the tensors in the batch.
         save_distributed_checkpoint: If True, a checkpoint is a directory to which every rank writes its own part. If
-            False, a checkpoint is one file, which rank 0 writes. A run with any layout can load both.
+            False, a checkpoint is one file, which rank 0 writes. Both kinds of checkpoints can be loaded into any
+            layout.
         async_save: If True, a checkpoint is first copied to CPU memory, and then written in the background while
             training continues.
-        gather_module_on_teardown: If True, every rank has the full module after a run, as after a call of
+        gather_module_on_teardown: If True, every rank has the full module after a run, as after a call to
             :meth:`gather_module`. You can then save, call or export the module as you would after training with DDP. If
             False, the module stays sharded. ``"auto"`` gathers the module if each node has enough memory for three
-            copies per process; otherwise, it stays sharded, and a message names the method that gathers it. The next
-            run shards the module again.
-        initial_weights: Path of the initial weights: any file or folder that :meth:`load_weights` accepts. Ignored if
-            the run resumes from a checkpoint.
-        timeout: Time after which a collective that has not finished fails. Here and in all other arguments for times, a
+            copies of it per process; otherwise, the module stays sharded, and a message names the method that gathers
+            it. The next run shards the module again.
+        initial_weights: Path of the initial weights: any file or folder that :meth:`load_weights` accepts. A run that
+            resumes from a checkpoint ignores this argument.
+        timeout: Time after which an unfinished collective fails. In this and all other arguments that set a time, a
             number means seconds.
         layout: ``"auto"`` searches for the fastest layout when a run starts. The search varies every layout argument
             that has its default value: the sizes of tensor, pipeline and context parallelism, `tensor_parallel_mode`
-            with its depth, `context_parallel`, `num_microbatches`, `schedule`, `num_chunks`, `tuning.extra_in_flight`,
-            `zero_stage` and `recompute`. The search does not change arguments that you set; a list of sizes limits the
-            search to these sizes. Rank 0 measures the speed of the device and of the links between ranks, and estimates
-            the step time of all layouts that fit `tuning.memory_limit`. It logs the fastest layout as arguments that
-            you can copy. To search for the value of one argument only, set `tensor_parallel_size`,
-            `pipeline_parallel_size`, `schedule`, `num_chunks`, `zero_stage` or `recompute` to ``"auto"``.
-        faults: Settings for the detection of lost ranks, deadlocks and gradients that are not finite; see `Faults`.
-        launch: Settings for how processes are started and ordered; see `Launch`.
+            with `tensor_parallel_depth`, `context_parallel`, `num_microbatches`, `schedule`, `num_chunks`,
+            `tuning.extra_in_flight`, `zero_stage` and `recompute`. The search does not change arguments that you set; a
+            list of sizes limits the search to these sizes. Rank 0 measures the speed of the device and of the links
+            between ranks, and estimates the step time of all layouts that stay below `tuning.memory_limit`. It logs the
+            fastest layout as arguments that you can copy. To search only for the values of individual arguments, set
+            these arguments to ``"auto"``; `tensor_parallel_size`, `pipeline_parallel_size`, `schedule`, `num_chunks`,
+            `zero_stage` and `recompute` accept this value.
+        faults: Settings for detecting lost ranks, deadlocks, diverging ranks and non-finite gradients; see `Faults`.
+        launch: Settings that control how processes are started and how ranks are numbered; see `Launch`.
         tuning: Settings that trade memory for speed or precision; see `Tuning`.
 
     Attributes:
         settings: The arguments of the strategy, after values such as ``num_microbatches="auto"`` have been resolved.
-        sizes: The sizes of the axes: `data`, `tensor`, `pipeline` and `context`. They are known once the
+        sizes: The parallel sizes, as the attributes `data`, `tensor`, `pipeline` and `context`. They are known once the
             Trainer knows the number of processes or, if the layout search determines them, once a run has started.
 
     Raises:
@@ -220,7 +223,7 @@ class HybridStrategy(ReplicaCollectives):
 
     @property
     def world(self) -> World:
-        """Objects that live as long as the process groups."""
+        """Objects that exist as long as the process groups."""
         if self._world is None:
             raise RuntimeError("The device mesh exists only after the processes have been set up. [LH140]")
         return self._world
@@ -234,7 +237,7 @@ class HybridStrategy(ReplicaCollectives):
 
     @property
     def run(self) -> Run:
-        """The current run, or the last one."""
+        """The current run or, after it has ended, the last run."""
         assert self._run is not None, "no run has begun"
         return self._run
 
@@ -266,41 +269,41 @@ class HybridStrategy(ReplicaCollectives):
         """The device mesh.
 
         Its axes are ``"data_parallel"``, ``"tensor_parallel"`` and ``"pipeline_parallel"``, and also
-        ``"context_parallel"`` if ``context_parallel_size`` is above 1.
+        ``"context_parallel"`` if ``context_parallel_size`` is greater than 1.
         """
         return self.world.mesh.device_mesh
 
     @property
     def model_group(self) -> dist.ProcessGroup:
-        """The process group of the ranks that hold one replica: tensor, pipeline and context parallel."""
+        """The process group of the ranks that together hold one replica."""
         return self.mesh.model_group
 
     def distribute(self, tensor: Tensor, layout: str | Mapping[str, str]) -> DTensor:
         """Distribute a tensor over the ranks of this stage, as a DTensor.
 
-        Operators of torch redistribute the DTensor when needed. Use this method in code that shards its own tensors,
+        torch operators redistribute the DTensor when necessary. Use this method in code that shards its own tensors,
         such as a buffer, an activation, or a parameter in `configure_model`. To shard a parameter without changing the
         code, add its name to `tensor_parallel_plan`.
 
         Args:
-            tensor: The full tensor, of any dtype, with the same values on every rank of the stage. If it is a DTensor,
-                its placements are changed to the layout.
-            layout: A placement for each axis of the device mesh. ``"S(d)"`` shards dimension ``d`` over the ranks of
-                the axis, ``"B"`` replicates the tensor on these ranks, and ``"P"`` stores it as a partial sum: the
-                values on these ranks add up to the tensor. ``"S(0),S(1)"`` sets the placements for the data-parallel
-                and the tensor-parallel axis, in the order that these axes have in `rank_order`; ``"S(0)"`` sets only
-                the placement for the tensor-parallel axis. ``"data_parallel=S(0)"`` or ``{"data_parallel": "S(0)"}``
-                names the axis.
+            tensor: The full tensor, of any dtype, with the same values on every rank of the stage. A DTensor is
+                redistributed to the placements in ``layout``.
+            layout: The placements of the tensor along the axes of the device mesh. ``"S(d)"`` shards dimension ``d``
+                over the ranks of the axis, ``"B"`` replicates the tensor on these ranks, and ``"P"`` stores it as a
+                partial sum: the values on these ranks add up to the tensor. ``"S(0),S(1)"`` sets the placements for the
+                data-parallel and the tensor-parallel axis, in the order that these axes have in `rank_order`;
+                ``"S(0)"`` sets only the placement for the tensor-parallel axis. ``"data_parallel=S(0)"`` or
+                ``{"data_parallel": "S(0)"}`` sets the placement for the named axis.
 
         Returns:
-            The DTensor, connected to the autograd graph of ``tensor``, so that a distributed parameter gets its
-            gradient in a step. Its `full_tensor()` returns the plain tensor. If you distribute a parameter before a run
-            starts, such as in `configure_model`, the result is a new parameter. Assign it to the module in place of the
-            old one.
+            The DTensor, connected to the autograd graph of ``tensor``, so that a distributed parameter receives its
+            gradient in a step. The DTensor's method `full_tensor()` returns the plain tensor. If you distribute a
+            parameter before a run starts, such as in `configure_model`, the result is a new parameter, which you must
+            assign to the module in place of the old one.
 
         Raises:
             TypeError: If the layout is neither a string nor a mapping.
-            ValueError: If the layout cannot be parsed, or is not supported for a parameter.
+            ValueError: If the layout cannot be parsed, or if parameters do not support it.
         """
         begins = self._run is None or not self._run.is_installed
         return distribute(tensor, layout, self.device_mesh, makes_parameters=begins)
@@ -308,7 +311,7 @@ class HybridStrategy(ReplicaCollectives):
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Keyword arguments for a `DistributedSampler`: `num_replicas`, and the data-parallel rank as `rank`."""
+        """Keyword arguments for a `DistributedSampler`: `num_replicas`, and as `rank` the data-parallel rank."""
         if self._world is None and self.sizes.num_replicas == 1:
             return {"num_replicas": 1, "rank": 0}
         return {"num_replicas": self.mesh.num_replicas, "rank": self.mesh.data_rank}
@@ -322,13 +325,13 @@ class HybridStrategy(ReplicaCollectives):
     @property
     @override
     def is_alone(self) -> bool:
-        """True if no process groups exist: before a run, or after they were destroyed."""
+        """True if no process groups exist, such as before a run or after they have been destroyed."""
         return self._world is None or not dist.is_initialized()
 
     @property
     @override
     def in_step(self) -> bool:
-        """True while the user's step runs on some ranks only."""
+        """True while a step of the module runs, if it does not run on every rank."""
         context = None if self._run is None else self._run.context
         return context is not None and context.in_step
 
@@ -357,7 +360,7 @@ class HybridStrategy(ReplicaCollectives):
             self.settings = replace(self.settings, num_microbatches=usual_microbatches(self.sizes.pipeline))
 
     def set_world_ranks(self) -> None:
-        """Set the rank in the environment, and in everything that logs on rank 0 only."""
+        """Set the rank in the cluster environment, and in Lightning's utilities that log only on rank 0."""
         if self.cluster_environment is not None:
             self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
@@ -365,7 +368,7 @@ class HybridStrategy(ReplicaCollectives):
 
     @override
     def connect(self, model: LightningModule) -> None:
-        """Attach the user's module."""
+        """Connect the user's module to the strategy."""
         self._check_module(model)
         if self.settings.master_weights:
             check_master_weights(self.precision_plugin)
@@ -440,21 +443,21 @@ class HybridStrategy(ReplicaCollectives):
     @contextmanager
     @override
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Create tensors on the device, or with ``empty_init=True`` on the meta device until the module is sharded."""
+        """Create tensors on the device or, with ``empty_init=True``, on the meta device until the module is sharded."""
         with torch.device("meta") if empty_init else self.root_device, self.precision_plugin.tensor_init_context():
             yield
 
     @contextmanager
     @override
     def model_sharded_context(self) -> Iterator[None]:
-        """The context of `configure_model`; the module is sharded at its end."""
+        """The context in which `configure_model` runs. At the end of the context, the module is sharded."""
         with super().model_sharded_context():
             yield
         self.attached.divide()
 
     @override
     def setup(self, trainer: Trainer) -> None:
-        """Prepare everything for the Trainer's loops."""
+        """Prepare the module, its optimizers and its steps for the Trainer's loops."""
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         self.attached.divide()
@@ -506,7 +509,7 @@ class HybridStrategy(ReplicaCollectives):
 
     @override
     def on_train_start(self) -> None:
-        """Log the effective batch size, and resume at the position of a checkpoint."""
+        """Log the effective batch size, and continue from the position that a loaded checkpoint contains."""
         trainer = self._module.trainer
         size = getattr(trainer.train_dataloader, "batch_size", None)
         num_microbatches = self.settings.num_microbatches if self.attached.is_cut else None
@@ -522,7 +525,7 @@ class HybridStrategy(ReplicaCollectives):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        """Report the exception to the other ranks, and leave all process groups without a collective."""
+        """Report the exception to the other ranks, and leave all process groups without waiting for these ranks."""
         super().on_exception(exception)
         if self._start is None or self.world_size == 1 or stops_together(exception, self._module.trainer):
             return
@@ -536,7 +539,7 @@ class HybridStrategy(ReplicaCollectives):
 
     @override
     def teardown(self) -> None:
-        """Restore the module and the Trainer."""
+        """End the run, and undo the changes to the module and the Trainer."""
         if self._world is not None:
             self._world.watch.end_together()
         try:
@@ -580,7 +583,7 @@ class HybridStrategy(ReplicaCollectives):
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        """Move a batch to the device; the user's transfer hooks use the same random numbers in a model group."""
+        """Move a batch to the device. Transfer hooks draw the same random numbers on all ranks of a model group."""
         moves = self.run.moves_batches
         if self.attached.is_cut and self.root_device.type == "cuda":
             batch = pinned(batch)  # what was received is already, and what was loaded may be
@@ -593,7 +596,7 @@ class HybridStrategy(ReplicaCollectives):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward of a training batch, and with a pipeline also its backward."""
+        """Run the forward pass of a training batch and, with a pipeline, also the backward pass."""
         run, trainer = self.run, self._module.trainer
         self.world.streams.end_hooks()
         run.grad_sync.broadcast_buffers()
@@ -616,7 +619,7 @@ class HybridStrategy(ReplicaCollectives):
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        """Run backward and average the gradients. With a pipeline, `training_step` did both, so only call the hooks."""
+        """Run backward and average the gradients. With a pipeline, `training_step` has done both; only hooks run."""
         plugin, module = self.precision_plugin, self._module
         closure_loss = plugin.pre_backward(closure_loss, module)
 
@@ -680,7 +683,7 @@ class HybridStrategy(ReplicaCollectives):
     @property
     @override
     def precision_plugin(self) -> Precision:
-        """The precision plugin, adapted so that all ranks of a model group agree."""
+        """The precision plugin, adapted so that all ranks of a model group make the same decisions."""
         return self._precision_plugin if self._precision_plugin is not None else Precision()
 
     @precision_plugin.setter
@@ -705,7 +708,7 @@ class HybridStrategy(ReplicaCollectives):
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
-        """Let the user configure optimizers for the full module, and keep the parameters of this rank."""
+        """Call `configure_optimizers` with the full module, and keep only this rank's parameters in the optimizers."""
         masters = self.attached.master_weights
         try:
             with masters.opened():  # some make their states at once
@@ -724,7 +727,7 @@ class HybridStrategy(ReplicaCollectives):
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
-        """Run an optimizer step, with the optimizer's states on the device."""
+        """Run an optimizer step. Offloaded optimizer states are on the device during the step."""
         offload, masters = self.run.offload, self.attached.master_weights
 
         def fetching() -> Any:
@@ -803,7 +806,7 @@ class HybridStrategy(ReplicaCollectives):
     @outside_of_steps
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """Write a checkpoint: a file from rank 0, or a directory from all ranks."""
+        """Write a checkpoint: rank 0 writes a file, or all ranks write to a directory."""
         if storage_options is not None and self.settings.save_distributed_checkpoint:
             raise TypeError(checks.STORAGE_OPTIONS)
         if self._attached is None:
@@ -814,7 +817,7 @@ class HybridStrategy(ReplicaCollectives):
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:
-        """Remove a checkpoint file or directory, on rank 0."""
+        """Remove a checkpoint file or directory. Only rank 0 does this."""
         if self._attached is None:
             super().remove_checkpoint(filepath)
         else:
@@ -836,7 +839,7 @@ class HybridStrategy(ReplicaCollectives):
     @outside_of_steps
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the full state dict on rank 0 and an empty one on other ranks; for a directory, this rank's part."""
+        """Return the full state dict on rank 0 and an empty one elsewhere, or this rank's part for a directory."""
         if self._attached is None:  # no run has begun, and nothing is divided
             return super().lightning_module_state_dict()
         if self.world.exceptions.why_not_saved is not None:  # the Trainer asks for this first
@@ -846,23 +849,24 @@ class HybridStrategy(ReplicaCollectives):
 
     @outside_of_steps
     def load_weights(self, source: Source) -> None:
-        """Load weights. Each rank loads only its own part.
+        """Load weights into the module. Each rank loads only the weights that it holds.
 
         Call this method on every rank, in a hook such as `on_fit_start`. If the module is not sharded yet, the weights
-        are loaded when the strategy shards it. Parameters on the meta device are created with the loaded values. Any of
-        these parameters that are not in the source are initialized as usual.
+        are loaded when the strategy shards it. Parameters on the meta device are created with the loaded values. If the
+        source does not contain one of these parameters, the parameter is initialized as usual.
 
         Args:
-            source: One of these: the state dict of the full module; a file that `torch.save` wrote and that contains a
-                state dict or a checkpoint; a ``.safetensors`` file; a Hugging Face folder whose parameter names match a
-                model that is an attribute of the module; or a sharded checkpoint directory. Parameter names must match,
-                unless the module has ``strict_loading=False``. For tied parameters, the source needs only one of their
-                names.
+            source: The state dict of the full module; the path of a file written by `torch.save` that contains a state
+                dict or a checkpoint; a ``.safetensors`` file; a Hugging Face folder whose parameter names match a model
+                that is an attribute of the module; or a sharded checkpoint directory. Parameter names must match,
+                unless the module has ``strict_loading=False``. For tied parameters, one of their names in the source is
+                sufficient.
 
         Raises:
             FileNotFoundError, ValueError: If the source cannot be read, or if a Hugging Face folder matches no part or
-                several parts of the module. Raised on every rank.
-            RuntimeError: If parameter names or shapes do not match. Raised on every rank, before anything is loaded.
+                several parts of the module. Every rank raises the error.
+            RuntimeError: If parameter names or shapes do not match. Every rank raises the error before any weights are
+                loaded.
         """
         with self.attached.master_weights.opened():
             self.attached.parallelizer.load(source)
@@ -872,14 +876,14 @@ class HybridStrategy(ReplicaCollectives):
     def full_parameters(
         self, module: nn.Module | None = None, *, gradients: bool = False, writes: bool = False
     ) -> Iterator[None]:
-        """Gather full parameters on every rank within a context, which every rank must enter.
+        """Return a context manager that gathers full parameters on every rank. Every rank must enter the context.
 
         Use this context in hooks that read or change parameters of the full model, for example to log histograms or
         weight norms, or to initialize parameters. It corresponds to FSDP's `summon_full_params` and DeepSpeed's
-        `GatheredParameters`. Inside the context, sharded parameters (tensor parallelism, ZeRO) and parameters of other
-        stages are different objects from those outside. Take them from the module, such as with `self.parameters()`,
-        and not from the optimizer. Each rank needs memory for all gathered parameters, so pass only the part of the
-        module that you need. Layers cannot be called inside the context.
+        `GatheredParameters`. Inside the context, new parameter objects replace sharded parameters (tensor parallelism,
+        ZeRO) and parameters of other stages. Access them through the module, such as with `self.parameters()`, and not
+        through the optimizer. Each rank needs memory for all gathered parameters, so pass only the part of the module
+        that you need. Layers cannot be called inside the context.
 
         Example::
 
@@ -890,15 +894,15 @@ class HybridStrategy(ReplicaCollectives):
             module: The part of the LightningModule whose parameters are gathered. Default: the full LightningModule.
             gradients: If True, gradients are gathered too, and each parameter has its full gradient inside the context.
                 If False, ``grad`` is ``None`` inside the context.
-            writes: If True, every rank takes over the values that parameters and gradients have on rank 0 at the end of
-                the context. If False, changes made inside the context are lost.
+            writes: If True, the values of parameters and gradients on rank 0 are copied to all ranks at the end of the
+                context. If False, changes made inside the context are lost.
 
         Returns:
-            A context manager.
+            The context manager.
 
         Raises:
-            ValueError: If the context is entered in a step or before the module is sharded; if ``module`` is not a part
-                of the LightningModule; or if code inside the context calls a layer or replaces a parameter.
+            ValueError: If the context is entered in a step or before the module is sharded, if ``module`` is not a part
+                of the LightningModule, or if code inside the context calls a layer or replaces a parameter.
         """
         attached, root = self.attached, self._module
         if self._run is not None and self._run.grad_sync.zero.is_open:
@@ -916,23 +920,25 @@ class HybridStrategy(ReplicaCollectives):
 
     @outside_of_steps
     def gather_module(self) -> None:
-        """Gather the full module in place on every rank, so that it has ordinary layers and parameters.
+        """Gather the full module in place on every rank, so that it has ordinary layers and parameters again.
 
-        Call this method on every rank, after a run or in its last hook (`teardown`). Afterwards, you can use the module
+        Call this method on every rank, after a run or in its last hook (`teardown`). Afterward, you can use the module
         in a single process, or let another Trainer shard it differently. Sharded parameters and parameters of other
         stages are replaced by new parameters without gradients; the optimizers of the run still refer to the old
-        parameters. `trainer.save_checkpoint` still saves the optimizer states. The states of metrics that are updated
-        in steps are not gathered; they stay on the last stage.
+        parameters. After this call, `trainer.save_checkpoint` still saves the optimizer states. The states of metrics
+        that are updated in steps are not gathered; they stay on the last stage.
 
         Raises:
             ValueError: If layers were sharded by torch parallel styles (such as `ColwiseParallel`) or by your own code.
-                Raised on every rank.
+                Every rank raises the error.
             RuntimeError: If the process groups of the run no longer exist.
         """
         if self._attached is None:
             return
         if self.is_alone:
-            raise RuntimeError("`gather_module` needs the process groups of the run, but they were destroyed. [LH330]")
+            raise RuntimeError(
+                "`gather_module` needs the process groups of the run, but they have been destroyed. [LH330]"
+            )
         self.attached.gather(self._run)
 
     @override
@@ -944,7 +950,7 @@ class HybridStrategy(ReplicaCollectives):
     @outside_of_steps
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the full optimizer state on rank 0 and an empty one elsewhere; for a directory, this rank's part."""
+        """Return the full optimizer state on rank 0 and an empty one elsewhere, or this rank's part for a directory."""
         return self.attached.checkpointer.optimizer_state(optimizer)
 
     @override

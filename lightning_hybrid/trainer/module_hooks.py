@@ -27,38 +27,39 @@ class ModuleHooks(Protocol):
     def microbatch_weight(self, microbatch: Any) -> float | Tensor:
         """Return the weight of a microbatch's loss, such as the number of unmasked tokens in the microbatch.
 
-        Without this method, the weight is the number of samples in the microbatch. :func:`count_tokens` creates this
-        method.
+        Without this method, the weight is the number of samples in the microbatch. You can create this method with
+        :func:`count_tokens`.
 
         Args:
-            microbatch: One microbatch, as `training_step` receives it in place of the batch.
+            microbatch: The microbatch that `training_step` receives in place of the batch.
 
         Returns:
-            The weight, at least 0, as a number or a tensor with one element. Weights are divided by their sum over the
-            microbatches, the replicas and the batches of ``accumulate_grad_batches``, so that gradients equal
-            the gradients of a single process with all samples in one batch. Mean values that `training_step` logs are
-            weighted in the same way. Even if the weight is 0, the loss must be finite, so divide by at least 1.
+            The weight, at least 0, as a number or a tensor with one element. Each weight is divided by the sum of the
+            weights of all microbatches in an optimizer step, including those of other replicas and accumulated batches,
+            so that gradients equal the gradients of a single process with all samples in one batch. Mean values that
+            `training_step` logs are weighted in the same way. The loss must be finite even if the weight is 0. If the
+            step divides by the weight, it must divide by at least 1 instead.
         """
 
     def split_batch(self, batch: Any, num_microbatches: int) -> Sequence[Any]:
         """Split a training batch into microbatches.
 
         Without this method, a batch is split along the first dimension of its tensors if this dimension has the same
-        size in all of them; otherwise, the whole batch is one microbatch. :func:`split_rows`, :func:`split_graphs`,
-        :func:`split_targets` and :func:`split_samples` create this method.
+        size in all of them; otherwise, the whole batch is one microbatch. You can create this method with
+        :func:`split_rows`, :func:`split_graphs`, :func:`split_targets` or :func:`split_samples`.
 
         Args:
             batch: The batch from the data loader.
             num_microbatches: The requested number of microbatches.
 
         Returns:
-            The microbatches: at least one, and equally many on every rank of a model group (the ranks of one replica).
-            The weight of a microbatch is the result of :meth:`microbatch_weight` or, without that method, its number of
-            samples (or graphs).
+            The microbatches: at least one, and the same number on every rank of a model group (the ranks of one
+            replica). The weight of a microbatch is the result of :meth:`microbatch_weight` or, without that method, its
+            number of samples (or graphs).
         """
 
     def split_body_input(self, x: Any, num_microbatches: int) -> Sequence[Any]:
-        """Split the input of the body in an evaluation step into microbatches.
+        """Split the input of the body into microbatches in an evaluation step.
 
         A module that defines this method must also define :meth:`join_body_output`.
 
@@ -68,7 +69,7 @@ class ModuleHooks(Protocol):
         """
 
     def join_body_output(self, outputs: list[Any]) -> Any:
-        """Join the outputs of the body for all microbatches of an evaluation step into the output for the whole batch.
+        """Combine the outputs of the body for the microbatches of an evaluation step into the output for the batch.
 
         Args:
             outputs: The output of the body for each microbatch.
@@ -78,8 +79,8 @@ class ModuleHooks(Protocol):
         """Return the plan that ``tensor_parallel_plan="auto"`` uses for this module.
 
         Returns:
-            A mapping from module names to styles, where ``*`` in a name matches any text between two dots. The mapping
-            can also be an attribute instead of a method.
+            A mapping from module names to styles, where ``*`` in a name matches any text between two dots. Instead of a
+            method, the module can also have an attribute of this name that contains the mapping.
         """
 
 
@@ -92,15 +93,15 @@ def count_tokens(
         key: Key, attribute name or index of the labels in a batch; ``None`` if the batch itself is the tensor of
             labels.
         ignore_index: Labels with this value are not counted; `torch.nn.CrossEntropyLoss` has the same argument.
-        shift: If True, the first label of each sequence is not counted. Use this for causal language models of
-            transformers, which shift the labels.
+        shift: If True, the first label of each sequence is not counted. Use this for causal language models of the
+            library `transformers`, which shift the labels.
 
     Returns:
         A function that takes a microbatch and returns the number of its counted labels, as an int64 tensor of shape
         ``()``.
 
     Raises:
-        TypeError: If `key` is neither a string, an integer nor ``None``.
+        TypeError: If `key` is not a string, an integer or ``None``.
 
     Example::
 
@@ -109,8 +110,8 @@ def count_tokens(
     """
     if isinstance(key, bool) or not isinstance(key, (str, int, type(None))):
         raise TypeError(
-            "count_tokens(key) must be the key of a mapping, the name of an attribute, the index in a tuple, or None;"
-            f" got {key!r} ({type(key).__name__}). [LH101]"
+            "The `key` of count_tokens must be the key of a mapping, the name of an attribute, an index of a tuple, or"
+            f" None; got {key!r} ({type(key).__name__}). [LH101]"
         )
     return _TokenCount(key, ignore_index, shift)
 
@@ -142,6 +143,6 @@ class _TokenCount:
         except (AttributeError, LookupError, TypeError) as error:
             keys = f" with the keys {list(microbatch)}" if isinstance(microbatch, Mapping) else ""
             raise WrongUseError(
-                f"count_tokens({self.key!r}) found no such key, attribute or index in the batch, a"
-                f" {type(microbatch).__name__}{keys}. Pass the key, attribute or index of the labels. [LH710]"
+                f"count_tokens({self.key!r}) found no such key, attribute or index in the batch (a"
+                f" {type(microbatch).__name__}{keys}). Pass the key, attribute or index of the labels. [LH710]"
             ) from error

@@ -712,7 +712,7 @@ def test_what_cannot_be_shared_is_refused(of_long: ModuleProfile) -> None:
     assert "does not support recompute='selective'" in text
     unasked = make_profile(Long, contexts=None)
     _, text = unasked.refuse(Layout(1, 1, 1, context=4)) or ("", "")
-    assert text.startswith("a sequence of 16 positions gives each of 4 ranks fewer than 1024")
+    assert text.startswith("with 16 positions per sequence, each of 4 ranks has fewer than 1024")
 
 
 class Blocked(Long):

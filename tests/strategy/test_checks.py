@@ -137,8 +137,8 @@ IMPOSSIBLE: list[tuple[dict[str, Any], type[Exception], list[str]]] = [
     ({"tensor_parallel_plan": {"*.up": "S[0]"}}, ValueError, ["tensor_parallel_plan", "did you mean 'S(0)'?"]),
     ({"num_chunks": 2, "schedule": "1f1b"}, ValueError, ["schedule='1f1b'", "num_chunks=2"]),
     ({"pipeline_size": 2}, TypeError, ["'pipeline_size'", "did you mean 'pipeline_parallel_size'?"]),
-    ({"heartbeat_timeout": 60}, TypeError, ["part of `faults`: faults=Faults(heartbeat_timeout=...)"]),
-    ({"rank_order": "pp-dp-tp"}, TypeError, ["part of `launch`: launch=Launch(rank_order=...)"]),
+    ({"heartbeat_timeout": 60}, TypeError, ["belongs to `faults`: faults=Faults(heartbeat_timeout=...)"]),
+    ({"rank_order": "pp-dp-tp"}, TypeError, ["belongs to `launch`: launch=Launch(rank_order=...)"]),
     ({"rank_ordr": "pp-dp-tp"}, TypeError, ["did you mean launch=Launch(rank_order=...)?"]),
     ({"faults": {"heartbeet_timeout": 60}}, TypeError, ["heartbeet_timeout'", "did you mean 'heartbeat_timeout'?"]),
     (
@@ -523,7 +523,7 @@ def test_modules_that_cannot_be_cut_are_refused_on_every_rank(
         (
             Listed,
             {"tensor_parallel_plan": {"body": "on_shards"}},
-            ["Listed", "'on_shards'", "contains", "of the layers"],
+            ["Listed", "'on_shards'", "contains", "each of these layers"],
         ),
     ],
 )

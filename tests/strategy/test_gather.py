@@ -290,7 +290,7 @@ def refused(layout: dict[str, Any], what: str) -> str:
 @pytest.mark.parametrize(
     ("layout", "what", "text"),
     [
-        (TP2, "styles of torch", "'body.0.0' was sharded by a torch style"),
+        (TP2, "styles of torch", "'body.0.0' was sharded by a torch parallel style"),
         (PP2, "in the run", "`strategy.gather_module\\(\\)` was called during the run"),
         (PP2, "a failure", "mine"),
     ],

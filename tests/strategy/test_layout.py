@@ -184,7 +184,7 @@ def test_marks_of_what_lives_where_it_is_used_are_compared_with_that() -> None:
     stage_map = StageMap("blocks", layers, (range(3), range(3, 6)), Placement.in_turns(2), outside=outside)
     text = misplaced_text(module, stage_map)
     assert text is not None
-    assert "'head' (pipeline_stage 0, used on 1)" in text
+    assert "'head' (pipeline_stage 0, used on stage 1)" in text
     assert "embed" not in text
     assert "blocks" not in text
     assert misplaced_text(marked(Language, {"head": 1}), stage_map) is None
@@ -300,7 +300,7 @@ def test_the_table_has_what_is_outside_and_a_total() -> None:
         "    1        1  2-3                 2 x Block      1,536              0       1,536  28.3%",
         "    2        2  4-5                 2 x Block      1,536            416       1,952  36.0%",
         "total                                              4,608            816       5,424",
-        "not in layers: 816 parameters (15.0%), stages estimated, final after the first training batch",
+        "not in layers: 816 parameters (15.0%), stages are estimated until the first training batch",
     ]
 
 

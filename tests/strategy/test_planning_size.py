@@ -228,8 +228,8 @@ def test_a_large_module_that_reads_its_weights_is_refused_in_words(
         main([command, "--config", write_config(tmp_path, ReadsWeights)])
     assert ended.value.code == 2
     error = capsys.readouterr().err
-    assert "The module cannot be planned without the values of its parameters" in error
-    assert "Do not read values of parameters in `__init__`, `configure_model` and `training_step`" in error
+    assert "Planning this module requires the values of its parameters" in error
+    assert "Do not read parameter values in `__init__`, `configure_model` and `training_step`" in error
 
 
 def test_an_error_that_values_do_not_mend_is_that_of_the_second_attempt() -> None:

@@ -47,11 +47,11 @@ def test_names_are_known_where_lightning_comes_later() -> None:
         "data 2 x tensor 1 x pipeline 3 0",
         "data 3 x tensor 5 x pipeline 1 0",
         "data 6 x tensor 1 x pipeline 1 3",
-        "The strategy name 'hybrid_pp_2' is invalid: its part 'pp' does not set a size",
-        "The strategy name 'hybrid_ep2' is invalid: its part 'ep2' does not set a size",
+        "The strategy name 'hybrid_pp_2' is invalid: its part 'pp' is not a short name followed by a number",
+        "The strategy name 'hybrid_ep2' is invalid: its part 'ep2' is not a short name followed by a number",
         "The strategy name 'hybrid_pp2_pp2' is invalid: its part 'pp2' appears twice",
-        "The strategy name 'hybrid_' is invalid: its part '' does not set a size",
-        "The strategy name 'hybrid_pp0' is invalid: its part 'pp0' does not set a size",
+        "The strategy name 'hybrid_' is invalid: its part '' is not a short name followed by a number",
+        "The strategy name 'hybrid_pp0' is invalid: its part 'pp0' is not a short name followed by a number",
         "You selected an invalid strategy name: `strategy='hybrids'`",
     ]
 

@@ -38,8 +38,8 @@ TRAINER = ("max_epochs", "max_steps", "accumulate_grad_batches", "limit_train_ba
 _SHARE_OF_TIMEOUT = 0.8  # of the time that others wait for the first rank
 _MOST_SHOWN = 3
 _BY_HAND = (
-    "Set the layout yourself, for example HybridStrategy(pipeline_parallel_size=2); see `lightning-hybrid suggest` and"
-    " docs/start/choose-a-layout.md."
+    "Set the layout yourself, for example HybridStrategy(pipeline_parallel_size=2). For help, see `lightning-hybrid"
+    " suggest` and docs/start/choose-a-layout.md."
 )
 
 
@@ -211,11 +211,11 @@ def by_hand(layout: Layout) -> str:
 
 def _text(found: Suggestions, config: Settings, machine: Machine, seconds: float) -> str:
     """The layout, the next best ones, and why the others are not among them."""
-    limit = "" if math.isinf(machine.memory) else f" that fit in {_size(machine.memory)}"
+    limit = "" if math.isinf(machine.memory) else f" that fits in {_size(machine.memory)}"
     lines = [
-        f"Found {', '.join(config.searched)} in {seconds:.1f} s: the fastest of {found.num_layouts} layouts{limit},"
-        " according to estimates.",
-        f"Set it yourself: {by_hand(found.best[0].layout)}",
+        f"Found {', '.join(config.searched)} in {seconds:.1f} s. Out of {found.num_layouts} layouts, this is the"
+        f" fastest{limit}, according to estimates.",
+        f"To use it without a search: {by_hand(found.best[0].layout)}",
         _table(found.best[:_MOST_SHOWN]),
     ]
     lines += [
@@ -252,7 +252,7 @@ def _nothing_fits(found: Suggestions, machine: Machine, name: str) -> str:
         for group in found.losers
     ]
     if not reasons:
-        return f"No layout of {name} has allowed sizes that match the number of processes. {_BY_HAND} [LH129]"
+        return f"No layout of {name} with the allowed sizes matches the number of processes. {_BY_HAND} [LH129]"
     limit = "" if math.isinf(machine.memory) else f" with tuning.memory_limit={_size(machine.memory)}"
     return (
         f"None of the {found.num_layouts} layouts of {name} can be used{limit}. {'; '.join(reasons)}. Start more"

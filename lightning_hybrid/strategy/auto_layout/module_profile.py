@@ -147,7 +147,9 @@ class ModuleProfile:
         except (ValueError, TypeError) as error:
             return str(error)
         plan, beside = self._config.tensor_parallel_plan, "" if mode == "1d" else f" with tensor_parallel_mode={mode!r}"
-        return record if record.divided_share else f"tensor_parallel_plan={plan!r} shards none of its layers{beside}"
+        return (
+            record if record.divided_share else f"tensor_parallel_plan={plan!r} shards no layers of the module{beside}"
+        )
 
     @property
     def batch_size(self) -> int:

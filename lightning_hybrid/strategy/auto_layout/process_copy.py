@@ -50,7 +50,9 @@ class ProcessCopy(Generic[_T]):
 
     def __init__(self, function: Callable[[], _T], *, time_limit: float) -> None:
         if not hasattr(os, "fork"):
-            raise RuntimeError(f"{sys.platform} cannot copy a process (fork). [LH205]")
+            raise RuntimeError(
+                f"Examining layouts requires copies of a process (fork), which {sys.platform} does not support. [LH205]"
+            )
         self._time_limit, self._deadline = time_limit, time.monotonic() + time_limit
         self._reading, writing = os.pipe()
         parent = os.getpid()
@@ -87,9 +89,9 @@ class ProcessCopy(Generic[_T]):
         finally:
             self.end()
         if message is None:
-            raise TimeoutError(f"This took longer than {self._time_limit:.0f} s.")
+            raise TimeoutError(f"The search took longer than {self._time_limit:.0f} s.")
         if not message:
-            raise RuntimeError("The forked process died.")
+            raise RuntimeError("The process that ran the search died.")
         result, error = pickle.loads(message)
         if error is not None:
             raise error

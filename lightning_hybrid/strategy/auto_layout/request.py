@@ -90,7 +90,7 @@ def _check_open(config: HybridConfig, searched: Sequence[str]) -> None:
         if config.tuning.memory_limit is not None:
             raise ValueError(
                 f"tuning.memory_limit={config.tuning.memory_limit!r} applies only to the layout search, but no argument"
-                " is set to 'auto'. Add layout='auto' or recompute='auto', or remove tuning.memory_limit. [LH122]"
+                " requests a search. Add layout='auto' or recompute='auto', or remove tuning.memory_limit. [LH122]"
             )
         return
     if {"pipeline_parallel_size", "num_chunks"} & set(searched):
@@ -98,19 +98,19 @@ def _check_open(config: HybridConfig, searched: Sequence[str]) -> None:
             value = attrgetter(name)(config)
             if isinstance(value, (list, tuple)) and not all(isinstance(each, str) for each in value):
                 raise ValueError(
-                    f"{name}={list(value)} has a value for each stage, but the number of stages is searched"
-                    f" ({', '.join(searched)}). Set pipeline_parallel_size and num_chunks too, or remove"
+                    f"{name}={list(value)} sets a value for each stage, but the search (for {', '.join(searched)})"
+                    " determines the number of stages. Set pipeline_parallel_size and num_chunks too, or remove"
                     f" {name}. [LH123]"
                 )
     recompute, chunks = config.recompute, config.num_chunks
     if "recompute" not in searched and not any(_is(recompute, each) for each in RECOMPUTE):
         raise ValueError(
-            f"recompute={recompute!r} cannot be used in a layout search (for {', '.join(searched)}). Use False,"
+            f"The layout search (for {', '.join(searched)}) does not support recompute={recompute!r}. Use False,"
             " 'selective', True or 'auto', or set the layout yourself. [LH124]"
         )
     if "num_chunks" not in searched and isinstance(chunks, int) and chunks > MOST_CHUNKS:
         raise ValueError(
-            f"num_chunks={chunks} cannot be used in a layout search (for {', '.join(searched)}). Use at most"
+            f"The layout search (for {', '.join(searched)}) does not support num_chunks={chunks}. Set it to at most"
             f" {MOST_CHUNKS}, or set the layout yourself. [LH124]"
         )
 

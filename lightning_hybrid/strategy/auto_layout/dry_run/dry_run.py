@@ -166,7 +166,8 @@ def run_first_step(
                 except StopAfterFirstStepError:
                     return strategy
         raise ValueError(
-            f"{type(module).__name__} got no training batch: its loader is empty, or limited to 0 batches. [LH131]"
+            f"{type(module).__name__} received no training batch: its data loader is empty or limited to 0 batches."
+            " [LH131]"
         )
 
     if Fake is None:
@@ -187,7 +188,9 @@ def run_first_step(
 def _fake_process_group(size: int) -> Iterator[None]:
     """Be the first of so many processes, of which the others do not exist."""
     if Store is None:
-        raise ValueError(f"torch {torch.__version__} cannot simulate other processes. [LH135]")
+        raise ValueError(
+            f"Planning simulates other processes, which torch {torch.__version__} does not support. [LH135]"
+        )
     dist.init_process_group("fake", store=Store(), rank=0, world_size=size)
     try:
         yield
@@ -290,8 +293,8 @@ class DryRunStrategy(SingleDeviceStrategy):
     def _without_memory(self) -> AbstractContextManager[Any]:
         if self._mode is None:
             raise ValueError(
-                f"torch {torch.__version__} cannot run a module without values. Create its parameters in `__init__`."
-                " [LH135]"
+                f"torch {torch.__version__} cannot run a module whose parameters have no values. Create the parameters"
+                " in `__init__`. [LH135]"
             )
         mode: AbstractContextManager[Any] = self._mode
         return mode
@@ -341,9 +344,11 @@ class DryRunStrategy(SingleDeviceStrategy):
                 self._stage_map = replace(self._stage_map, is_followed=not self._stage_map.is_chain)
                 text = " ".join(f"{type(error).__name__}: {error}".split())
                 where = (
-                    "stay on the first and the last stage" if self._stage_map.is_chain else "are placed by estimates"
+                    "stay on the first and the last stage"
+                    if self._stage_map.is_chain
+                    else "are assigned to stages by an estimate"
                 )
-                reason = f"The step cannot be traced, so parameters outside the layers {where}. {text}"
+                reason = f"The step cannot be traced, so parameters outside the pipelined layers {where}. {text}"
         table = layout.stages_text(
             module,
             self._config,

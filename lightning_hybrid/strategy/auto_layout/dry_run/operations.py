@@ -111,7 +111,7 @@ class OperationCounter:
     def __call__(self) -> Iterator[None]:
         """Enter it around the step."""
         if Mode is object:
-            raise ValueError(f"torch {torch.__version__} cannot count operations. Measure them instead. [LH135]")
+            raise ValueError(f"torch {torch.__version__} cannot count the operations of a step. [LH135]")
         with _CountingMode(self._record, self._record_read):
             yield
 

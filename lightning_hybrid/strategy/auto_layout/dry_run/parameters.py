@@ -80,10 +80,10 @@ def parameters_with_little_memory(reason: BaseException) -> Iterator[None]:
         if total > MOST_BYTES:
             text = " ".join(f"{type(reason).__name__}: {reason}".split())
             raise ValueError(
-                f"The module cannot be planned without the values of its parameters ({text}), but with values it takes"
-                f" more than {MOST_BYTES / 2**30:g} GiB, which is too much for many nodes. Do not read values of"
-                " parameters in `__init__`, `configure_model` and `training_step`, or make the module smaller, for"
-                " example with fewer layers. [LH132]"
+                f"Planning this module requires the values of its parameters ({text}), but these values take more than"
+                f" {MOST_BYTES / 2**30:g} GiB, which is too much for many nodes. Do not read parameter values in"
+                " `__init__`, `configure_model` and `training_step`, or make the module smaller, for example with fewer"
+                " layers. [LH132]"
             ) from reason
 
     handle = register_module_parameter_registration_hook(hook)

@@ -87,7 +87,7 @@ class Record:
     def trace_error(self, layout: Layout) -> str:
         """Return why the layers cannot run again; empty if they can."""
         if self.cut(layout).names is None and layout.recompute:
-            return "there are no layers to recompute: the module has no lists of layers"
+            return "there are no layers to recompute: the module has no list of layers"
         return self.share_error(layout)
 
     def cut(self, layout: Layout) -> Cut:

@@ -193,7 +193,7 @@ class _LikeOthers(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        raise NotImplementedError("a step on shapes has no backward")
+        raise NotImplementedError("a step that runs only on shapes has no backward")
 
 
 class _Watch(Mode):  # type: ignore[misc]
