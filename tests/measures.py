@@ -13,6 +13,8 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+from torch import Tensor, nn
+
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "lightning_hybrid"
 
@@ -156,18 +158,33 @@ def restores_module(node: ast.AST) -> bool:
     return bool(re.search(r"_parameters|_buffers|vars\(|__dict__|setattr|load_state_dict|_modules", text))
 
 
-def private_accesses() -> Iterator[str]:
-    """Yield each access of tests to a private attribute of another object, and each import of a private name.
+@cache
+def own_privates() -> frozenset[str]:
+    """Return the private names of the package: functions, classes, variables and attributes that torch has not too."""
+    found: set[str] = set()
+    for node in (each for tree in trees().values() for each in ast.walk(tree)):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            if isinstance(node.value, ast.Name) and node.value.id == "self":
+                found.add(node.attr)
+    return frozenset(name for name in found if re.match(r"_[^_]", name)) - {*dir(nn.Module()), *dir(Tensor)}
 
-    Of the package, of torch and of Lightning; without documented names such as `_replace` of named tuples.
+
+def private_accesses() -> Iterator[str]:
+    """Yield each access of tests to a private attribute of the package, and each import of a private name.
+
+    Privates of torch, of Lightning and of the tests themselves do not count.
     """
     for path, tree in trees(ROOT / "tests").items():
         for node in ast.walk(tree):
-            if isinstance(node, ast.Attribute) and re.match(r"_[^_]", node.attr) and node.attr not in DOCUMENTED:
+            if isinstance(node, ast.Attribute) and node.attr in own_privates() - DOCUMENTED:
                 if not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")):
                     yield f"{path}:{node.lineno} {ast.unparse(node)}"
             elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("lightning_hybrid"):
-                yield from (f"{path}:{node.lineno} {each.name}" for each in node.names if each.name.startswith("_"))
+                yield from (f"{path}:{node.lineno} {each.name}" for each in node.names if re.match(r"_[^_]", each.name))
 
 
 def lines() -> Iterator[str]:
@@ -205,7 +222,7 @@ MEASURES = {
     "files that start a thread": Measure(
         2, lambda: calls_of(r"(?:^|\.)Thread$", outside=("checkpoint/", "distributed/messages/"))
     ),
-    "private attributes in tests": Measure(100, private_accesses),
+    "private attributes of the package in tests": Measure(100, private_accesses),
     "lines of the package": Measure(40_000, lines),
 }
 
