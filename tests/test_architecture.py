@@ -45,6 +45,7 @@ FULLER: dict[str, str] = {
     "distributed": "what every package stands on, a file for each word of the field: mesh, failure, agreement, random",
     "trainer": "what a run does beside the loops of Lightning: a file for each part of a step and each thing around it",
     "strategy": "what Lightning asks of a strategy: a file for each thing that lives with a run or a module",
+    "tensor_parallel": "a file for each kind of sharded layer, and for each part of a plan",
     "pipeline_parallel/frame": "the followed step: a file for each thing that its plan knows",
 }
 

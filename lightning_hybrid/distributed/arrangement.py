@@ -1,4 +1,4 @@
-"""Shapes of tensor-parallel groups: lines, squares and cubes."""
+"""Arrangements of tensor-parallel ranks: lines, squares and cubes."""
 
 from __future__ import annotations
 
@@ -7,17 +7,19 @@ import math
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
+from lightning_hybrid.axes import TENSOR
+
 #: How tensor-parallel ranks are arranged.
 TENSOR_PARALLEL_MODES = ("1d", "2d", "2.5d", "3d")
 
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """How an activation, seen as a matrix, lies in blocks over a grid of ranks.
+    """How an activation, seen as a matrix, is sharded over the axes of an arrangement.
 
     Attributes:
-        rows: The axes over which rows (samples) are divided, the outermost first.
-        features: The axis over which features are divided.
+        rows: The axes over which rows (samples) are sharded, the outermost first; none in a line.
+        features: The axis over which features are sharded.
     """
 
     rows: tuple[str, ...]
@@ -25,10 +27,11 @@ class BlockLayout:
 
 
 @dataclass(frozen=True)
-class GridShape:
-    """The arrangement of tensor-parallel ranks in two or three dimensions.
+class Arrangement:
+    """An arrangement of tensor-parallel ranks: in one, two or three dimensions.
 
-    An axis is called as the groups of ranks along it are in the papers and in Colossal-AI. 2 x 2 ranks, and 2 x 2 x 2::
+    A line has one axis, with the name of the tensor-parallel axis of the device mesh. The axes of squares and cubes
+    are named as in the papers and in Colossal-AI. 2 x 2 ranks, and 2 x 2 x 2::
 
         2d, 2.5d (depth 2)                      3d
         depth 0   0 1    depth 1   4 5          output 0   0 1    output 1   4 5      weight: to the right
@@ -39,7 +42,7 @@ class GridShape:
         depth    [0,4] [1,5] [2,6] [3,7]        output   [0,4] [1,5] [2,6] [3,7]
 
     Attributes:
-        mode: One of :data:`TENSOR_PARALLEL_MODES`, but for the first.
+        mode: One of :data:`TENSOR_PARALLEL_MODES`.
         axes: Names and sizes, the outermost first.
         outer: The layout of what enters a pair of layers, and leaves it.
         inner: The layout between the two layers of a pair.
@@ -49,6 +52,16 @@ class GridShape:
     axes: tuple[tuple[str, int], ...]
     outer: BlockLayout
     inner: BlockLayout
+
+    @property
+    def is_line(self) -> bool:
+        """True if there is one axis."""
+        return len(self.axes) == 1
+
+    @property
+    def feature_parts(self) -> int:
+        """The number of shards of features between the two layers of a pair."""
+        return self.parts([self.inner.features])
 
     @property
     def size(self) -> int:
@@ -93,11 +106,17 @@ class GridShape:
     def groups(self) -> list[tuple[str, ...]]:
         """The axes along which ranks work together: each alone, and those over which the rows of a layout lie."""
         rows = [layout.rows for layout in (self.outer, self.inner)]
-        return list(dict.fromkeys([*((name,) for name, _ in self.axes), *rows]))
+        return list(dict.fromkeys([*((name,) for name, _ in self.axes), *filter(None, rows)]))
 
 
-def grid_shape(mode: str, size: int, depth: int = 1) -> GridShape | None:
-    """The arrangement of tensor-parallel ranks; ``None`` for ``"1d"``, where they are in a line, and for a single one.
+def line(size: int) -> Arrangement:
+    """Return ranks in a line."""
+    features = BlockLayout((), TENSOR.name)
+    return Arrangement("1d", ((TENSOR.name, size),), features, features)
+
+
+def arrange(mode: str, size: int, depth: int = 1) -> Arrangement:
+    """Return an arrangement of tensor-parallel ranks. A single rank is a line in every mode.
 
     Args:
         mode: One of :data:`TENSOR_PARALLEL_MODES`.
@@ -108,11 +127,11 @@ def grid_shape(mode: str, size: int, depth: int = 1) -> GridShape | None:
         ValueError: If they cannot be arranged so.
 
     Example:
-        >>> grid_shape("2.5d", 8, 2).axes
+        >>> arrange("2.5d", 8, 2).axes
         (('depth', 2), ('column', 2), ('row', 2))
     """
     if mode == "1d" or size == depth == 1:
-        return None
+        return line(size)
     power, number = (3, 1) if mode == "3d" else (2, depth)
     edge = next(edge for edge in itertools.count(1) if number * (edge + 1) ** power > size)
     if number * edge**power != size:
@@ -125,19 +144,19 @@ def grid_shape(mode: str, size: int, depth: int = 1) -> GridShape | None:
         )
     if mode == "3d":
         outer, inner = BlockLayout(("input", "weight"), "output"), BlockLayout(("output", "weight"), "input")
-        return GridShape(mode, tuple((name, edge) for name in ("output", "input", "weight")), outer, inner)
+        return Arrangement(mode, tuple((name, edge) for name in ("output", "input", "weight")), outer, inner)
     layout = BlockLayout(("depth", "column") if mode == "2.5d" else ("column",), "row")
     axes = (("depth", depth),) if mode == "2.5d" else ()
-    return GridShape(mode, (*axes, ("column", edge), ("row", edge)), layout, layout)
+    return Arrangement(mode, (*axes, ("column", edge), ("row", edge)), layout, layout)
 
 
-def check_grid(mode: str, sizes: Iterable[int], depth: int, *, sequence_parallel: bool) -> None:
+def check_arrangement(mode: str, sizes: Iterable[int], depth: int, *, sequence_parallel: bool) -> None:
     """Check how tensor-parallel ranks are to be arranged.
 
     Args:
         mode: One of :data:`TENSOR_PARALLEL_MODES`.
         sizes: The numbers of ranks that are allowed.
-        depth: As of :func:`grid_shape`.
+        depth: As of :func:`arrange`.
         sequence_parallel: Whether sequences are divided.
 
     Raises:
@@ -154,4 +173,4 @@ def check_grid(mode: str, sizes: Iterable[int], depth: int, *, sequence_parallel
             " activations over samples and features. Remove one of the two. [LH110]"
         )
     for size in sizes:
-        grid_shape(mode, size, depth)
+        arrange(mode, size, depth)

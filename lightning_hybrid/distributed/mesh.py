@@ -17,7 +17,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_hybrid.axes import AXIS_OF_KEY, DATA, LAYERS, ROLES, SAMPLES, TENSOR, Sizes, complete_order
-from lightning_hybrid.distributed.grid_shape import GridShape
+from lightning_hybrid.distributed.arrangement import Arrangement, line
 from lightning_hybrid.distributed.messages.host_messages import HostMessages, connect
 from lightning_hybrid.distributed.messages.posted_broadcast import PostedBroadcast
 from lightning_hybrid.distributed.messages.tree_broadcast import TreeBroadcast
@@ -120,12 +120,12 @@ class Mesh:
         timeout: Of the groups made here, and of the group of all ranks where that is one of them.
         hosts: The machine of each rank.
         writes_together: Whether ranks write files together, for which they need a group: it may be beside training.
-        grid: How tensor-parallel ranks are arranged in two or three dimensions; ``None`` if they are in a line.
+        arrangement: The arrangement of the tensor-parallel ranks; a line by default.
 
     Attributes:
         sizes: As given.
         hosts: As given.
-        grid: As given.
+        arrangement: As given.
         num_replicas: The number of model groups.
         host_messages: Between the ranks of the control group.
         is_first: Whether this is the first rank of every axis: the one that writes and logs.
@@ -141,9 +141,10 @@ class Mesh:
         timeout: timedelta | None = None,
         hosts: Sequence[str] = (),
         writes_together: bool = False,
-        grid: GridShape | None = None,
+        arrangement: Arrangement | None = None,
     ) -> None:
-        self.sizes, self.num_replicas, self.hosts, self.grid = sizes, sizes.num_replicas, list(hosts), grid
+        self.sizes, self.num_replicas, self.hosts = sizes, sizes.num_replicas, list(hosts)
+        self.arrangement = line(sizes.tensor) if arrangement is None else arrangement
         by_key = sizes.by_key
         order = [AXIS_OF_KEY[key] for key in complete_order(rank_order, by_key).split("-")]
         by_order = torch.arange(dist.get_world_size(), dtype=torch.int).view([by_key[axis.key] for axis in order])
@@ -161,7 +162,7 @@ class Mesh:
         everyone = by_order.view(1, -1)
         self._data_group = self._group(by_stage)
         self._tensor_group = self._group(self._ranks.flatten(0, 2))
-        self._grid_groups = {axes: self._group(self._along(axes)) for axes in grid.groups()} if grid else {}
+        self._arranged = {axes: self._group(self._along(axes)) for axes in self.arrangement.groups()}
         self._model_group = self._group(by_replica)
         self._context_group: GroupRef | None = None
         self._gradient_group = self._data_group
@@ -283,22 +284,22 @@ class Mesh:
         return trees
 
     def _along(self, axes: Sequence[str]) -> Tensor:
-        """The ranks along some axes of the grid, in all replicas and stages; shape (groups, ranks of each)."""
-        assert self.grid is not None
-        names = [name for name, _ in self.grid.axes]
-        by_axis = self._ranks.reshape(-1, *(size for _, size in self.grid.axes))
+        """Return the ranks along axes of the arrangement, in all replicas and stages; shape (groups, ranks of each)."""
+        names = [name for name, _ in self.arrangement.axes]
+        by_axis = self._ranks.reshape(-1, *(size for _, size in self.arrangement.axes))
         others = [name for name in names if name not in axes]
         order = [0, *(1 + names.index(name) for name in (*others, *axes))]
-        return by_axis.permute(order).reshape(-1, self.grid.parts(axes))
+        return by_axis.permute(order).reshape(-1, self.arrangement.parts(axes))
 
-    def grid_group(self, axes: Sequence[str]) -> dist.ProcessGroup:
-        """The ranks along some axes of the grid: one of :meth:`GridShape.groups`."""
-        return self._grid_groups[tuple(axes)]()
+    @property
+    def arranged_groups(self) -> dict[tuple[str, ...], dist.ProcessGroup]:
+        """This rank's groups along axes of the arrangement, by :meth:`Arrangement.groups`."""
+        return {axes: group() for axes, group in self._arranged.items()}
 
     @property
     def tensor_mesh(self) -> DeviceMesh:
-        """What layers are shared over: the tensor-parallel axis, or :attr:`GridShape.mesh_axes`."""
-        if self.grid is None:
+        """What layers are shared over: the tensor-parallel axis, or :attr:`Arrangement.mesh_axes`."""
+        if self.arrangement.is_line:
             return self.device_mesh[TENSOR.name]
         axes = self._tensor_axes()
         ranks = self._ranks[self.pipeline_rank, self.data_rank].reshape([group.size() for group in axes.values()])
@@ -319,9 +320,7 @@ class Mesh:
 
     def _tensor_axes(self) -> dict[str, dist.ProcessGroup]:
         """The groups of the axes over which layers are shared."""
-        if self.grid is None:
-            return {TENSOR.name: self.tensor_group}
-        return {name: self.grid_group(axes) for name, axes in self.grid.mesh_axes.items()}
+        return {name: self._arranged[axes]() for name, axes in self.arrangement.mesh_axes.items()}
 
     def _connect_host(self) -> HostMessages:
         group = self.control_group

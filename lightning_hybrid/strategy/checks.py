@@ -30,8 +30,8 @@ from torch.optim import LBFGS, Optimizer
 from lightning_hybrid.axes import AXES, Sizes
 from lightning_hybrid.config import HybridConfig, Settings, choices
 from lightning_hybrid.distributed.agreement import RankInfo, agree, check_equal
+from lightning_hybrid.distributed.arrangement import check_arrangement
 from lightning_hybrid.distributed.dtensor import is_sharded
-from lightning_hybrid.distributed.grid_shape import check_grid
 from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.distributed.module_names import join_names
 from lightning_hybrid.distributed.tensor_bytes import as_bytes
@@ -67,7 +67,7 @@ def check_arguments(config: HybridConfig) -> None:
         if getattr(config, name) != other:
             _check_number(name, getattr(config, name), f" or {other!r}")
     mode, depth, tensor = config.tensor_parallel_mode, config.tensor_parallel_depth, sizes["tensor_parallel_size"]
-    check_grid(mode, choices(tensor), depth, sequence_parallel=config.sequence_parallel)
+    check_arrangement(mode, choices(tensor), depth, sequence_parallel=config.sequence_parallel)
     if config.schedule not in (known := (*SCHEDULES, "auto")):  # which has been replaced
         raise ValueError(f"schedule must be one of {', '.join(map(repr, known))}, got {config.schedule!r}. [LH102]")
     check_context_parallel(

@@ -13,8 +13,8 @@ from torch import nn
 from lightning_hybrid.axes import Sizes
 from lightning_hybrid.config import Settings, UserPlan
 from lightning_hybrid.data_parallel.zero.shard_module import listed_layers
+from lightning_hybrid.distributed.arrangement import arrange
 from lightning_hybrid.distributed.dtensor import is_tensor_parallel
-from lightning_hybrid.distributed.grid_shape import grid_shape
 from lightning_hybrid.memory.activation_checkpoint.policy import chosen_layers, is_by_name
 from lightning_hybrid.pipeline_parallel.body import Body, find_body
 from lightning_hybrid.pipeline_parallel.frame.fake_tensors import FakeMode
@@ -398,9 +398,14 @@ def find_plan(module: LightningModule, settings: Settings, size: int, body: Body
         ValueError: If layers cannot be shared as the user says, or not together with this body.
     """
     requested = requested_plan(module, settings)
-    grid = grid_shape(settings.tensor_parallel_mode, size, settings.tensor_parallel_depth)
-    axes = stage_axes(settings.axis_order)
-    plan = make_plan(module, requested, size, sequence_parallel=settings.sequence_parallel, grid=grid, axes=axes)
+    plan = make_plan(
+        module,
+        requested,
+        size,
+        sequence_parallel=settings.sequence_parallel,
+        arrangement=arrange(settings.tensor_parallel_mode, size, settings.tensor_parallel_depth),
+        axes=stage_axes(settings.axis_order),
+    )
     if body is not None:
         check_plan(plan, module, body)
     return plan

@@ -38,7 +38,6 @@ from lightning_hybrid.strategy.meta_init import Initialization, lacks_values
 from lightning_hybrid.strategy.summary import divided_share, plan_table
 from lightning_hybrid.tensor_parallel.context_parallel.context_parallel import ContextParallel
 from lightning_hybrid.tensor_parallel.context_parallel.mappings import ContextGroup
-from lightning_hybrid.tensor_parallel.grid.blocks import find_tensor_group
 from lightning_hybrid.tensor_parallel.layouts.layout import stage_axes
 from lightning_hybrid.tensor_parallel.plan import Plan, check_names, plan_texts
 
@@ -304,7 +303,7 @@ class ModuleParallelizer:
     def _apply_plan(self, prepare: Callable[[str], None] = lambda name: None) -> None:
         if self.plan is None:
             return
-        group = find_tensor_group(self._mesh)
+        group = self.plan.mode.make_group(self._mesh.tensor_group, self._mesh.arranged_groups)
         if self._was_parallelized:
             self.plan.set_tensor_group(self._module, group)
         else:

@@ -31,10 +31,10 @@ from lightning_hybrid.config import Settings
 from lightning_hybrid.data_parallel.grad_sync import GradientSync
 from lightning_hybrid.data_parallel.master_weights import MasterWeights, NoMasterWeights
 from lightning_hybrid.distributed.agreement import RankInfo, agree
+from lightning_hybrid.distributed.arrangement import arrange
 from lightning_hybrid.distributed.debug.desync import Desync
 from lightning_hybrid.distributed.debug.stall import Position
 from lightning_hybrid.distributed.dtensor import is_zero_sharded
-from lightning_hybrid.distributed.grid_shape import grid_shape
 from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.distributed.messages.leaf_readers import LeafFetch
 from lightning_hybrid.distributed.mixed_operations import mixed_operations
@@ -123,8 +123,8 @@ class World:
             "device_type": device.type,
             "timeout": config.time_limit,
         }
-        grid = grid_shape(config.tensor_parallel_mode, sizes.tensor, config.tensor_parallel_depth)
-        axes |= {"grid": grid, "writes_together": config.save_distributed_checkpoint}
+        arrangement = arrange(config.tensor_parallel_mode, sizes.tensor, config.tensor_parallel_depth)
+        axes |= {"arrangement": arrangement, "writes_together": config.save_distributed_checkpoint}
         placement = find_placement(config, sizes.pipeline)
         with connections.opened(), equally_many_groups(max(each.num_groups for each in ranks)):
             self.mesh = Mesh(sizes, **axes, hosts=hosts)

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import zip_longest
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -35,10 +35,12 @@ class ParallelLayer:
         tensor_group: The ranks that share the layer.
         sequence_dim: The dimension of an activation along which sequences are sharded outside of the layer; ``None`` if
             activations are replicated there.
+        sums_vector_gradients: True if ranks with the same features sum the gradients of biases and of norms.
     """
 
     tensor_group: mappings.TensorGroup
     sequence_dim: int | None
+    sums_vector_gradients: ClassVar[bool] = False
 
     def gather_input(self, x: Tensor) -> Tensor:
         """The full input, about to be used with a shard of the weights."""

@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
 
 from lightning_hybrid.distributed.dtensor import full_tensor
 from lightning_hybrid.distributed.process_group import SizedGroupRef, all_gather_single, reduce_scatter_single
@@ -44,6 +45,14 @@ class TensorGroup(SizedGroupRef):
     def feature_parts(self) -> int:
         """Into how many parts features, and heads, are divided between two layers."""
         return self.size
+
+    def weight_copies(self, group: ProcessGroup) -> int:
+        """Return how many ranks have each weight that is gathered in a group; 0 if the group gathers activations."""
+        return 0
+
+    def shape_hint(self) -> str:
+        """Return a hint for errors about the shapes of activations, if their batch dimension is sharded too."""
+        return ""
 
     def local_chunk(self, x: Tensor, dim: int) -> Tensor:
         """This rank's part of a tensor that every rank has, as a view."""

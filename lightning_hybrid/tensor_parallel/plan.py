@@ -14,10 +14,10 @@ from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from lightning_hybrid.config import UserPlan
-from lightning_hybrid.distributed.grid_shape import GridShape
+from lightning_hybrid.distributed.arrangement import Arrangement, line
 from lightning_hybrid.distributed.module_names import join_names, name_matches, named_tensors
 from lightning_hybrid.tensor_parallel.auto_plan.auto_plan import auto_plan
-from lightning_hybrid.tensor_parallel.grid.styles import GRID_STYLES, find_grid_style, find_regions
+from lightning_hybrid.tensor_parallel.grid.styles import GridMode
 from lightning_hybrid.tensor_parallel.layers import (
     ParallelLayer,
     disable_fastpath,
@@ -26,7 +26,7 @@ from lightning_hybrid.tensor_parallel.layers import (
 )
 from lightning_hybrid.tensor_parallel.layouts.layout import STAGE_AXES, divided_dim, is_layout, layout_text
 from lightning_hybrid.tensor_parallel.mappings import TensorGroup
-from lightning_hybrid.tensor_parallel.sequence_parallel import assign_sequence_dims
+from lightning_hybrid.tensor_parallel.mode import Mode
 from lightning_hybrid.tensor_parallel.shard import Sharder
 from lightning_hybrid.tensor_parallel.styles import (
     LAYOUT,
@@ -53,7 +53,7 @@ class Plan:
         reasons: Layers that could not take part, and why.
         partial_grads: The parameters, not sharded themselves, whose gradients are partial sums over the ranks.
         shapes: The full shape of every sharded parameter and buffer.
-        grid: How the ranks are arranged in two or three dimensions; ``None`` if they are in a line.
+        mode: The way in which layers are sharded over the arrangement of the ranks.
     """
 
     size: int
@@ -62,7 +62,7 @@ class Plan:
     reasons: Mapping[str, str]
     partial_grads: frozenset[str]
     shapes: Mapping[str, torch.Size]
-    grid: GridShape | None = None
+    mode: Mode
 
     def apply(
         self,
@@ -76,7 +76,7 @@ class Plan:
 
         Args:
             module: The whole module; parameters of other stages are on the meta device and stay as they are.
-            mesh: The tensor-parallel axis, or the axes of the grid.
+            mesh: The tensor-parallel axis, or the axes of the arrangement.
             group: The same ranks.
             device: Where shards live.
             prepare: Called with the name of a layer before its parameters are sharded.
@@ -88,7 +88,7 @@ class Plan:
                 owner, _, name = path.rpartition(".")
                 prepare(owner)
                 sharder.shard(module.get_submodule(owner), name, split)
-            style = find_grid_style(row.style, layer, self.grid)
+            style = self.mode.find_style(row.style, layer)
             options = {**row.options, "layout_mesh": mesh} if row.kind == LAYOUT else row.options
             style.apply(layer, tensor_group=group, sequence_dim=row.sequence_dim, **options)
         for name, torch_style in self.torch_styles.items():
@@ -120,7 +120,7 @@ def make_plan(
     size: int,
     *,
     sequence_parallel: bool,
-    grid: GridShape | None = None,
+    arrangement: Arrangement | None = None,
     axes: Sequence[str] = STAGE_AXES,
 ) -> Plan:
     """Resolve a plan.
@@ -131,37 +131,36 @@ def make_plan(
             ``*`` stands for anything between two dots; ``"auto"``; or ``None`` for nothing.
         size: The number of tensor-parallel ranks.
         sequence_parallel: Whether activations between layers are sharded along sequences, where the plan says so.
-        grid: How the ranks are arranged in two or three dimensions; ``None`` if they are in a line.
+        arrangement: The arrangement of these ranks; a line by default.
         axes: The axes of ranks that hold one stage, from the outermost on, as layouts may name them.
 
     Raises:
         ValueError: If a pattern matches nothing, a style does not exist, or a layer cannot have its style.
     """
     check_styles(requested)
+    mode = _mode_of(line(size) if arrangement is None else arrangement)
     reasons: dict[str, str] = {}
     if requested is None:
         styles: dict[str, Any] = {}
     elif isinstance(requested, str):
-        styles, reasons = auto_plan(module, size, sequence_parallel=sequence_parallel, grid=grid)
+        styles, reasons = auto_plan(module, size, mode, sequence_parallel=sequence_parallel)
     else:
         styles = _expand(module, requested, axes)
     torch_styles = {name: style for name, style in styles.items() if isinstance(style, ParallelStyle)}
     named = [(name, style) for name, style in styles.items() if name not in torch_styles]
     _check_combinations(named)
-    if grid is not None:
-        _refuse_lines(styles, grid)
-    rows = list(_rows(module, named, size, grid))
-    if grid is None:
-        rows = assign_sequence_dims(rows, module, sequence_parallel=sequence_parallel)
-        _check_layouts(rows)
-    else:
-        rows = find_regions(rows, grid)
+    mode.check(styles)
+    rows = mode.find_regions(list(_rows(module, named, size, mode)), module, sequence_parallel=sequence_parallel)
+    _check_layouts(rows)
     _check_ties(module, rows)
     sharded = {name for row in rows for name in row.parameters()}
     shapes = {name: tensor.shape for name, tensor in named_tensors(module) if name in sharded}
-    return Plan(
-        size, tuple(rows), torch_styles, reasons, frozenset(_partial_grads(module, rows)) - sharded, shapes, grid
-    )
+    partial_grads = frozenset(_partial_grads(module, rows)) - sharded
+    return Plan(size, tuple(rows), torch_styles, reasons, partial_grads, shapes, mode)
+
+
+def _mode_of(arrangement: Arrangement) -> Mode:
+    return Mode(arrangement) if arrangement.is_line else GridMode(arrangement)
 
 
 def plan_texts(requested: UserPlan | str | None) -> dict[str, str]:
@@ -318,39 +317,23 @@ def _check_combinations(styles: Iterable[tuple[str, str]]) -> None:
             )
 
 
-def _refuse_lines(styles: Mapping[str, Any], grid: GridShape) -> None:
-    """What divides a parameter over ranks in a line has no place where they are arranged in a grid."""
-    for name, style in styles.items():
-        what = f"torch's {type(style).__name__}" if isinstance(style, ParallelStyle) else None
-        if isinstance(style, str) and style.startswith(f"{LAYOUT}:"):
-            what = f"a layout ({style.partition(':')[2]})"
-        if what is not None:
-            raise ValueError(
-                f"tensor_parallel_plan gives {name!r} {what}, which works only with tensor_parallel_mode='1d', not with"
-                f" tensor_parallel_mode={grid.mode!r}, where each rank has a block of every weight and activation. Use"
-                f" a style of this package ({', '.join(GRID_STYLES)}) or tensor_parallel_mode='1d', or remove the"
-                " entry: every rank then has the full tensor. [LH509]"
-            )
-
-
-def _rows(module: nn.Module, styles: Iterable[tuple[str, str]], size: int, grid: GridShape | None) -> Iterator[PlanRow]:
-    feature_parts = size if grid is None else grid.parts([grid.inner.features])
+def _rows(module: nn.Module, styles: Iterable[tuple[str, str]], size: int, mode: Mode) -> Iterator[PlanRow]:
+    arrangement = mode.arrangement
+    feature_parts = arrangement.feature_parts
     for name, style in ((name, part) for name, joined in styles for part in _parts(joined) if part != "replicate"):
         layer = module.get_submodule(name)
         options = _options(style)
         for attribute in options.get("divided", ()):
             number = getattr(layer, attribute, None)
             if not isinstance(number, int) or number % feature_parts:
-                parts = (
-                    "" if grid is None else f"; tensor_parallel_mode={grid.mode!r} needs a multiple of {feature_parts}"
-                )
+                needs = f"; tensor_parallel_mode={arrangement.mode!r} needs a multiple of {feature_parts}"
                 raise ValueError(
                     f"{name}.{attribute} is {number!r}, which cannot be divided over tensor_parallel_size={size} ranks"
-                    f" (tensor_parallel_plan: {style!r}{parts}). [LH503]"
+                    f" (tensor_parallel_plan: {style!r}{'' if arrangement.is_line else needs}). [LH503]"
                 )
         if any(isinstance(parameter, DTensor) for parameter in layer.parameters(recurse=False)):
             continue  # the user's `configure_model` has sharded it
-        found = find_grid_style(style, layer, grid)
+        found = mode.find_style(style, layer)
         reason = found.unsupported_reason(layer, size)
         if reason is not None:
             raise ValueError(

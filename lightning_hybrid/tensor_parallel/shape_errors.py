@@ -21,7 +21,6 @@ from lightning_hybrid.tensor_parallel.auto_plan.forward_code import (
     input_use,
 )
 from lightning_hybrid.tensor_parallel.auto_plan.heads import count_heads, undivided_heads
-from lightning_hybrid.tensor_parallel.grid.blocks import Grid
 from lightning_hybrid.tensor_parallel.layers import (
     ColumnParallelLinear,
     DividedNumbers,
@@ -80,13 +79,8 @@ def explain_shape_error(error: Exception, module: nn.Module) -> None:
         f" shards {listed}: each rank has a shard of the outputs of these layers, unless their style gathers them."
     )
     group = below[0].tensor_group
-    if isinstance(group, Grid):
-        text += (
-            f" With tensor_parallel_mode={group.shape.mode!r}, the batch dimension is sharded too. Attention, and code"
-            " that reads sizes from its input, must be in a block with the style 'sequence_region', where all"
-            " activations are sharded."
-        )
-        error.args = (text, *error.args[1:])
+    if hint := group.shape_hint():
+        error.args = (text + hint, *error.args[1:])
         return
     place = _Place(holder, called, names, _misfit(str(error), group.size))
     narrow = next((each for each in reversed(modules[: number + 1]) if isinstance(each, NarrowInput)), None)

@@ -24,8 +24,8 @@ from lightning_hybrid import HybridStrategy
 from lightning_hybrid.axes import Sizes
 from lightning_hybrid.distributed import mesh as mesh_module
 from lightning_hybrid.distributed import process_group
+from lightning_hybrid.distributed.arrangement import TENSOR_PARALLEL_MODES, arrange
 from lightning_hybrid.distributed.failure import close_groups
-from lightning_hybrid.distributed.grid_shape import TENSOR_PARALLEL_MODES, grid_shape
 from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.distributed.sizes import resolve_sizes
 from lightning_hybrid.pipeline_parallel import p2p
@@ -173,20 +173,19 @@ GRID_TABLES: dict[tuple[str, int, int], dict[tuple[str, ...], list[list[int]]]] 
 
 @pytest.mark.parametrize("kind", GRID_TABLES, ids=str)
 def test_groups_of_a_grid(kind: tuple[str, int, int]) -> None:
-    grid = grid_shape(*kind)
-    assert grid is not None
+    grid = arrange(*kind)
     table, size = GRID_TABLES[kind], kind[1]
     assert list(table) == list(dict.fromkeys([*table, *grid.groups()])), "all that there are"
     for rank in range(2 * size):  # the second replica's are as far behind
         with fake_world(rank, 2 * size), fake_gloo():
-            mesh = Mesh(Sizes(2, size, 1), grid=grid)
+            mesh = Mesh(Sizes(2, size, 1), arrangement=grid)
             first = rank - rank % size
             for axes, groups in table.items():
                 expected = next(ranks for ranks in groups if rank % size in ranks)
-                assert dist.get_process_group_ranks(mesh.grid_group(axes)) == [first + each for each in expected]
+                assert dist.get_process_group_ranks(mesh.arranged_groups[axes]) == [first + each for each in expected]
             for name, axes in grid.mesh_axes.items():  # parameters lie over these
                 own = mesh.tensor_mesh.get_group(name)
-                assert dist.get_process_group_ranks(own) == dist.get_process_group_ranks(mesh.grid_group(axes))
+                assert dist.get_process_group_ranks(own) == dist.get_process_group_ranks(mesh.arranged_groups[axes])
             assert mesh.tensor_mesh.mesh.flatten().tolist() == dist.get_process_group_ranks(mesh.tensor_group)
             assert mesh.zero_mesh.mesh_dim_names == (*grid.mesh_axes, "data_parallel")
             assert mesh.zero_mesh["data_parallel"].mesh.tolist() == dist.get_process_group_ranks(mesh.data_group)
@@ -216,8 +215,8 @@ def test_sizes_that_make_no_grid(mode: str, size: int, depth: int, form: str, ne
         )
 
 
-def test_a_grid_of_one_rank_is_none() -> None:
-    assert [grid_shape(mode, 1) for mode in TENSOR_PARALLEL_MODES] == [None] * 4
+def test_one_rank_is_a_line_in_every_mode() -> None:
+    assert all(arrange(mode, 1).is_line for mode in TENSOR_PARALLEL_MODES)
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,9 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_hybrid.axes import Sizes
-from lightning_hybrid.distributed.grid_shape import GridShape
+from lightning_hybrid.distributed.arrangement import Arrangement
 from lightning_hybrid.distributed.mesh import Mesh
-from lightning_hybrid.tensor_parallel.grid.blocks import find_tensor_group
+from lightning_hybrid.tensor_parallel.grid.styles import GridMode
 from lightning_hybrid.tensor_parallel.mappings import TensorGroup
 
 CPU = torch.device("cpu")
@@ -21,7 +21,7 @@ def tensor_group(size: int) -> tuple[Any, TensorGroup]:
     return mesh, TensorGroup(mesh.get_group())
 
 
-def grid_group(grid: GridShape) -> tuple[Any, TensorGroup]:
+def grid_group(grid: Arrangement) -> tuple[Any, TensorGroup]:
     """All ranks of a pool, arranged in two or three dimensions."""
-    mesh = Mesh(Sizes(1, grid.size, 1), grid=grid)
-    return mesh.tensor_mesh, find_tensor_group(mesh)
+    mesh = Mesh(Sizes(1, grid.size, 1), arrangement=grid)
+    return mesh.tensor_mesh, GridMode(grid).make_group(mesh.tensor_group, mesh.arranged_groups)

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn import functional as F
 
+from lightning_hybrid.distributed.arrangement import arrange
 from lightning_hybrid.distributed.dtensor import full_tensor, is_first_copy, is_sharded, local_gradient
 from lightning_hybrid.distributed.failure import WrongUseError
-from lightning_hybrid.distributed.grid_shape import GridShape, grid_shape
 from lightning_hybrid.tensor_parallel.grid import blocks
 from lightning_hybrid.tensor_parallel.plan import make_plan
 from lightning_hybrid.tensor_parallel.shard import shards_of, unshard
@@ -24,18 +24,11 @@ from tests.tensor_modules import OwnBlock
 from tests.tensor_parallel.groups import CPU, grid_group
 from tests.tensor_parallel.test_layers import MODULES, encoder, mlp
 
-
-def shape_of(mode: str, size: int, depth: int = 1) -> GridShape:
-    grid = grid_shape(mode, size, depth)
-    assert grid is not None
-    return grid
-
-
 GRIDS = {
-    "2d": shape_of("2d", 4),
-    "2.5d, depth 1": shape_of("2.5d", 4, 1),
-    "2.5d": shape_of("2.5d", 8, 2),
-    "3d": shape_of("3d", 8),
+    "2d": arrange("2d", 4),
+    "2.5d, depth 1": arrange("2.5d", 4, 1),
+    "2.5d": arrange("2.5d", 8, 2),
+    "3d": arrange("3d", 8),
 }
 #: Eight ranks on two cores take a while.
 EACH_GRID = [pytest.param(name, marks=pytest.mark.thorough if grid.size > 4 else ()) for name, grid in GRIDS.items()]
@@ -134,7 +127,7 @@ def grid_and_dense(name: str, grid: str, samples: int) -> dict[str, Any]:
     dense = make().double()
     shape = GRIDS[grid]
     mesh, group = grid_group(shape)
-    plan = make_plan(shared, requested, shape.size, sequence_parallel=False, grid=shape)
+    plan = make_plan(shared, requested, shape.size, sequence_parallel=False, arrangement=shape)
     plan.apply(shared, mesh, group, CPU)
     for parameter in shared.parameters():
         if not is_sharded(parameter):
@@ -271,7 +264,7 @@ def test_what_is_sent_is_what_the_papers_say(ranks: Pools, grid: str) -> None:
 def test_parameters_lie_in_blocks(grid: str) -> None:
     shape = GRIDS[grid]
     module = nn.Sequential(encoder(batch_first=True), mlp(), nn.MultiheadAttention(16, 4, kdim=8, vdim=8))
-    plan = make_plan(module, "auto", shape.size, sequence_parallel=False, grid=shape)
+    plan = make_plan(module, "auto", shape.size, sequence_parallel=False, arrangement=shape)
     assert not plan.reasons
     edge = dict(shape.axes)[shape.outer.features]
     for name, split in plan.param_splits().items():
@@ -306,11 +299,11 @@ def test_parameters_lie_in_blocks(grid: str) -> None:
 )
 def test_what_no_grid_can_do_is_refused(make: Any, requested: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        make_plan(make(), requested, 4, sequence_parallel=False, grid=GRIDS["2d"])
+        make_plan(make(), requested, 4, sequence_parallel=False, arrangement=GRIDS["2d"])
 
 
 def test_blocks_of_other_packages_stay_whole() -> None:
-    plan = make_plan(nn.Sequential(OwnBlock()), "auto", 4, sequence_parallel=False, grid=GRIDS["2d"])
+    plan = make_plan(nn.Sequential(OwnBlock()), "auto", 4, sequence_parallel=False, arrangement=GRIDS["2d"])
     assert plan.rows == ()
 
 
@@ -318,7 +311,7 @@ def refusals() -> list[str]:
     shape = GRIDS["2d"]
     mesh, group = grid_group(shape)
     module = nn.ModuleDict({"attention": nn.MultiheadAttention(16, 4), "pair": mlp()})
-    make_plan(module, "auto", 4, sequence_parallel=False, grid=shape).apply(module, mesh, group, CPU)
+    make_plan(module, "auto", 4, sequence_parallel=False, arrangement=shape).apply(module, mesh, group, CPU)
     found = []
     x = torch.randn(8, 16)
     with pytest.raises(WrongUseError) as error:

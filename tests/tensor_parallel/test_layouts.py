@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 
 from lightning_hybrid import HybridStrategy
+from lightning_hybrid.distributed.arrangement import arrange
 from lightning_hybrid.distributed.dtensor import full_tensor
-from lightning_hybrid.distributed.grid_shape import grid_shape
 from lightning_hybrid.distributed.module_names import named_tensors
 from lightning_hybrid.tensor_parallel.layouts.layout import distribute, parse_layout, stage_axes
 from lightning_hybrid.tensor_parallel.layouts.operator_errors import explain_operator_error
@@ -562,7 +562,7 @@ def test_ranks_in_a_grid_take_no_layouts(mode: str) -> None:
         f" tensor_parallel_mode='{mode}', .* remove the entry"
     )
     with pytest.raises(ValueError, match=text):
-        make_plan(Mixed(), {"body.*.gain": "S(0)"}, size, sequence_parallel=False, grid=grid_shape(mode, size))
+        make_plan(Mixed(), {"body.*.gain": "S(0)"}, size, sequence_parallel=False, arrangement=arrange(mode, size))
 
 
 def test_layouts_are_read_from_yaml() -> None:

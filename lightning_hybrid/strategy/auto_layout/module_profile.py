@@ -14,7 +14,7 @@ from lightning.pytorch.plugins.precision import Precision
 
 from lightning_hybrid.axes import Sizes
 from lightning_hybrid.config import Settings
-from lightning_hybrid.distributed.grid_shape import check_grid
+from lightning_hybrid.distributed.arrangement import check_arrangement
 from lightning_hybrid.memory.account import MemoryUsage
 from lightning_hybrid.strategy.auto_layout.candidates import Layout
 from lightning_hybrid.strategy.auto_layout.cost_model import StageCost
@@ -142,7 +142,7 @@ class ModuleProfile:
         if tensor == 1:
             return self._run(sharing)
         try:
-            check_grid(mode, [tensor], depth, sequence_parallel=self._config.sequence_parallel)
+            check_arrangement(mode, [tensor], depth, sequence_parallel=self._config.sequence_parallel)
             record = self._run(sharing)
         except (ValueError, TypeError) as error:
             return str(error)

@@ -10,7 +10,7 @@ from itertools import product
 from math import inf
 from typing import Any
 
-from lightning_hybrid.distributed.grid_shape import grid_shape
+from lightning_hybrid.distributed.arrangement import arrange
 from lightning_hybrid.strategy.auto_layout.candidates import (
     MOST_CHUNKS,
     RECOMPUTE,
@@ -128,7 +128,7 @@ class SearchSpace:
             return arrangements(tensor)[: 1 if context > 1 else None]
         mode, depth = self.tensor_mode
         try:
-            return [self.tensor_mode if grid_shape(mode, tensor, depth) else ("1d", 1)]
+            return [("1d", 1) if arrange(mode, tensor, depth).is_line else self.tensor_mode]
         except ValueError:
             return []
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import nn
 
-from lightning_hybrid.distributed.grid_shape import GridShape
 from lightning_hybrid.distributed.module_names import join_names
 from lightning_hybrid.tensor_parallel.auto_plan.blocks import add_blocks
 from lightning_hybrid.tensor_parallel.auto_plan.builder import PlanBuilder
 from lightning_hybrid.tensor_parallel.auto_plan.hf_plan import HuggingFacePlans
+from lightning_hybrid.tensor_parallel.mode import Mode
 
 # Activations that act on each feature alone, so that a shard of the features is enough.
 _ELEMENTWISE = (
@@ -23,7 +23,7 @@ _LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
 
 def auto_plan(
-    module: nn.Module, size: int, *, sequence_parallel: bool, grid: GridShape | None = None
+    module: nn.Module, size: int, mode: Mode, *, sequence_parallel: bool
 ) -> tuple[dict[str, str], dict[str, str]]:
     """Styles for the layers of which it is known how they can be divided.
 
@@ -38,22 +38,22 @@ def auto_plan(
     Args:
         module: The whole module.
         size: The number of ranks.
+        mode: The way in which layers are sharded over the ranks. If it shards samples, layers of other packages are not
+            sharded.
         sequence_parallel: Whether transformer layers work on shards of the sequence.
-        grid: How ranks are arranged in two or three dimensions: then transformer layers work on blocks, and of other
-            packages nothing is divided. ``None`` if they are in a line.
 
     Returns:
         The styles by module name; and, for layers of these kinds that are not parallelized, the reason.
     """
-    builder = PlanBuilder(module, size, grid)
+    builder = PlanBuilder(module, size, mode)
     for name, layer in module.named_modules():
         if isinstance(layer, _LAYERS):
-            _transformer_layer(builder, name, layer, has_regions=sequence_parallel or grid is not None)
+            _transformer_layer(builder, name, layer, has_regions=sequence_parallel or mode.shards_samples)
         elif isinstance(layer, nn.MultiheadAttention):
             builder.add((name, "attention"))
         elif isinstance(layer, nn.Sequential):
             _sequential(builder, name, layer)
-    if grid is not None:  # blocks of other packages compute with the sizes of a whole batch
+    if mode.shards_samples:  # blocks of other packages compute with the sizes of a whole batch
         _vocabulary(builder)
         return builder.plan, builder.reasons
     own = HuggingFacePlans(builder)
@@ -88,7 +88,7 @@ def _can_be_region(builder: PlanBuilder, inside: list[tuple[str, str]]) -> bool:
     """Whether what is inside of a transformer layer can work on blocks; on shards of a sequence it always can."""
     layers = [builder.layers[name] for name, _ in inside]
     are_known = all(isinstance(layer, (nn.LayerNorm, nn.Dropout)) for layer in layers)
-    return builder.grid is None or (are_known and builder.obstacle(inside) is None)
+    return not builder.mode.shards_samples or (are_known and builder.obstacle(inside) is None)
 
 
 def _is_unmodified(layer: nn.Module) -> bool:

@@ -8,9 +8,8 @@ from dataclasses import replace
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from lightning_hybrid.distributed.grid_shape import GridShape
 from lightning_hybrid.distributed.module_names import join_names
-from lightning_hybrid.tensor_parallel.grid.styles import find_grid_style
+from lightning_hybrid.tensor_parallel.mode import Mode
 from lightning_hybrid.tensor_parallel.sequence_parallel import count_uses
 from lightning_hybrid.tensor_parallel.styles import WRAPPERS, ParamSplit
 
@@ -21,15 +20,15 @@ class PlanBuilder:
     Args:
         module: The whole module.
         size: The number of ranks.
-        grid: How they are arranged in two or three dimensions; ``None`` if they are in a line.
+        mode: The way in which layers are sharded over them.
 
     Attributes:
         plan: Styles by module name.
         reasons: Why layers are not divided, as the rest of a sentence, by module name.
     """
 
-    def __init__(self, module: nn.Module, size: int, grid: GridShape | None = None) -> None:
-        self.module, self.size, self.grid = module, size, grid
+    def __init__(self, module: nn.Module, size: int, mode: Mode) -> None:
+        self.module, self.size, self.mode = module, size, mode
         self.plan: dict[str, str] = {}
         self.reasons: dict[str, str] = {}
         self.layers = dict(module.named_modules())
@@ -71,7 +70,7 @@ class PlanBuilder:
                 return styles[0][0], "is used in several places, or a layer after it is"
             if _is_wrapper(style) and kind in self.plan.get(name, ""):
                 return name, f"already has the style {kind!r}"
-            reason = find_grid_style(style, layer, self.grid).unsupported_reason(layer, self.size)
+            reason = self.mode.find_style(style, layer).unsupported_reason(layer, self.size)
             if reason is not None:
                 return name, reason
             for path, split in self._held(name, style):
@@ -86,7 +85,7 @@ class PlanBuilder:
         if _is_wrapper(style):
             return
         layer = self.layers[name]
-        found = find_grid_style(style, layer, self.grid).param_splits(layer)
+        found = self.mode.find_style(style, layer).param_splits(layer)
         splits = {each.path: replace(each, path="") for each in found}
         for path, _ in layer.named_parameters(remove_duplicate=False):
             yield join_names(name, path), splits.get(path)

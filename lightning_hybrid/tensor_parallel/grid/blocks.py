@@ -31,10 +31,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from lightning_hybrid.distributed.arrangement import Arrangement, BlockLayout
 from lightning_hybrid.distributed.dtensor import full_tensor
 from lightning_hybrid.distributed.failure import WrongUseError
-from lightning_hybrid.distributed.grid_shape import BlockLayout, GridShape
-from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.distributed.process_group import all_gather_single
 from lightning_hybrid.tensor_parallel.mappings import (
     TensorGroup,
@@ -53,7 +52,7 @@ class Grid(TensorGroup):
     Args:
         group: The group of all of them.
         shape: How they are arranged.
-        along: The groups of this rank, by axes: those of :meth:`GridShape.groups`.
+        along: The groups of this rank, by axes: those of :meth:`Arrangement.groups`.
 
     Attributes:
         shape: As given.
@@ -61,7 +60,7 @@ class Grid(TensorGroup):
 
     __slots__ = ("_along", "_rows", "shape")
 
-    def __init__(self, group: ProcessGroup, shape: GridShape, along: Mapping[tuple[str, ...], ProcessGroup]) -> None:
+    def __init__(self, group: ProcessGroup, shape: Arrangement, along: Mapping[tuple[str, ...], ProcessGroup]) -> None:
         super().__init__(group)
         self.shape = shape
         self._along = {axes: TensorGroup(each) for axes, each in along.items()}
@@ -71,6 +70,19 @@ class Grid(TensorGroup):
     def feature_parts(self) -> int:
         """Into how many parts features, and heads, are divided."""
         return self.shape.parts([self.shape.outer.features])
+
+    def weight_copies(self, group: ProcessGroup) -> int:
+        """Weights are gathered along columns, and each of several squares has all of them."""
+        squares = dict(self.shape.axes).get("depth", 1)
+        return squares if squares > 1 and group is self.along("column")() else 0
+
+    def shape_hint(self) -> str:
+        """Rows are samples."""
+        return (
+            f" With tensor_parallel_mode={self.shape.mode!r}, the batch dimension is sharded too. Attention, and code"
+            " that reads sizes from its input, must be in a block with the style 'sequence_region', where all"
+            " activations are sharded."
+        )
 
     def along(self, *axes: str) -> TensorGroup:
         """The ranks along some axes."""
@@ -104,13 +116,6 @@ class Grid(TensorGroup):
                 " the style 'replicate' in `tensor_parallel_plan`. [LH517]"
             )
         return gather_blocks(block, self, layout, rows_dim).narrow(rows_dim, 0, rows)
-
-
-def find_tensor_group(mesh: Mesh) -> TensorGroup:
-    """The ranks that share each layer, as they are arranged."""
-    if mesh.grid is None:
-        return TensorGroup(mesh.tensor_group)
-    return Grid(mesh.tensor_group, mesh.grid, {axes: mesh.grid_group(axes) for axes in mesh.grid.groups()})
 
 
 def scatter_blocks(x: Tensor, grid: Grid, layout: BlockLayout, rows_dim: int) -> Tensor:
@@ -235,7 +240,7 @@ def _by_block(x: Tensor, blocks: int) -> Tensor:
     return torch.unflatten(x, 0, (blocks, -1))
 
 
-def weight_axes(shape: GridShape, target: BlockLayout) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def weight_axes(shape: Arrangement, target: BlockLayout) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The axes over which a weight's output and input features are divided, where its output has this layout."""
     if shape.mode != "3d":
         return ("row",), ("column",)

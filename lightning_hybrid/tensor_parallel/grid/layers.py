@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,7 @@ class GridLayer(ParallelLayer):
     tensor_group: Grid
     rows_dim: int
     in_region: bool
+    sums_vector_gradients: ClassVar[bool] = True
 
 
 class GridLinear(GridLayer):
@@ -175,6 +176,8 @@ class GridLayerNorm(GridLayer):
 
 class GridRegion(GridLayer):
     """A layer inside of which activations are in blocks: its input is divided once, and its output gathered once."""
+
+    sums_vector_gradients: ClassVar[bool] = False
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         """As the layer does."""

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor.parallel import ParallelStyle
 
-from lightning_hybrid.distributed.grid_shape import BlockLayout, GridShape
-from lightning_hybrid.tensor_parallel.grid.blocks import weight_axes
+from lightning_hybrid.distributed.arrangement import Arrangement, BlockLayout
+from lightning_hybrid.tensor_parallel.grid.blocks import Grid, weight_axes
 from lightning_hybrid.tensor_parallel.grid.layers import GridAttention, GridLayerNorm, GridLinear, GridRegion
+from lightning_hybrid.tensor_parallel.mappings import TensorGroup
+from lightning_hybrid.tensor_parallel.mode import Mode
 from lightning_hybrid.tensor_parallel.styles import (
     IN_PROJECTIONS,
+    LAYOUT,
     STYLES,
     ParamSplit,
     PlanRow,
@@ -46,7 +52,7 @@ class GridSplit(ParamSplit):
         over: The dimensions that are divided, each with the axes, the outermost first: one axis of the mesh.
     """
 
-    grid: GridShape | None = None
+    grid: Arrangement | None = None
     over: tuple[tuple[int, tuple[str, ...]], ...] = ()
 
     def cuts(self, rank: int, size: int) -> list[tuple[int, int, int]]:
@@ -75,14 +81,39 @@ class _NormStyle(Style):
         return super().unsupported_reason(layer, size)
 
 
-def find_grid_style(name: str, layer: nn.Module, grid: GridShape | None) -> Style:
-    """The style of this name for an arrangement of ranks; ``None`` is a line.
+class GridMode(Mode):
+    """Ranks in two or three dimensions: activations in regions are in blocks of samples and features."""
 
-    Raises:
-        ValueError: If there is none such in this arrangement.
-    """
-    if grid is None:
-        return find_style(name, layer)
+    shards_samples: ClassVar[bool] = True
+
+    def find_style(self, name: str, layer: nn.Module) -> Style:
+        """Return the style that has the name of the one for a line."""
+        return _find_style(name, layer, self.arrangement)
+
+    def check(self, styles: Mapping[str, Any]) -> None:
+        """Refuse everything that shards a parameter over ranks in a line."""
+        for name, style in styles.items():
+            what = f"torch's {type(style).__name__}" if isinstance(style, ParallelStyle) else None
+            if isinstance(style, str) and style.startswith(f"{LAYOUT}:"):
+                what = f"a layout ({style.partition(':')[2]})"
+            if what is not None:
+                raise ValueError(
+                    f"tensor_parallel_plan gives {name!r} {what}, which works only with tensor_parallel_mode='1d', not"
+                    f" with tensor_parallel_mode={self.arrangement.mode!r}, where each rank has a block of every weight"
+                    f" and activation. Use a style of this package ({', '.join(GRID_STYLES)}) or"
+                    " tensor_parallel_mode='1d', or remove the entry: every rank then has the full tensor. [LH509]"
+                )
+
+    def find_regions(self, rows: Sequence[PlanRow], module: nn.Module, *, sequence_parallel: bool) -> list[PlanRow]:
+        """Tell the layers inside of regions that they work on blocks."""
+        return _find_regions(rows, self.arrangement.mode)
+
+    def make_group(self, group: ProcessGroup, along: Mapping[tuple[str, ...], ProcessGroup]) -> TensorGroup:
+        """Return the group with its parts along axes."""
+        return Grid(group, self.arrangement, along)
+
+
+def _find_style(name: str, layer: nn.Module, grid: Arrangement) -> Style:
     kind = name.partition(":")[0]
     if kind in _LINEARS and not isinstance(layer, nn.Embedding):
         return _linear(kind, layer, grid)
@@ -115,7 +146,7 @@ def _samples_dim(layer: nn.Module) -> int:
     return 0 if getattr(layer, "batch_first", True) else 1
 
 
-def _linear(kind: str, layer: nn.Module, grid: GridShape) -> Style:
+def _linear(kind: str, layer: nn.Module, grid: Arrangement) -> Style:
     is_second, enters, leaves = _LINEARS[kind]
     target = grid.outer if is_second else grid.inner
     blocks = int(kind.rpartition("_")[2]) if kind.startswith("packed") else 1
@@ -132,7 +163,7 @@ def _linear(kind: str, layer: nn.Module, grid: GridShape) -> Style:
     return transposed(style) if is_conv1d(layer) else style
 
 
-def _features(layout: BlockLayout, grid: GridShape) -> Callable[[nn.Module], list[ParamSplit]]:
+def _features(layout: BlockLayout, grid: Arrangement) -> Callable[[nn.Module], list[ParamSplit]]:
     def param_splits(layer: nn.Module) -> list[ParamSplit]:
         over = ((0, (layout.features,)),)
         names = [name for name in ("weight", "bias") if getattr(layer, name) is not None]
@@ -141,7 +172,7 @@ def _features(layout: BlockLayout, grid: GridShape) -> Callable[[nn.Module], lis
     return param_splits
 
 
-def _attention(grid: GridShape) -> Callable[[nn.Module], list[ParamSplit]]:
+def _attention(grid: Arrangement) -> Callable[[nn.Module], list[ParamSplit]]:
     def param_splits(layer: nn.Module) -> list[ParamSplit]:
         into, out = (tuple(enumerate(weight_axes(grid, target))) for target in (grid.inner, grid.outer))
         splits: list[ParamSplit] = [
@@ -157,7 +188,7 @@ def _attention(grid: GridShape) -> Callable[[nn.Module], list[ParamSplit]]:
     return param_splits
 
 
-def find_regions(rows: Sequence[PlanRow], grid: GridShape) -> list[PlanRow]:
+def _find_regions(rows: Sequence[PlanRow], mode: str) -> list[PlanRow]:
     """The rows of a plan, of which those in a region know that they are.
 
     Raises:
@@ -172,7 +203,7 @@ def find_regions(rows: Sequence[PlanRow], grid: GridShape) -> list[PlanRow]:
         elif region is None and row.kind in ("sequence_parallel", "divide"):
             raise ValueError(
                 f"tensor_parallel_plan gives {row.name!r} the style {row.style!r}. With"
-                f" tensor_parallel_mode={grid.mode!r}, this style works only inside another module with the style"
+                f" tensor_parallel_mode={mode!r}, this style works only inside another module with the style"
                 " 'sequence_region', where activations are sharded in blocks. Move the attention into a separate"
                 " module, and give the module around it the style 'sequence_region'. [LH513]"
             )

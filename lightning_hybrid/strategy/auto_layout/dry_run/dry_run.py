@@ -23,7 +23,6 @@ from lightning_hybrid.config import Settings
 from lightning_hybrid.data_parallel.zero.param import find_owners, set_parameter
 from lightning_hybrid.distributed.dtensor import copy_attributes, to_local
 from lightning_hybrid.distributed.failure import WrongUseError
-from lightning_hybrid.distributed.grid_shape import grid_shape
 from lightning_hybrid.distributed.mixed_operations import mixed_operations
 from lightning_hybrid.distributed.pytree import flatten, unflatten
 from lightning_hybrid.distributed.sizes import accumulated_batches
@@ -60,7 +59,6 @@ from lightning_hybrid.strategy.auto_layout.dry_run.sequence_shares import AloneC
 from lightning_hybrid.strategy.summary import plan_table
 from lightning_hybrid.tensor_parallel.context_parallel.hooks import Places
 from lightning_hybrid.tensor_parallel.context_parallel.mappings import ContextGroup
-from lightning_hybrid.tensor_parallel.grid.blocks import Grid
 from lightning_hybrid.tensor_parallel.layers import original_classes
 from lightning_hybrid.tensor_parallel.mappings import TensorGroup
 from lightning_hybrid.tensor_parallel.plan import Plan
@@ -262,7 +260,7 @@ class DryRunStrategy(SingleDeviceStrategy):
             self._body, self._stage_map = layout.find_stages(module, self._config, self.sizes.pipeline)
         # Before fake tensors come: blocks are tried with numbers, and a mesh reads the values of tensors.
         plan = self._find_plan() if self.sizes.tensor > 1 else None
-        tensor_ranks = None if plan is None else self._tensor_ranks()
+        tensor_ranks = None if plan is None else self._tensor_ranks(plan)
         with nullcontext() if self._has_values else self._without_memory():
             if not self._has_values:
                 _replace_meta_tensors(module)
@@ -277,18 +275,16 @@ class DryRunStrategy(SingleDeviceStrategy):
         """Return how layers are shared by the tensor-parallel ranks."""
         return layout.find_plan(self._module, self._config, self.sizes.tensor, self._body)
 
-    def _tensor_ranks(self) -> tuple[DeviceMesh, TensorGroup]:
+    def _tensor_ranks(self, plan: Plan) -> tuple[DeviceMesh, TensorGroup]:
         """The ranks that share layers, as a mesh and as a group; which numbers they have does not matter here."""
-        config, size = self._config, self.sizes.tensor
-        grid = grid_shape(config.tensor_parallel_mode, size, config.tensor_parallel_depth)
-        line = self._mesh[TENSOR.name]
-        if grid is None:
-            return line, TensorGroup(line.get_group())
-        along = {axes: dist.new_group(grid.ranks_along(axes)) for axes in grid.groups()}
-        axes = {name: grid.parts(of_name) for name, of_name in grid.mesh_axes.items()}
-        shape, names = (self.num_ranks // size, *axes.values()), ("replicas", *axes)
+        arrangement, line = plan.mode.arrangement, self._mesh[TENSOR.name]
+        if arrangement.is_line:
+            return line, plan.mode.make_group(line.get_group(), {})
+        along = {axes: dist.new_group(arrangement.ranks_along(axes)) for axes in arrangement.groups()}
+        axes = {name: arrangement.parts(of_name) for name, of_name in arrangement.mesh_axes.items()}
+        shape, names = (self.num_ranks // arrangement.size, *axes.values()), ("replicas", *axes)
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)[tuple(axes)]
-        return mesh, Grid(line.get_group(), grid, along)
+        return mesh, plan.mode.make_group(line.get_group(), along)
 
     def _without_memory(self) -> AbstractContextManager[Any]:
         if self._mode is None:

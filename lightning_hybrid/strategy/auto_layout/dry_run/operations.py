@@ -16,7 +16,7 @@ from lightning_hybrid.distributed.pytree import flatten
 from lightning_hybrid.distributed.replaced import replaced_attributes
 from lightning_hybrid.strategy.auto_layout.machine import NO_MESSAGES, Messages, in_ring
 from lightning_hybrid.tensor_parallel.context_parallel.sharded_sequence import ShardedSequence
-from lightning_hybrid.tensor_parallel.grid.blocks import Grid
+from lightning_hybrid.tensor_parallel.mappings import TensorGroup
 
 Mode: Any
 try:
@@ -94,16 +94,16 @@ class OperationCounter:
     Args:
         place: Says where the step is.
         context_group: The ranks that share sequences; ``None`` if there are none.
-        grid: The ranks that share layers, where these are arranged in two or three dimensions; else ``None``.
+        tensor_group: The ranks that share the layers whose vector gradients are summed; ``None`` if there are none.
 
     Attributes:
         counts: What it has recorded.
     """
 
     def __init__(
-        self, place: Callable[[], Hashable], context_group: dist.ProcessGroup | None, grid: Grid | None
+        self, place: Callable[[], Hashable], context_group: dist.ProcessGroup | None, tensor_group: TensorGroup | None
     ) -> None:
-        self._place, self._context_group, self._grid = place, context_group, grid
+        self._place, self._context_group, self._tensor_group = place, context_group, tensor_group
         self.counts = Counts()
         self._is_paused = False
 
@@ -171,19 +171,14 @@ class OperationCounter:
             there = in_ring(group.size(), _COLLECTIVES[name], max(tensor.nbytes for tensor in tensors))
             # What is exchanged goes back in backward, and what was gathered is reduce-scattered.
             back = there if name != "allreduce_" or not is_context else NO_MESSAGES
-            if name == "_allgather_base_" and self._grid is not None and group is not self._grid():
-                # For a product, and for that of a gradient once more.
-                back += there + self._of_copies(group, min(tensor.nbytes for tensor in tensors))
+            shared = self._tensor_group
+            if name == "_allgather_base_" and shared is not None and group is not shared():
+                # For a product, and for that of a gradient once more. Copies of a weight sum its gradient.
+                num_bytes, copies = min(tensor.nbytes for tensor in tensors), shared.weight_copies(group)
+                back += there + (in_ring(copies, 2, num_bytes) if copies > 1 else NO_MESSAGES)
             messages.append(Message(there, back))
         elif name == "send" and is_context:
             messages.append(_hop(group.size(), tensors[0]))
-
-    def _of_copies(self, group: dist.ProcessGroup, num_bytes: int) -> Messages:
-        """Gathered along columns of several squares are weights, whose gradients the squares sum."""
-        assert self._grid is not None
-        squares = dict(self._grid.shape.axes).get("depth", 1)
-        is_weight = squares > 1 and group is self._grid.along("column")()
-        return in_ring(squares, 2, num_bytes) if is_weight else NO_MESSAGES
 
     def enter_block(self, vectors: list[Tensor]) -> None:
         """A layer in blocks is about to run: ranks with the same features sum the gradients of its biases.
@@ -191,8 +186,8 @@ class OperationCounter:
         Args:
             vectors: What this rank has of them.
         """
-        assert self._grid is not None
-        alike = self._grid.size // self._grid.shape.parts([self._grid.shape.outer.features])
+        assert self._tensor_group is not None
+        alike = self._tensor_group.size // self._tensor_group.feature_parts
         self.counts.messages[self._place()] += [Message(back=in_ring(alike, 2, vector.nbytes)) for vector in vectors]
 
 

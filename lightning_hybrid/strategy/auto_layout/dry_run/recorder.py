@@ -23,11 +23,10 @@ from lightning_hybrid.strategy.auto_layout.dry_run.record import WHOLE, Cut, Hel
 from lightning_hybrid.strategy.auto_layout.dry_run.saved_tensors import merged
 from lightning_hybrid.strategy.auto_layout.dry_run.traces import Stopwatch, Timing, Trace, Watch
 from lightning_hybrid.strategy.summary import divided_share
-from lightning_hybrid.tensor_parallel.grid.layers import GridAttention, GridLayer, GridLayerNorm, GridLinear
+from lightning_hybrid.tensor_parallel.layers import ParallelLayer
 from lightning_hybrid.tensor_parallel.plan import Plan
 
 _TIMED = 3  # forwards, of which the shortest counts
-_BLOCKS = (GridLinear, GridAttention, GridLayerNorm)
 _UNCUT = StageMap.uncut()
 
 
@@ -198,9 +197,10 @@ class Recorder(DryRunStrategy):
             traces.append(Trace(size, watch.counter.counts, saved, watch.outputs, watch.length))
         return tuple(traces)
 
-    def _blocks(self) -> list[GridLayer]:
-        """The layers that compute with blocks, without the regions around some."""
-        return [part for part in self._module.modules() if isinstance(part, _BLOCKS)]
+    def _blocks(self) -> list[ParallelLayer]:
+        """Return the layers that sum gradients of vectors, such as biases, over ranks."""
+        layers = (part for part in self._module.modules() if isinstance(part, ParallelLayer))
+        return [layer for layer in layers if layer.sums_vector_gradients]
 
     def _times(self, microbatches: Iterable[Any], args: Sequence[Any], cut: _Cut) -> Iterator[Timing]:
         """Of each microbatch, down to what is too small for the module, as one sample may be for batch norm."""

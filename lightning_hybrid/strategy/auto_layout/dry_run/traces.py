@@ -23,7 +23,7 @@ from lightning_hybrid.strategy.auto_layout.dry_run.operations import Counts, Ope
 from lightning_hybrid.strategy.auto_layout.dry_run.saved_tensors import Saved
 from lightning_hybrid.tensor_parallel.context_parallel.division import sequence_dim_of
 from lightning_hybrid.tensor_parallel.context_parallel.sharded_sequence import ShardedSequence
-from lightning_hybrid.tensor_parallel.grid.layers import GridLayer
+from lightning_hybrid.tensor_parallel.layers import ParallelLayer
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class Watch:
     Args:
         body: Whose inputs and outputs are noted.
         context_group: The ranks that share sequences; ``None`` if there are none.
-        blocks: The layers that are in blocks over a grid of ranks.
+        blocks: The layers that sum gradients of vectors, such as biases, over ranks.
 
     Attributes:
         counter: Operations and messages.
@@ -113,7 +113,7 @@ class Watch:
     counter: OperationCounter
 
     def __init__(
-        self, body: Body | None, context_group: dist.ProcessGroup | None, blocks: Sequence[GridLayer] = ()
+        self, body: Body | None, context_group: dist.ProcessGroup | None, blocks: Sequence[ParallelLayer] = ()
     ) -> None:
         self._body, self._context_group, self._blocks = body, context_group, blocks
         self.outputs: dict[Hashable, int] = {}
@@ -122,8 +122,8 @@ class Watch:
     @contextmanager
     def __call__(self, meter: SavedTensorMeter) -> Iterator[OperationCounter]:
         """Enter it around the step; it gives what counts."""
-        grid = self._blocks[0].tensor_group if self._blocks else None
-        self.counter = OperationCounter(lambda: meter.label, self._context_group, grid)
+        group = self._blocks[0].tensor_group if self._blocks else None
+        self.counter = OperationCounter(lambda: meter.label, self._context_group, group)
         with self.counter(), self._noted_layers():
             yield self.counter
 
