@@ -428,9 +428,9 @@ def failed(module: type[Blocks], layout: Mapping[str, Any]) -> str:
 @pytest.mark.parametrize(
     ("module", "error", "place"),
     [
-        (CutTargets, "", "1 of 2, which holds 3 of 10 samples"),
-        (CutNodes, "", "1 of 2, which holds "),
-        (RaisesInLayer, "index 3 is out of bounds", "2 of 2, which holds 3 of 7 samples"),
+        (CutTargets, "", "1 of 2, which contains 3 of 10 samples"),
+        (CutNodes, "", "1 of 2, which contains "),
+        (RaisesInLayer, "index 3 is out of bounds", "2 of 2, which contains 3 of 7 samples"),
     ],
 )
 @pytest.mark.parametrize("size", [1, 2])

@@ -614,7 +614,7 @@ def penalized(layout: Layout, where: str) -> str:
         ("loss", ["The loss of `training_step` depends on parameters of layers on", "`weight_decay`"]),
         ("log", ["The value logged as 'penalty' depends on parameters", "`self.device`"]),
         ("hook", ["The value logged as 'penalty' depends on parameters", "`self.device`"]),
-        ("reads", ["The tensor of the `float` call depends on parameters", "`if not p.is_meta`"]),
+        ("reads", ["The tensor in the `float` call depends on parameters", "`if not p.is_meta`"]),
         ("norms", ["The result of `stack` depends on parameters", "`self.trainer.strategy.grad_norm()`"]),
     ],
 )

@@ -481,4 +481,4 @@ def refused_in_training() -> str:
 
 def test_training_is_refused(ranks: Pools) -> None:
     for found in ranks(2, lightning=True).run(refused_in_training, timeout=30):
-        assert "generate in `validation_step`, `test_step` or `predict_step`" in found
+        assert "works only in `validation_step`, `test_step` or `predict_step`" in found

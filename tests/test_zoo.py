@@ -31,8 +31,8 @@ pytestmark = pytest.mark.timeout(900)
 
 #: What cannot be divided as it is, with what the user is told.
 REFUSED = {
-    "lstm_lm": "No list of layers holds a large part of the 2,627 parameters of LSTMLM",
-    "gru_seq2seq": "No list of layers holds a large part of the 2,345 parameters of GRUSeq2Seq",
+    "lstm_lm": "No list of layers contains a large part of the 2,627 parameters of LSTMLM",
+    "gru_seq2seq": "No list of layers contains a large part of the 2,345 parameters of GRUSeq2Seq",
     "gan": "GAN uses manual optimization, in which `training_step` calls backward",
     "kept_losses": "uses a tensor that a layer of the body computed but did not return",
     "wavenet": "Name the layers in the order of their calls:\n    HybridStrategy(body=['filter_convs.0', ",

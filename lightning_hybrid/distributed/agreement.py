@@ -107,7 +107,7 @@ def check_equal(values: Mapping[str, str], advice: str, own: bytes = b"") -> lis
         of_name = {rank: other.get(name, "nothing") for rank, other in enumerate(found)}
         if len(set(of_name.values())) > 1:
             raise ValueError(f"{unequal_text(name, of_name)} {advice} [LH201]")
-    raise AssertionError("texts that are equal have equal digests")
+    raise AssertionError("the digests differ, but the texts are equal")
 
 
 def all_gather_values(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:

@@ -135,12 +135,13 @@ def arrange(mode: str, size: int, depth: int = 1) -> Arrangement:
     power, number = (3, 1) if mode == "3d" else (2, depth)
     edge = next(edge for edge in itertools.count(1) if number * (edge + 1) ** power > size)
     if number * edge**power != size:
-        form = {"2d": "a square", "2.5d": f"tensor_parallel_depth ({depth}) x a square", "3d": "a cube"}[mode]
+        square, cube = "a perfect square", "a perfect cube"
+        form = {"2d": square, "2.5d": f"tensor_parallel_depth ({depth}) times {square}", "3d": cube}[mode]
         near = [number * each**power for each in (edge, edge + 1)]
         near = near[:1] if near[0] > size else near
         raise ValueError(
             f"tensor_parallel_mode={mode!r} needs a tensor_parallel_size that is {form}, got {size}. The nearest"
-            f" {'is' if len(near) == 1 else 'are'} {' and '.join(map(str, near))}. [LH108]"
+            f" possible {'size is' if len(near) == 1 else 'sizes are'} {' and '.join(map(str, near))}. [LH108]"
         )
     if mode == "3d":
         outer, inner = BlockLayout(("input", "weight"), "output"), BlockLayout(("output", "weight"), "input")
@@ -164,13 +165,13 @@ def check_arrangement(mode: str, sizes: Iterable[int], depth: int, *, sequence_p
     """
     if depth > 1 and mode != "2.5d":
         raise ValueError(
-            f"tensor_parallel_depth={depth} needs tensor_parallel_mode='2.5d'; got tensor_parallel_mode={mode!r}."
-            " Remove tensor_parallel_depth, or use '2.5d'. [LH109]"
+            f"tensor_parallel_depth={depth} needs tensor_parallel_mode='2.5d', got tensor_parallel_mode={mode!r}."
+            " Remove tensor_parallel_depth, or set tensor_parallel_mode='2.5d'. [LH109]"
         )
     if mode != "1d" and sequence_parallel:
         raise ValueError(
             f"sequence_parallel=True cannot be combined with tensor_parallel_mode={mode!r}, which already shards"
-            " activations over samples and features. Remove one of the two. [LH110]"
+            " activations over samples and features. Remove one of the two arguments. [LH110]"
         )
     for size in sizes:
         arrange(mode, size, depth)

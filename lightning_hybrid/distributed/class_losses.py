@@ -24,7 +24,8 @@ except ImportError:  # then no loss is recognized, and the comparison of microba
 __all__ = ["Observer", "normalizer_of", "observed", "reported"]
 
 Observer = Callable[[Tensor, Tensor, "Tensor | None", int], Tensor]
-"""Takes the mean, the classes, the weights of all classes and the ignored class; returns a replacement for the mean."""
+"""A function that receives a mean loss, the target classes, the class weights and the index of the ignored class, and
+returns the value to use instead of the mean loss."""
 
 _MEAN = 1  # torch's number for reduction="mean"
 _observer: Observer | None = None

@@ -169,9 +169,9 @@ def whole_numbers() -> Iterator[None]:
         if all(placement.is_replicate() for placement in tensor.placements):
             return getattr(to_local(tensor), name)(*args, **kwargs)
         raise WrongUseError(
-            f"`{name}` was called on a tensor that is sharded over ranks (tensor parallelism, ZeRO). On every rank,"
-            " read parameters inside `with self.trainer.strategy.full_parameters():`. Add `gradients=True` to read"
-            " gradients too. [LH402]"
+            f"`{name}` was called on a tensor that is sharded over ranks (by tensor parallelism or ZeRO). To read"
+            " parameters, use `with self.trainer.strategy.full_parameters():` on every rank. To read gradients too,"
+            " pass `gradients=True`. [LH402]"
         )
 
     handlers[operation] = lambda _, args, __: full_tensor(args[0]).item()

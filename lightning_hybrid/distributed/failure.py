@@ -418,9 +418,9 @@ class FailureStore:
             return f"{finished_text(finished)} {text}"
         if elsewhere := [self.name_of(rank) for rank, place in present.items() if place is None]:
             names = ", ".join(elsewhere[:_MOST])
-            return f"Not in this run (already ended, or elsewhere in the program): {names}. {text}"
+            return f"These ranks have already ended this run or are running other code: {names}. {text}"
         places = "; ".join(f"rank {rank} at {present[rank]}" for rank in others[:_MOST])
-        return f"{text} All ranks are still running: {places}."
+        return f"{text} All other ranks are still running: {places}."
 
     def _read(self, name: str) -> str | None:
         key = self.key(name)
@@ -434,14 +434,14 @@ def gone_text(names: Sequence[str]) -> str:
 
 def store_gone_text(name: str) -> str:
     """Return the error for a lost store, which the process of the first rank has, or that of its launcher."""
-    return f"The store that all ranks share is gone: {name} or the launcher of the ranks has exited. [LH222]"
+    return f"The store through which ranks exchange messages is gone: {name} or the launcher has exited. [LH222]"
 
 
 def silent_text(names: Sequence[str], seconds: float) -> str:
     """Return the error for ranks that sent no heartbeat within the timeout."""
     return (
-        f"No heartbeat for {seconds:.0f} s (stopped, disconnected or without power): {', '.join(names[:_MOST])}. If a"
-        " rank can compute that long without releasing Python's GIL, increase"
+        f"No heartbeat for {seconds:.0f} s from {', '.join(names[:_MOST])}: the process is stopped, or the host is"
+        " disconnected or without power. If a rank can compute that long without releasing Python's GIL, increase"
         " `HybridStrategy(faults=Faults(heartbeat_timeout=...))`. [LH223]"
     )
 
@@ -468,13 +468,13 @@ def close_groups(error: BaseException | None = None, *, end: Callable[[int], obj
         error: What is being raised: the local variables of the calls that it came through refer to groups and to work.
         end: Ends the process.
     """
-    text = f"{type(error).__name__}: {error}" if error is not None else "another rank has left"
+    text = f"{type(error).__name__}: {error}" if error is not None else "another rank has left the run"
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
     with contextlib.suppress(Exception):
         if has_nccl():
-            print_error(f"[rank {dist.get_rank()}] {text}\nThis rank leaves its process groups.")
+            print_error(f"[rank {dist.get_rank()}] {text}\nThis rank now aborts its process groups.")
             deadline = threading.Timer(_DEADLINE, end, (1,))
             deadline.daemon = True
             deadline.start()

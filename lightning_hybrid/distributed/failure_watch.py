@@ -158,15 +158,15 @@ class FailureWatch:
     @property
     def _silence(self) -> str:
         return (
-            f"The store that all ranks share does not respond: {self._failures.name_of(0)} or the launcher of the ranks"
-            " is stopped, or its host is down. [LH228]"
+            f"The store through which ranks exchange messages does not respond: {self._failures.name_of(0)} or the"
+            " launcher is stopped, or its host is down. [LH228]"
         )
 
     def _find(self) -> str | None:
         """Why this run cannot go on, if it cannot."""
         if self._parent is not None and os.getppid() != self._parent:
             own = self._failures.name_of(self._rank)
-            return self._report(f"The process that launched {own} (torchrun or another launcher) has exited. [LH226]")
+            return self._report(f"The launcher of {own}, such as torchrun, has exited. [LH226]")
         try:
             return self._look_at_store()
         except (dist.DistError, OSError):
@@ -297,7 +297,7 @@ class FailureWatch:
             self.interrupt(RuntimeError(self._cause))
 
     def _end_process(self) -> None:
-        print_error(f"[rank {self._rank}] {self._cause}\nThis rank was at {self._thread.calls()}, and now exits.")
+        print_error(f"[rank {self._rank}] {self._cause}\nThis rank exits now. It was at {self._thread.calls()}.")
         with suppress(Exception):
             self._failures.linger(self._store)
         with suppress(Exception):

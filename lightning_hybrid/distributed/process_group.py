@@ -46,7 +46,7 @@ class GroupRef:
     __slots__ = ("__weakref__", "weak")
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
-        assert group is not None, "this rank is in none of these groups"
+        assert group is not None, "this rank is not a member of any of these groups"
         self.weak = weakref.ref(group)
 
     def __call__(self) -> dist.ProcessGroup:
@@ -379,7 +379,7 @@ def leave_groups_to_parent() -> None:
     if world is None or len(tables) < len(found):
         raise RuntimeError(
             "This process has already created process groups, and torch"
-            f" {torch.__version__} cannot create new ones after a fork. Run this in a new process. [LH206]"
+            f" {torch.__version__} cannot create new ones after a fork. Run this code in a new process. [LH206]"
         )
     _OF_PARENT.append([world.default_pg, *(dict(table) for table in tables)])
     for table in tables:

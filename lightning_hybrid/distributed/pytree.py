@@ -102,7 +102,7 @@ def unflatten(leaves: list[Any], spec: TreeSpec) -> Any:
         ValueError: If the number of leaves is not that of the spec.
     """
     if len(leaves) != spec.num_leaves:
-        raise ValueError(f"A tree of the shape {spec!r} has {spec.num_leaves} leaves, got {len(leaves)}.")
+        raise ValueError(f"A tree with the structure {spec!r} has {spec.num_leaves} leaves, got {len(leaves)}.")
     return leaves[0] if spec.kind is None else _unflatten(iter(leaves), spec)
 
 

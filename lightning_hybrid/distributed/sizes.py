@@ -41,17 +41,17 @@ def resolve_sizes(world_size: int, requested: Mapping[str, Any]) -> Sizes:
     if max(map(len, allowed.values())) > 1:
         listed = [f"{axis.argument} {list(allowed[axis])}" for axis in reversed(others) if not axis.is_optional]
         raise ValueError(
-            f"{world_size} processes cannot be divided by any of the allowed sizes: {', '.join(listed)},"
+            f"{world_size} processes cannot be divided by any combination of the allowed sizes: {', '.join(listed)},"
             f" {DATA.argument} {data!r}{_product([axis for axis in others if axis.is_optional], requested)}."
-            f" Add sizes whose product divides {world_size}, such as 1, or start a different number of processes."
-            " [LH107]"
+            f" Allow additional sizes whose product divides {world_size}, such as 1, or start a different number of"
+            " processes. [LH107]"
         )
     model, product = math.prod(preferred(requested[axis.label]) for axis in others), _product(others, requested)
     if world_size % model:
         raise ValueError(
             f"{world_size} processes cannot be divided into model groups of {product.removeprefix(' x ')} = {model}"
-            f" ranks. Set `Trainer(devices=..., num_nodes=...)` to a multiple of {model}, or choose sizes whose product"
-            f" divides {world_size}. [LH105]"
+            f" ranks. Set `Trainer(devices=..., num_nodes=...)` so that the number of processes is a multiple of"
+            f" {model}, or choose sizes whose product divides {world_size}. [LH105]"
         )
     raise ValueError(
         f"{DATA.argument} ({data}){product} = {data * model}, but there are {world_size} processes. Set"
@@ -84,10 +84,10 @@ def accumulated_batches(global_batch_size: int, batch_size: int, data_parallel_s
     at_once = batch_size * data_parallel_size
     if global_batch_size % at_once:
         sizes = [size for size in range(1, batch_size) if not global_batch_size % (size * data_parallel_size)]
-        advice = f" set the batch size to {sizes[-1]}," if sizes else ""
+        advice = f" set the batch size of the loader to {sizes[-1]}," if sizes else ""
         raise ValueError(
-            f"global_batch_size={global_batch_size} is not a multiple of {at_once}: {data_parallel_size} replicas take"
-            f" a batch of {batch_size} samples each. Set it to a multiple of {at_once},{advice} or choose another"
-            " number of replicas. [LH111]"
+            f"global_batch_size={global_batch_size} is not a multiple of {at_once}: {data_parallel_size} replicas"
+            f" process a batch of {batch_size} samples each. Set global_batch_size to a multiple of {at_once},{advice}"
+            " or choose another number of replicas. [LH111]"
         )
     return global_batch_size // at_once

@@ -217,7 +217,7 @@ class WaitWatch:
         places = "; ".join(f"rank {rank} is stuck at {waiting[rank].place}" for rank in standing[:8])
         others = sorted(set(waiting) - set(standing))
         waits = f"; {ranks_text(others)} wait{'' if len(others) > 1 else 's'}" if others else ""
-        text = f"The batch did not end after SIGTERM: {places}{waits}. All ranks exit without a checkpoint."
+        text = f"The batch did not end after SIGTERM: {places}{waits}. All ranks exit without saving a checkpoint."
         return set(waiting), text
 
     def _read(self, rank: int) -> _Note | None:

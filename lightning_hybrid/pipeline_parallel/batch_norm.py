@@ -45,7 +45,7 @@ def batch_norm_text(layers: Sequence[nn.Module], counts: Sequence[int], num_repl
     )
     samples = f"{min(counts)} sample{'s' if min(counts) > 1 else ''}"
     return (
-        f"{number} BatchNorm layer{'s see' if number > 1 else ' sees'} microbatches of {samples}{replicas},"
-        f" not the full batch of {sum(counts)}. Statistics of few samples are noisy. Use larger batches,{synchronize}"
-        " GroupNorm, or num_microbatches=1 for statistics over the full batch."
+        f"{number} BatchNorm layer{'s compute' if number > 1 else ' computes'} statistics over microbatches of"
+        f" {samples}{replicas}, not over the full batch of {sum(counts)}. Statistics over few samples are noisy. Use"
+        f" larger batches,{synchronize} GroupNorm, or num_microbatches=1 for statistics over the full batch."
     )

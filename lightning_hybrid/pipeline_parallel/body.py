@@ -123,7 +123,7 @@ class BodyWatch:
         raise WrongUseError(
             f"The layers of {self._kind} were changed after they had been split into stages: {what}. Other ranks and"
             " the optimizer still have the old layers. Change layers in `__init__` or in `configure_model`, before"
-            " they are split. Layers that grow or shrink during training need pipeline_parallel_size=1. [LH305]"
+            " they are split. To add or remove layers during training, set pipeline_parallel_size=1. [LH305]"
         )
 
 
@@ -187,8 +187,8 @@ def _largest(module: nn.Module, num_stages: int, *, spreads: bool) -> Body:
         rows = side_by_side(module, units)
         return Body.of_units(spread(module, rows, num_stages) if spreads else rows)
     raise ValueError(
-        f"No list of layers holds a large part of the {total:,} parameters of {type(module).__name__}, so the layers to"
-        f" split into pipeline stages cannot be detected. {_candidates_text(module)} [LH301]"
+        f"No list of layers contains a large part of the {total:,} parameters of {type(module).__name__}, so the layers"
+        f" to split into pipeline stages cannot be detected. {_candidates_text(module)} [LH301]"
     )
 
 
@@ -213,8 +213,9 @@ def _candidates_text(module: nn.Module) -> str:
     largest = sorted(found, key=lambda name: -_count(found[name]))[:5]
     if not largest:
         return (
-            "The module has no list of layers: put the layers to split into an `nn.Sequential` or an `nn.ModuleList`,"
-            " in `__init__` or `configure_model`, or name them with HybridStrategy(body=['first', 'second', ...])."
+            "The module has no list of layers. In `__init__` or `configure_model`, store the layers of the pipeline in"
+            " an `nn.Sequential` or an `nn.ModuleList`, or name the layers with"
+            " HybridStrategy(body=['first', 'second', ...])."
         )
     shares = [
         f"{name!r} ({len(list(found[name].children()))} layers, {100 * _count(found[name]) / total:.0f}% of the"
@@ -222,8 +223,8 @@ def _candidates_text(module: nn.Module) -> str:
         for name in largest
     ]
     return (
-        f"Candidates: {', '.join(shares)}. Name one with HybridStrategy(body='...') or a `pipeline_body` attribute."
-        " A list can name several candidates, or single layers."
+        f"Candidates: {', '.join(shares)}. Name one with HybridStrategy(body='...') or with a `pipeline_body`"
+        " attribute of the module. To name several candidates or single layers, use a list."
     )
 
 
@@ -238,9 +239,9 @@ def body_call_text(name: str, lists: Sequence[str], step: str, calls: int) -> st
     """
     called = f"did not call the body {name!r}" if calls == 0 else f"called the body {name!r} {calls} times"
     return (
-        f"`{step}` {called}. With a pipeline, a body that you name, or that the first step calls as a whole, must be"
-        f" called exactly once in each step. Write `x = self.{name}(x)` instead of calling its layers one by one, or"
-        f" allow calls of single layers with HybridStrategy(body={list(lists)!r}). [LH430]"
+        f"`{step}` {called}. If you name the body, or if the first step calls it as a whole, each step must call it"
+        f" exactly once. Write `x = self.{name}(x)` instead of calling its layers one by one, or allow calls of single"
+        f" layers with HybridStrategy(body={list(lists)!r}). [LH430]"
     )
 
 
@@ -252,11 +253,11 @@ def layer_call_text(name: str, lists: Sequence[str]) -> str:
         lists: The lists to name instead.
     """
     return (
-        f"A layer of the body {name!r} was called, but it is on another stage. In a step, write `x = self.{name}(x)`"
-        " exactly once instead of calling layers one by one, or allow calls of single layers with"
+        f"A layer of the body {name!r} was called, but this layer is on another stage. In a step, call the body exactly"
+        f" once (`x = self.{name}(x)`) instead of calling layers one by one, or allow calls of single layers with"
         f" HybridStrategy(body={list(lists)!r}). Outside steps, no rank can run the model: use `trainer.predict`, or"
-        " call `trainer.strategy.gather_module()` on every rank after the run. Also gather the module before you use a"
-        " Trainer without a pipeline, because the module stays split after a run. [LH405]"
+        " call `trainer.strategy.gather_module()` on every rank after the run. Because the module stays split after a"
+        " run, also gather it before you use it with a Trainer without a pipeline. [LH405]"
     )
 
 
@@ -417,7 +418,7 @@ _NOT_IN_GRAPH = "to not have been used in the graph"  # as torch says it
 
 def _derivative_text(step: str, name: str) -> str:
     return (
-        f"`{step}` computes derivatives through the body {name!r}, with `torch.autograd.grad` or `backward`. Its layers"
-        " are on several stages, and no rank has the full graph. Set pipeline_parallel_size=1 for a loss that contains"
-        " derivatives. [LH407]"
+        f"`{step}` computes derivatives through the body {name!r}, with `torch.autograd.grad` or `backward`. The layers"
+        " of the body are on several stages, so no rank has the full autograd graph. If the loss contains derivatives,"
+        " set pipeline_parallel_size=1. [LH407]"
     )

@@ -94,13 +94,13 @@ class ChainUse(FrameCut):
                 reads = f"{graph.needed} reads a value before the layers are called"
                 raise WrongUseError(reads if graph.needed else "the layers are not called exactly once")
             if any(call.is_made_again for call in graph.calls[: numbers[0]]):
-                raise WrongUseError("`torch.utils.checkpoint` recomputes code before the layers")
+                raise WrongUseError("`torch.utils.checkpoint` recomputes code that runs before the layers")
             graph.read(self.holders.keys())
             routes = find_routes_around(graph, numbers[0], self._num_stages, self.holders)
             sent = next(iter(routes[0].sent), None)
             if sent is not None:
                 raise WrongUseError(
-                    f"the last stage needs the result that {graph.all_calls[sent.call]} has on the first stage"
+                    f"the last stage needs the result of {graph.all_calls[sent.call]}, which is on the first stage"
                 )
         except Exception as error:  # of the user's code too, which shows itself again when the step runs
             raise NotFollowedError(" ".join(f"{error}".split())) from error
@@ -285,7 +285,7 @@ class CodeBefore(TorchFunctionMode):
         except Exception as error:
             raise WrongUseError(_text(name, f"({type(error).__name__}) needs the values of")) from error
         if any(memory_of(fake) in seen.written for fake in real):
-            raise WrongUseError(_text(name, "writes a tensor that every stage has, with a value computed from"))
+            raise WrongUseError(_text(name, "updates a tensor of every stage with a value computed from"))
         if torch.is_grad_enabled() and any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in fakes):
             for leaf in flatten(result)[0]:
                 if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex()):
@@ -295,7 +295,7 @@ class CodeBefore(TorchFunctionMode):
     def _draw(self, func: Any, fakes: list[Any], spec: Any) -> None:
         """Draw what a call would have drawn: how many numbers depends on shapes and strides, not on values."""
         if function_name(func) in _BY_VALUE:
-            raise ValueError("how many numbers it draws depends on values")
+            raise ValueError("the number of random numbers that it draws depends on values")
         ones = [
             torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device).fill_(
                 1 if fake.is_floating_point() else 0
@@ -320,9 +320,10 @@ def _is_meta(leaf: Any) -> bool:
 def _text(what: str, how: str) -> str:
     return (
         f"{what} {how} a parameter outside the layers, but the parameter is on another stage, because the first"
-        " training batch used it there. Use it here too in the first training batch, or in the sanity check before that"
-        " batch, for example by adding `0 * parameter.sum()`. Or set HybridStrategy(dynamic_shapes=True), which keeps"
-        " parameters outside an `nn.Sequential` on the first and the last stage. [LH410]"
+        " training batch used it there. Also use the parameter at this point in the first training batch, or in the"
+        " sanity check before it, for example by adding `0 * parameter.sum()`. Or set"
+        " HybridStrategy(dynamic_shapes=True), which keeps the parameters outside an `nn.Sequential` on the first and"
+        " the last stage. [LH410]"
     )
 
 
@@ -334,6 +335,6 @@ def stays_text(step: str, error: NotFollowedError) -> str:
         error: Why not.
     """
     return (
-        f"`{step}` cannot be traced without values, so parameters outside the body are kept on both the first and the"
-        f" last stage, which sum their gradients: {error}"
+        f"`{step}` cannot be traced without values, so both the first and the last stage keep the parameters outside"
+        f" the body, and sum the gradients of these parameters. Reason: {error}"
     )

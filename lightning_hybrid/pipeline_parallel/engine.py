@@ -19,10 +19,10 @@ _WINDOW = 4
 _MAX_PROGRAMS = 64
 
 Compute = Callable[[int, int, Any], Any]
-"""``compute(stage, microbatch, inputs) -> outputs``: runs the layers of a stage."""
+"""``compute(stage, microbatch, inputs) -> outputs`` runs the layers of a stage for one microbatch."""
 
 Profile = Callable[[str], AbstractContextManager[Any]]
-"""Creates the context of a named range."""
+"""A function that returns a context manager for a named range, such as `torch.profiler.record_function`."""
 
 
 class UnderWay(NamedTuple):
@@ -40,7 +40,7 @@ class UnderWay(NamedTuple):
 
 
 _Buffer = dict[int, Any]
-"""Messages that are kept until an action needs them, by microbatch."""
+"""The messages that are kept until an action needs them; the key is the index of the microbatch."""
 
 
 #: Stands for a message that is not made.
@@ -137,7 +137,8 @@ class Engine:
                 first one with its key.
         """
         if len(keys) != schedule.num_microbatches:
-            raise ValueError(f"got {len(keys)} keys for a schedule of {schedule.num_microbatches} microbatches")
+            number = schedule.num_microbatches
+            raise ValueError(f"a schedule of {number} microbatches needs {number} keys, got {len(keys)}")
         steps = self._program(schedule)
         self._connect()
         self.retire()
@@ -414,7 +415,7 @@ class Engine:
         if key not in self.channels:
             raise ValueError(
                 f"the action {action} of schedule {schedule.name!r} needs the channel {key}, "
-                f"but rank {self._rank} has {sorted(self.channels) or 'none'}"
+                f"but rank {self._rank} has {f'only {sorted(self.channels)}' if self.channels else 'none'}"
             )
         return self.channels[key]
 

@@ -238,8 +238,8 @@ class Channel:
                 _check_equal(known.meta, TreeMeta.of(leaves, spec))
         except TypeError as error:
             raise TypeError(
-                "A value cannot be sent to another stage. Pass dense tensors and plain Python values between the layers"
-                f" of the body, or move the stage boundary with `partition`: {error}"
+                "A value cannot be sent to another stage. Between the layers of the body, pass only dense tensors and"
+                f" plain Python values, or move the stage boundary with `partition`. Reason: {error}"
             ) from error
         self._send_tensors(known, leaves, send)
         return send
@@ -525,12 +525,12 @@ def _check_equal(known: TreeMeta, meta: TreeMeta) -> None:
     if known.equals(meta):
         return
     raise ValueError(
-        "Activations between two stages changed for the same batch shape.\n"
+        "The activations between two stages changed, although the shape of the batch is the same.\n"
         f"    first: {known}\n"
         f"    now:   {meta}\n"
-        "If their structure, shapes, dtypes, requires_grad or Python values depend on the data, or gradients are"
-        " switched on and off around the body (`torch.set_grad_enabled`), set HybridStrategy(dynamic_shapes=True)."
-        " This is not needed for freezing parameters. [LH438]"
+        "If their structure, shapes, dtypes, requires_grad or Python values depend on the data, or if you switch"
+        " gradients on and off around the body (`torch.set_grad_enabled`), set HybridStrategy(dynamic_shapes=True). To"
+        " freeze parameters, you do not need this setting. [LH438]"
     )
 
 

@@ -41,8 +41,8 @@ def partition(method: str | Sequence[int], weights: Sequence[int], num_stages: i
         return balanced(weights, num_stages)
     if not isinstance(method, (list, tuple)):
         raise ValueError(
-            f"partition={method!r} must be 'uniform', 'parameters', or a list: the number of layers of each stage, or"
-            " the stage of each layer [LH102]"
+            f"partition={method!r} must be 'uniform', 'parameters', or a list with the number of layers of each stage"
+            " or the stage of each layer [LH102]"
         )
     if is_numbered(method):
         return numbered(method, len(weights), num_stages)
@@ -74,12 +74,12 @@ def explicit(layers_per_stage: Sequence[int], num_layers: int, num_stages: int) 
     _check_integers("number of layers", counts, at_least=1)
     if len(counts) != num_stages:
         raise ValueError(
-            f"partition={counts} has {len(counts)} stages, but pipeline_parallel_size * num_chunks is {num_stages}; "
+            f"partition={counts} is for {len(counts)} stages, but pipeline_parallel_size * num_chunks is {num_stages}; "
             "list the number of layers of each stage, or the stage of each layer, starting at 0 [LH117]"
         )
     if sum(counts) != num_layers:
         raise ValueError(
-            f"partition={counts} has {sum(counts)} layers, but the body has {num_layers}; "
+            f"partition={counts} is for {sum(counts)} layers, but the body has {num_layers}; "
             f"change the numbers so that they sum to {num_layers} [LH117]"
         )
     return _ranges(counts)
@@ -109,8 +109,8 @@ def numbered(stages: Sequence[int], num_layers: int, num_stages: int) -> list[ra
     for layer, (before, stage) in enumerate(pairwise([0, *stages])):
         if stage < before:
             raise ValueError(
-                f"the layer stages {stages} go back from {before} to {stage} at layer {layer}; layers are called in"
-                " order, so the numbers must not decrease [LH117]"
+                f"the layer stages {stages} decrease from {before} to {stage} at layer {layer}; layers are called in"
+                " order, so the stages must not decrease [LH117]"
             )
     counts = [stages.count(stage) for stage in range(max(num_stages, stages[-1] + 1))]
     if len(counts) > num_stages:
@@ -120,8 +120,8 @@ def numbered(stages: Sequence[int], num_layers: int, num_stages: int) -> list[ra
         )
     if 0 in counts:
         raise ValueError(
-            f"the layer stages {stages} do not contain stage {counts.index(0)} of {num_stages}; assign at least one"
-            " layer to each stage, starting at 0 [LH117]"
+            f"the layer stages {stages} do not contain stage {counts.index(0)}; assign at least one layer to each of"
+            f" the stages 0 to {num_stages - 1} [LH117]"
         )
     return _ranges(counts)
 

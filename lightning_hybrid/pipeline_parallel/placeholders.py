@@ -28,22 +28,22 @@ _READS |= {getattr(Tensor, f"__{kind}__") for kind in ("bool", "int", "float", "
 _ADDRESSES = {Tensor.data_ptr}
 
 _SAVED_TEXT = (
-    "A tensor of another pipeline stage cannot be saved, because this rank does not have its values. Call"
-    " `trainer.save_checkpoint(path, weights_only=True)` on every rank to write the full model. In a hook, save inside"
-    " `with self.trainer.strategy.full_parameters():`, which gathers parameters. After a run, call"
-    " `trainer.strategy.gather_module()` first. [LH904]"
+    "A tensor of another pipeline stage cannot be saved, because this rank does not have its values. To save the full"
+    " model, call `trainer.save_checkpoint(path, weights_only=True)` on every rank. In a hook, save the tensor inside"
+    " `with self.trainer.strategy.full_parameters():`, which gathers the parameters. After a run, call"
+    " `trainer.strategy.gather_module()` before you save the tensor. [LH904]"
 )
 
 _WRITTEN_TEXT = (
-    "A tensor is set to the values of a parameter on other stages, but this rank does not have these values. If a hook"
-    " averages weights, the average must be on the same stage as the weights. In the first training batch, use both"
-    " before the layers or both after them; or make both part of one layer; or use Lightning's `WeightAveraging`."
-    " [LH424]"
+    "A tensor is set to the values of a parameter on another stage, but this rank does not have these values. If a hook"
+    " averages weights, the average must be on the same stage as the weights: make both part of one layer, or in the"
+    " first training batch, use both before the layers or both after the layers. You can also use Lightning's"
+    " `WeightAveraging`. [LH424]"
 )
 
 _GRADIENT_TEXT = (
-    "The gradient of a parameter on another stage was set to a tensor with values, which would be lost."
-    " Change gradients in place (`p.grad.mul_(...)`), or inside"
+    "The gradient of a parameter on another stage was set to a tensor with values, but these values would be lost."
+    " Change gradients in place (`p.grad.mul_(...)`), or set them inside"
     " `with self.trainer.strategy.full_parameters(gradients=True, writes=True)`. [LH425]"
 )
 
@@ -66,7 +66,7 @@ class PlaceholderTensor(Tensor):
         if func is torch.equal:  # by which callbacks look for parameters
             return args[0] is args[1]
         if func in _READS:
-            raise WrongUseError(without_value_text(f"the tensor of the `{func.__name__.strip('_')}` call"))
+            raise WrongUseError(without_value_text(f"the tensor in the `{func.__name__.strip('_')}` call"))
         if func in _ADDRESSES:
             raise WrongUseError(_SAVED_TEXT)
         with torch._C.DisableTorchFunctionSubclass():
@@ -336,14 +336,14 @@ def without_value_text(what: str) -> str:
     return (
         f"{what[0].upper()}{what[1:]} depends on parameters of layers on other stages, but no stage has the values of"
         " all parameters.\n"
-        "  - To read parameters in a hook, use `with self.trainer.strategy.full_parameters():` on every rank, with"
-        " `gradients=True` for gradients. Or read only the parameters of this stage, with `if not p.is_meta`.\n"
-        "  - To penalize weights, use the optimizer's `weight_decay`. Or set `HybridStrategy(body=[...])` with the name"
-        " of the `nn.Sequential`: a penalty over parameters in `training_step` then works.\n"
-        "  - For the gradient norm, use `self.trainer.strategy.grad_norm()` or `torch.nn.utils.get_total_norm`.\n"
+        "  - To read parameters in a hook, use `with self.trainer.strategy.full_parameters():` on every rank, and pass"
+        " `gradients=True` to read gradients. Or check `if not p.is_meta`, to read only the parameters of this stage.\n"
+        "  - To penalize weights, use the optimizer's `weight_decay`. Or list the name of the `nn.Sequential` in"
+        " `HybridStrategy(body=[...])`: then `training_step` can compute a penalty over parameters.\n"
+        "  - To get the gradient norm, use `self.trainer.strategy.grad_norm()` or `torch.nn.utils.get_total_norm`.\n"
         "  - To update a teacher or an average of weights, use a hook, such as `on_train_batch_end`, or"
         " `WeightAveraging`.\n"
-        "  - For the device, use `self.device`, not the device of a parameter. [LH401]"
+        "  - To find the device, use `self.device`, not the device of a parameter. [LH401]"
     )
 
 

@@ -17,8 +17,8 @@ from lightning_hybrid.distributed.dtensor import full_tensor
 from lightning_hybrid.distributed.pytree import LEAF, TreeSpec, flatten, unflatten
 
 Message = tuple[list[Any], TreeSpec]
-"""A message between stages: the leaves of a tree, and the tree. A gradient is sent back for each tensor that requires
-one."""
+"""A message between stages: the leaves of a tree, and its structure. A gradient is sent back for each tensor that
+requires one."""
 
 Gradients = list[Tensor | None]
 """The reply to a message: one gradient per leaf, or ``None`` for a leaf without a gradient. The list is empty if the
@@ -34,7 +34,8 @@ class Nothing(Enum):
 NOTHING = Nothing.NOTHING
 
 Root = Any
-"""The starting point of backward: an output tensor, or a gradient edge, which refers to an output without its data."""
+"""The starting point of backward: an output tensor, or a gradient edge, which refers to an output without keeping
+its data."""
 
 # Up to this many elements an input is copied, and an output kept: that takes less time than not to.
 _SMALL = 4096

@@ -647,13 +647,13 @@ def test_a_roll_that_could_not_be_called_before_is_called_where_it_is_heard() ->
     watcher.start()
     cause = failures.leave(dist.DistError("gloo: Connection reset by peer"), "Rank 0", lambda: None)
     watcher.close()
-    assert "All ranks are still running: rank 1 at " in str(cause)
+    assert "All other ranks are still running: rank 1 at " in str(cause)
 
 
 def test_a_rank_that_has_not_begun_the_run_is_not_said_to_be_killed() -> None:
     failures, _ = watched(dist.HashStore(), 0)
     cause = failures.leave(dist.DistError("gloo: Timed out waiting 8000ms for recv"), "Rank 0", lambda: None)
-    assert str(cause).startswith("Not in this run (already ended, or elsewhere in the program): rank 1 (on ")
+    assert str(cause).startswith("These ranks have already ended this run or are running other code: rank 1 (on ")
 
 
 def test_a_timeout_says_where_every_rank_is() -> None:
@@ -664,7 +664,7 @@ def test_a_timeout_says_where_every_rank_is() -> None:
     watcher.start()
     cause = failures.leave(dist.DistError("gloo: Timed out waiting 8000ms for recv"), "Rank 0", lambda: None)
     watcher.close()
-    assert "All ranks are still running: rank 1 at " in str(cause)
+    assert "All other ranks are still running: rank 1 at " in str(cause)
     assert "test_a_timeout_says_where_every_rank_is (test_failure.py:" in str(cause)
 
 
@@ -706,7 +706,7 @@ def test_a_rank_that_waits_in_vain_is_ended_with_the_cause(ranks: Pools, how: st
     assert code == 1
     assert seconds < QUICK + 3
     assert ("Rank 1 failed: ArithmeticError: broken" if how == "failed" else "The run has ended on rank 1") in text
-    assert "This rank was at recv (distributed_c10d.py:" in text
+    assert "This rank exits now. It was at recv (distributed_c10d.py:" in text
 
 
 def test_a_rank_that_talks_to_nobody_is_interrupted_and_one_that_saves_is_not() -> None:
@@ -814,7 +814,7 @@ def test_a_store_that_does_not_answer_ends_who_waits() -> None:
     first = FailureStore(Silent(), rank=0, size=2)  # of what launched the ranks
     first.is_store_silent = True
     first.linger(Silent())
-    text = "The store that all ranks share does not respond: rank 0 (on node7) or the launcher of the ranks is stopped"
+    text = "The store through which ranks exchange messages does not respond: rank 0 (on node7) or the launcher"
     assert str(failures.cause(patience=0.0)).startswith(text)
     cause = failures.leave(dist.DistError("gloo: Connection closed by peer"), "Rank 1", lambda: None)
     assert str(cause).startswith(text)
@@ -832,7 +832,8 @@ def test_a_store_that_answers_again_has_why_all_end() -> None:
     watch.look()
     assert not failures.is_store_silent
     other, _ = watched(store, 2)
-    assert str(other.cause(patience=0.0)).startswith("The store that all ranks share does not respond: rank 0 (on ")
+    text = "The store through which ranks exchange messages does not respond: rank 0 (on "
+    assert str(other.cause(patience=0.0)).startswith(text)
 
 
 class Closed(io.StringIO):
@@ -1207,7 +1208,7 @@ def test_who_leaves_twice_without_a_store_tells_the_same() -> None:
     first = failures.leave(dist.DistError("gloo: Connection closed by peer"), "Rank 1, action 0F1", lambda: None)
     assert first is not None
     assert str(first).startswith(
-        "The store that all ranks share is gone: rank 0 (on node7) or the launcher of the ranks has"
+        "The store through which ranks exchange messages is gone: rank 0 (on node7) or the launcher has exited."
     )
     again = failures.leave(first, "Rank 1", lambda: None)
     assert str(again) == str(first)

@@ -194,18 +194,18 @@ def test_groups_of_a_grid(kind: tuple[str, int, int]) -> None:
 @pytest.mark.parametrize(
     ("mode", "size", "depth", "form", "nearest"),
     [
-        ("2d", 3, 1, "a square", "are 1 and 4"),
-        ("2d", 6, 1, "a square", "are 4 and 9"),
-        ("2.5d", 6, 2, "tensor_parallel_depth (2) x a square", "are 2 and 8"),
-        ("2.5d", 2, 4, "tensor_parallel_depth (4) x a square", "is 4"),
-        ("3d", 4, 1, "a cube", "are 1 and 8"),
-        ("3d", 20, 1, "a cube", "are 8 and 27"),
+        ("2d", 3, 1, "a perfect square", "sizes are 1 and 4"),
+        ("2d", 6, 1, "a perfect square", "sizes are 4 and 9"),
+        ("2.5d", 6, 2, "tensor_parallel_depth (2) times a perfect square", "sizes are 2 and 8"),
+        ("2.5d", 2, 4, "tensor_parallel_depth (4) times a perfect square", "size is 4"),
+        ("3d", 4, 1, "a perfect cube", "sizes are 1 and 8"),
+        ("3d", 20, 1, "a perfect cube", "sizes are 8 and 27"),
     ],
 )
 def test_sizes_that_make_no_grid(mode: str, size: int, depth: int, form: str, nearest: str) -> None:
     text = (
-        f"tensor_parallel_mode='{mode}' needs a tensor_parallel_size that is {form}, got {size}. The nearest {nearest}."
-        " [LH108]"
+        f"tensor_parallel_mode='{mode}' needs a tensor_parallel_size that is {form}, got {size}. The nearest"
+        f" possible {nearest}. [LH108]"
     )
     with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
         HybridStrategy(
@@ -228,7 +228,10 @@ def test_one_rank_is_a_line_in_every_mode() -> None:
             {"tensor_parallel_depth": 2, "tensor_parallel_mode": "3d"},
             "tensor_parallel_depth=2 needs tensor_parallel_mode='2.5d'",
         ),
-        ({"tensor_parallel_mode": "2d", "tensor_parallel_size": 4, "sequence_parallel": True}, "Remove one of the two"),
+        (
+            {"tensor_parallel_mode": "2d", "tensor_parallel_size": 4, "sequence_parallel": True},
+            "Remove one of the two arguments",
+        ),
     ],
 )
 def test_arguments_of_a_grid_that_do_not_fit(arguments: Any, words: str) -> None:

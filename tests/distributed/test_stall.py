@@ -82,9 +82,9 @@ def test_the_table_begins_with_whom_the_others_wait_for_and_ranks_at_one_place_s
     answers = [*waiting, answer(10, IDLES, place="training_step (train.py:7)")]
     text = stall_text(answers, [10])
     assert text == (
-        "Stalled: nothing has finished for 109 s. The other ranks wait for rank 10 (on host5), which has computed"
-        " nothing for 110 s at training_step (train.py:7). If this can take that long, increase `faults.stall_timeout`"
-        " and `timeout`. [LH224]"
+        "Stalled: no rank has made progress for 109 s. The other ranks wait for rank 10 (on host5), which has been idle"
+        " for 110 s at training_step (train.py:7). If the code there can take this long, increase"
+        " `faults.stall_timeout` and `timeout`. [LH224]"
     )
     lines = [re.split(r"\s{2,}", line) for line in table(answers, [10]).splitlines()]
     assert lines[0] == ["rank", "state", "seconds", "batch", "action", "last actions", "pending messages", "at"]
@@ -128,7 +128,8 @@ def chain() -> str:
 def test_who_computes_is_let_go_on_and_who_does_not_answer_ends_the_run(ranks: Pools) -> None:
     judge, *others = ranks(3).run(chain, timeout=40)
     lines = judge.splitlines()
-    computing = [line for line in lines if line.endswith("They wait until `timeout` expires.")]  # once for each look
+    last = "They keep waiting until `timeout` expires."
+    computing = [line for line in lines if line.endswith(last)]  # once for each look
     computes = r"\[rank 0\] Stalled: .* wait for rank 2 \(on .*\), which is busy at .*chain \(test_stall"
     assert computing
     assert all(re.match(computes, line) for line in computing)
@@ -329,7 +330,7 @@ def test_a_rank_that_stands_still_in_the_users_code_is_named_and_ended(ranks: Po
     )
     assert text == of_sleeper
     assert later - at < 20, "it hears of it where it sleeps"
-    assert re.search(r"wait for rank 1 \(on .*\), which has computed nothing for \d+ s at stall \(test_stall.py", text)
+    assert re.search(r"wait for rank 1 \(on .*\), which has been idle for \d+ s at stall \(test_stall.py", text)
     assert f"[rank 0] {text}\n" in printed
     assert "last actions" not in also_printed
     row = next(line for line in printed.splitlines() if line.startswith("0 "))
@@ -341,6 +342,6 @@ def test_a_rank_that_stands_still_in_the_users_code_is_named_and_ended(ranks: Po
 def test_a_rank_that_waits_for_a_message_between_two_batches_says_so(ranks: Pools) -> None:
     (text, printed, _), (of_other, *_) = ranks(2, lightning=True).run(stalled, Asleep, timeout=100)
     assert text == of_other
-    assert re.search(r"wait for rank 0 \(on .*\), which has computed nothing for \d+ s at on_train_batch_end", text)
+    assert re.search(r"wait for rank 0 \(on .*\), which has been idle for \d+ s at on_train_batch_end", text)
     row = next(line for line in printed.splitlines() if line.startswith("1 "))
     assert re.search(r"waits for 0 .*signals from rank 0 to rank 1 .*wait_any \(host_messages.py", row), row

@@ -66,7 +66,7 @@ def test_machines_that_are_far_apart_are_as_one_process(
     ended = outputs(machines.lightning(words(layout, tmp_path), processes=1))
     assert [code for code, _ in ended] == [0, 0], ended
     assert_same(trained(tmp_path), one_process(8))
-    told = re.findall(r"'auto': \[(\d+)\] .* between nodes takes up to ([\d.]+) ms,", ended[0][1])
+    told = re.findall(r"'auto' chose \[(\d+)\] .* between nodes takes up to ([\d.]+) ms,", ended[0][1])
     assert len(told) == (1 if extra == "auto" else 0)
     for chosen, milliseconds in told:  # of four microbatches, two are in flight without more
         assert int(chosen) == 2
@@ -96,8 +96,8 @@ def test_a_machine_that_falls_silent_ends_all(machines: Machines, tmp_path: Path
     seconds = time.monotonic() - begin
     machines.signal(number, signal.SIGCONT)
     ((_, of_lost),) = outputs([started[number - 1]])
-    silent = "No heartbeat for 6 s (stopped, disconnected or without power): rank 1 (on node2)"
-    no_store = "The store that all ranks share does not respond: rank 0 (on node1)"
+    silent = "No heartbeat for 6 s from rank 1 (on node2)"
+    no_store = "The store through which ranks exchange messages does not respond: rank 0 (on node1)"
     assert (no_store if number == 1 else silent) in text
     assert other.returncode
     assert started[number - 1].returncode, of_lost

@@ -35,12 +35,16 @@ def test_the_text_names_layers_and_sizes() -> None:
     layers = batch_norms(nn.Sequential(nn.BatchNorm1d(2), nn.Sequential(nn.BatchNorm2d(2), nn.BatchNorm3d(2).eval())))
     text = batch_norm_text(layers, [3, 2], 1)
     assert text is not None
-    assert text.startswith("2 BatchNorm layers see microbatches of 2 samples, not the full batch of 5")
+    assert text.startswith(
+        "2 BatchNorm layers compute statistics over microbatches of 2 samples, not over the full batch of 5"
+    )
     assert "num_microbatches=1" in text
     assert "sync_batchnorm" not in text
     assert "Trainer(sync_batchnorm=True)" in str(batch_norm_text(layers, [3, 2], 2))
     synchronized = str(batch_norm_text([nn.SyncBatchNorm(2)], [2, 2], 2))
-    assert synchronized.startswith("1 BatchNorm layer sees microbatches of 2 samples on each of 2 replicas,")
+    assert synchronized.startswith(
+        "1 BatchNorm layer computes statistics over microbatches of 2 samples on each of 2 replicas,"
+    )
     assert "sync_batchnorm" not in synchronized
     assert batch_norm_text(layers, [5], 2) is None
     assert batch_norm_text([layers[2]], [3, 2], 2) is None
@@ -87,7 +91,9 @@ def test_auto_makes_no_microbatches_of_one_sample(ranks: Pools) -> None:
     sizes, told = sizes_and_told(ranks(2, lightning=True).run(trained, {"pipeline_parallel_size": 2}))
     assert sizes == [2, 2, 2, 2, 2, 2, 2, 2, 3, 2]
     assert len(told[0]) == 1, "once, on rank 0"
-    assert told[0][0].startswith("1 BatchNorm layer sees microbatches of 2 samples, not the full batch of 8")
+    assert told[0][0].startswith(
+        "1 BatchNorm layer computes statistics over microbatches of 2 samples, not over the full batch of 8"
+    )
     assert told[1] == []
 
 

@@ -97,7 +97,7 @@ def test_candidates_are_listed_the_largest_five() -> None:
 
 def test_no_candidates() -> None:
     with pytest.raises(
-        ValueError, match=r"The module has no list of layers: put the layers .*body=\['first', 'second'"
+        ValueError, match=r"The module has no list of layers\. .* store the layers .*body=\['first', 'second'"
     ):
         find_body(Model(head=nn.Linear(2, 2)), None, 2)
 

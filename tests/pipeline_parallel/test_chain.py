@@ -77,7 +77,7 @@ def counts(module: Before, x: Tensor) -> Tensor:
     ("code", "text"),
     [
         (numbers, "`__bool__` (DataDependentOutputException) needs the values of a parameter outside the layers"),
-        (writes, "`batch_norm` writes a tensor that every stage has, with a value computed from a parameter outside"),
+        (writes, "`batch_norm` updates a tensor of every stage with a value computed from a parameter outside"),
         (counts, "`poisson` (ValueError) needs the values of a parameter outside the layers"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),

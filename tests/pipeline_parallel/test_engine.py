@@ -564,7 +564,7 @@ def test_failure_tells_its_position() -> None:
 
 def test_wrong_use_is_told() -> None:
     engine = Engine(0, {})
-    with pytest.raises(ValueError, match="got 2 keys for a schedule of 3 microbatches"):
+    with pytest.raises(ValueError, match="a schedule of 3 microbatches needs 3 keys, got 2"):
         engine.run(build("1f1b", 1, 3), lambda *_: None, ["key"] * 2)
     with pytest.raises(ValueError, match=r"0\w+0 .*'1f1b'.*\(\d, \d, '\w+'\), but rank 0 has none"):
         engine.run(build("1f1b", 2, 1), lambda *_: None, ["key"])

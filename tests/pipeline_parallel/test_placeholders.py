@@ -257,7 +257,7 @@ def test_tensors_with_values_are_not_written_with_placeholders(move: Any) -> Non
     module = make()
     weight = next(each for each in module.parameters() if is_placeholder(each))
     average = nn.Parameter(torch.ones(weight.shape, dtype=weight.dtype), requires_grad=False)
-    with pytest.raises(WrongUseError, match="a parameter on other stages"):
+    with pytest.raises(WrongUseError, match="a parameter on another stage"):
         move(average, weight)
 
 

@@ -90,7 +90,7 @@ def test_the_choice_is_told_with_its_reasons() -> None:
     text = choice_text((3,), [measured(0, 0.040, most=7), measured(1, 0.0)])
     assert "[3] extra microbatches" in text
     assert "40.00 ms, and a microbatch takes 30.00 ms on the slowest rank." in text
-    assert "Memory allows 7 extra microbatches." in text
+    assert "There is enough memory for 7 extra microbatches." in text
 
 
 # -- in a run ----------------------------------------------------------------------------------------------------------

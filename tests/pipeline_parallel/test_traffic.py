@@ -98,10 +98,8 @@ def test_the_warning_has_both_byte_counts() -> None:
 def test_a_tensor_group_that_no_order_keeps_on_a_node_is_said_too() -> None:
     text = traffic_text(Sizes(tensor=8), "pp-dp-tp", TWO_NODES, SENT)
     assert text is not None
-    assert "a step sends 14 bytes between nodes (14 bytes for sums over tensor-parallel groups)" in text
-    assert (
-        "No other order sends less than 14 bytes. Set tensor_parallel_size to a divisor of the number of ranks" in text
-    )
+    assert "a step sends 14 bytes between nodes (including 14 bytes for sums over tensor-parallel groups)" in text
+    assert "With the best order, a step sends 14 bytes. To send less, set tensor_parallel_size to a divisor of" in text
 
 
 def test_of_replicas_the_most_counts_and_two_ranks_of_a_link_are_added_up() -> None:

@@ -213,9 +213,9 @@ def test_what_holds_layers_names_their_stage() -> None:
 @pytest.mark.parametrize(
     ("stages", "arguments", "words"),
     [
-        ([0, 0, 1, 0, 1, 1], {}, ["`pipeline_stage` of the layers of 'blocks'", "go back from 1 to 0 at layer 3"]),
+        ([0, 0, 1, 0, 1, 1], {}, ["`pipeline_stage` of the layers of 'blocks'", "decrease from 1 to 0 at layer 3"]),
         ([0, 0, 0, 2, 2, 2], {}, ["contain stage 2", "is 2"]),
-        ([1, 1, 1, 1, 1, 1], {}, ["do not contain stage 0 of 2"]),
+        ([1, 1, 1, 1, 1, 1], {}, ["do not contain stage 0;"]),
         ([0, 0, 0, 1, 1, None], {}, ["'blocks.5'", "has no `pipeline_stage`", "'blocks.0' has one"]),
         ([0, 0, 0, 1, 1, 1], {"partition": "parameters"}, ["partition='parameters'", "Remove one"]),
         ([0, 0, 0, 1, 1, 1], {"partition": [3, 3]}, ["partition=[3, 3]", "Remove one"]),

@@ -66,8 +66,8 @@ def printed(module: type[Regression]) -> str:
 def test_a_cause_is_told_once_with_the_lines_of_the_user(ranks: Pools) -> None:
     other, failed = ranks(2, lightning=True).run(printed, Fails)
     note = (
-        "The error was raised in microbatch 1 of 4, which holds 2 of 8 samples. If the code needs the full batch, set"
-        " num_microbatches=1. To split batches in a different way, define a method"
+        "The error was raised in microbatch 1 of 4, which contains 2 of 8 samples. If the code needs the full batch,"
+        " set num_microbatches=1. To split batches in a different way, define a method"
         " `split_batch(batch, num_microbatches)` in the module."
     )
     assert other.splitlines() == [

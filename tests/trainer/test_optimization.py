@@ -35,9 +35,18 @@ def test_batches_make_up_the_samples_of_a_step(size: int, batch_size: int, repli
 @pytest.mark.parametrize(
     ("arguments", "texts"),
     [
-        ((16, 5, 2), ["global_batch_size=16", "5 samples", "2 replicas", "multiple of 10", "set the batch size to 4,"]),
+        (
+            (16, 5, 2),
+            [
+                "global_batch_size=16",
+                "5 samples",
+                "2 replicas",
+                "multiple of 10",
+                "set the batch size of the loader to 4,",
+            ],
+        ),
         ((16, 4, 3), ["3 replicas", "multiple of 12", "another number of replicas"]),
-        ((4, 8, 1), ["not a multiple of 8", "set the batch size to 4,"]),
+        ((4, 8, 1), ["not a multiple of 8", "set the batch size of the loader to 4,"]),
     ],
 )
 def test_what_does_not_divide_is_refused(arguments: tuple[int, int, int], texts: list[str]) -> None:
@@ -126,7 +135,15 @@ def refused(case: str) -> str:
         ("manual", ["but the manual optimization of Manual controls this too"]),
         ("batch sampler", ["the training loader has no `batch_size`", "DataLoader(..., batch_size=...)"]),
         ("several", ["the training loader has no `batch_size`"]),
-        ("not divided", ["a batch of 3 samples each", "2 replicas", "not a multiple of 6", "set the batch size to 2,"]),
+        (
+            "not divided",
+            [
+                "a batch of 3 samples each",
+                "2 replicas",
+                "not a multiple of 6",
+                "set the batch size of the loader to 2,",
+            ],
+        ),
     ],
 )
 def test_wrong_use_is_refused_on_every_rank(ranks: Pools, case: str, texts: list[str]) -> None:

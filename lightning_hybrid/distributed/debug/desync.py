@@ -214,7 +214,7 @@ class DesyncWatch:
     def _late_text(self, where: str, key: str) -> str:
         late = [rank for rank in self._ranks if not self._store.check([f"{key}/of {rank}"])]
         who = ranks_text(late) if late else f"one of {ranks_text(self._ranks)}"
-        return f"{where} is new on rank {self._rank}, but {who} did not reach it within {self._timeout:.0f} s. [LH208]"
+        return f"Rank {self._rank} waited {self._timeout:.0f} s at {where}, but {who} did not reach this point. [LH208]"
 
     def meeting(self) -> Meeting:
         """Where this rank waits for the others. Called by the watcher."""
@@ -336,10 +336,10 @@ class Desync:
 
 
 _SAME_STEPS = (
-    "All ranks of a model group must get the same batch and split it in the same way. Hooks and `split_batch` must not"
-    " depend on the rank, or freeze parameters on only one rank."
+    "All ranks of a model group must receive the same batch and split it in the same way. Hooks and `split_batch` must"
+    " behave the same on every rank: for example, a hook must not freeze parameters on only one rank."
 )
 _SAME_LOGS = (
-    "All replicas must log the same values with a reduction over replicas (`sync_dist=True`, or a metric), in the same"
-    " order, even for a batch that has nothing to log."
+    "All replicas must log values that are reduced over replicas (`sync_dist=True`, or a metric) under the same names"
+    " and in the same order, even if a replica has nothing to log for a batch."
 )

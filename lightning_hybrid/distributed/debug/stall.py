@@ -206,7 +206,7 @@ class StallWatch:
         if self._since > self._called:  # something has finished while the others answered
             self._store.set(self._key("continues"), "")
         elif culprits and all(answers[rank].state == WORKS for rank in culprits):
-            print_error(f"[rank {self._rank}] {without_code(text)} They wait until `timeout` expires.")
+            print_error(f"[rank {self._rank}] {without_code(text)} They keep waiting until `timeout` expires.")
             self._store.set(self._key("continues"), "")
         else:
             print_error(f"[rank {self._rank}] {text}\n{table(answers, culprits)}")
@@ -247,24 +247,25 @@ def stall_text(answers: Sequence[Answer], culprits: Sequence[int]) -> str:
     longest = max((answer.seconds for answer in answers if answer.state == WAITS), default=0.0)
     if not culprits:
         return (
-            f"Stalled: nothing has finished for {longest:.0f} s. All ranks wait in the same place: check the network"
-            " between them. [LH224]"
+            f"Stalled: no rank has made progress for {longest:.0f} s. All ranks wait at the same place: check the"
+            " network between them. [LH224]"
         )
     parts = []
     for rank in culprits[:_MOST]:
         answer = answers[rank]
         does = {
             SILENT: "does not respond: its process is stopped, or its host is down",
-            IDLES: f"has computed nothing for {answer.seconds:.0f} s at {answer.place}",
+            IDLES: f"has been idle for {answer.seconds:.0f} s at {answer.place}",
             WORKS: f"is busy at {answer.place}",
-            WAITS: f"waits in a different place, at {answer.place}",
+            WAITS: f"waits at a different place: {answer.place}",
         }[answer.state]
         parts.append(f"rank {rank} (on {answer.host}), which {does}")
     more = f", and {len(culprits) - _MOST} more" if len(culprits) > _MOST else ""
     may_idle = any(answers[rank].state == IDLES for rank in culprits)
-    advice = " If this can take that long, increase `faults.stall_timeout` and `timeout`." if may_idle else ""
+    advice = " If the code there can take this long, increase `faults.stall_timeout` and `timeout`." if may_idle else ""
     return (
-        f"Stalled: nothing has finished for {longest:.0f} s. The other ranks wait for {'; for '.join(parts)}{more}."
+        f"Stalled: no rank has made progress for {longest:.0f} s. The other ranks wait for"
+        f" {'; for '.join(parts)}{more}."
         f"{advice} [LH224]"
     )
 

@@ -257,10 +257,10 @@ class LeafReaders:
         question = self._loader, number, index, self._rank
         if made.numel() and not self._fetch.ask(self, self._source, question, made):
             raise WrongUseError(
-                f"This rank reads a batch tensor of shape {tuple(like.shape)} that it has not read before. The loading"
-                " rank did not send this tensor, and has already dropped or changed it. Read it in the first step with"
-                " a batch of this structure (for example, keep a copy), or set"
-                " HybridStrategy(broadcast_batches=False). [LH703]"
+                f"This rank reads a batch tensor of shape {tuple(like.shape)} that it did not read in earlier steps."
+                " The rank that loads batches therefore did not send the tensor, and has already dropped or changed it."
+                " On this rank, read the tensor in the first step with a batch of this structure (for example, by"
+                " copying it), or set HybridStrategy(broadcast_batches=False). [LH703]"
             )
         return made
 

@@ -297,8 +297,8 @@ class TreeBroadcast:
         if about != self.about:
             raise WrongUseError(
                 f"Ranks of a model group are out of step: rank {self._messages.source} sent {about}, but this rank"
-                f" expected {self.about}. Some ranks iterate a loader or compute a metric that others do not. Do it on"
-                " all ranks or on none. [LH702]"
+                f" expected {self.about}. Some ranks iterate a loader or compute a metric, but other ranks do not."
+                " Iterate each loader and compute each metric on all ranks, or on none. [LH702]"
             )
         self._length = max(_LEAST, length)
         return code, packet[_HEADER.size : _HEADER.size + num_pickled].numpy().tobytes(), packet

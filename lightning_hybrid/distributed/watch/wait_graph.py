@@ -125,9 +125,9 @@ def _describe(waiting: Mapping[int, Waiting], stuck: set[int]) -> str:
 
 #: What to do where ranks do not do the same.
 ADVICE = (
-    "All ranks must communicate in the same order. This applies to `self.log` in a hook, saving, `should_stop`, the"
-    " early end of an epoch (-1 from `on_train_batch_start`) and torch collectives. All ranks need the same number of"
-    " batches, the same arguments and the same callbacks."
+    "All ranks must communicate in the same order: they must call `self.log` in hooks, save checkpoints, set"
+    " `should_stop`, end epochs early (return -1 from `on_train_batch_start`) and call torch collectives at the same"
+    " points. All ranks need the same number of batches, the same arguments and the same callbacks."
 )
 
 

@@ -20,8 +20,8 @@ _KNOWN, _SENT, _KEPT, _DEVICE = "known", "sent", "kept", "device"
 
 _KEPT_TEXT = (
     "A layer reads a tensor that a layer on another stage stored in an object, such as a key-value cache. The tensor"
-    " stays on the stage that created it. Return it from the first layer, and pass it to the other layer as"
-    " an argument. [LH413]"
+    " stays on the stage that created it. Return it from the layer that creates it, and pass it as an argument to the"
+    " layer that reads it. [LH413]"
 )
 
 
@@ -124,7 +124,8 @@ class Arguments:
             pickler.dump((len(self._nodes), result, changes))
         except Exception as error:  # the pickle protocol lets classes raise anything
             raise WrongUseError(
-                f"A layer returned a value, or stored one in an object, that cannot be sent to other stages: {error}"
+                "A layer returned a value that cannot be sent to other stages, or stored such a value in an object:"
+                f" {error}"
             ) from error
         return Packed(buffer.getvalue(), pickler.sent, pickler.kept)
 
@@ -159,8 +160,8 @@ class Arguments:
         if number != len(self._nodes):
             raise WrongUseError(
                 f"A layer received different arguments on different ranks: {number} objects, containers and tensors on"
-                f" the rank that has the layer, but {len(self._nodes)} here. Every rank runs the code around the"
-                " layers, so this code must not depend on the rank. [LH433]"
+                f" the rank that has the layer, but {len(self._nodes)} on this rank. Every rank runs the code around"
+                " the layers, so this code must not depend on the rank. [LH433]"
             )
         for position, value in changes:
             _apply(self._nodes[position], value)

@@ -72,9 +72,9 @@ _WRITTEN, _ALIASES, _CHANGED, _MANY = 1_000_000, 2_000_000, 3_000_000, 500_000
 
 #: The usual reason why layers are called again with what they made, or their caches are used; and what to do.
 GENERATION = (
-    "Generation feeds each token back to the first stage, so generate in `validation_step`, `test_step` or"
-    " `predict_step`, without gradients and without `context_parallel_size`. Or generate after the run, once you have"
-    " called `trainer.strategy.gather_module()`."
+    "Token generation, which feeds each token back to the first stage, works only in `validation_step`, `test_step` or"
+    " `predict_step`, without gradients and without `context_parallel_size`. Alternatively, generate tokens after the"
+    " run, once you have called `trainer.strategy.gather_module()`."
 )
 
 
@@ -284,7 +284,8 @@ class Discovery(TorchFunctionMode):
             if func in DERIVATIVES:
                 raise WrongUseError(
                     f"{call} computes derivatives through layers on several stages, but no rank has the full"
-                    " graph. [LH407]"
+                    " autograd graph. Compute the derivatives inside one layer, or use a layout without a"
+                    " pipeline. [LH407]"
                 )
             return self._absent(number, call, leaves, lambda fakes: apply(func, *unflatten(fakes[:count], spec)))
         self._seed(number)
@@ -476,7 +477,9 @@ class Discovery(TorchFunctionMode):
                 shapes = _shapes(attempt(lambda each: torch.ones_like(each) if is_whole(each) else each.clone())[0])
         if is_own and _shapes(attempt(torch.clone, _counted)[0]) != _shapes(attempt(torch.clone)[0]):
             raise WrongUseError(
-                f"The output shapes of {type(unit).__name__} depend on the values of its inputs. [LH446]"
+                f"The output shapes of {type(unit).__name__} depend on the values of its inputs. Move the code that"
+                " depends on these values into the layer that uses the output, or set"
+                " HybridStrategy(dynamic_shapes=True). [LH446]"
             )
         result, seen = attempt(torch.clone)
         if whole and (seen.known or shapes != _shapes(result)):
@@ -691,8 +694,8 @@ class Discovery(TorchFunctionMode):
         self._checkpoints[id(frame)] = frame, self._checkpoints.get(id(frame), (frame, 0))[1] + 1
         if self._checkpoints[id(frame)][1] > 1 or call.unit is None:
             raise WrongUseError(
-                f"{call} is recomputed by `torch.utils.checkpoint` together with other layers, or with random numbers"
-                " drawn outside the layers. Checkpoint each layer separately, or use"
+                f"{call} is recomputed by `torch.utils.checkpoint` together with other layers, or together with"
+                " random numbers that are drawn outside the layers. Checkpoint each layer separately, or use"
                 " HybridStrategy(recompute=...). [LH440]"
             )
 

@@ -60,8 +60,8 @@ def fake_module(
             if generator_state(generator) != state:
                 raise WrongUseError(
                     f"The step draws random numbers from its own generator, {name}. Stages run different parts of the"
-                    " step, so they would draw different numbers. Draw without `generator=`: each call then has its own"
-                    " seed, which is the same on every stage. [LH448]"
+                    " step, so they would draw different numbers. Draw the numbers without `generator=`: each call then"
+                    " has its own seed, which is the same on every stage. [LH448]"
                 )
         for part, attributes in swapped:
             for name, value in _held(part).items():

@@ -81,9 +81,9 @@ def absent_text(what: str) -> str:
         what: What uses it.
     """
     return (
-        f"{what} uses a tensor from another pipeline stage that it did not use when a batch of these shapes was traced,"
-        " or that was hidden in an object. Pass it as a tensor argument, or set HybridStrategy(dynamic_shapes=True),"
-        " which traces every step. [LH416]"
+        f"{what} uses a tensor from another pipeline stage. The tensor was not used there when a batch of these shapes"
+        " was traced, or was hidden in an object. Pass the tensor itself as an argument, or set"
+        " HybridStrategy(dynamic_shapes=True), which traces every step. [LH416]"
     )
 
 

@@ -65,8 +65,8 @@ _MOST_OF_KEY, _MOST_PLANS = 32, 512
 # Where `module.compile()` keeps what a call of the module runs instead.
 _COMPILED = "_compiled_call_impl"
 _FIRST_OF_SHAPES = (
-    "In evaluation, later batches of the same shapes run like the first one, whose step called no layer at this point."
-    " Set HybridStrategy(dynamic_shapes=True) to trace every batch."
+    "In evaluation, later batches of the same shapes take the same path as the first one, in which no layer was called"
+    " at this point. Set HybridStrategy(dynamic_shapes=True) to trace every batch."
 )
 _END = "the end of the step"
 # With so many paths for one signature a step seems to read another number each time.
@@ -345,7 +345,7 @@ class FrameCut:
                 graph = None
         known = self._plans.setdefault(key, []) if self._remembers else []  # of what has become a unit there are none
         _log.debug(
-            "`%s` was %s in %.0f ms: %d calls, tensors between stages %s",
+            "`%s` was %s in %.0f ms: %d calls; numbers of tensors sent from each stage to the next: %s",
             getattr(step, "__name__", type(step).__name__),
             how,
             1e3 * (time.perf_counter() - begin),
@@ -398,7 +398,8 @@ class FrameCut:
                 first = next(at for at, call in enumerate(beyond.calls) if call.unit == len(self._units) - 1)
                 if any(call.unit is not None for call in beyond.calls[first + 1 :]):
                     rank_zero_info(
-                        f"{names[module]!r} reads values that layers compute, so the whole module is on stage {stage}."
+                        f"{names[module]!r} reads values that layers compute, so the whole module runs on stage"
+                        f" {stage}."
                     )
                     self._forget_plans()
                     graph = beyond
@@ -445,8 +446,8 @@ class FrameCut:
                 stage = self._pin(names[module], module, graph.calls[:first])
                 self._forget_plans()
                 rank_zero_info(
-                    f"{names[module]!r} uses the values that it writes into {buffer!r}, so the whole module is on stage"
-                    f" {stage}."
+                    f"{names[module]!r} uses the values that it writes into {buffer!r}, so the whole module runs on"
+                    f" stage {stage}."
                 )
                 return True
         return False
@@ -465,8 +466,8 @@ class FrameCut:
             rank_zero_warn(
                 f"`{step}` has taken {_MANY} different paths for batches of the same shapes, because it reads a value"
                 f" from the batch that is different each time: {what}. Each path is traced once, which takes 10 to 200"
-                " ms. Read such values inside one layer of the body, allow only a few values (such as lengths rounded"
-                " up to multiples of 64), or keep the values in tensors (a mask instead of a slice)."
+                " ms. Read this value inside one layer of the body, restrict it to a few values (for example, round"
+                " lengths up to multiples of 64), or keep it in a tensor (for example, use a mask instead of a slice)."
             )
 
     def _discover(self, step: Callable[..., Any], arguments: Sequence[Any], seed: Callable[[int], None]) -> Graph:
@@ -782,8 +783,8 @@ class FrameCut:
         return (
             f"The step took a different path than when a batch of these shapes was traced: call {number} of"
             f" {type(self._module).__name__} is now {found}, but was {expected}. All stages must take the same path."
-            " The path may depend on the batch, on `self.training` or on `requires_grad`; if it depends on anything"
-            " else, set HybridStrategy(dynamic_shapes=True), which traces every step. [LH431]"
+            " The path is allowed to depend on the batch, on `self.training` and on `requires_grad`. If it depends on"
+            " anything else, set HybridStrategy(dynamic_shapes=True), which traces every step. [LH431]"
         )
 
     def _written_text(self, plan: FramePlan, position: int) -> str:
@@ -791,9 +792,9 @@ class FrameCut:
         tensor, reader = plan.kept[position]
         name = next((repr(name) for name, each in self._module.named_buffers() if each is tensor), "a tensor")
         return (
-            f"The step writes {name} of {type(self._module).__name__} after {plan.graph.needed} has read a value that"
-            f" only the last stage has. From there on, the step runs only on that stage, but {reader} reads {name} on"
-            " every stage. Write it earlier, or in a hook, such as `on_train_batch_end`. [LH473]"
+            f"The step updates {name} of {type(self._module).__name__} after {plan.graph.needed} has read a value that"
+            f" only the last stage has. From this point on, only that stage runs the step, but {reader} reads {name} on"
+            f" every stage. Update it before this point, or in a hook, such as `on_train_batch_end`. [LH473]"
         )
 
     def _parameter_text(self, plan: FramePlan, placeholder: Tensor) -> str:
@@ -803,7 +804,7 @@ class FrameCut:
             return without_value_text(f"code after {plan.graph.needed}")
         return (
             f"The step uses the parameter {name!r} after {plan.graph.needed} has read a value that another stage"
-            f" computes, so this use could not be planned. {name!r} {lives_on_text(self.holders[name])}."
+            f" computes, so tracing the step could not find this use. {name!r} {lives_on_text(self.holders[name])}."
             f" {KEEP_TEXT} [LH409]"
         )
 
@@ -814,8 +815,8 @@ class FrameCut:
         return (
             f"{plan.graph.needed} reads the value of a tensor that another pipeline stage computes, and the layer"
             f" {self._units[index][0]!r} is called{' again' * again} afterward. Code between pipelined layers cannot"
-            " depend on activation values: make the decision from the batch, or move the decision and the layers after"
-            " it into one layer of the body, which processes one microbatch at a time."
+            " depend on activation values: make the decision depend only on the batch, or move the decision and the"
+            " layers after it into one layer of the body, which processes one microbatch at a time."
             f"{f' {GENERATION}' * again}{dynamic} [LH406]"
         )
 

@@ -65,6 +65,6 @@ def _check_gradients(module: nn.Module, slots: Sequence[tuple[dict[str, Any], st
         if buffer is not None and buffer.requires_grad:
             raise WrongUseError(
                 f"After a call, the buffer {name!r} of {type(module).__name__} is attached to the autograd graph, but"
-                " other stages keep the buffer for the next step. Write it under `torch.no_grad()`, or with"
-                " `x.detach()`. [LH468]"
+                " the buffer is kept for the next step. Update it under `torch.no_grad()`, or write `x.detach()` into"
+                " it. [LH468]"
             )

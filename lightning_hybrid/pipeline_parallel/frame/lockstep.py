@@ -104,8 +104,8 @@ class Lockstep(TorchFunctionMode):
             return func(*args, **kwargs)
         if func in DERIVATIVES:
             raise WrongUseError(
-                f"`{function_name(func)}` computes derivatives in a step where the results of layers decide which"
-                " layers are called. The layers are on several stages, so no rank has the full graph. Compute"
+                f"`{function_name(func)}` computes derivatives in a step in which the results of layers decide which"
+                " layers are called. The layers are on several stages, so no rank has the full autograd graph. Compute"
                 " derivatives inside one layer, or use a layout without a pipeline. [LH407]"
             )
         self.is_answering = True
@@ -173,7 +173,8 @@ class Lockstep(TorchFunctionMode):
             common = frozenset.intersection(*places)
             if not common:
                 raise WrongUseError(
-                    f"The parameters of {name!r} are on different stages, so no stage can compute it. [LH415]"
+                    f"The parameters of {name!r} are on different stages, so no stage can run this module. Set"
+                    " `layer.pipeline_stage` so that these parameters are on the same stage. [LH415]"
                 )
             return self._share_other(min(common), forward, *self._arrived(min(common), args, kwargs))
 
@@ -199,8 +200,8 @@ class Lockstep(TorchFunctionMode):
         if any(isinstance(each, nn.Parameter) for each in held):
             if any(map(self._held_by, written_operands(func, args, kwargs))):
                 raise WrongUseError(
-                    f"`{function_name(func)}` writes a parameter in a step where the results of layers decide which"
-                    " layers are called, but only some stages have the parameter. Write it in a hook, such as"
+                    f"`{function_name(func)}` updates a parameter in a step in which the results of layers decide which"
+                    " layers are called, but not all stages have the parameter. Update it in a hook, such as"
                     " `on_validation_batch_end`. [LH465]"
                 )
             return self._share_other(min(common), func, args, kwargs)
@@ -264,7 +265,7 @@ class Lockstep(TorchFunctionMode):
         if self._is_tensor_parallel and not isinstance(tensor, nn.Parameter):
             raise WrongUseError(
                 "Code around the layers reads a tensor that a layer stored in an object, such as a key-value cache."
-                " The tensor is sharded over tensor-parallel ranks. Return it from the layer instead. [LH412]"
+                " However, this tensor is sharded over tensor-parallel ranks. Return it from the layer instead. [LH412]"
             )
         owner, is_here = min(held), self._rank == min(held)
         received: Tensor = self._exchange(owner, tensor.detach() if is_here else None)

@@ -347,7 +347,7 @@ def shard_text(of_layers: Mapping[str, Call]) -> str:
     """
     name, call = min(of_layers.items(), key=lambda entry: entry[0])
     return (
-        f"{call} uses the parameter {name!r} of a layer outside that layer, but with zero_stage=3, each replica has"
+        f"{call} uses the parameter {name!r} outside the layer that contains it. With zero_stage=3, each replica has"
         " only a shard of the parameter there. Use zero_stage=2 or zero_stage=1. [LH411]"
     )
 
@@ -368,8 +368,8 @@ def assign(tensor: Tensor, value: Tensor) -> None:
     """
     if tensor.shape != value.shape or tensor.dtype != value.dtype:
         raise WrongUseError(
-            f"`data` of a parameter with shape {tuple(tensor.shape)} and {tensor.dtype} was set to a tensor with shape"
-            f" {tuple(value.shape)} and {value.dtype}. [LH471]"
+            f"`data` of a parameter with shape {tuple(tensor.shape)} and dtype {tensor.dtype} was set to a tensor with"
+            f" shape {tuple(value.shape)} and dtype {value.dtype}. The shape and the dtype must stay the same. [LH471]"
         )
     with torch.no_grad():
         tensor.detach().copy_(value)

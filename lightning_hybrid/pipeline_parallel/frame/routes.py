@@ -10,8 +10,8 @@ from lightning_hybrid.pipeline_parallel.frame.graph import HOOKS, Call, Graph, V
 
 #: What lets a parameter live on another stage too.
 KEEP_TEXT = (
-    "Use the parameter in the first training batch too, on the stage that needs it now, for example by adding `0 *"
-    " parameter.sum()`, or make it part of a layer."
+    "In the first training batch, also use the parameter on the stage that needs it now, for example by adding `0 *"
+    " parameter.sum()`. Or make it part of a layer."
 )
 
 
@@ -255,15 +255,16 @@ class _Router:
         sources = [name for name in sources if not self._holds(name, stage)]
         if not sources:
             return (
-                f"{call} writes the parameter {min(call.rewritten)!r}, which is on stage {stage} among others, with"
-                f" values that only stage {len(self.routes) - 1} has, so the parameter would differ between stages."
-                " Write it in a hook, such as `on_train_batch_end`, or make it part of a layer of the body. [LH463]"
+                f"{call} updates the parameter {min(call.rewritten)!r} with values that only stage"
+                f" {len(self.routes) - 1} has, but the parameter is also on stage {stage}, so it would differ between"
+                " stages. Update it in a hook, such as `on_train_batch_end`, or make it part of a layer of the body."
+                " [LH463]"
             )
         places = _stages(self._holders[sources[0]])
         return (
-            f"{call} writes the parameter {min(call.rewritten)!r}, which is on stage {stage}, with values of the"
-            f" parameter {sources[0]!r}, which is on {places}. Put both layers on one stage by setting"
-            " `layer.pipeline_stage` on each, or write the parameter in a hook, such as `on_train_batch_end`. [LH462]"
+            f"{call} updates the parameter {min(call.rewritten)!r} on stage {stage} with values of the parameter"
+            f" {sources[0]!r}, which is on {places}. Set `layer.pipeline_stage` of the layers of both parameters to the"
+            " same stage, or update the parameter in a hook, such as `on_train_batch_end`. [LH462]"
         )
 
     def make_effects(self) -> None:
@@ -275,9 +276,9 @@ class _Router:
             makers = [stage for stage, route in enumerate(self.routes) if number in route.computed]
             if call.function in HOOKS and call.operands and len(makers) > 1:
                 raise WrongUseError(
-                    f"{call} puts a hook on the gradient of a tensor that {_stages(makers)} compute, but each stage has"
-                    " only a part of the gradient. Put the hook on a new tensor that is never written in place, such as"
-                    " `y = x * 1`, and use `y` from there on. [LH469]"
+                    f"{call} registers a hook on the gradient of a tensor that {_stages(makers)} compute, but each"
+                    " stage has only a part of the gradient. Register the hook on a new tensor that is never modified"
+                    " in place, such as `y = x * 1`, and use `y` instead of `x` afterward. [LH469]"
                 )
 
     def check_writes(self) -> None:
@@ -289,8 +290,8 @@ class _Router:
                 is_apart = len(arrived) > 1 or (len(arrived) == 1 and arrived[0] != min(call.old))
                 if call.unit is None and len(call.old) > 1 and is_apart:
                     raise WrongUseError(
-                        f"{call} writes in place, on stage {stage}, to a tensor, but an earlier stage has already sent"
-                        " a view of this tensor. Create a new tensor instead. [LH470]"
+                        f"On stage {stage}, {call} changes a tensor in place, but an earlier stage has already sent a"
+                        " view of this tensor. Create a new tensor instead. [LH470]"
                     )
 
     def check_states(self, writes: Mapping[int, Value]) -> None:
@@ -305,9 +306,9 @@ class _Router:
                 reader = next((self._calls[n] for n in sorted(route.computed) if state in self._calls[n].states), None)
                 if reader is not None and not holders[stage]:
                     raise StateError(
-                        f"{writer} writes a buffer or an attribute of the module on stage {holders.index(True)}, but"
-                        f" {reader} reads it on stage {stage}, which would have the old value in the next step. Keep it"
-                        " inside one layer of the body, or write it before the layers or in a hook. [LH461]",
+                        f"{writer} updates a buffer or an attribute of the module on stage {holders.index(True)}, but"
+                        f" {reader} reads it on stage {stage}, which would have the old value in the next step. Use it"
+                        " only inside one layer of the body, or update it before the layers or in a hook. [LH461]",
                         state,
                     )
 
@@ -421,8 +422,8 @@ class _Router:
         for call in self._calls:
             for name in sorted(call.rewritten & travelling):
                 raise WrongUseError(
-                    f"{call} writes the parameter {name!r}, which {lives_on_text(self._holders[name])}, but another"
-                    f" stage uses it in the same step. Write it in a hook, such as `on_train_batch_end`."
+                    f"{call} updates the parameter {name!r}, which {lives_on_text(self._holders[name])}, but another"
+                    f" stage uses it in the same step. Update it in a hook, such as `on_train_batch_end`."
                     f" {KEEP_TEXT} [LH464]"
                 )
 

@@ -459,8 +459,8 @@ def check_returned(call: Call, result: Any, args: Any, kwargs: Any) -> None:
     if texts is not None and call.taps is not None:
         raise WrongUseError(
             f"Forward hooks inside {call} received different values than when a batch of these shapes was traced, but"
-            " code around the layers uses values that these hooks collect. Make the hooks see the same calls in every"
-            " step. [LH445]"
+            " code around the layers uses values that these hooks collect. Make sure that these hooks are called in"
+            " the same way in every step. [LH445]"
         )
     if texts is not None:
         raise WrongUseError(

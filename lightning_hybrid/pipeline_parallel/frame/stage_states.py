@@ -347,8 +347,8 @@ class _NotTaken:
     def __next__(self) -> Any:
         raise WrongUseError(
             f"The step reads from an iterator ({self._kind}) that is an attribute of the module. Every stage runs the"
-            " step, so the stages would read different items. Put the data into the batch: a `CombinedLoader` reads"
-            " several loaders together. [LH451]"
+            " step, so the stages would read different items. Put the data into the batch, for example with a"
+            " `CombinedLoader`, which reads several loaders together. [LH451]"
         )
 
 
@@ -416,8 +416,8 @@ class StatesOfStages:
         for (container, path), length in zip(self._containers.values(), lengths, strict=True):
             if len(container) != length:
                 raise WrongUseError(
-                    f"The step changes `{path}`, but did not change it when a batch of these shapes was traced, so"
-                    " every stage of a rank with several stages would change it. Change it in a hook, such as"
+                    f"The step changes `{path}`, but did not change it when a batch of these shapes was traced, so a"
+                    " rank with several stages would change it once for each stage. Change it in a hook, such as"
                     " `on_train_batch_end`, or set HybridStrategy(dynamic_shapes=True), which traces every step."
                     " [LH472]"
                 )

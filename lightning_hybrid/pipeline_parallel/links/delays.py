@@ -13,7 +13,7 @@ from lightning_hybrid.pipeline_parallel.p2p import Channel
 from lightning_hybrid.pipeline_parallel.schedules import ChannelKey, Placement
 
 Link = tuple[int, int]
-"""The pipeline ranks that send and receive activations."""
+"""A link between two pipeline ranks: the rank that sends activations, and the rank that receives them."""
 
 _ROUNDS = 4  # there and back, of which the quickest counts; the first one, which tells the form, does not
 

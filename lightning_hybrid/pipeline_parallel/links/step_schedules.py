@@ -263,9 +263,9 @@ def choice_text(extra_in_flight: Sequence[int], found: Sequence[Measured]) -> st
     slowest = max((delay.latency + delay.occupied for each in found for delay in each.delays.values()), default=0.0)
     of_ranks = [sum(each.seconds.values()) for each in found]
     least = min(each.most for each in found)
-    memory = "" if math.isinf(least) else f" Memory allows {least:.0f} extra microbatches."
+    memory = "" if math.isinf(least) else f" There is enough memory for {least:.0f} extra microbatches."
     return (
-        f"tuning.extra_in_flight='auto': {list(extra_in_flight)} extra microbatches in flight on the links between"
-        f" pipeline ranks. A message between nodes takes up to {1e3 * slowest:.2f} ms, and a microbatch takes"
+        f"tuning.extra_in_flight='auto' chose {list(extra_in_flight)} extra microbatches in flight for the links"
+        f" between pipeline ranks. A message between nodes takes up to {1e3 * slowest:.2f} ms, and a microbatch takes"
         f" {1e3 * max(of_ranks):.2f} ms on the slowest rank.{memory}"
     )

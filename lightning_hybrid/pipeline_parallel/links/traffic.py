@@ -81,13 +81,13 @@ def traffic_text(sizes: Sizes, rank_order: str, nodes: Sequence[Any], traffic: T
     is_worth = least <= _WORTH * total and total > 0
     if not (of_sums or is_worth):
         return None
-    sums = f" ({filesize.decimal(int(of_sums))} for sums over tensor-parallel groups)" if of_sums else ""
+    sums = f" (including {filesize.decimal(int(of_sums))} for sums over tensor-parallel groups)" if of_sums else ""
     text = f"With launch.rank_order={rank_order!r}, a step sends {filesize.decimal(int(total))} between nodes{sums}."
     if is_worth:
         return f"{text} Set launch.rank_order={best!r}, which sends {filesize.decimal(int(least))}."
     return (
-        f"{text} No other order sends less than {filesize.decimal(int(least))}. Set tensor_parallel_size to a divisor"
-        " of the number of ranks per node."
+        f"{text} With the best order, a step sends {filesize.decimal(int(least))}. To send less, set"
+        " tensor_parallel_size to a divisor of the number of ranks per node."
     )
 
 

@@ -12,7 +12,7 @@ from lightning_hybrid.pipeline_parallel.schedules.kinds import COUNTERPARTS, REC
 from lightning_hybrid.pipeline_parallel.schedules.placement import Placement
 
 ChannelKey = tuple[int, int, Literal["activation", "gradient"]]
-"""Sender rank, receiver rank, and the kind of message."""
+"""The rank of the sender, the rank of the receiver, and the kind of message."""
 
 
 class Action(NamedTuple):
@@ -52,7 +52,7 @@ class Action(NamedTuple):
         if match is None:
             kinds = ", ".join(kind.value for kind in Kind)
             raise ValueError(
-                f"{text!r} is not an action; write stage, kind and microbatch, as in '2F0' (kinds: {kinds})"
+                f"{text!r} is not an action; write its stage, kind and microbatch, as in '2F0' (kinds: {kinds})"
             )
         stage, kind, microbatch = match.groups()
         return cls(int(stage), Kind(kind), int(microbatch))

@@ -12,7 +12,7 @@ from lightning_hybrid.pipeline_parallel.schedules.placement import Placement
 _T = TypeVar("_T")
 
 Order = tuple[tuple[Action, ...], ...]
-"""``order[rank]``: the computations of that rank."""
+"""The computations of every rank: ``order[rank]`` contains the actions of one rank, in order."""
 
 
 def placement_of(name: str, num_ranks: int, num_chunks: int = 1) -> Placement:
@@ -52,12 +52,12 @@ def compute_order(
     links = extra_in_flight or [0] * (num_ranks - 1)
     if len(links) != num_ranks - 1 or min(links, default=0) < 0:
         raise ValueError(
-            f"extra_in_flight={list(links)} must have one number, at least 0, for each link between ranks, but"
-            f" {num_ranks} ranks have {num_ranks - 1} links [LH115]"
+            f"extra_in_flight={list(links)} must contain one non-negative number for each link between consecutive"
+            f" ranks, but {num_ranks} ranks have {num_ranks - 1} links [LH115]"
         )
     if num_chunks > 1 and not SCHEDULES[name].takes_chunks:
         raise ValueError(
-            f"schedule={name!r} runs one chunk per rank, but num_chunks is {num_chunks}; "
+            f"schedule={name!r} supports only one chunk per rank, but num_chunks is {num_chunks}; "
             "use schedule='interleaved_1f1b', or num_chunks=1 [LH114]"
         )
     # What is on its way over the links behind a rank has been sent by it, and has not come back.
@@ -83,7 +83,7 @@ def gpipe(placement: Placement, num_microbatches: int, extra: Sequence[int]) -> 
     """
     if any(extra):
         raise ValueError(
-            f"schedule='gpipe' has all microbatches in flight already, but extra_in_flight adds {extra[0]} on rank 0;"
+            f"schedule='gpipe' already has all microbatches in flight, but extra_in_flight adds {extra[0]} on rank 0;"
             " remove extra_in_flight, or use schedule='1f1b' [LH116]"
         )
 

@@ -193,5 +193,5 @@ def prove_sends_received(schedule: Schedule) -> Schedule:
         return True
 
     waiting = schedule.play(do)
-    assert not waiting, f"validate the schedule first: {waiting}"
+    assert not waiting, f"the schedule deadlocks ({waiting}): validate it first"
     return replace(schedule, retired=tuple(map(tuple, proofs)))

@@ -33,7 +33,7 @@ def validate(schedule: Schedule) -> None:
 
 def _check_complete(schedule: Schedule) -> None:
     if len(schedule.actions) != schedule.num_ranks:
-        _fail(schedule, f"it has {len(schedule.actions)} lists for {schedule.num_ranks} ranks")
+        _fail(schedule, f"it has {len(schedule.actions)} lists of actions for {schedule.num_ranks} ranks")
     results = [result for result in Result if schedule.has_backward or result is Result.OUTPUTS]
     for rank, actions in enumerate(schedule.actions):
         counts = Counter(actions)

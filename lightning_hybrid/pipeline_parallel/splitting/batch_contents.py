@@ -235,21 +235,21 @@ def whole_text(misfits: Sequence[Entry], batch: Any, module: str, num_microbatch
     offsets = find_offsets(found)
     text = f"The batch runs as one microbatch instead of {num_microbatches}, because "
     if not misfits:
-        text += "it is a list whose entries look like single samples, not like tensors of all samples"
+        text += "it is a list in which each entry looks like one sample, not like a tensor for all samples"
     else:
         text += f"{_reason(misfits, offsets)}: {_listed(_beside(misfits, found))}"
     return (
         f"{text}. The strategy does not guess how to split a batch. To split it,"
         f" {_remedy(batch, found, offsets, module)}"
-        " Register a tensor that is the same for all samples, such as class weights, as a buffer of the module."
+        " If a tensor is the same for all samples, such as class weights, register it as a buffer of the module."
     )
 
 
 def _reason(misfits: Sequence[Entry], offsets: Sequence[Entry]) -> str:
     if any(each.length is None for each in misfits):
-        return "it holds nested or sparse tensors"
+        return "it contains nested or sparse tensors"
     if offsets:
-        return f"{offsets[0].path} holds offsets of packed rows"
+        return f"{offsets[0].path} contains offsets of packed rows"
     holders = {type(each.holder).__name__ for each in misfits if each.holder is not None}
     if len(holders) == 1:
         return f"its tensors are in an object of class {holders.pop()}, or do not have the same first dimension"

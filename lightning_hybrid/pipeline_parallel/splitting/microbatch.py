@@ -458,20 +458,20 @@ def _join_leaf(values: list[Any], counts: Sequence[int], strict: bool) -> Any:
     first = values[0]
     if not isinstance(first, Tensor):
         if not all(_equal(value, first) for value in values[1:]):
-            raise JoinError(f"A plain value differs between microbatches: {values}.")
+            raise JoinError(f"An output that is not a tensor differs between microbatches: {values}.")
         return first
     if not all(isinstance(value, Tensor) for value in values):
-        raise JoinError("A leaf is a tensor in some microbatches but not in others.")
+        raise JoinError("An output is a tensor for some microbatches but not for others.")
     alike = all(value.ndim == first.ndim for value in values)
     lengths = zip(*(value.shape for value in values), strict=True) if alike else ()
     dims = [dim for dim, along in enumerate(lengths) if along == tuple(counts)]
     if len(dims) == 1:
         if strict and all(_same(value, first) for value in values[1:]):
-            raise JoinError(f"A leaf of shape {tuple(first.shape)} is the same in all microbatches.")
+            raise JoinError(f"An output of shape {tuple(first.shape)} is the same for all microbatches.")
         return torch.cat(values, dims[0])
     if dims or any(value is not first and not _same(value, first) for value in values[1:]):
         shapes = [tuple(value.shape) for value in values]
-        raise JoinError(f"The shapes {shapes} do not have exactly one dimension with sizes {list(counts)}.")
+        raise JoinError(f"The output shapes {shapes} do not have exactly one dimension with the sizes {list(counts)}.")
     return first
 
 

@@ -21,7 +21,7 @@ def microbatch_text(number: int, counts: Sequence[int]) -> str:
         counts: The number of samples of each microbatch.
     """
     return (
-        f"The error was raised in microbatch {number + 1} of {len(counts)}, which holds {counts[number]} of"
+        f"The error was raised in microbatch {number + 1} of {len(counts)}, which contains {counts[number]} of"
         f" {sum(counts)} samples. If the code needs the full batch, set num_microbatches=1. To split batches in a"
         " different way, define a method `split_batch(batch, num_microbatches)` in the module."
     )

@@ -48,8 +48,8 @@ def split_rows(*offsets: Key) -> Any:
 
     Args:
         offsets: Where to find the offsets of documents in a batch, such as ``"cu_seqlens"``: the key of a mapping, the
-            name of an attribute, or the index in a tuple. Pass several if different tensors, such as queries and keys,
-            have their own offsets for the same documents. The first one is then used to count tokens.
+            name of an attribute, or the index in a tuple. Pass several keys if different tensors, such as queries and
+            keys, have their own offsets for the same documents. The first key is then used to count tokens.
 
     Returns:
         A function that takes a batch and a number of microbatches, and returns the microbatches.
@@ -66,17 +66,19 @@ def split_rows(*offsets: Key) -> Any:
 
 
 def split_graphs(batch: Key = "batch", edge_index: Key = "edge_index") -> Any:
-    """Create a `split_batch` hook that splits a batch of graphs, which are joined into one large graph.
+    """Create a `split_batch` hook that splits a batch in which several graphs are joined into one large graph.
 
     A `Batch` of PyTorch Geometric is split without a hook. Use this hook for mappings, dataclasses, named tuples and
     other objects. Tensors with one row per node are split by nodes, and tensors with one row per graph by graphs.
-    Tensors with one row per edge are split by edges if their names contain "edge". In each microbatch, nodes are
-    numbered from 0. The weight of a microbatch is its number of graphs.
+    Tensors with one row per edge are split by edges. If there are as many edges as nodes or graphs, only tensors whose
+    names contain "edge" are split by edges. In each microbatch, nodes are numbered from 0. The weight of a microbatch
+    is its number of graphs.
 
     Args:
-        batch: Where to find the tensor with the graph number of each node: shape ``(nodes,)``, int64, in ascending
-            order.
-        edge_index: Where to find the tensor with the two nodes of each edge: shape ``(2, edges)``, int64.
+        batch: Where to find the tensor with the number of the graph that contains each node. Its shape is ``(nodes,)``,
+            its dtype is int64, and its values are in ascending order.
+        edge_index: Where to find the tensor with the two nodes of each edge. Its shape is ``(2, edges)``, and its dtype
+            is int64.
 
     Returns:
         A function that takes a batch and a number of microbatches, and returns the microbatches.
@@ -93,15 +95,15 @@ def split_graphs(batch: Key = "batch", edge_index: Key = "edge_index") -> Any:
 
 
 def split_targets(targets: Key = "targets", lengths: Key = "target_lengths") -> Any:
-    """Create a `split_batch` hook for targets that are concatenated into one row, as `torch.nn.CTCLoss` accepts them.
+    """Create a `split_batch` hook for targets that are concatenated into one tensor, as for `torch.nn.CTCLoss`.
 
-    Other values with one row per sample are split as they are without this hook. The weight of a microbatch is its
-    number of samples.
+    Other values with one row per sample are split in the same way as without this hook. The weight of a microbatch is
+    its number of samples.
 
     Args:
         targets: Where to find the targets in a batch: the key of a mapping, the name of an attribute, or the index in a
             tuple.
-        lengths: Where to find the tensor with the length of each sample's targets: shape ``(samples,)``.
+        lengths: Where to find the tensor with the number of targets of each sample. Its shape is ``(samples,)``.
 
     Returns:
         A function that takes a batch and a number of microbatches, and returns the microbatches.
@@ -120,7 +122,7 @@ def split_targets(targets: Key = "targets", lengths: Key = "target_lengths") -> 
 def split_samples() -> Any:
     """Create a `split_batch` hook for batches that are lists of samples, as ``collate_fn=list`` returns them.
 
-    Each microbatch is a list of some of the samples. Its weight is the length of this list.
+    Each microbatch is a list of consecutive samples. Its weight is the length of this list.
 
     Returns:
         A function that takes a batch and a number of microbatches, and returns the microbatches.
@@ -136,7 +138,8 @@ def split_samples() -> Any:
 def _checked(function: str, *keys: Any) -> tuple[Key, ...]:
     if not keys or any(isinstance(key, bool) or not isinstance(key, (str, int)) for key in keys):
         raise TypeError(
-            f"{function}(...) takes keys of a mapping, names of attributes or indices in a tuple, got {keys!r}. [LH101]"
+            f"{function}(...) accepts keys of a mapping, names of attributes or indices in a tuple, got"
+            f" {keys!r}. [LH101]"
         )
     return keys
 
@@ -149,11 +152,15 @@ def _tensor(batch: Any, key: Key, splitter: str, ndim: int = 1) -> Tensor:
     """
     found = field(batch, key)
     if not isinstance(found, Tensor) or found.ndim != ndim or found.is_floating_point() or found.is_complex():
-        kind = f"one of shape {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+        kind = (
+            f"a tensor of shape {list(found.shape)} and dtype {found.dtype}"
+            if isinstance(found, Tensor)
+            else type(found).__name__
+        )
         keys = [name or path for path, name, _ in _parts(batch)]
         raise WrongUseError(
             f"{splitter} needs a tensor of integers with {ndim} dimension{'s' * (ndim > 1)} at {key!r}, found"
-            f" {kind}. The {type(batch).__name__} has {keys}. [LH711]"
+            f" {kind}. The keys of the {type(batch).__name__} are {keys}. [LH711]"
         )
     return found
 
@@ -216,8 +223,8 @@ def _refuse(splitter: str, left: Sequence[Entry], lengths: str) -> None:
     """
     if left:
         raise WrongUseError(
-            f"{splitter} cannot split {', '.join(map(str, left))} in a batch of {lengths}. Register a tensor that is"
-            " the same for all samples as a buffer of the module, or define"
+            f"{splitter} cannot split {', '.join(map(str, left))} in a batch of {lengths}. If a tensor is the"
+            " same for all samples, register it as a buffer of the module. Otherwise, define"
             " `split_batch(batch, num_microbatches)`. [LH713]"
         )
 
@@ -243,7 +250,7 @@ class _Rows:
         for key, numbers in ends.items():
             if len(numbers) < 2 or numbers[0] != 0 or numbers != sorted(numbers):
                 raise WrongUseError(
-                    f"{name} needs offsets that start at 0 and increase at {key!r}, found {numbers[:8]}. [LH714]"
+                    f"{name} needs offsets at {key!r} that start at 0 and never decrease, found {numbers[:8]}. [LH714]"
                 )
         if len({len(numbers) for numbers in ends.values()}) > 1:
             raise WrongUseError(
@@ -318,7 +325,7 @@ class _Graphs:
         name = f"split_graphs({self.batch!r}, {self.edge_index!r})"
         owners, edges = _tensor(batch, self.batch, name), _tensor(batch, self.edge_index, name, 2)
         if len(owners) > 1 and bool((owners.diff() < 0).any()):
-            raise WrongUseError(f"{name} needs graph numbers in ascending order at {self.batch!r}. [LH712]")
+            raise WrongUseError(f"{name} needs graph numbers at {self.batch!r} in ascending order. [LH712]")
         pointers = field(batch, "ptr")
         if isinstance(pointers, Tensor) and pointers.ndim == 1:
             num_graphs = len(pointers) - 1

@@ -995,7 +995,7 @@ def test_a_hook_on_the_gradient_of_what_several_stages_must_make_is_refused() ->
         x.register_hook(lambda gradient: gradient.clamp(-0.003, 0.003))
         return (model.head(model.body(x)) + x).pow(2).mean()
 
-    refused(model, r"`register_hook` at test_frame.py:\d+ puts a hook .* stages 0 and 1 compute", step)
+    refused(model, r"`register_hook` at test_frame.py:\d+ registers a hook .* stages 0 and 1 compute", step)
 
 
 def test_checkpoints_of_several_layers_are_refused() -> None:
@@ -1181,7 +1181,7 @@ def test_a_buffer_that_another_stage_reads_in_the_next_step_is_refused() -> None
         return x.mean()
 
     for step in (written, replaced):
-        refused(model, "writes a buffer or an attribute of the module on stage 1, but `?add", step)
+        refused(model, "updates a buffer or an attribute of the module on stage 1, but `?add", step)
 
 
 class Centering(nn.Module):
@@ -1325,7 +1325,7 @@ def test_a_buffer_that_is_written_where_nothing_is_followed_is_refused(reads: st
 
     refused(
         model,
-        r"writes ('memory'|a tensor) of Remembering after `item` at .* but `\w+` at test_frame.py:\d+ reads \1 on",
+        r"updates ('memory'|a tensor) of Remembering after `item` at .* but `\w+` at test_frame.py:\d+ reads \1 on",
         step,
     )
 

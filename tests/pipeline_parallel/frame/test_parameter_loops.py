@@ -249,7 +249,7 @@ def test_an_average_that_is_used_before_and_after_needs_one_microbatch() -> None
 
     x = torch.randn(2, WIDTH)
     assert len(_steps(model, step, [[x]])) == 1
-    with pytest.raises(WrongUseError, match=r"`mul_` at .* writes the parameter 'teacher.*num_microbatches=1"):
+    with pytest.raises(WrongUseError, match=r"`mul_` at .* updates the parameter 'teacher.*num_microbatches=1"):
         _steps(model, step, [[x, x]])
 
 
@@ -276,6 +276,6 @@ def test_a_teacher_on_another_stage_is_refused() -> None:
         return model.loss(x)
 
     with pytest.raises(
-        WrongUseError, match=r"`lerp_` at .* writes the parameter 'teacher.0.linear.bias'.*pipeline_stage"
+        WrongUseError, match=r"`lerp_` at .* updates the parameter 'teacher.0.linear.bias'.*pipeline_stage"
     ):
         _steps(model, step, [[torch.randn(2, WIDTH)]])
