@@ -793,7 +793,8 @@ def test_checkpoints_are_written_at_their_interval(ranks: Pools, tmp_path: Path,
 def test_the_last_checkpoint_is_resumed(ranks: Pools, tmp_path: Path, name: str) -> None:
     lines = [*row_of(name).lines, *row_of("`load_checkpoint`").lines, *row_of("LogMetricByStepHook").lines]
     first, again = (ranks(2, lightning=True).run(run_lines, lines, 2, (), str(tmp_path)) for _ in range(2))
-    assert_same(*(together([result["weights"] for result in results]) for results in (again, first)), 0.0)
+    before, after = (together([result["weights"] for result in results]) for results in (first, again))
+    assert_same(after, before, 0.0)
     assert {result["steps"] for result in (*first, *again)} == {8}
     assert first[0]["history"]
     assert not again[0]["history"]  # all epochs were done
