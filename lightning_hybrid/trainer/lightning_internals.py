@@ -60,6 +60,7 @@ from torchmetrics.wrappers import Running
 
 from lightning_hybrid.distributed.process_group import GroupRef
 from lightning_hybrid.distributed.pytree import map_leaves
+from lightning_hybrid.distributed.replaced import replaced_attributes, replaced_entries
 from lightning_hybrid.distributed.tensor_bytes import to_host
 
 # -- loops and their progress ------------------------------------------------------------------------------------------
@@ -205,11 +206,8 @@ def results_through(trainer: Trainer | None, record: Callable[..., None]) -> Ite
     def log(fx: str, name: str, value: Any, **arguments: Any) -> None:
         record(partial(write, fx), name, value, **arguments)
 
-    vars(results)["log"] = log
-    try:
+    with replaced_entries([(vars(results), {"log": log})]):
         yield
-    finally:
-        del vars(results)["log"]
 
 
 @contextmanager
@@ -321,13 +319,9 @@ def before_log_reductions(
         at_epoch_end([key for key, entry in logged.items() if entry.meta.on_epoch and _is_reduced(entry)])
         type(connector).epoch_end_reached(connector)
 
-    _ResultCollection.update_metrics = update_metrics  # type: ignore[method-assign]
-    connector.__dict__["epoch_end_reached"] = epoch_end_reached
-    try:
+    of_connector = vars(connector), {"epoch_end_reached": epoch_end_reached}
+    with replaced_attributes(_ResultCollection, update_metrics=update_metrics), replaced_entries([of_connector]):
         yield
-    finally:
-        del connector.__dict__["epoch_end_reached"]
-        _ResultCollection.update_metrics = update  # type: ignore[method-assign]
 
 
 def _is_reduced(entry: _ResultMetric) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.distributed.pytree import copy_object, flatten, unflatten
 from lightning_hybrid.distributed.random import generator_states, set_generator_states, with_seed
+from lightning_hybrid.distributed.replaced import replaced_entries
 from lightning_hybrid.distributed.taps import TappedCall, Taps
 from lightning_hybrid.tensor_parallel.context_parallel.attention import MULTI_HEAD, Region, is_balanced
 from lightning_hybrid.tensor_parallel.context_parallel.block_attention.block_attention import without_autocast
@@ -214,32 +215,29 @@ class Trial:
     def _wide(self) -> Iterator[None]:
         """What has half precision has float32 inside, and what would be cast is not."""
         halves = [each for each in _tensors_of(self._layer, "_parameters", "_buffers") if each[2].dtype in _HALF]
+        wide = [(table, {name: _like(tensor, tensor.detach().float())}) for table, name, tensor in halves]
         default = torch.get_default_dtype()
         try:
             torch.set_default_dtype(torch.float32 if default in _HALF else default)
-            for table, name, tensor in halves:
-                wide = tensor.detach().float()
-                table[name] = nn.Parameter(wide, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else wide
-            with without_autocast(self._device.type):
+            with replaced_entries(wide), without_autocast(self._device.type):
                 yield
         finally:
-            for table, name, tensor in halves:
-                table[name] = tensor
             torch.set_default_dtype(default)
 
-    @contextmanager
-    def _without_zeros(self) -> Iterator[None]:
-        """Parameters that are zero at first have small random numbers inside, the same on every rank."""
+    def _without_zeros(self) -> AbstractContextManager[None]:
+        """Give parameters that are zero small random numbers while entered, the same on every rank."""
+        changes = []
         zeros = [each for each in _tensors_of(self._layer, "_parameters") if _is_zero(each[2])]
-        try:
-            for number, (table, name, tensor) in enumerate(zeros):
-                with with_seed(number, tensor.device):
-                    made = torch.randn_like(tensor) / max(1, *tensor.shape[-1:]) ** 0.5
-                table[name] = nn.Parameter(made, tensor.requires_grad)
-            yield
-        finally:
-            for table, name, tensor in zeros:
-                table[name] = tensor
+        for number, (table, name, tensor) in enumerate(zeros):
+            with with_seed(number, tensor.device):
+                made = torch.randn_like(tensor) / max(1, *tensor.shape[-1:]) ** 0.5
+            changes.append((table, {name: _like(tensor, made)}))
+        return replaced_entries(changes)
+
+
+def _like(tensor: Tensor, value: Tensor) -> Tensor:
+    """Return a value as a parameter, if it replaces one."""
+    return nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
 
 
 class _Quiet(torch.overrides.TorchFunctionMode):
