@@ -92,19 +92,19 @@ def trained(plan: dict[str, str], module: type[Regression] = Blocks) -> str:
     [
         (
             {**ATTENTION, **MLP},
-            "shape '[8, 4, 2]' is invalid for input of size 32\nThis is in 'body.0.attention', where"
+            "shape '[8, 4, 2]' is invalid for input of size 32\nThis error occurred in 'body.0.attention', where"
             " tensor_parallel_plan shards 'body.0.attention.q', 'body.0.attention.k', 'body.0.attention.out': each",
             "The plan may lack 'body.*.attention': 'divide:num_heads'.",
         ),
         (
             {**ATTENTION, **HEADS, "body.*.up": "colwise"},
-            "mat1 and mat2 shapes cannot be multiplied (8x8 and 16x8)\nThis is in 'body.0', where"
-            " tensor_parallel_plan shards 'body.0.attention', 'body.0.up': each rank has a shard",
+            "mat1 and mat2 shapes cannot be multiplied (8x8 and 16x8)\nThis error occurred in 'body.0', where"
+            " tensor_parallel_plan shards 'body.0.attention', 'body.0.up': each rank has only a shard",
             "The plan may lack 'body.*.down': 'rowwise'.",
         ),
         (
             {"embed": "colwise"},
-            "This is in 'Blocks', where tensor_parallel_plan shards 'embed': each rank",
+            "This error occurred in 'Blocks', where tensor_parallel_plan shards 'embed': each rank",
             "The plan may lack 'embed': 'colwise_gather_output'.",
         ),
         ({**ATTENTION, **MLP, **HEADS}, "no error", ""),
@@ -123,7 +123,9 @@ def test_a_shape_that_does_not_fit_names_the_entry_that_is_missing(
 def test_code_that_takes_the_width_of_its_input_is_told_to_narrow_it(ranks: Pools, entry: dict[str, str]) -> None:
     both = "divide:heads + narrow_input:qkv"
     for text in ranks(2, lightning=True).run(trained, {**NARROW, **entry}, NarrowBlocks):
-        assert "not enough values to unpack (expected 3, got 2)\nThis is in 'body.0.attention', where" in text
+        assert (
+            "not enough values to unpack (expected 3, got 2)\nThis error occurred in 'body.0.attention', where" in text
+        )
         assert f"The plan may lack 'body.*.attention': '{both}'." in text
     assert ranks(2, lightning=True).run(trained, {**NARROW, "body.*.attention": both}, NarrowBlocks) == ["no error"] * 2
 
@@ -192,13 +194,13 @@ BEHIND = "read widths in `forward` from the outputs of the sharded layers (`.vie
         (
             {**QKVO, **JOINED},
             "shape '[8, 1, 8]' is",
-            "gathers them. The code reads the full width of its input",
+            "gathers the outputs. The code reads the full width of its input",
             "'divide:",
         ),
         (
             {**QKVO, "body.*": "divide:num_heads + narrow_input:q,k,v"},
             "Given normalized_shape=[8]",
-            "The plan has 'body.*': 'narrow_input:q,k,v', so this code gets an input with the width of a shard",
+            "The plan contains 'body.*': 'narrow_input:q,k,v', so this code receives an input that has the width of a",
             "The plan may lack",
         ),
     ],
@@ -212,7 +214,7 @@ def test_a_block_in_one_forward_is_told_to_read_widths_behind_its_layers(
         assert torchs in text
         assert words in text
         assert BEHIND in text
-        assert absent not in text.partition("This is in")[2]
+        assert absent not in text.partition("This error occurred in")[2]
 
 
 @pytest.mark.parametrize(

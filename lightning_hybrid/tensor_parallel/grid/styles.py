@@ -71,7 +71,7 @@ class _NormStyle(Style):
         """As of any style."""
         assert isinstance(layer, nn.LayerNorm)
         if len(layer.normalized_shape) > 1:
-            return f"normalizes over the dimensions {list(layer.normalized_shape)} instead of features only"
+            return f"normalizes over dimensions of sizes {list(layer.normalized_shape)} instead of only over features"
         return super().unsupported_reason(layer, size)
 
 
@@ -173,8 +173,9 @@ def find_regions(rows: Sequence[PlanRow], grid: GridShape) -> list[PlanRow]:
             raise ValueError(
                 f"tensor_parallel_plan gives {row.name!r} the style {row.style!r}. With"
                 f" tensor_parallel_mode={grid.mode!r}, this style works only inside another module with the style"
-                " 'sequence_region', where activations are sharded in blocks. Move the attention into a separate"
-                " module, and give the module around it the style 'sequence_region'. [LH513]"
+                f" 'sequence_region', where activations are sharded in blocks. If {row.name!r} computes attention among"
+                " other things, move the attention into a separate module. Give the module around it the style"
+                " 'sequence_region'. [LH513]"
             )
         found.append(row)
     return found
