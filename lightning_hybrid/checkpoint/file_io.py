@@ -44,7 +44,7 @@ class FileIO(TorchCheckpointIO):
         except (OSError, RuntimeError) as error:  # torch's own writer raises the latter
             raise OSError(
                 # rank 0 writes files; its machine is to be looked at
-                f"The checkpoint {path} could not be written. If this path has an earlier checkpoint, it is"
+                f"The checkpoint {path} could not be written. If an earlier checkpoint exists at this path, it is"
                 f" unchanged. Error on rank 0: {type(error).__name__}: {error} [LH911]"
             ) from error
         if isinstance(place, Path) or not (place / MARK).is_file():

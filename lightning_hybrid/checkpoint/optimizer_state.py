@@ -270,17 +270,17 @@ def _check_groups(saved: list[list[str]], own: list[list[str]]) -> None:
         _mismatch(
             saved,
             own,
-            f"Only in the checkpoint: {sorted(in_saved - in_own)[:5]}. Only in the configured optimizer:"
-            f" {sorted(in_own - in_saved)[:5]}. ",
+            f"Only the checkpoint contains the parameters {sorted(in_saved - in_own)[:5]}, and only the configured"
+            f" optimizer contains the parameters {sorted(in_own - in_saved)[:5]}. ",
         )
     )
 
 
 def _mismatch(saved: list[list[Any]], own: list[list[str]], difference: str = "") -> str:
     return (
-        f"The parameter groups of the optimizer in the checkpoint have {list(map(len, saved))} parameters, but the"
-        f" groups of the configured optimizer have {list(map(len, own))}. {difference}Use the same parameter groups as"
-        " when the checkpoint was saved. [LH908]"
+        f"The sizes of the parameter groups in the checkpoint are {list(map(len, saved))}, but the sizes of the"
+        f" configured optimizer's parameter groups are {list(map(len, own))}. {difference}Use the same parameter groups"
+        " as when the checkpoint was saved. [LH908]"
     )
 
 

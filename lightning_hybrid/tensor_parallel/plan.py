@@ -404,7 +404,11 @@ def _check_layouts(rows: Iterable[PlanRow]) -> None:
             continue
         inside = next((name for name in names if name.startswith(f"{row.name}.") or not row.name), None)
         if inside is not None or row.sequence_dim is not None:
-            beside = f"its {inside!r} has the style {names[inside]!r}" if inside else "it is in a 'sequence_region'"
+            beside = (
+                f"its submodule {inside!r} has the style {names[inside]!r}"
+                if inside
+                else "it is in a 'sequence_region'"
+            )
             raise ValueError(
                 f"tensor_parallel_plan gives a parameter or a buffer of {row.name!r} a layout, but {beside}. A module"
                 " can have layouts only if it contains no tensor-parallel layers and is outside each 'sequence_region'."

@@ -97,7 +97,7 @@ def explain_shape_error(error: Exception, module: nn.Module) -> None:
     missing = {} if is_at_fault else place.missing_entries()
     if missing:
         entries = " and ".join(f"{name!r}: {style!r}" for name, style in missing.items())
-        text += f" The plan may lack {entries}."
+        text += f" The plan may lack the {'entries' if len(missing) > 1 else 'entry'} {entries}."
     if narrow is None and place.reads_whole_width and not isinstance(called, nn.Linear):
         text += (
             " The code reads the full width of its input, and does more with the input than pass it to sharded layers,"
@@ -111,9 +111,9 @@ def _about_narrow_input(module: NarrowInput, pattern: str) -> str:
     takers = ",".join(module.takers)
     return (
         f" The plan contains {pattern!r}: 'narrow_input:{takers}', so this code receives an input that has the width of"
-        f" a shard and no values. It can only read the shape of the input and pass the input to {takers}. If it also"
-        " uses the input in another way, such as in a norm or a residual connection, remove 'narrow_input' from the"
-        f" plan, and {READ_WIDTHS_BEHIND}."
+        " a shard and no values. This code is allowed only to read the shape of the input and to pass the input to"
+        f" {takers}. If it uses the input in another way, such as in a norm or a residual connection, remove"
+        f" 'narrow_input' from the plan, and {READ_WIDTHS_BEHIND}."
     )
 
 

@@ -241,8 +241,8 @@ class StepFrame:
         self._share_buffers()
         self.body_cut, self._use, self.cut = None, None, self._make_cut()
         rank_zero_info(
-            f"`{step}` {why.format(repr(self._body.name))}. From now on, its layers can be called one by one, as with"
-            f" HybridStrategy(body=[{self._body.name!r}])."
+            f"`{step}` {why.format(repr(self._body.name))}. From now on, the layers of {self._body.name!r} can be"
+            f" called one by one, as with HybridStrategy(body=[{self._body.name!r}])."
         )
 
     def _share_buffers(self) -> None:

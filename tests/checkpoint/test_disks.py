@@ -198,7 +198,7 @@ def test_a_directory_that_some_machines_do_not_see_is_refused_by_name(ranks: Poo
 def test_a_machine_without_room_is_named_on_every_rank(ranks: Pools, tmp_path: Path) -> None:
     texts = [text for text, *_ in ranks(4).run(received, on_disks(tmp_path, {"node1": CONTENT}), NODES, 2)]
     assert len(set(texts)) == 1
-    assert f"cannot create a copy of {len(CONTENT):,} bytes at " in texts[0]
+    assert f"cannot create a copy of the checkpoint ({len(CONTENT):,} bytes) at " in texts[0]
     assert "last.ckpt: no space" in texts[0]
 
 

@@ -380,7 +380,7 @@ def test_a_full_disk_is_called_by_its_name(tmp_path: Path) -> None:
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limit[1]))  # as where there is no more room
     try:
-        with pytest.raises(OSError, match=r"checkpoint, it is unchanged. Error on rank 0: OSError: .*File too large"):
+        with pytest.raises(OSError, match=r"at this path, it is unchanged. Error on rank 0: OSError: .*File too large"):
             FileIO().save_checkpoint({"a": torch.zeros(1 << 16)}, path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)

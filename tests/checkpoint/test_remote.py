@@ -162,7 +162,7 @@ def test_a_save_that_fails_leaves_the_former_one(ranks: Pools, place: tuple[str,
     texts = ranks(2).run(write_and_fail, path, environment, victim)
     assert texts[0] == texts[1]
     assert (
-        f"could not be written. If this path has an earlier checkpoint, it is unchanged. Error on rank {victim}:"
+        f"could not be written. If an earlier checkpoint exists at this path, it is unchanged. Error on rank {victim}:"
         " OSError: no conn" in texts[0]
     )
     assert RemotePath(path).sizes() == before

@@ -434,7 +434,7 @@ WRONG: dict[str, tuple[Any, Any, type[Exception], str]] = {
         lambda: Holder(model=Headed()),
         lambda: {"a.weight": torch.zeros(1), "b": torch.zeros(2)},
         ValueError,
-        "names in the folder begin with 'a.weight', 'b'; the names in the module begin with 'model.base.embed",
+        "first names in the folder are 'a.weight', 'b'; the first names in the module are 'model.base.embed",
     ),
     "one is missing": (
         lambda: Holder(model=Headed()),

@@ -292,7 +292,7 @@ def test_blocks_of_the_users_own_that_are_not_proven_stay_whole_with_a_plan_to_w
     assert reasons == {
         "body.0": "is a NanoBlock from 'tests.tensor_modules', whose code is unknown; it can behave differently in"
         f" another call (`self.mlp['c_fc']` in line {LINE_OF_MLP} of its file). With random values, this plan gave the"
-        " results of the unsharded block: {'body.*.mlp.c_fc': 'colwise', 'body.*.mlp.c_proj': 'rowwise'};"
+        " same results as the unsharded block: {'body.*.mlp.c_fc': 'colwise', 'body.*.mlp.c_proj': 'rowwise'};"
         " `lightning-hybrid check` compares the results of this plan with one process",
     }
     expected = {"": "divide:n_head,n_embd + mask_per_head:4 + narrow_input:c_attn", ".c_attn": "packed_colwise_3"}

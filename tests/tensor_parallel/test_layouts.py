@@ -51,21 +51,25 @@ def test_layouts_are_read(layout: str | Mapping[str, str], expected: dict[str, A
     ("layout", "error", "text"),
     [
         ("S(0),S(1),B", ValueError, "has 3 letters, but the axes are data_parallel, tensor_parallel"),
-        ("split(0)", ValueError, r"contains 'split\(0\)' for an axis. Write 'S\(dimension\)', 'B' or 'P'"),
+        (
+            "split(0)",
+            ValueError,
+            r"the invalid letter 'split\(0\)' for an axis. Write 'S\(dimension\)', 'B' or 'P'",
+        ),
         ("rows=S(0)", ValueError, "names the unknown axis 'rows'. The axes are data_parallel, tensor_parallel"),
         ("S(2)", ValueError, r"splits dimension 2 of a tensor of shape \(16, 8\)"),
         (
             "tensor_parallel=S(0),tensor_parallel=S(1)",
             ValueError,
-            r"gives 'S\(0\)' and 'S\(1\)' for tensor_parallel. Keep",
+            r"gives 'S\(0\)' and 'S\(1\)' for the axis tensor_parallel. Keep",
         ),
         (
             "tensor_parallel=B, tensor_parallel=B",
             ValueError,
-            "gives 'B' and 'B' for tensor_parallel. Keep only one",
+            "gives 'B' and 'B' for the axis tensor_parallel. Keep only one",
         ),
         ({}, ValueError, "names no axis. The axes are data_parallel, tensor_parallel"),
-        ({"tensor_parallel": 0}, ValueError, "contains 0 for an axis"),
+        ({"tensor_parallel": 0}, ValueError, "has the invalid letter 0 for an axis"),
         (["S(0)"], TypeError, r"must be a string or a mapping from axes to letters, got \['S\(0\)'\]"),
     ],
 )
@@ -166,7 +170,7 @@ def refusals() -> list[str]:
 
 def test_layouts_that_cannot_be_are_refused(ranks: Pools) -> None:
     (first, uneven, summed, axes, partial), _ = ranks(2).run(refusals)
-    assert "is not 'B' for data_parallel, but all ranks of this axis train the same parameter" in first
+    assert "does not have 'B' for the axis data_parallel, but all its ranks train the same parameter" in first
     assert "zero_stage=3" in first
     assert "dimension 0 of a parameter of shape (3, 4) into 2 equal parts" in uneven
     assert "an optimizer cannot update" in summed
@@ -490,16 +494,16 @@ def test_buffers_are_set_anew(ranks: Pools) -> None:
         ({"body.0.up": "S(0),S(1),B"}, "has 3 letters, but the axes are data_parallel, tensor_parallel"),
         (
             {"body.0.up": "S(0),S(1)"},
-            "of 'body.0.up' in .* is not 'B' for data_parallel, .* HybridStrategy.zero_stage=3",
+            "of 'body.0.up' in .* does not have 'B' for the axis data_parallel, .* HybridStrategy.zero_stage=3",
         ),
         (
             {"body.0.up": "P,S(1)"},
-            "is not 'B' for data_parallel, but all ranks of this axis train the same parameter. Use 'B'",
+            "does not have 'B' for the axis data_parallel, but all its ranks train the same parameter. Use 'B'",
         ),
-        ({"body.0.up": {"data_parallel": "S(0)"}}, "is not 'B' for data_parallel"),
+        ({"body.0.up": {"data_parallel": "S(0)"}}, "does not have 'B' for the axis data_parallel"),
         (
             {"body.0.gain": "S(0),B"},
-            "is not 'B' for data_parallel, but all ranks of this axis have the same buffer. .*`strategy.dist",
+            "does not have 'B' for the axis data_parallel, but all its ranks have the same buffer. .*`strategy.dist",
         ),
         (
             {"body.0.up": "P"},
@@ -508,14 +512,14 @@ def test_buffers_are_set_anew(ranks: Pools) -> None:
         ({"body.0.gain": "P"}, r"contains 'P' \(a partial sum\), which a buffer cannot be. Use 'S\(dim\)' or 'B'"),
         ({"body.0.calls": "S(0)"}, r"splits dimension 0 of a tensor of shape \(\)"),
         ({"body.0.up": "rows=S(0)"}, "names the unknown axis 'rows'. The axes are data_parallel, tensor_parallel"),
-        ({"body.0.up": "tensor_parallel=S[0]"}, r"contains 'S\[0\]' for an axis"),
+        ({"body.0.up": "tensor_parallel=S[0]"}, r"has the invalid letter 'S\[0\]' for an axis"),
         ({"body.0.up": "tensor_parallel=S(0),tensor_parallel=S(1)"}, "Keep only one"),
         ({"body.0.up": ["S(0)"]}, "has the unknown style .* For the name of a parameter or buffer, give a layout"),
         (
             {"body.0": "on_shards", "body.0.up": "S(0)"},
             "the style 'on_shards', .* also gives a layout to its parameter 'up'",
         ),
-        ({"body.0.up": "S(0)", "body.0.norm": "on_shards"}, "its 'body.0.norm' has the style 'on_shards'"),
+        ({"body.0.up": "S(0)", "body.0.norm": "on_shards"}, "its submodule 'body.0.norm' has the style 'on_shards'"),
         ({"body.0.norm.weight": "S(0)", "body.0.norm.bias": "B", "body.0": "layout"}, "the unknown style 'layout'"),
     ],
 )
@@ -545,7 +549,7 @@ def test_letters_of_a_plan_are_in_the_order_of_the_ranks() -> None:
     assert axes == ("tensor_parallel", "context_parallel", "data_parallel")
     plan = make_plan(Mixed(), {"body.0.up": "S(0),B,B"}, 2, sequence_parallel=False, axes=axes)
     assert [row.style for row in plan.rows] == ["layout:up=S(0)"]
-    with pytest.raises(ValueError, match="is not 'B' for context_parallel"):
+    with pytest.raises(ValueError, match="does not have 'B' for the axis context_parallel"):
         make_plan(Mixed(), {"body.0.up": "B,S(0),B"}, 2, sequence_parallel=False, axes=axes)
 
 

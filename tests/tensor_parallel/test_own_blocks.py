@@ -67,7 +67,7 @@ class CountedWithFlag(own.Counted):
 def test_a_proposal_was_tried() -> None:
     """Heads are outermost in the weight, so the shards are of heads, and not of queries, keys and values."""
     _, reasons = auto(CountedWithFlag())
-    assert "With random values, this plan gave the results of the unsharded block: {" in reasons["0"]
+    assert "With random values, this plan gave the same results as the unsharded block: {" in reasons["0"]
     entries = proposal(reasons["0"])
     assert entries.pop("*").startswith("divide:heads")
     assert entries == {"*.query_key_value": "colwise", "*.dense": "rowwise"}

@@ -94,18 +94,18 @@ def trained(plan: dict[str, str], module: type[Regression] = Blocks) -> str:
             {**ATTENTION, **MLP},
             "shape '[8, 4, 2]' is invalid for input of size 32\nThis error occurred in 'body.0.attention', where"
             " tensor_parallel_plan shards 'body.0.attention.q', 'body.0.attention.k', 'body.0.attention.out': each",
-            "The plan may lack 'body.*.attention': 'divide:num_heads'.",
+            "The plan may lack the entry 'body.*.attention': 'divide:num_heads'.",
         ),
         (
             {**ATTENTION, **HEADS, "body.*.up": "colwise"},
             "mat1 and mat2 shapes cannot be multiplied (8x8 and 16x8)\nThis error occurred in 'body.0', where"
             " tensor_parallel_plan shards 'body.0.attention', 'body.0.up': each rank has only a shard",
-            "The plan may lack 'body.*.down': 'rowwise'.",
+            "The plan may lack the entry 'body.*.down': 'rowwise'.",
         ),
         (
             {"embed": "colwise"},
             "This error occurred in 'Blocks', where tensor_parallel_plan shards 'embed': each rank",
-            "The plan may lack 'embed': 'colwise_gather_output'.",
+            "The plan may lack the entry 'embed': 'colwise_gather_output'.",
         ),
         ({**ATTENTION, **MLP, **HEADS}, "no error", ""),
     ],
@@ -126,7 +126,7 @@ def test_code_that_takes_the_width_of_its_input_is_told_to_narrow_it(ranks: Pool
         assert (
             "not enough values to unpack (expected 3, got 2)\nThis error occurred in 'body.0.attention', where" in text
         )
-        assert f"The plan may lack 'body.*.attention': '{both}'." in text
+        assert f"The plan may lack the entry 'body.*.attention': '{both}'." in text
     assert ranks(2, lightning=True).run(trained, {**NARROW, "body.*.attention": both}, NarrowBlocks) == ["no error"] * 2
 
 
@@ -188,7 +188,7 @@ BEHIND = "read widths in `forward` from the outputs of the sharded layers (`.vie
         (
             QKVO,
             "shape '[8, 1, 4, 2]' is",
-            "The plan may lack 'body.*': 'divide:num_heads'. The code reads the full width",
+            "The plan may lack the entry 'body.*': 'divide:num_heads'. The code reads the full width",
             "head_dim",
         ),
         (
@@ -220,18 +220,18 @@ def test_a_block_in_one_forward_is_told_to_read_widths_behind_its_layers(
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"body.*.up": "replicate"}, "The plan may lack 'body.*.up': 'colwise'."),
+        ({"body.*.up": "replicate"}, "The plan may lack the entry 'body.*.up': 'colwise'."),
         (
             {"body.*.up": "replicate", "body.*.down": "colwise_gather_output"},
-            "The plan may lack 'body.*.up': 'colwise'.",
+            "The plan may lack the entry 'body.*.up': 'colwise'.",
         ),
         (
             {"body.*.gate": "replicate", "body.*.up": "replicate"},
-            "The plan may lack 'body.*.gate': 'colwise' and 'body.*.up': 'colwise'.",
+            "The plan may lack the entries 'body.*.gate': 'colwise' and 'body.*.up': 'colwise'.",
         ),
-        ({"body.*.down": "colwise_gather_output"}, "The plan may lack 'body.*.down': 'rowwise'."),
-        ({"body.*.v": "replicate"}, "The plan may lack 'body.*.v': 'colwise'."),
-        ({"body.*.o": "replicate"}, "The plan may lack 'body.*.o': 'rowwise'."),
+        ({"body.*.down": "colwise_gather_output"}, "The plan may lack the entry 'body.*.down': 'rowwise'."),
+        ({"body.*.v": "replicate"}, "The plan may lack the entry 'body.*.v': 'colwise'."),
+        ({"body.*.o": "replicate"}, "The plan may lack the entry 'body.*.o': 'rowwise'."),
         ({}, "no error"),
     ],
     ids=["up", "up, then down", "gate and up", "down", "v", "o", "complete"],

@@ -60,10 +60,13 @@ def write_directory(path: Place, entries: Mapping[TreePath, Any], extra: Any, gr
         if dist.get_rank(group) == 0:
             writer.rollback()
         failures = [f"rank {rank}: {type(cause).__name__}: {cause}" for rank, (cause, _) in error.failures.items()]
-        text = f"The checkpoint {path} could not be written. If this path has an earlier checkpoint, it is unchanged."
+        text = (
+            f"The checkpoint {path} could not be written. If an earlier checkpoint exists at this path, it is"
+            " unchanged."
+        )
         if any(isinstance(cause, NotAnsweredError) for cause, _ in error.failures.values()):
             text = (
-                f"The store did not confirm that the checkpoint {path} was written. The path now has either this"
+                f"The store did not confirm that the checkpoint {path} was written. The path now contains either this"
                 " checkpoint or an earlier one, and both are complete."
             )
         raise OSError(f"{text} Error on {'; '.join(failures[:4])} [LH911]") from error

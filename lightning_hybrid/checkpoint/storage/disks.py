@@ -250,8 +250,8 @@ def _mapped(file: Path, size: int, *, new: bool) -> Tensor:
             reserve(file)
         except OSError as error:
             raise OSError(
-                f"{socket.gethostname()} cannot create a copy of {size:,} bytes at {file}: {error}. Set TMPDIR to a"
-                " folder with enough space. [LH911]"
+                f"{socket.gethostname()} cannot create a copy of the checkpoint ({size:,} bytes) at {file}: {error}."
+                " Set TMPDIR to a folder with enough space. [LH911]"
             ) from error
     return torch.from_file(str(file), shared=new, size=size, dtype=torch.uint8)
 

@@ -59,7 +59,9 @@ class HuggingFaceFolder:
         lacking = [name for name in index if name not in self.shapes]
         if lacking:
             name = lacking[0]
-            raise ValueError(f"{main} lists the tensor {name!r} in {index[name]!r}, where it is missing. [LH915]")
+            raise ValueError(
+                f"{main} lists the tensor {name!r} in {index[name]!r}, but this file does not contain it. [LH915]"
+            )
 
     def _add(self, path: Path) -> None:
         file = open_tensors(path)
@@ -104,8 +106,8 @@ class HuggingFaceFolder:
         scores = {prefix: (alike[prefix], count, -size[prefix]) for prefix, count in known.items() if count}
         if not scores:
             raise ValueError(
-                f"No tensor name in {self.path} matches a name in {type(module).__name__}. The names in the folder"
-                f" begin with {_first(self.shapes)}; the names in the module begin with {_first(tensors)}. [LH922]"
+                f"No tensor name in {self.path} matches a name in {type(module).__name__}. The first names in the"
+                f" folder are {_first(self.shapes)}; the first names in the module are {_first(tensors)}. [LH922]"
             )
         best = [prefix for prefix, score in scores.items() if score == max(scores.values())]
         parts = {id(module.get_submodule(prefix)): prefix for prefix in reversed(best)}

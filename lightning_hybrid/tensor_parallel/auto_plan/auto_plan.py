@@ -73,7 +73,7 @@ def _transformer_layer(builder: PlanBuilder, name: str, layer: nn.Module, *, has
     if not _is_unmodified(layer):
         builder.reasons[linear1] = f"belongs to a {type(layer).__name__} that overrides methods of its torch class"
     elif not (layer.activation in _ELEMENTWISE_FUNCTIONS or isinstance(layer.activation, _ELEMENTWISE)):
-        builder.reasons[linear1] = "is followed by an activation that may combine several features"
+        builder.reasons[linear1] = "is followed by an activation that can combine several features"
     # A layer that there is a reason against is not added.
     is_parallel.append(builder.add((linear1, "colwise"), (dropout, "on_shards"), (linear2, "rowwise")))
     children = [child for child, _ in layer.named_children() if child.rstrip("123") in ("norm", "dropout")]

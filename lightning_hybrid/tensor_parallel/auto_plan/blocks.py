@@ -151,7 +151,9 @@ class _Note:
         reasons = " and ".join(self._findings)
         text = self._reason
         if self._right:
-            text += f". With random values, this plan gave the results of the unsharded block: {self._right}; {check}"
+            text += (
+                f". With random values, this plan gave the same results as the unsharded block: {self._right}; {check}"
+            )
         if self._untested:
             text += f". A possible plan is {self._untested}. It is untested, because the block {reasons}; {check}"
         elif reasons:

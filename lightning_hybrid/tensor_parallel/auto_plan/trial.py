@@ -289,7 +289,7 @@ class _Trial:
         if found[0] is not None:
             problem = "also uses its input between the layers that would be sharded"
         elif not torch.equal(random[0], random[len(calls) - 1]) or not (drops or torch.equal(*random[-2:])):
-            problem = "draws random numbers between the layers that would be sharded, but not just one for each value"
+            problem = "draws random numbers between the layers that would be sharded, but not exactly one per value"
         elif not rows[0].any():
             problem = "produces only zeros in a trial"
         elif _depend(around, [inner[name] for name in gradients]):

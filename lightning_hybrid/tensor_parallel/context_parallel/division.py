@@ -77,8 +77,8 @@ class Division:
             shapes = ", ".join(str(list(each.shape)) for each in tensors) or "none"
             raise WrongUseError(
                 f"context_parallel_size={group.size} shards sequences, but {name!r} receives no hidden states of shape"
-                f" (batch, sequence, features). The shapes of the tensors that it receives: {shapes}. Name the layers"
-                " that work on sequences in HybridStrategy(body=[...]), or use context_parallel_size=1. [LH605]"
+                f" (batch, sequence, features). It receives tensors of these shapes: {shapes}. Name the layers that"
+                " work on sequences in HybridStrategy(body=[...]), or use context_parallel_size=1. [LH605]"
             )
         self._hidden, self.batch_size = hidden, hidden.shape[1 - sequence_dim]
         total = hidden.shape[sequence_dim]
@@ -152,10 +152,10 @@ class Division:
         """Keys that are whole are known by their number, which must not be that of a share's."""
         if self._is_sequence(tensor) and tensor.shape[self._dim] in self.shares.lengths:
             raise WrongUseError(
-                f"{self._name!r} receives a sequence of {self.shares.total} positions and another one of"
-                f" {tensor.shape[self._dim]}. With context_parallel_size={self._group.size}, a shard of the first"
-                " sequence is as long as the second one, so the two cannot be told apart. Pad one of the sequences."
-                " [LH607]"
+                f"{self._name!r} receives a sequence of {self.shares.total} positions and another sequence of"
+                f" {tensor.shape[self._dim]} positions. With context_parallel_size={self._group.size}, a shard of the"
+                " first sequence is as long as the second sequence, so the two cannot be told apart. Pad one of the"
+                " sequences. [LH607]"
             )
 
     @staticmethod

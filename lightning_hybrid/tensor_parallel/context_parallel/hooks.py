@@ -141,8 +141,8 @@ class WholeHooks:
         layout = along and along.layout(value, shares.total, shares)
         if layout is None:
             raise region.refuse(
-                f"but a forward hook replaces the output of {tap.module!r}, which has no sequence dimension or which"
-                " the hook gives another structure. Change the output in the layer instead, or use"
+                f"but a forward hook replaces the output of {tap.module!r}. The output has no sequence dimension, or"
+                " the hook changes its structure. Change the output in the layer instead, or use"
                 " context_parallel_size=1. [LH618]"
             )
         return layout.scatter(plain(value))

@@ -95,7 +95,9 @@ def parse_layout(layout: str | Mapping[str, str], axes: Sequence[str], shape: Se
         raise ValueError(f"The layout {layout!r} names {what}. The axes are {', '.join(axes)}. {_HELP} [LH520]")
     if twice:
         said = " and ".join(repr(letter) for name, letter in pairs if name == twice[0])
-        raise ValueError(f"The layout {layout!r} gives {said} for {twice[0]}. Keep only one. {_HELP} [LH520]")
+        raise ValueError(
+            f"The layout {layout!r} gives {said} for the axis {twice[0]}. Keep only one of them. {_HELP} [LH520]"
+        )
     given = dict(pairs)
     return {axis: _placement(layout, given[axis], shape) for axis in axes if axis in given}
 
@@ -135,7 +137,9 @@ def divided_dim(layout: str | Mapping[str, str], axes: Sequence[str], tensor: Te
     placements = parse_layout(layout, axes, tensor.shape)
     other = next((axis for axis, each in placements.items() if axis != TENSOR and not each.is_replicate()), None)
     if other is not None:
-        raise ValueError(f"{start} is not 'B' for {other}, but all ranks of this axis {why['other axis']} [LH521]")
+        raise ValueError(
+            f"{start} does not have 'B' for the axis {other}, but all its ranks {why['other axis']} [LH521]"
+        )
     placement = placements.get(TENSOR)
     if placement is not None and placement.is_partial():
         raise ValueError(f"{start} contains 'P' (a partial sum), {why['sum']}. Use 'S(dim)' or 'B'. [LH522]")
@@ -145,7 +149,7 @@ def divided_dim(layout: str | Mapping[str, str], axes: Sequence[str], tensor: Te
 def _placement(layout: object, letter: object, shape: Sequence[int]) -> Placement:
     found = _LETTER.fullmatch(letter) if isinstance(letter, str) else None
     if found is None:
-        raise ValueError(f"The layout {layout!r} contains {letter!r} for an axis. {_HELP} [LH520]")
+        raise ValueError(f"The layout {layout!r} has the invalid letter {letter!r} for an axis. {_HELP} [LH520]")
     if found[1] is None:
         return Replicate() if letter == "B" else Partial()
     dim = int(found[1])
@@ -218,8 +222,8 @@ def _check_axes(tensor: DTensor, layout: object, placements: Mapping[str, Placem
     if tuple(placements) != tuple(names):
         raise ValueError(
             f"The layout {layout!r} is for the axes {', '.join(placements)}, but the tensor is distributed over the"
-            f" axes {', '.join(names)}. Use a layout for these axes, or first convert the tensor to a plain tensor with"
-            " `tensor.full_tensor()`. [LH524]"
+            f" axes {', '.join(names)}. Use a layout for the axes of the tensor, or first convert the tensor to a plain"
+            " tensor with `tensor.full_tensor()`. [LH524]"
         )
     if any(
         new.is_partial() and not old.is_partial()

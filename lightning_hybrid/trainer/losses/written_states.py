@@ -181,8 +181,8 @@ def state_text(
     if found:
         largest = max(each.size for each in found)
         text += (
-            " If the same samples run as two microbatches instead of one, the updated state differs by"
-            f" {100 * largest:.2g}% of its change."
+            " If the same samples run as two microbatches instead of one, the change of the state differs by"
+            f" {100 * largest:.2g}%."
         )
     if losses is not None:
         text += (

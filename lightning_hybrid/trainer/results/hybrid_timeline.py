@@ -22,15 +22,15 @@ class HybridTimeline(Callback):
     """Callback that records when each rank computes, sends and waits in selected training batches.
 
     For each recorded batch, rank 0 writes two files: ``batch-N.json``, a trace for https://ui.perfetto.dev and
-    ``chrome://tracing``, and ``batch-N.svg``, a picture of the measured step of the first replica below a simulated
-    step with the same times. The callback also logs fractions of a rank's time, averaged over the pipeline ranks of the
-    first replica: ``timeline/bubble`` (neither forward nor backward), ``timeline/wait`` (waiting for messages),
-    ``timeline/messages`` (sending and receiving), ``timeline/reduce`` (reducing gradients without overlap with
-    backward) and ``timeline/optimizer``. The last four are fractions of the time from the first action to the end of
-    the batch.
+    ``chrome://tracing``, and ``batch-N.svg``, a picture that shows the measured step of the first replica below a
+    simulated step with the same durations. The callback also logs fractions of a rank's time, averaged over the
+    pipeline ranks of the first replica: ``timeline/bubble`` (neither forward nor backward), ``timeline/wait`` (waiting
+    for messages), ``timeline/messages`` (sending and receiving), ``timeline/reduce`` (reducing gradients without
+    overlap with backward) and ``timeline/optimizer``. The last four are fractions of the time from the first
+    computation or message to the end of the batch.
 
-    All ranks synchronize before a recorded batch, so that their clocks start together. Other batches are not affected.
-    The Trainer's profiler does not record the forwards, backwards and messages of a recorded batch.
+    All ranks synchronize before each recorded batch, so that their clocks start together. Other batches are not
+    affected. The Trainer's profiler does not record the forwards, backwards and messages of a recorded batch.
 
     Args:
         batches: Numbers of the training batches to record, counted from 0 since the start of training. The first

@@ -68,8 +68,8 @@ def in_new_batches(
                 f"The checkpoint was saved after {used} samples of an epoch ({before.num_samples} per batch of all"
                 f" replicas together). An optimizer step now uses {at_once} samples ({now.num_samples} per batch x"
                 f" {trainer.accumulate_grad_batches} accumulated batches). {used} is not a multiple of {at_once}, so no"
-                " step starts at this position. With HybridStrategy(global_batch_size=...), a step always starts there."
-                f" {_INSTEAD} [LH936]"
+                " step starts at this position. If both runs set the same HybridStrategy(global_batch_size=...), a step"
+                f" always starts there. {_INSTEAD} [LH936]"
             )
         batches = min(used // now.num_samples, batches)
     _set_batches(trainer, batches)
