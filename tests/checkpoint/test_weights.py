@@ -440,7 +440,7 @@ WRONG: dict[str, tuple[Any, Any, type[Exception], str]] = {
         lambda: Holder(model=Headed()),
         lambda: without(filled(Headed(), 7), "base.layers.1.bias"),
         RuntimeError,
-        'Missing key.*"model.base.layers.1.bias". (?s:.*) matches `model` best.*strict_loading = False',
+        'Missing key.*"model.base.layers.1.bias". (?s:.*) match `model` best.*strict_loading = False',
     ),
     "another head": (
         lambda: Holder(model=Headed()),
