@@ -482,7 +482,7 @@ def warn_of_few_workers(loader: DataLoader[Any], trainer: Trainer) -> None:
         Users would get no such warning for loaders that the strategy wraps.
     """
     stage = trainer.state.stage
-    assert stage is not None, "loaders are prepared for a stage"
+    assert stage is not None, "loaders must be prepared for a stage of the Trainer"
     _worker_check(trainer, loader, f"{stage.dataloader_prefix}_dataloader")
 
 
@@ -1308,8 +1308,8 @@ def training_data(trainer: Trainer) -> Any:
 #: from them, use or override; and what would break without.
 STRATEGY_MEMBERS: Mapping[str, str] = {
     "_checkpoint_io": "its property would return Lightning's plugin, which does not replace files atomically",
-    "_configure_launcher": "the Trainer calls it to create the launcher; only this process would run",
-    "_launcher": "the Trainer reads the launcher from it; only this process would run",
+    "_configure_launcher": "the Trainer would not create the launcher, so only this process would run",
+    "_launcher": "the Trainer would not find the launcher, so only this process would run",
     "_layer_sync": "`Trainer(sync_batchnorm=True)` would have no effect",
     "_lightning_module": "after an error, a module without values would be moved to the CPU, which fails",
     "_precision_plugin": "the ranks of a model group would not agree on an overflow or on the norm for clipping",

@@ -157,11 +157,10 @@ class Trial:
             if isinstance(error, (WrongUseError, torch.OutOfMemoryError)):
                 raise
             raise region.refuse(
-                f"which fails on a sequence shard of {short.shares.length} positions"
-                f" ({type(error).__name__}: {' '.join(str(error).split())})."
-                " Arguments for the full sequence must be passed to `F.scaled_dot_product_attention` or have one value"
-                " per position: masks of hand-written attention are not sharded (transformers: use"
-                " attn_implementation='sdpa'). [LH620]"
+                f"which fails on a sequence shard of {short.shares.length} positions ({type(error).__name__}:"
+                f" {' '.join(str(error).split())}). An argument for the full sequence must be passed to"
+                " `F.scaled_dot_product_attention` or have one value per position. Masks of hand-written attention are"
+                " not sharded: with transformers, use attn_implementation='sdpa'. [LH620]"
             ) from error
         pairs = [(each, short.shares.own(whole, dim)) for whole, (each, dim) in zip(expected, found, strict=True)]
         parts = (self._mixing(name, short, of_share[name], by_part[name]) for name in of_share if name in by_part)
@@ -171,7 +170,7 @@ class Trial:
         verdict = differs, culprit, find_places(own_calls, calls, short.shares)
         dist.all_gather_object(verdicts, verdict, group=self._group())
         if any(differs for differs, *_ in verdicts):
-            layer = f"which ({type(self._layer).__name__})"
+            layer = f"a layer of class {type(self._layer).__name__} that"
             raise region.refuse(mixing_text(next((culprit for _, culprit, _ in verdicts if culprit), layer)))
         return common_places([places for *_, places in verdicts])
 
@@ -184,7 +183,7 @@ class Trial:
             return ""
         if not is_close(given, shares.own(all_given, dim)):
             # Tokens in a row may have another order, that of their experts.
-            layer = f"which ({type(self._layer).__name__}), before its {name!r} ({type(part).__name__}),"
+            layer = f"a layer of class {type(self._layer).__name__} that, before {name!r} ({type(part).__name__}),"
             return layer if given.ndim > 2 else ""
         if made.shape == all_made.shape:
             is_share = is_close(made, all_made)
@@ -326,18 +325,18 @@ def written_text(of_share: Buffers, of_whole: Buffers) -> str:
     for name, whole in of_whole.items():
         share = of_share.get(name, whole)  # there may be one that only some forwards make
         if share.shape == whole.shape and not is_close(share, whole):  # or it is a table of a length
-            return f"which writes statistics of its shard into the buffer {name!r}, and so"
+            return f"which stores statistics of its sequence shard in the buffer {name!r}, and so"
     return ""
 
 
 def mixing_text(culprit: str) -> str:
     """What is said of a layer, or of a part of it, that mixes positions; `culprit` names it, in a relative clause."""
     return (
-        f"{culprit} mixes positions without `F.scaled_dot_product_attention`, such as by a convolution or pooling over"
-        " time, a recurrent layer, batch statistics, or hand-written attention. Its results on a sequence shard differ"
-        " from those on the full sequence. Use `F.scaled_dot_product_attention`; or set the body to the modules that do"
-        " not mix positions, such as HybridStrategy(body=['layers.*.attention', 'layers.*.mlp']), so that all other"
-        " modules get full sequences; or use context_parallel_size=1. [LH619]"
+        f"{culprit} mixes positions without `F.scaled_dot_product_attention`, for example by a convolution or pooling"
+        " over time, a recurrent layer, batch statistics, or hand-written attention. Its results on a sequence shard"
+        " differ from those on the full sequence. Use `F.scaled_dot_product_attention`. Or limit the body to modules"
+        " that do not mix positions in this way, such as HybridStrategy(body=['layers.*.attention', 'layers.*.mlp']),"
+        " so that all other modules receive full sequences. Or use context_parallel_size=1. [LH619]"
     )
 
 
