@@ -541,8 +541,8 @@ def test_the_user_is_told_what_travels_and_what_to_do(ranks: Pools) -> None:
         "`training_step` uses parameters on stages that do not have them: 'switched.bias' of stage 0 on stage 2,"
         " 'switched.weight' of stage 0 on stage 2. Parameters outside the layers are on the stages where"
         " the first training batch used them, so 4,608 bytes are sent in each step. In the first training"
-        " batch, also use the parameter on the stage that needs it now, for example by adding `0 * parameter.sum()`. Or"
-        " make it part of a layer."
+        " step, also use the parameter on the stage that needs it now, for example by adding `0 * parameter.sum()` to a"
+        " tensor there. Or make the parameter part of a layer."
     )
 
 

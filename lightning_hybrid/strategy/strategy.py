@@ -179,8 +179,8 @@ class HybridStrategy(ReplicaCollectives):
 
     Attributes:
         settings: The arguments of the strategy, after values such as ``num_microbatches="auto"`` have been resolved.
-        sizes: The parallel sizes, as the attributes `data`, `tensor`, `pipeline` and `context`. They are known once the
-            Trainer knows the number of processes or, if the layout search determines them, once a run has started.
+        sizes: The parallel sizes, as the attributes `data`, `tensor`, `pipeline` and `context`. They are available
+            once the Trainer exists or, if the layout search determines them, once a run has started.
 
     Raises:
         ValueError, TypeError: If an argument is invalid.

@@ -571,7 +571,7 @@ def test_a_plan_divides_buffers() -> None:
 def test_ranks_in_a_grid_take_no_layouts(mode: str) -> None:
     size = {"2d": 4, "3d": 8}[mode]
     text = (
-        "a layout .gain=S.0.., which works only with tensor_parallel_mode='1d'. With"
+        "assigns the layout gain=S.0. to .*. This works only with tensor_parallel_mode='1d'. With"
         f" tensor_parallel_mode='{mode}', .* remove the entry"
     )
     with pytest.raises(ValueError, match=text):

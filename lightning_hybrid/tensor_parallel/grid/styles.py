@@ -95,11 +95,11 @@ class GridMode(Mode):
         for name, style in styles.items():
             what = f"torch's {type(style).__name__}" if isinstance(style, ParallelStyle) else None
             if isinstance(style, str) and style.startswith(f"{LAYOUT}:"):
-                what = f"a layout ({style.partition(':')[2]})"
+                what = f"the layout {style.partition(':')[2]}"
             if what is not None:
                 raise ValueError(
-                    f"tensor_parallel_plan gives {name!r} {what}, which works only with tensor_parallel_mode='1d'. With"
-                    f" tensor_parallel_mode={self.arrangement.mode!r}, each rank has a block of every weight and"
+                    f"tensor_parallel_plan assigns {what} to {name!r}. This works only with tensor_parallel_mode='1d'."
+                    f" With tensor_parallel_mode={self.arrangement.mode!r}, each rank has a block of every weight and"
                     f" activation. Use a style of this package ({', '.join(GRID_STYLES)}), or set"
                     " tensor_parallel_mode='1d'. Or remove the entry, so that every rank has the full tensor. [LH509]"
                 )
