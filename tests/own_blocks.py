@@ -239,20 +239,23 @@ def replaced() -> nn.Module:
 
 #: What stays whole, and the words that say why.
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "a branch by values": (Branching, "in another call: `h.max() > self.limit`"),
-    "a choice by values": (BranchingByWhere, "in another call: `h > self.limit`"),
+    "a branch by values": (Branching, "in another call (`h.max() > self.limit`"),
+    "a choice by values": (BranchingByWhere, "in another call (`h > self.limit`"),
     "a limit that large values pass": (Limited, "from values of another rank"),
     "a norm of the whole width": (
         WideNorm,
-        "No plan is known for it, because it gives different results when it is sharded",
+        "No plan is known for this block, because it gives different results when it is sharded",
     ),
-    "a counter": (Counting, "in another call: `self.calls += 1`"),
-    "a branch by the length": (LongSequences, "in another call: `h.shape[1] > 100`"),
-    "a flag": (Flagged, "in another call: `self.calls`"),
-    "a mask": (Masked, "takes 'x', 'mask' instead of only its input"),
-    "a global variable": (Switched, "in another call: `SWITCH`"),
-    "a property": (ByProperty, "in another call: `self.factor`"),
-    "talking heads": (TalkingHeads, "No plan is known for it, because it gives different results when it is sharded"),
-    "hooks": (hooked, "with hooks, which would see only shards"),
+    "a counter": (Counting, "in another call (`self.calls += 1`"),
+    "a branch by the length": (LongSequences, "in another call (`h.shape[1] > 100`"),
+    "a flag": (Flagged, "in another call (`self.calls`"),
+    "a mask": (Masked, "takes 'x', 'mask' instead of a single input"),
+    "a global variable": (Switched, "in another call (`SWITCH`"),
+    "a property": (ByProperty, "in another call (`self.factor`"),
+    "talking heads": (
+        TalkingHeads,
+        "No plan is known for this block, because it gives different results when it is sharded",
+    ),
+    "hooks": (hooked, "with hooks, which would receive only shards"),
     "another forward": (replaced, "with a replaced `forward`"),
 }

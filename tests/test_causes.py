@@ -194,7 +194,7 @@ def fit(module: type[Tokens], layout: dict[str, Any] | None, **attributes: Any) 
         warnings.simplefilter("always")
         made = kind()
         make_trainer(layout).fit(made, data)
-    texts = [str(each.message) for each in caught if "The same samples have a loss" in str(each.message)]
+    texts = [str(each.message) for each in caught if "The loss of the same samples is" in str(each.message)]
     return {"weights": weights(made), "texts": texts}
 
 
@@ -223,13 +223,17 @@ CAUSES: dict[type[Tokens], tuple[str, str]] = {
         "`microbatch_weight(microbatch)` that returns the denominator",
     ),
     Contrastive: (
-        "the loss couples the samples of a batch, like a contrastive loss or statistics over samples.",
+        "the loss of a sample depends on other samples of the batch, as in a contrastive loss or statistics over"
+        " samples.",
         "split",
     ),
     Deviation: ("the loss of one microbatch alone is not finite", "`split_batch(batch, num_microbatches)`"),
     Neighbors: ("the loss depends on the order of the rows", "`split_batch(batch, num_microbatches)`"),
     TimeFirst: ("the second dimension of the tensors is the batch dimension", "that splits the second dimension"),
-    Table: ("`batch['table']` was split because it has as many rows as samples", "make it a buffer of the module"),
+    Table: (
+        "`batch['table']` was split because it has as many rows as samples",
+        "make this tensor a buffer",
+    ),
 }
 
 

@@ -113,7 +113,8 @@ OFFERED = {
         get_dist_logger CrossEntropyLoss Adam LinearWarmupLR LossHook AccuracyHook LogMetricByEpochHook
         LogMetricByStepHook LRSchedulerHook LogTimingByEpochHook LogMemoryByEpochHook ThroughputHook MultiTimer
         NUM_EPOCHS test_interval display_progress trainer.fit trainer.evaluate trainer.predict tensor_shape
-        MixupAccuracy execute_schedule engine.step lr_scheduler.step tqdm torchrun
+        MixupAccuracy execute_schedule engine.step lr_scheduler.step tqdm torchrun launch_from_slurm config.seed
+        cudnn_benchmark is_rank_for_log drop_last NonPipelineSchedule
     """,
     "Colossal-AI: ViT": """
         AMP_TYPE.TORCH AMP_TYPE.APEX AMP_TYPE.NAIVE gradient_accumulation clip_grad_norm gpu_aug mixup_alpha
@@ -121,7 +122,8 @@ OFFERED = {
         TensorboardHook NUM_MICRO_BATCHES LEARNING_RATE WEIGHT_DECAY WARMUP_EPOCHS IMG_SIZE
         PATCH_SIZE HIDDEN_SIZE DEPTH NUM_HEADS MLP_RATIO NUM_CLASSES CHECKPOINT build_pipeline_vit partition_uniform
         is_using_pp get_local_rank log_to_file label_smoothing AdamW CosineAnnealingWarmupLR TENSOR_PARALLEL_SIZE
-        TENSOR_PARALLEL_MODE #GPUs zero init_method='jax'
+        TENSOR_PARALLEL_MODE #GPUs zero init_method='jax' load_checkpoint `save_checkpoint` is_dp_rank_0 Linear1D
+        VanillaPatchEmbedding
     """,
     'Colossal-AI: "Optimize': """
         partition_uniform partition_balanced count_layer_params build_pipeline_model_from_cfg partition_method='layer'
@@ -174,7 +176,9 @@ METHODS: dict[str, tuple[str, str, str]] = {
     "predict_step": ("self, batch, batch_idx", "images, labels = batch\nlogits = self(images)", ""),
     "configure_optimizers": ("self", "", 'return {"optimizer": optimizer, "lr_scheduler": scheduler}'),
     "on_after_batch_transfer": ("self, batch, dataloader_idx", "", "return batch"),
+    "setup": ("self, stage", "", ""),
     "on_fit_start": ("self", "", ""),
+    "on_train_batch_end": ("self, outputs, batch, batch_idx", "", ""),
     "on_before_optimizer_step": ("self, optimizer", "", ""),
     "on_validation_epoch_end": ("self", "", ""),
 }
@@ -208,7 +212,8 @@ def make_module(lines: list[Line], names: dict[str, Any], depth: int = 6) -> Lig
     methods: dict[str, Any] = {"forward": lambda self, x: self.head(self.body(self.embed(x)))}
     names["depth"] = depth
     for name in dict.fromkeys([*ALWAYS, *(line.place for line in lines if line.place)]):
-        exec(method(name, [line.code for line in lines if line.place == name]), names, methods)
+        code = [line.code.replace("num_classes=10", "num_classes=3") for line in lines if line.place == name]
+        exec(method(name, code), names, methods)
     return type("Documented", (LightningModule,), methods)()
 
 
@@ -413,14 +418,23 @@ def _marked(row: Row, lines: list[Line]) -> Any:
     return pytest.param(row, lines, id=str(row), marks=marks)
 
 
+def write_old_file(directory: Path) -> dict[str, Tensor]:
+    """A file as a training loop of Colossal-AI writes it; the weights in it."""
+    torch.manual_seed(1)
+    state = make_module([], Writes().names).state_dict()
+    torch.save({"epoch": 10, "model": state, "optimizer": {}}, directory / "old.pt")
+    return state
+
+
 @pytest.mark.parametrize(("row", "lines"), [_marked(row, lines) for row in RUNNING for lines in trainings(row)])
-def test_a_line_trains(ranks: Pools, row: Row, lines: list[Line]) -> None:
+def test_a_line_trains(ranks: Pools, tmp_path: Path, row: Row, lines: list[Line]) -> None:
     """In the processes that its strategy needs, or else in a pipeline of two."""
     skip_without_libraries(row)
+    write_old_file(tmp_path)
     if "global_batch_size" in row.cell:  # a whole number of batches makes it up
         lines = [*lines, Line("DataLoader(dataset, batch_size=8)")]
     size, sizes = processes_of(lines), sizes_of(lines)
-    results = ranks(size, lightning=True).run(run_lines, lines, size, (), None, True)
+    results = ranks(size, lightning=True).run(run_lines, lines, size, (), str(tmp_path), True)
     for result in results:
         assert result["metrics"] == results[0]["metrics"]
         assert all(math.isfinite(value) for value in result["metrics"].values())
@@ -546,7 +560,7 @@ def rates_of(make: Callable[[torch.optim.Optimizer], Any], num_steps: int) -> li
     return rates
 
 
-@pytest.mark.parametrize("sizes", [(60, 5), (300, 50), (300, 32), (10, 1), (10, 9), (4, 2)])
+@pytest.mark.parametrize("sizes", [(60, 5), (300, 50), (300, 32), (10, 1), (10, 9), (4, 2), (4, 4), (6, 0)])
 @pytest.mark.parametrize("name", FORMULAS)
 def test_warm_up_follows_their_formula(name: str, sizes: tuple[int, int]) -> None:
     make = Writes().names[name]
@@ -758,7 +772,12 @@ def test_every_rank_prints_its_peak_memory(ranks: Pools) -> None:
 
 @pytest.mark.parametrize(
     ("name", "steps"),
-    [("SaveCheckpointHook(interval=1)", [4, 8]), ("save_by_iter", [2, 4, 6, 8]), ("max_to_keep", [4, 6, 8])],
+    [
+        ("SaveCheckpointHook(interval=1)", [4, 8, 8]),
+        ("save_by_iter", [2, 4, 6, 8, 8]),
+        ("max_to_keep", [4, 6, 8, 8]),
+        ("`save_checkpoint`", [8]),
+    ],
 )
 def test_checkpoints_are_written_at_their_interval(ranks: Pools, tmp_path: Path, name: str, steps: list[int]) -> None:
     lines = row_of(name).lines
@@ -768,6 +787,33 @@ def test_checkpoints_are_written_at_their_interval(ranks: Pools, tmp_path: Path,
     last = max(checkpoints, key=lambda checkpoint: checkpoint["global_step"])
     assert_same(last["state_dict"], together([result["weights"] for result in results]), 0.0)
     make_module(lines, Writes().names).load_state_dict(last["state_dict"])
+
+
+@pytest.mark.parametrize("name", ["SaveCheckpointHook(interval=1)", "save_by_iter", "max_to_keep"])
+def test_the_last_checkpoint_is_resumed(ranks: Pools, tmp_path: Path, name: str) -> None:
+    lines = [*row_of(name).lines, *row_of("`load_checkpoint`").lines, *row_of("LogMetricByStepHook").lines]
+    first, again = (ranks(2, lightning=True).run(run_lines, lines, 2, (), str(tmp_path)) for _ in range(2))
+    before, after = (together([result["weights"] for result in results]) for results in (first, again))
+    assert_same(after, before, 0.0)
+    assert {result["steps"] for result in (*first, *again)} == {8}
+    assert first[0]["history"]
+    assert not again[0]["history"]  # all epochs were done
+
+
+def test_weights_of_an_old_file_are_loaded(ranks: Pools, tmp_path: Path) -> None:
+    expected = write_old_file(tmp_path)
+    lines = [
+        *row_of("old file").lines,
+        Line("optimizer = torch.optim.SGD(self.parameters(), lr=0.0)", "configure_optimizers"),
+    ]
+    results = ranks(2, lightning=True).run(run_lines, lines, 2, (), str(tmp_path), True)
+    assert_same(together([result["weights"] for result in results]), expected, 0.0)
+
+
+def test_steps_return_what_the_schedule_did(ranks: Pools) -> None:
+    keep = Line("self.right = logits.shape == (6, 3) and bool((labels == batch[1]).all())", "on_train_batch_end")
+    for result in ranks(2, lightning=True).run(run_lines, [*row_of("output, label, loss").lines, keep]):
+        assert result["module"]["right"]
 
 
 @pytest.mark.parametrize(("name", "files"), [("TensorboardHook", "events.out.*"), ("Trainer(engine", "metrics.csv")])

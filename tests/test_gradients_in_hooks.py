@@ -274,7 +274,7 @@ STAGES = "`with self.trainer.strategy.full_parameters():`"
         ("copies", "pp2", "Pass only the unmodified `p.grad` of the module's parameters"),
         ("mixed", "tp2", "Pass only the unmodified `p.grad` of the module's parameters"),
         ("set", "pp2", "Change gradients in place"),
-        ("exponent", "zero2", "must be positive, or inf"),
+        ("exponent", "zero2", "must be a positive number or inf"),
         ("foreign", "zero1", "'weight' does not belong to the LightningModule"),
         ("call", "tp2", "Call layers outside"),
         ("call", "zero3", "Call layers outside"),

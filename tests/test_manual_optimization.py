@@ -300,7 +300,7 @@ def refusal(cls: type[ByHand], layout: Mapping[str, Any]) -> str:
 @pytest.mark.distributed
 def test_a_loss_of_one_share_of_the_sequence_is_refused(ranks: Pools) -> None:
     for text in ranks(2, lightning=True).run(refusal, Balanced, {"context_parallel_size": 2}):
-        assert "'generator.1', but the loss uses a tensor that the layer keeps as an attribute" in text
+        assert "'generator.1', but the loss uses a tensor that this layer stores as an attribute" in text
 
 
 @pytest.mark.distributed

@@ -86,7 +86,9 @@ def fit(
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             make_trainer(layout, callbacks=[seen], precision="64-true", **arguments).fit(module, data)
-        texts = [str(warning.message) for warning in caught if "The same samples have a loss" in str(warning.message)]
+        texts = [
+            str(warning.message) for warning in caught if "The loss of the same samples is" in str(warning.message)
+        ]
         found.append({"losses": seen.values, "weights": weights(module), "texts": texts})
     return found
 
@@ -170,7 +172,7 @@ def test_a_number_that_was_set_is_kept_and_said(ranks: Pools, layout: dict[str, 
     losses = [contrastive, mean_of_samples]
     results = ranks(2, lightning=True).run(fit, {**layout, "num_microbatches": 2}, losses)
     (kept,), none = (found["texts"] for found in results[0])
-    assert "With the 2 microbatches that you set, training does not match a single process" in kept
+    assert "With the 2 microbatches that you set, training does not give the same results" in kept
     assert not none
     assert results[0][0]["losses"] != pytest.approx(fit(None, losses)[0]["losses"], rel=1e-3)
 
@@ -261,7 +263,7 @@ def first_warnings(subject: Subject, layout: dict[str, Any]) -> list[str]:
         warnings.simplefilter("always")
         arguments = {"max_steps": 2, "limit_val_batches": 0, **subject.trainer}
         make_trainer({**layout, **subject.strategy}, **arguments).fit(module)
-    return [str(each.message) for each in caught if "The same samples have a loss" in str(each.message)]
+    return [str(each.message) for each in caught if "The loss of the same samples is" in str(each.message)]
 
 
 ORDINARY = {**SUBJECTS, **FRAME_SUBJECTS, **TENSOR_SUBJECTS}

@@ -139,7 +139,7 @@ def fit(
     calls = module.calls
     if layout is not None:
         trainer.strategy.gather_module()
-    texts = [str(each.message) for each in caught if "The same samples have a loss" in str(each.message)]
+    texts = [str(each.message) for each in caught if "The loss of the same samples is" in str(each.message)]
     return losses.values, weights(module), texts, calls
 
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_hybrid import HybridStrategy
+from lightning_hybrid.axes import Sizes
 from lightning_hybrid.pipeline_parallel.placeholders import is_placeholder
 from lightning_hybrid.strategy.auto_layout.dry_run.dry_run import dry_run
 from tests.pool import Pools
@@ -540,8 +541,8 @@ def test_the_user_is_told_what_travels_and_what_to_do(ranks: Pools) -> None:
         "`training_step` uses parameters on stages that do not have them: 'switched.bias' of stage 0 on stage 2,"
         " 'switched.weight' of stage 0 on stage 2. Parameters outside the layers are on the stages where"
         " the first training batch used them, so 4,608 bytes are sent in each step. In the first training"
-        " batch, also use the parameter on the stage that needs it now, for example by adding `0 * parameter.sum()`. Or"
-        " make it part of a layer."
+        " step, also use the parameter on the stage that needs it now, for example by adding `0 * parameter.sum()` to a"
+        " tensor there. Or make the parameter part of a layer."
     )
 
 
@@ -627,6 +628,6 @@ def _held_bytes() -> int:
 @pytest.mark.distributed
 def test_the_estimate_of_memory_counts_them_where_they_will_be(ranks: Pools) -> None:
     strategy = HybridStrategy(pipeline_parallel_size=3, num_microbatches=2)
-    dry = dry_run(lambda: (Loaded(), None), strategy.settings, (1, 1, 3), precision=Precision())
+    dry = dry_run(lambda: (Loaded(), None), strategy.settings, Sizes(pipeline=3), precision=Precision())
     held = ranks(3, lightning=True).run(_held_bytes, timeout=90)
     assert [usage.parameters for usage in dry.memory] == held

@@ -319,7 +319,7 @@ def state_warnings(layout: Any, path: str) -> list[list[str]]:
 
 @pytest.mark.parametrize(
     ("layout", "words"),
-    [(PP2, "8 are on other stages"), ({"zero_stage": 3}, "15 are sharded over ranks")],
+    [(PP2, "8 are on other stages"), ({"zero_stage": 3}, "15 are sharded over several ranks")],
     ids=["pp2", "zero3"],
 )
 def test_a_state_dict_that_is_not_all_of_it_is_a_warning(ranks: Pools, tmp_path: Path, layout: Any, words: str) -> None:

@@ -44,8 +44,8 @@ class FileIO(TorchCheckpointIO):
         except (OSError, RuntimeError) as error:  # torch's own writer raises the latter
             raise OSError(
                 # rank 0 writes files; its machine is to be looked at
-                f"The checkpoint {path} could not be written. An earlier checkpoint at that path is unchanged."
-                f" rank 0: {type(error).__name__}: {error} [LH911]"
+                f"The checkpoint {path} could not be written. If an earlier checkpoint exists at this path, it is"
+                f" unchanged. Error on rank 0: {type(error).__name__}: {error} [LH911]"
             ) from error
         if isinstance(place, Path) or not (place / MARK).is_file():
             return
@@ -53,8 +53,9 @@ class FileIO(TorchCheckpointIO):
             remove_directory(place)
         except Exception as error:  # of whatever kind a store's errors are
             raise OSError(
-                f"The checkpoint {path} was written, but a directory of an earlier save at the same path would be read"
-                f" instead. Remove {place / MARK}. rank 0: {type(error).__name__}: {error} [LH912]"
+                f"The checkpoint {path} was written, but a directory with an earlier checkpoint could not be removed"
+                f" from the same path and would be loaded instead. Remove the file {place / MARK}. Error on rank 0:"
+                f" {type(error).__name__}: {error} [LH912]"
             ) from error
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
@@ -76,10 +77,10 @@ class FileIO(TorchCheckpointIO):
         except Exception as error:  # whatever unpickling raises
             if isinstance(error, pickle.UnpicklingError):
                 if zipfile.is_zipfile(file) or "Unsupported global" in str(error):
-                    raise pickle.UnpicklingError(f"The checkpoint {file}: {error} [LH927]") from error
+                    raise pickle.UnpicklingError(f"The checkpoint {file} cannot be loaded: {error} [LH927]") from error
                 raise ValueError(
-                    f"{file} ({file.stat().st_size} bytes) is not a checkpoint: it was not written by `torch.save`, or"
-                    " it is damaged. [LH902]"
+                    f"{file} ({file.stat().st_size} bytes) cannot be loaded as a checkpoint: it was not written by"
+                    " `torch.save`, or it is damaged. [LH902]"
                 ) from error
             raise ValueError(
                 f"The checkpoint {file} ({file.stat().st_size} bytes) cannot be read: it is damaged or incomplete."

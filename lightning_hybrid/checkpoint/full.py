@@ -213,10 +213,11 @@ def check_values(checkpoint: dict[str, Any]) -> None:
     empty = [".".join(map(str, path)) for path, leaf in leaves if isinstance(leaf, Tensor) and leaf.is_meta]
     if empty:
         raise ValueError(
-            f"The checkpoint has tensors on the meta device, which have no values: {', '.join(empty[:5])}"
-            f"{', ...' if len(empty) > 5 else ''}. The values of layers on other stages come from other ranks, which"
-            " must save them under the same keys. Make `state_dict` and `on_save_checkpoint` of callbacks and of the"
-            " module save the same keys on every rank. [LH909]"
+            "The checkpoint contains tensors on the meta device, which have no values:"
+            f" {', '.join(empty[:5])}{', ...' if len(empty) > 5 else ''}. A rank receives the values of layers on other"
+            " stages from the ranks of these stages, which must save them under the same keys. Make sure that"
+            " `state_dict` and `on_save_checkpoint`, in callbacks and in the module, save the same keys on every rank."
+            " [LH909]"
         )
 
 

@@ -29,12 +29,12 @@ def check_kind(found: Any, path: Any) -> None:
     if isinstance(found, Mapping) and "pytorch-lightning_version" in found:
         return
     values = list(found.values()) if isinstance(found, Mapping) else []
-    weights = "To use its weights, set HybridStrategy(initial_weights='...') or call `strategy.load_weights`"
+    weights = "To load only the weights, set HybridStrategy(initial_weights='...') or call `strategy.load_weights`"
     if values and all(isinstance(value, Tensor) for value in values):
-        what = f"a plain state dict of {len(values)} tensors without the state of the training. {weights}"
+        what = f"a plain state dict of {len(values)} tensors without the training state. {weights}"
     elif isinstance(found, Mapping):
         also = f". {weights}" if isinstance(found.get("state_dict"), Mapping) else ""
-        what = f"a dict with the keys {list(found)[:5]}, but without Lightning's 'pytorch-lightning_version'{also}"
+        what = f"a dict with the keys {list(found)[:5]}, but without the key 'pytorch-lightning_version'{also}"
     else:
         what = f"a {type(found).__name__}"
     raise ValueError(f"{path} is not a checkpoint of a Trainer: it contains {what}. [LH902]")

@@ -240,10 +240,9 @@ def check_number(optimizers: Sequence[Any], states: Sequence[Any]) -> None:
     """
     if len(optimizers) != len(states):
         raise ValueError(
-            f"The checkpoint has the states of {len(states)} optimizers, but {len(optimizers)} are configured."
-            " Return the same number of optimizers from `configure_optimizers` as when the checkpoint was saved, or"
-            " load only the weights."
-            " [LH906]"
+            f"The checkpoint contains the states of {len(states)} optimizer(s), but `configure_optimizers` returns"
+            f" {len(optimizers)}. Return the same number of optimizers as when the checkpoint was saved, or load only"
+            " the weights. [LH906]"
         )
 
 
@@ -256,9 +255,10 @@ def _check_kind(saved: Sequence[Mapping[str, Any]], optimizer: Optimizer) -> Non
     theirs, own = ({key for group in groups for key in group} - _ADDED for groups in (saved, optimizer.param_groups))
     if theirs - own and own - theirs:
         raise ValueError(
-            f"The checkpoint's optimizer is not {type(optimizer).__name__}: its parameter groups have"
-            f" {sorted(theirs - own)} instead of {sorted(own - theirs)}. Use the optimizer that the checkpoint was"
-            " saved with, or load only the weights: HybridStrategy(initial_weights='...') without `ckpt_path`. [LH907]"
+            f"The checkpoint was saved with an optimizer other than {type(optimizer).__name__}: its parameter groups"
+            f" have the options {sorted(theirs - own)} instead of {sorted(own - theirs)}. Use the optimizer that the"
+            " checkpoint was saved with. Or load only the weights: set HybridStrategy(initial_weights='...'), and do"
+            " not pass `ckpt_path`. [LH907]"
         )
 
 
@@ -270,17 +270,17 @@ def _check_groups(saved: list[list[str]], own: list[list[str]]) -> None:
         _mismatch(
             saved,
             own,
-            f"Only the checkpoint has {sorted(in_saved - in_own)[:5]}; only the configured optimizer has"
-            f" {sorted(in_own - in_saved)[:5]}. ",
+            f"Only the checkpoint contains the parameters {sorted(in_saved - in_own)[:5]}, and only the configured"
+            f" optimizer contains the parameters {sorted(in_own - in_saved)[:5]}. ",
         )
     )
 
 
 def _mismatch(saved: list[list[Any]], own: list[list[str]], difference: str = "") -> str:
     return (
-        f"The parameter groups of the checkpoint's optimizer have {list(map(len, saved))} parameters, but the"
-        f" groups of the configured optimizer have {list(map(len, own))}. {difference}Use the same parameter groups as"
-        " when the checkpoint was saved. [LH908]"
+        f"The sizes of the parameter groups in the checkpoint are {list(map(len, saved))}, but the sizes of the"
+        f" configured optimizer's parameter groups are {list(map(len, own))}. {difference}Use the same parameter groups"
+        " as when the checkpoint was saved. [LH908]"
     )
 
 

@@ -116,7 +116,7 @@ def _text(values: Iterable[Any], what: str) -> str | None:
         return None
     return (
         f"{what}: of {len(values)} tensors, {absent} are on other stages and have no values on this rank, and {shards}"
-        " are sharded over ranks."
+        " are sharded over several ranks."
     )
 
 
@@ -157,8 +157,8 @@ class _StateDictHook:
     def __reduce_ex__(self, protocol: Any) -> Any:
         if not is_sent():
             raise WrongUseError(
-                "This rank has only a part of the module that is being saved: layers are on other stages, or"
-                f" parameters are sharded (tensor parallelism, ZeRO).{_REMEDY}"
+                "This rank has only a part of the module that is being saved: some layers are on other stages, or"
+                f" parameters are sharded (by tensor parallelism or ZeRO).{_REMEDY}"
             )
         return _StateDictHook, (None,)
 
@@ -172,7 +172,7 @@ class _CallHook:
     """
 
     def __init__(self, name: str, why: str) -> None:
-        self._text = f"{name} was called after a run, but this rank has only a part of it. {why} [LH905]"
+        self._text = f"{name} was called after a run, but this rank has only a part of the module. {why} [LH905]"
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         raise WrongUseError(self._text)
@@ -233,7 +233,7 @@ def _checked_saves() -> Iterator[None]:
     @functools.wraps(save)
     def checked(obj: object, f: Any, *args: Any, **kwargs: Any) -> None:
         if not is_sent() and not is_part_expected():
-            text = _text(_saved_tensors(obj), "`torch.save` got only a part of the module")
+            text = _text(_saved_tensors(obj), "`torch.save` received only a part of the module")
             if text is not None:
                 raise WrongUseError(text + _REMEDY)
         try:

@@ -107,9 +107,9 @@ class ShardedCheckpoint:
         path, tables, unnamed = broadcast_object((path, tables, unnamed), 0, group)
         if unnamed:
             raise ValueError(
-                f"The checkpoint has parts of the model in a list or tuple at {'.'.join(map(str, unnamed[0]))}, but"
-                " sharded checkpoints store tensors by name. Save a dictionary in the callback, or set"
-                " save_distributed_checkpoint=False. [LH910]"
+                f"The checkpoint contains tensors of the model in a list or tuple at {'.'.join(map(str, unnamed[0]))},"
+                " but a sharded checkpoint stores tensors by name. Save a dictionary instead of the list or tuple in"
+                " the callback, or set save_distributed_checkpoint=False. [LH910]"
             )
         entries = dict(self._entries(checkpoint, tables))
         for number, state in enumerate(checkpoint.get(OPTIMIZERS, [])):

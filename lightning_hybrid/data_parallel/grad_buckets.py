@@ -358,8 +358,8 @@ def _flatten_gradient(parameter: nn.Parameter, shape: torch.Size, stride: tuple[
     if gradient.dtype != dtype or gradient.device != parameter.device:
         raise TypeError(
             f"The gradient of a parameter of shape {tuple(parameter.shape)} is {gradient.dtype} on {gradient.device},"
-            f" but the parameter is {parameter.dtype} on {parameter.device}. Averaging needs the same dtype and device:"
-            " cast the gradient in a hook on the parameter. [LH810]"
+            f" but the parameter is {parameter.dtype} on {parameter.device}. To be averaged over replicas, the gradient"
+            " must have the dtype and device of the parameter: cast the gradient in a hook on the parameter. [LH810]"
         )
     if gradient.layout is not torch.strided:
         gradient = gradient.to_dense()  # ranks use different rows of an embedding: only the dense sizes are equal
@@ -378,7 +378,7 @@ def _gradient_dtype(parameter: nn.Parameter) -> torch.dtype:
 def late_gradient_error(parameter: Tensor) -> RuntimeError:
     """The error of a gradient that comes after its bucket has been launched."""
     return RuntimeError(
-        f"A parameter of shape {tuple(parameter.shape)} got a second gradient in one step, when the reduction of its"
-        " bucket had already started. Re-entrant checkpointing causes this for a parameter that is used more than once:"
-        " pass `use_reentrant=False` to `torch.utils.checkpoint.checkpoint`. [LH811]"
+        f"A parameter of shape {tuple(parameter.shape)} received a second gradient in one step, after the reduction of"
+        " its bucket had started. Reentrant checkpointing causes this for parameters that are used more than once: pass"
+        " `use_reentrant=False` to `torch.utils.checkpoint.checkpoint`. [LH811]"
     )

@@ -18,6 +18,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.distributed.process_group import device_backends
+from lightning_hybrid.distributed.replaced import replaced_attributes, replaced_entries
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 REPLICAS = "data_parallel"  # the axis, the last one where replicas shard a tensor
@@ -162,8 +163,6 @@ def whole_numbers() -> Iterator[None]:
     """
     handlers = getattr(getattr(DTensor, "_op_dispatcher", None), "_custom_op_handlers", {})
     operation = torch.ops.aten._local_scalar_dense.default
-    before = handlers.get(operation)
-    methods = {name: vars(DTensor).get(name) for name in ("numpy", "tolist")}
 
     def read(name: str, tensor: DTensor, *args: Any, **kwargs: Any) -> Any:
         if all(placement.is_replicate() for placement in tensor.placements):
@@ -174,21 +173,10 @@ def whole_numbers() -> Iterator[None]:
             " pass `gradients=True`. [LH402]"
         )
 
-    handlers[operation] = lambda _, args, __: full_tensor(args[0]).item()
-    for name in methods:
-        setattr(DTensor, name, partialmethod(partial(read, name)))
-    try:
+    methods = {name: partialmethod(partial(read, name)) for name in ("numpy", "tolist")}
+    entries = {operation: lambda _, args, __: full_tensor(args[0]).item()}
+    with replaced_entries([(handlers, entries)]), replaced_attributes(DTensor, **methods):
         yield
-    finally:
-        for name, method in methods.items():
-            if method is None:  # torch's is inherited
-                delattr(DTensor, name)
-            else:
-                setattr(DTensor, name, method)
-        if before is None:
-            del handlers[operation]
-        else:
-            handlers[operation] = before
 
 
 @contextmanager

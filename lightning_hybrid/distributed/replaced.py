@@ -1,8 +1,8 @@
-"""Attributes and forwards that are replaced for a while."""
+"""Attributes, entries of dictionaries, and forwards that are replaced for a while."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,14 +17,45 @@ def replaced_attributes(owner: Any, **values: Any) -> Iterator[None]:
         owner: The object.
         values: The values by name; the object has all of these attributes.
     """
-    before = {name: getattr(owner, name) for name in values}
+    is_class = isinstance(owner, type)  # whose attributes may be inherited, or descriptors
+    before = {name: vars(owner).get(name, _MISSING) if is_class else getattr(owner, name) for name in values}
     try:
         for name, value in values.items():
             setattr(owner, name, value)
         yield
     finally:
         for name, value in before.items():
-            setattr(owner, name, value)
+            if value is _MISSING:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, value)
+
+
+@contextmanager
+def replaced_entries(changes: Iterable[tuple[MutableMapping[Any, Any], Mapping[Any, Any]]]) -> Iterator[None]:
+    """Give entries of dictionaries other values while entered; entries that were missing are removed at the end.
+
+    Parameters and buffers are entries of a module's `_parameters` and `_buffers`, and attributes of ``vars(object)``.
+
+    Args:
+        changes: Each dictionary with its new entries.
+    """
+    found = [(table, dict(entries)) for table, entries in changes]
+    before = [(table, {key: table.get(key, _MISSING) for key in entries}) for table, entries in found]
+    try:
+        for table, entries in found:
+            table.update(entries)
+        yield
+    finally:
+        for table, entries in before:
+            for key, value in entries.items():
+                if value is _MISSING:
+                    table.pop(key, None)
+                else:
+                    table[key] = value
+
+
+_MISSING = object()
 
 
 @contextmanager

@@ -14,8 +14,9 @@ ERRORS = {
         "Use AdamW, or turn off tensor parallelism and ZeRO.",
     ),
     "LH803": Entry(
-        "LBFGS needs the gradient of the full model, but each pipeline stage has only a part of it.",
-        "Use AdamW or SGD.",
+        "LBFGS needs the gradient of the full model, and computes the loss several times per step. A pipeline, several"
+        " microbatches, `microbatch_weight`, tensor and context parallelism do not support this.",
+        "Use AdamW or SGD, or only replicas.",
     ),
     "LH804": Entry(
         "The strategy replaced the parameters of a layer when it sharded the layer, but the optimizer still has the"

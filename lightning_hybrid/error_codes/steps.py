@@ -134,8 +134,9 @@ ERRORS = {
         "Make these decisions depend only on the batch, or set `dynamic_shapes=True`.",
     ),
     "LH432": Entry(
-        "The step took a different path than an earlier step with the same shapes. The strategy could not restart the"
-        " step, because the step had already changed state that cannot be restored or had begun to average gradients.",
+        "The step took a different path than an earlier step whose batch had the same shapes. The strategy could not"
+        " restart the step, because the step had already changed state that cannot be restored or had begun to average"
+        " gradients.",
         "Change the state in a hook, or set `dynamic_shapes=True`.",
     ),
     "LH433": Entry(
@@ -259,8 +260,8 @@ ERRORS = {
         "Store `x.detach()` in the buffer, or update the buffer under `torch.no_grad()`.",
     ),
     "LH469": Entry(
-        "A hook is registered on the gradient of a tensor that several stages compute, so each stage has only a"
-        " part of the gradient.",
+        "A gradient hook is registered on a tensor. Several stages compute this tensor, so each of them has only a part"
+        " of its gradient.",
         "Create a new tensor, for example with `y = x * 1`, and never modify it in place. Register the hook on the new"
         " tensor, and use only this tensor in the code that follows.",
     ),

@@ -105,7 +105,7 @@ ERRORS = {
     ),
     "LH523": Entry(
         "A layout splits a dimension that the tensor does not have, or that cannot be split into equal parts.",
-        "Split another dimension, or use `B`.",
+        "Split another dimension, or replicate the tensor with `B`.",
     ),
     "LH524": Entry(
         "The axes in a layout differ from the axes over which the DTensor is already distributed.",

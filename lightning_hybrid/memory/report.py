@@ -89,8 +89,9 @@ class MemoryReport(Callback):
             found = storage_bytes(each for each in tensors if each.device.type == device.type)
             if expected is not None and found > _TOLERANCE * expected:
                 _log.warning(
-                    "The %s of rank %d take %s, but should take %s: some of them are views of larger tensors, which"
-                    " stay in memory. Clone the views where they are created, or report this.",
+                    "The %s of rank %d use %s instead of the estimated %s, probably because some of them are views of"
+                    " larger tensors, which stay in memory. If so, clone the views where they are created; otherwise,"
+                    " report this as a bug.",
                     name,
                     dist.get_rank(),
                     filesize.decimal(found),

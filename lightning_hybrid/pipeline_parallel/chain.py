@@ -321,7 +321,7 @@ def _text(what: str, how: str) -> str:
     return (
         f"{what} {how} a parameter outside the layers, but the parameter is on another stage, because the first"
         " training batch used it there. Also use the parameter at this point in the first training batch, or in the"
-        " sanity check before it, for example by adding `0 * parameter.sum()`. Or set"
+        " sanity check before it, for example by adding `0 * parameter.sum()` to a tensor. Or set"
         " HybridStrategy(dynamic_shapes=True), which keeps the parameters outside an `nn.Sequential` on the first and"
         " the last stage. [LH410]"
     )

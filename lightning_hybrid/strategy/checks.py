@@ -389,9 +389,10 @@ def check_optimizers(optimizers: list[Optimizer], module: nn.Module, *, cut: boo
             )
     if cut and any(isinstance(optimizer, LBFGS) for optimizer in optimizers):
         raise ValueError(
-            "LBFGS searches along the gradient of the full model, but each stage has only a part of this gradient. Use"
-            " an optimizer that updates each parameter separately, such as AdamW or SGD, or set"
-            " pipeline_parallel_size=1. [LH803]"
+            "LBFGS searches along the gradient of the full model, and computes the loss several times per step. This"
+            " does not work with a pipeline, several microbatches, `microbatch_weight`, tensor or context parallelism."
+            " Use an optimizer that updates each parameter separately, such as AdamW or SGD, or use only replicas, with"
+            " num_microbatches=1. [LH803]"
         )
     values = {
         f"optimizer {number}, group {position}": _group_text(optimizer, group)

@@ -179,8 +179,8 @@ class HybridStrategy(ReplicaCollectives):
 
     Attributes:
         settings: The arguments of the strategy, after values such as ``num_microbatches="auto"`` have been resolved.
-        sizes: The parallel sizes, as the attributes `data`, `tensor`, `pipeline` and `context`. They are known once the
-            Trainer knows the number of processes or, if the layout search determines them, once a run has started.
+        sizes: The parallel sizes, as the attributes `data`, `tensor`, `pipeline` and `context`. They are available
+            once the Trainer exists or, if the layout search determines them, once a run has started.
 
     Raises:
         ValueError, TypeError: If an argument is invalid.
@@ -839,7 +839,10 @@ class HybridStrategy(ReplicaCollectives):
     @outside_of_steps
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the full state dict on rank 0 and an empty one elsewhere, or this rank's part for a directory."""
+        """Return the full state dict on rank 0, and an empty one on other ranks.
+
+        If checkpoints are directories (`save_distributed_checkpoint`), return the part of this rank instead.
+        """
         if self._attached is None:  # no run has begun, and nothing is divided
             return super().lightning_module_state_dict()
         if self.world.exceptions.why_not_saved is not None:  # the Trainer asks for this first
@@ -950,7 +953,10 @@ class HybridStrategy(ReplicaCollectives):
     @outside_of_steps
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the full optimizer state on rank 0 and an empty one elsewhere, or this rank's part for a directory."""
+        """Return the full optimizer state on rank 0, and an empty one on other ranks.
+
+        If checkpoints are directories (`save_distributed_checkpoint`), return the part of this rank instead.
+        """
         return self.attached.checkpointer.optimizer_state(optimizer)
 
     @override

@@ -55,7 +55,7 @@ class ParallelAttention(ParallelLayer):
     ) -> tuple[Tensor, Tensor | None]:
         """As `nn.MultiheadAttention.forward`, with the same shapes."""
         if is_causal and attn_mask is None:
-            raise RuntimeError("Need attn_mask if specifying the is_causal hint.")
+            raise RuntimeError("is_causal=True requires attn_mask.")
         is_batched = query.dim() == 3
         query, key, value = self._gather_inputs(query, key, value)
         q, k, v = self._project(query, key, value)

@@ -198,7 +198,7 @@ class VocabParallelEmbedding(ParallelLayer):
             and indices.device.type == "cpu"
             and ((indices < 0) | (indices >= len(self.weight))).any()
         ):
-            raise IndexError(f"an index is out of range: the embedding has {len(self.weight)} rows [LH530]")
+            raise IndexError(f"An index is out of range: the embedding has {len(self.weight)} rows [LH530]")
         local, elsewhere = self.tensor_group.local_indices(indices, len(weight))
         padding = None if self.padding_idx is None else self.padding_idx - self.tensor_group.rank * len(weight)
         local_padding = padding if padding is not None and 0 <= padding < len(weight) else None
@@ -332,8 +332,8 @@ class NarrowInput(ParallelLayer):
                 raise WrongUseError(
                     f"A {type(self).__name__} has the style 'narrow_input', but passes a modified input to its layers,"
                     f" which are sharded over tensor_parallel_size={self.tensor_group.size} ranks. Pass the input"
-                    " itself, or remove 'narrow_input' from `tensor_parallel_plan` and read widths from the outputs of"
-                    " the layers. The style 'replicate' keeps it unsharded. [LH514]"
+                    " unchanged, or remove 'narrow_input' from `tensor_parallel_plan` and read widths from the outputs"
+                    " of the layers. To keep the module unsharded, give it the style 'replicate'. [LH514]"
                 )
             return None
 
@@ -371,11 +371,11 @@ class MaskPerHead(ParallelLayer):
                 local[name] = mappings.scatter_to_tp(mask, 1, self.tensor_group)
             elif mask.ndim in (1, 3) and len(mask) in {self.total_heads, self.total_heads * sizes[0]} - {sizes[0]}:
                 raise WrongUseError(
-                    f"A {type(self).__name__} got {name!r} of shape {tuple(mask.shape)}, but its {self.total_heads}"
-                    f" heads are sharded over tensor_parallel_size={self.tensor_group.size} ranks (style"
-                    " 'mask_per_head' in `tensor_parallel_plan`), so a mask or bias per head must have the shape"
-                    f" (batch, {self.total_heads}, L, S). To keep the attention unsharded, write your own plan"
-                    " without it. [LH515]"
+                    f"A {type(self).__name__} received {name!r} of shape {tuple(mask.shape)}, but its"
+                    f" {self.total_heads} heads are sharded over tensor_parallel_size={self.tensor_group.size} ranks"
+                    " (style 'mask_per_head' in `tensor_parallel_plan`), so a mask or bias with values for each head"
+                    f" must have the shape (batch, {self.total_heads}, L, S). To keep the attention unsharded, write"
+                    " your own plan without an entry for it. [LH515]"
                 )
         args = tuple(local.get(name, value) for name, value in zip_longest(names[: len(args)], args))
         output = super().forward(*args, **{key: local.get(key, value) for key, value in kwargs.items()})  # type: ignore[misc]

@@ -200,7 +200,7 @@ def check_styles(requested: UserPlan | str | None) -> None:
     """
     if isinstance(requested, str) and requested != "auto":
         raise ValueError(
-            f"tensor_parallel_plan={requested!r} is unknown; pass 'auto', None, or a dict from module names to"
+            f"tensor_parallel_plan={requested!r} is not a valid plan. Pass 'auto', None, or a dict from module names to"
             " styles. [LH102]"
         )
     for pattern, style in requested.items() if isinstance(requested, Mapping) else ():
@@ -209,10 +209,10 @@ def check_styles(requested: UserPlan | str | None) -> None:
         names = [name for name in STYLES if name != LAYOUT]
         close = difflib.get_close_matches(str(style), [*names, "S(0)", "S(1)"], n=1, cutoff=0.5)
         raise ValueError(
-            f"tensor_parallel_plan has the unknown style {style!r} for {pattern!r}"
-            f"{f'; did you mean {close[0]!r}?' if close else '.'} The styles are {', '.join(names)} ('divide:ATTRIBUTE'"
-            " for an integer that a module computes with). The names of parameters and buffers take layouts, such as"
-            " 'S(0)'. [LH502]"
+            f"tensor_parallel_plan has the unknown style {style!r} for"
+            f" {pattern!r}{f'; did you mean {close[0]!r}?' if close else '.'} The styles are {', '.join(names)}"
+            " ('divide:ATTRIBUTE' divides an integer attribute of a module, such as a number of heads). For the name of"
+            " a parameter or buffer, give a layout, such as 'S(0)'. [LH502]"
         )
 
 
@@ -242,9 +242,8 @@ def _expand(module: nn.Module, requested: UserPlan, axes: Sequence[str]) -> dict
         if not matching:
             close = difflib.get_close_matches(pattern, names, n=3, cutoff=0.4) or names[:8]
             raise ValueError(
-                f"The pattern {pattern!r} of tensor_parallel_plan matches no module of {type(module).__name__} ('*'"
-                f" matches anything between two dots). Use one of its names, such as"
-                f" {', '.join(map(repr, close))}. [LH501]"
+                f"The pattern {pattern!r} in tensor_parallel_plan matches no module of {type(module).__name__} ('*'"
+                f" matches anything between two dots). Use a name such as {', '.join(map(repr, close))}. [LH501]"
             )
         styles.update(dict.fromkeys([first[id(layers[name])] for name in matching], style))
     return styles
@@ -256,8 +255,8 @@ def _add_layouts(styles: dict[str, Any], owner: str, dims: Mapping[str, int | No
     is_layout_too = isinstance(before, str) and before.startswith(f"{LAYOUT}:")
     if before and not is_layout_too:
         raise ValueError(
-            f"tensor_parallel_plan gives {owner!r} the style {before!r}, and a layout to its parameter"
-            f" {next(iter(dims))!r}. The style already shards the parameters. Remove one of the two. [LH506]"
+            f"tensor_parallel_plan gives {owner!r} the style {before!r}, which already shards its parameters, but also"
+            f" gives a layout to its parameter {next(iter(dims))!r}. Remove the style or the layout. [LH506]"
         )
     every = {**(layout_dims(before) if is_layout_too else {}), **dims}
     divided = {name: dim for name, dim in every.items() if dim is not None}
@@ -278,14 +277,15 @@ def _placed_tensors(
         close = difflib.get_close_matches(pattern, tensors, n=3, cutoff=0.4) or list(tensors)[:8]
         raise ValueError(
             f"tensor_parallel_plan gives {pattern!r} the layout {layout!r}, but {type(module).__name__} has no"
-            f" parameter or buffer of that name. Use one of its names, such as {', '.join(map(repr, close))}. [LH507]"
+            f" parameter or buffer with this name. Use a name such as {', '.join(map(repr, close))}. [LH507]"
         )
     for name in matching:
         tensor = tensors[name]
         if isinstance(tensor, DTensor) and not isinstance(tensor, nn.Parameter):
             raise ValueError(
                 f"tensor_parallel_plan gives {name!r} the layout {layout!r}, but this tensor already has a layout:"
-                f" {layout_text(tensor)}. Remove the entry, or make it a plain tensor. [LH508]"
+                f" {layout_text(tensor)}. Remove the entry from the plan, or create the tensor as a plain tensor."
+                " [LH508]"
             )
         owner, _, leaf = name.rpartition(".")
         found.setdefault(owner, {})[leaf] = divided_dim(layout, axes, tensor, name)
@@ -373,9 +373,9 @@ def _check_ties(module: nn.Module, rows: Iterable[PlanRow]) -> None:
     for tied in ties.values():
         if len(set(tied.values())) > 1:
             raise ValueError(
-                f"{' and '.join(map(repr, tied))} are one tied parameter, but tensor_parallel_plan shards"
-                " them differently. Give both layers styles that shard the same dimension ('vocab' for an embedding"
-                " and its tied head), or 'replicate'. [LH510]"
+                f"{' and '.join(map(repr, tied))} are one tied parameter, but tensor_parallel_plan shards it"
+                " differently under these names. Give both layers styles that shard the same dimension ('vocab' for an"
+                " embedding and its tied head), or give both the style 'replicate'. [LH510]"
             )
 
 
@@ -387,10 +387,15 @@ def _check_layouts(rows: Iterable[PlanRow]) -> None:
             continue
         inside = next((name for name in names if name.startswith(f"{row.name}.") or not row.name), None)
         if inside is not None or row.sequence_dim is not None:
-            beside = f"its {inside!r} has the style {names[inside]!r}" if inside else "it is in a sequence_region"
+            beside = (
+                f"its submodule {inside!r} has the style {names[inside]!r}"
+                if inside
+                else "it is in a 'sequence_region'"
+            )
             raise ValueError(
-                f"tensor_parallel_plan gives a parameter or a buffer of {row.name!r} a layout, but {beside}. Use the"
-                " layout on a module outside such regions that contains no tensor-parallel layers. [LH511]"
+                f"tensor_parallel_plan gives a parameter or a buffer of {row.name!r} a layout, but {beside}. A module"
+                " can have layouts only if it contains no tensor-parallel layers and is outside each 'sequence_region'."
+                " [LH511]"
             )
 
 

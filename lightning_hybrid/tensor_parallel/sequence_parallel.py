@@ -46,8 +46,9 @@ def assign_sequence_dims(rows: list[PlanRow], module: nn.Module, *, sequence_par
         if region is None:
             if row.kind in _FOR_SEQUENCES:
                 raise ValueError(
-                    f"tensor_parallel_plan gives {row.name!r} the style {row.style!r}, but no module around it has the"
-                    " style 'sequence_region', so its sequences are not sharded. [LH512]"
+                    f"tensor_parallel_plan gives {row.name!r} the style {row.style!r}, which works only inside a module"
+                    f" with the style 'sequence_region', but no module that contains {row.name!r} has this style."
+                    " [LH512]"
                 )
             result.append(row)
             continue

@@ -73,10 +73,11 @@ def explain_shape_error(error: Exception, module: nn.Module) -> None:
     children = set(map(id, holder.children()))
     divided = [layer for layer in below if id(layer) in children] or below
     listed = ", ".join(repr(names.get(id(layer), "?")) for layer in divided[:_MOST])
-    listed += " and others" if len(divided) > _MOST else ""
+    listed += " and other layers" if len(divided) > _MOST else ""
     text = (
-        f"{error}\nThis is in {(names.get(id(holder)) or type(holder).__name__)!r}, where tensor_parallel_plan"
-        f" shards {listed}: each rank has a shard of the outputs of these layers, unless their style gathers them."
+        f"{error}\nThis error occurred in {(names.get(id(holder)) or type(holder).__name__)!r}, where"
+        f" tensor_parallel_plan shards {listed}: each rank has only a shard of the outputs of these layers, unless"
+        " their style gathers the outputs."
     )
     group = below[0].tensor_group
     if hint := group.shape_hint():
@@ -90,11 +91,11 @@ def explain_shape_error(error: Exception, module: nn.Module) -> None:
     missing = {} if is_at_fault else place.missing_entries()
     if missing:
         entries = " and ".join(f"{name!r}: {style!r}" for name, style in missing.items())
-        text += f" The plan may lack {entries}."
+        text += f" The plan may lack the {'entries' if len(missing) > 1 else 'entry'} {entries}."
     if narrow is None and place.reads_whole_width and not isinstance(called, nn.Linear):
         text += (
-            " The code reads the full width of its input, and does more with the input than pass it to sharded layers"
-            f" (so 'narrow_input' would be wrong). To fix this, {READ_WIDTHS_BEHIND}."
+            " The code reads the full width of its input, and does more with the input than pass it to sharded layers,"
+            f" so the style 'narrow_input' would be wrong. To fix this, {READ_WIDTHS_BEHIND}."
         )
     error.args = (text, *error.args[1:])
 
@@ -103,9 +104,10 @@ def _about_narrow_input(module: NarrowInput, pattern: str) -> str:
     """What a module with this style may do with its input."""
     takers = ",".join(module.takers)
     return (
-        f" The plan has {pattern!r}: 'narrow_input:{takers}', so this code gets an input with the width of a shard and"
-        f" without values. It may only read the shape and pass the input to {takers}. If it does more with the input,"
-        f" such as a norm or a residual, remove 'narrow_input' from the plan, and {READ_WIDTHS_BEHIND}."
+        f" The plan contains {pattern!r}: 'narrow_input:{takers}', so this code receives an input that has the width of"
+        " a shard and no values. This code is allowed only to read the shape of the input and to pass the input to"
+        f" {takers}. If it uses the input in another way, such as in a norm or a residual connection, remove"
+        f" 'narrow_input' from the plan, and {READ_WIDTHS_BEHIND}."
     )
 
 

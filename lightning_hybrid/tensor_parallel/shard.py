@@ -71,7 +71,7 @@ class Sharder:
             placements = [Replicate() if dim is None else Shard(dim) for dim in dims]
             blockwise = DTensor.from_local(local, self._mesh, placements, run_check=False)
             sharded = flatten_blocks(blockwise, split.dim)
-            assert sharded.shape == tensor.shape, "a plan shards what can be divided"
+            assert sharded.shape == tensor.shape, "a sharded tensor must keep the full shape"
             if isinstance(tensor, nn.Parameter):
                 sharded = nn.Parameter(sharded, requires_grad=tensor.requires_grad)
         copy_attributes(tensor, sharded)

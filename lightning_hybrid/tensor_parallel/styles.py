@@ -129,7 +129,7 @@ class Style:
             if layer.num_heads % parts:
                 return f"has {layer.num_heads} heads, which cannot be divided over {parts} ranks"
             if layer.bias_k is not None or layer.add_zero_attn:
-                return "uses add_bias_kv or add_zero_attn"
+                return "uses add_bias_kv or add_zero_attn, which cannot be sharded"
         for split in self.param_splits(layer):
             owner, _, name = split.path.rpartition(".")
             holder = layer.get_submodule(owner)
@@ -139,7 +139,7 @@ class Style:
             if parameter is None:
                 return f"computes its {split.path!r} from other parameters"
             if parameter._backward_hooks:
-                return f"has a hook on its {split.path!r}, which would see only a shard of the gradient"
+                return f"has a hook on its {split.path!r}, which would receive only a shard of the gradient"
             for dim, parts, _ in split.cuts(0, size):
                 parts *= split.blocks if dim == split.dim else 1
                 if parameter.shape[dim] % parts:

@@ -221,8 +221,8 @@ def _shard(
         return loader
     if order is None:
         raise TypeError(
-            f"The batch sampler {type(batches).__name__} has no attribute `sampler` to shard over {num_replicas}"
-            " replicas. Add this attribute, or shard the samples yourself and set"
+            f"The batch sampler {type(batches).__name__} has no attribute `sampler`, which is needed to shard the"
+            f" samples over {num_replicas} replicas. Add this attribute, or shard the samples yourself and set"
             " `Trainer(use_distributed_sampler=False)`. [LH721]"
         )
     sampler = ReplicaSampler(order, num_replicas, mesh.data_rank, group, repeat=stage != RunningStage.PREDICTING)
@@ -286,7 +286,7 @@ class EndTogetherLoader(LoaderWrapper):
             self._has_warned = True
             rank_zero_warn(
                 f"After {number} batches, {num_replicas - having} of {num_replicas} replicas have run out of batches."
-                " The epoch ends here for all replicas, and the remaining batches of the other replicas are not used."
+                " The epoch ends now for all replicas, and the remaining batches of the other replicas are not used."
                 " Shard the data so that all replicas have the same number of batches."
             )
 
@@ -311,9 +311,9 @@ def with_length(loader: object, mesh: Mesh, *, predicts_alone: bool) -> object:
         return loader
     if not predicts_alone:
         raise ValueError(
-            f"There are fewer samples to predict than replicas ({mesh.num_replicas}). With zero_stage > 0, the"
-            " other replicas would wait for the shards of replicas without samples. Predict at least one sample per"
-            " replica, or use zero_stage=0. [LH722]"
+            f"There are fewer samples to predict than replicas ({mesh.num_replicas}). With zero_stage > 0, replicas"
+            " with samples would wait for the parameter shards of replicas without samples. Predict at least one sample"
+            " per replica, or use zero_stage=0. [LH722]"
         )
     return EmptyLoader(loader) if number == 0 else loader
 
@@ -420,8 +420,8 @@ class ComparedLoader(LoaderWrapper):
             raise ValueError(
                 f"Batch {number} differs between the ranks of one model group (checksums"
                 f" {[int(other) for other in all_values]}), so inputs and labels would belong to different samples."
-                " Seed the loader with the data rank only, or let one rank load each batch:"
-                " HybridStrategy(broadcast_batches=True). [LH701]"
+                " Seed the loader only with the data rank, or set HybridStrategy(broadcast_batches=True), so that one"
+                " rank loads each batch. [LH701]"
             )
 
 

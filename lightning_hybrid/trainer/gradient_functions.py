@@ -36,7 +36,7 @@ def route(function: _Function, to: _Function) -> Callable[[], None]:
     """
     while hasattr(function, "__wrapped__"):
         function = function.__wrapped__
-    assert isinstance(function, FunctionType), f"{function} is not written in Python"
+    assert isinstance(function, FunctionType), f"{function} must be a Python function"
     code, keywords = function.__code__, function.__kwdefaults__
     before = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
     before.__kwdefaults__ = keywords
@@ -169,16 +169,18 @@ def _listed(tensors: Tensor | Iterable[Tensor]) -> list[Tensor]:
 def _exponent(norm_type: float | str) -> float:
     exponent = float(norm_type)
     if not exponent > 0:
-        raise ValueError(f"norm_type={norm_type} must be positive, or inf. [LH103]")
+        raise ValueError(f"norm_type={norm_type} must be a positive number or inf. [LH103]")
     return exponent
 
 
 _MIXED_TEXT = (
-    "Gradients of the module were passed to a norm together with other tensors. Each rank holds only a part of the"
-    " module, so the other tensors would be counted once per rank. Pass only the unmodified `p.grad` of the module's"
-    " parameters; to include other tensors, use `with self.trainer.strategy.full_parameters(gradients=True)`. [LH403]"
+    "Gradients of the module were passed to a norm function together with other tensors. Each rank holds only a part of"
+    " the module, so the other tensors would be counted once per rank. Pass only the unmodified `p.grad` of the"
+    " module's parameters. To include other tensors, use `with self.trainer.strategy.full_parameters(gradients=True)`."
+    " [LH403]"
 )
 _IN_STEP_TEXT = (
-    "`get_total_norm` finds no gradients in a step under ZeRO: each replica has only the gradients of its shards. Call"
-    " `torch.nn.utils.clip_grad_norm_(self.parameters(), ...)` or `self.trainer.strategy.grad_norm()`. [LH404]"
+    "`get_total_norm` finds no gradients in a step under ZeRO, because each replica has only the gradients of its"
+    " parameter shards. Call `torch.nn.utils.clip_grad_norm_(self.parameters(), ...)` or"
+    " `self.trainer.strategy.grad_norm()`. [LH404]"
 )

@@ -60,6 +60,7 @@ from torchmetrics.wrappers import Running
 
 from lightning_hybrid.distributed.process_group import GroupRef
 from lightning_hybrid.distributed.pytree import map_leaves
+from lightning_hybrid.distributed.replaced import replaced_attributes, replaced_entries
 from lightning_hybrid.distributed.tensor_bytes import to_host
 
 # -- loops and their progress ------------------------------------------------------------------------------------------
@@ -205,11 +206,8 @@ def results_through(trainer: Trainer | None, record: Callable[..., None]) -> Ite
     def log(fx: str, name: str, value: Any, **arguments: Any) -> None:
         record(partial(write, fx), name, value, **arguments)
 
-    vars(results)["log"] = log
-    try:
+    with replaced_entries([(vars(results), {"log": log})]):
         yield
-    finally:
-        del vars(results)["log"]
 
 
 @contextmanager
@@ -321,13 +319,9 @@ def before_log_reductions(
         at_epoch_end([key for key, entry in logged.items() if entry.meta.on_epoch and _is_reduced(entry)])
         type(connector).epoch_end_reached(connector)
 
-    _ResultCollection.update_metrics = update_metrics  # type: ignore[method-assign]
-    connector.__dict__["epoch_end_reached"] = epoch_end_reached
-    try:
+    of_connector = vars(connector), {"epoch_end_reached": epoch_end_reached}
+    with replaced_attributes(_ResultCollection, update_metrics=update_metrics), replaced_entries([of_connector]):
         yield
-    finally:
-        del connector.__dict__["epoch_end_reached"]
-        _ResultCollection.update_metrics = update  # type: ignore[method-assign]
 
 
 def _is_reduced(entry: _ResultMetric) -> bool:
@@ -488,7 +482,7 @@ def warn_of_few_workers(loader: DataLoader[Any], trainer: Trainer) -> None:
         Users would get no such warning for loaders that the strategy wraps.
     """
     stage = trainer.state.stage
-    assert stage is not None, "loaders are prepared for a stage"
+    assert stage is not None, "loaders must be prepared for a stage of the Trainer"
     _worker_check(trainer, loader, f"{stage.dataloader_prefix}_dataloader")
 
 
@@ -1314,8 +1308,8 @@ def training_data(trainer: Trainer) -> Any:
 #: from them, use or override; and what would break without.
 STRATEGY_MEMBERS: Mapping[str, str] = {
     "_checkpoint_io": "its property would return Lightning's plugin, which does not replace files atomically",
-    "_configure_launcher": "the Trainer calls it to create the launcher; only this process would run",
-    "_launcher": "the Trainer reads the launcher from it; only this process would run",
+    "_configure_launcher": "the Trainer would not create the launcher, so only this process would run",
+    "_launcher": "the Trainer would not find the launcher, so only this process would run",
     "_layer_sync": "`Trainer(sync_batchnorm=True)` would have no effect",
     "_lightning_module": "after an error, a module without values would be moved to the CPU, which fails",
     "_precision_plugin": "the ranks of a model group would not agree on an overflow or on the norm for clipping",

@@ -97,8 +97,8 @@ __all__ = ["Forward", "MicrobatchComparison"]
 _T = TypeVar("_T")
 _Compare = Callable[[], list[Verdict]]
 _NOTE = (
-    "This happened while microbatches were compared with their batch. To skip the comparison, set"
-    " HybridStrategy(faults=Faults(compare_microbatches=False))."
+    "This error occurred while the loss of microbatches was compared with the loss of their batch. To skip the"
+    " comparison, set HybridStrategy(faults=Faults(compare_microbatches=False))."
 )
 _MOST = 4  # comparisons: where a first one does not tell, or batches have other structures
 

@@ -89,14 +89,14 @@ class GlobalBatch(RunCallback):
         trainer = self._trainer
         trainer.fit_loop.setup_data()
         self._batch_size = getattr(trainer.train_dataloader, "batch_size", None)
-        check_equal({"batch_size of the training loader": str(self._batch_size)}, "Give all ranks the same loader.")
+        check_equal({"batch_size of the training loader": str(self._batch_size)}, "Use the same loader on all ranks.")
         trainer.accumulate_grad_batches = agree(self._accumulated)
 
     def _accumulated(self) -> int:
         if not isinstance(self._batch_size, int):
             raise ValueError(
-                f"global_batch_size={self._size} needs the batch size, but the training loader has no `batch_size`."
-                " Pass the Trainer a single `DataLoader(..., batch_size=...)`, or set"
+                f"global_batch_size={self._size} requires a training loader with a `batch_size`, but this loader has"
+                " none. Pass the Trainer a single `DataLoader(..., batch_size=...)`, or set"
                 " `Trainer(accumulate_grad_batches=...)` instead. [LH138]"
             )
         return accumulated_batches(self._size, self._batch_size, self._num_replicas)
@@ -132,6 +132,6 @@ def check_accumulation(size: int, trainer: Trainer, module: LightningModule) -> 
     else:
         return
     raise ValueError(
-        f"global_batch_size={size} sets how many batches are accumulated, but {other} controls this too. Remove one of"
-        " them. [LH137]"
+        f"global_batch_size={size} sets how many batches are accumulated, but {other} controls this too. Use only one"
+        " of the two. [LH137]"
     )

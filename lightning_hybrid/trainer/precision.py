@@ -68,9 +68,9 @@ def adapt(
         plugin.clip_grad_by_norm = partial(_clip_grad_by_norm, plugin, clip_by_norm)  # type: ignore[method-assign]
     else:
         rank_zero_warn(
-            f"{type(plugin).__qualname__}.clip_grad_by_norm is overridden, and the override is used unchanged. On each"
-            " rank, it gets only the gradients of the layers on that rank, so it must compute the norm over all ranks"
-            " of the model.",
+            f"The precision plugin {type(plugin).__qualname__} overrides `clip_grad_by_norm`, and the strategy does"
+            " not change this method. On each rank, the method receives only the gradients of the layers on that rank,"
+            " so it must compute the norm over all ranks of the model.",
         )
     return plugin
 
@@ -79,7 +79,7 @@ def check(plugin: Precision) -> None:
     """Raise an error for plugins that the strategy does not support.
 
     Args:
-        plugin: The plugin.
+        plugin: The precision plugin.
 
     Raises:
         ValueError: If the plugin replaces layers or belongs to another strategy.
@@ -113,9 +113,9 @@ def check_optimizer(plugin: Precision, optimizer: Optimizer) -> None:
     if scaler is not None and scaler.is_enabled() and getattr(optimizer, "_step_supports_amp_scaling", False):
         raise ValueError(
             f"The optimizer `{type(optimizer).__qualname__}` unscales gradients inside its fused step. With a precision"
-            " that scales the loss, such as '16-mixed', ranks then cannot agree on an overflow or clip gradients before"
-            " the step. Create it with `fused=False` (or `foreach=True`), or use precision 'bf16-mixed', which needs no"
-            " scaling. [LH807]"
+            " that scales the loss, such as '16-mixed', ranks then can neither detect an overflow together nor clip"
+            " gradients before the step. Create the optimizer with `fused=False` (or `foreach=True`), or use precision"
+            " 'bf16-mixed', which needs no scaling. [LH807]"
         )
 
 
@@ -159,9 +159,9 @@ def check_master_weights(plugin: Precision) -> None:
     if not isinstance(plugin, MasterWeightsPrecision):
         raise ValueError(
             "HybridStrategy(master_weights=True) keeps float32 copies of half-precision parameters, so it needs"
-            f" Trainer(precision='bf16-true') or '16-true'; got {type(plugin).__name__} with precision"
-            f" {plugin.precision!r}. Set one of these, or remove master_weights: with '32-true', 'bf16-mixed' and"
-            " '16-mixed', parameters are float32 anyway. [LH808]"
+            f" Trainer(precision='bf16-true') or '16-true', but the Trainer uses {type(plugin).__name__} with precision"
+            f" {plugin.precision!r}. Set one of these precisions, or remove master_weights: with '32-true',"
+            " 'bf16-mixed' and '16-mixed', parameters are float32 anyway. [LH808]"
         )
 
 
@@ -190,8 +190,9 @@ class ModelGroupGradScaler(GradScaler):
     def _join(self, model_group: Callable[[], ProcessGroup | None]) -> None:
         if not callable(getattr(GradScaler, "_unscale_grads_", None)):
             raise RuntimeError(
-                f"torch {torch.__version__} has no `torch.amp.GradScaler._unscale_grads_`, which ranks need to agree on"
-                " an overflow. Use precision 'bf16-mixed', or another version of torch for '16-mixed'. [LH135]"
+                f"torch {torch.__version__} does not have `torch.amp.GradScaler._unscale_grads_`, which is required for"
+                " ranks to detect an overflow together. Use precision 'bf16-mixed', or another version of torch for"
+                " '16-mixed'. [LH135]"
             )
         self.device_type = getattr(self, "_device", "cuda")
         self.model_group = model_group
@@ -212,8 +213,9 @@ class ModelGroupGradScaler(GradScaler):
         """
         if type(scaler) not in _SCALERS:
             raise TypeError(
-                f"The precision plugin's scaler is a `{type(scaler).__qualname__}`, but ranks can agree on an overflow"
-                " only with torch's scaler. Pass a `torch.amp.GradScaler` with the settings you want. [LH809]"
+                f"The precision plugin's scaler is a `{type(scaler).__qualname__}`, but ranks can detect an overflow"
+                " together only with torch's scaler. Pass a `torch.amp.GradScaler` with the settings that you want."
+                " [LH809]"
             )
         adopted: Any = scaler
         adopted.__class__ = cls

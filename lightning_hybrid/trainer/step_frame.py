@@ -36,7 +36,7 @@ from lightning_hybrid.trainer.layer_exchange import DifferentStepsError, LayerEx
 
 # So many steps are followed around a chain, of a sanity check and the first batch.
 _MOST_USES = 16
-_OTHERWISE, _WRITES = "does not call {} exactly once as a whole", "writes parameters outside of {}"
+_OTHERWISE, _WRITES = "does not call {} exactly once as a whole", "changes parameters outside {}"
 _CALLED_ONCE = (
     "but zero_stage=3 frees its full parameters after each call. Set"
     " HybridStrategy(tuning=Tuning(reshard_after_forward=False))."
@@ -241,8 +241,8 @@ class StepFrame:
         self._share_buffers()
         self.body_cut, self._use, self.cut = None, None, self._make_cut()
         rank_zero_info(
-            f"`{step}` {why.format(repr(self._body.name))}. From now on, any code may call its layers, as with"
-            f" HybridStrategy(body=[{self._body.name!r}])."
+            f"`{step}` {why.format(repr(self._body.name))}. From now on, the layers of {self._body.name!r} can be"
+            f" called one by one, as with HybridStrategy(body=[{self._body.name!r}])."
         )
 
     def _share_buffers(self) -> None:
@@ -355,8 +355,8 @@ class StepFrame:
         ranks = dist.get_process_group_ranks(group)
         names = ", ".join(f"{name} on rank {rank}" for rank, name in zip(ranks, rows[number], strict=True))
         raise DifferentStepsError(
-            f"The step of {type(self._module).__name__} is not the same on every rank: call {number} is {names}. Every"
-            " stage runs this code, so it must not depend on the rank. [LH433]"
+            f"The step of {type(self._module).__name__} is not the same on every rank: call {number} is"
+            f" {names}. Every stage runs this code, so the code must not depend on the rank. [LH433]"
         )
 
     def _agrees(self, number: int) -> bool:
@@ -441,8 +441,8 @@ class StepFrame:
         if step.__name__ not in self._in_lockstep:
             self._in_lockstep.add(step.__name__)
             rank_zero_info(
-                f"Results of layers decide which layers `{step.__name__}` calls, so it runs in lockstep: one stage"
-                " computes at a time."
+                f"Results of layers decide which layers `{step.__name__}` calls, so the stages run it in lockstep: only"
+                " one stage computes at a time."
             )
         return self.cut.run_in_lockstep(
             step,

@@ -816,10 +816,10 @@ def _check_graphs(outputs: Sequence[Any], num_microbatches: int, *, each: bool) 
     if not each and (len(outputs) < num_microbatches or any(loss.requires_grad for loss in losses)):
         return
     raise WrongUseError(
-        "The loss of `training_step` has no autograd graph, so nothing would be trained: it depends on no parameter"
-        " that requires a gradient, or it was detached or copied into a new tensor. Return the loss that the model"
-        " computed; for a batch without targets, return this loss multiplied by 0. If all parameters are frozen, do not"
-        " train. [LH704]"
+        "The loss of `training_step` has no autograd graph, so nothing would be trained: the loss depends on no"
+        " parameter that requires a gradient, or it was detached or copied into a new tensor. Return the loss that the"
+        " model computed. For a batch without targets, return this loss multiplied by 0. If all parameters are frozen,"
+        " do not train. [LH704]"
     )
 
 
@@ -844,7 +844,8 @@ def _loss_of(output: Any) -> Tensor:
     loss = output.get("loss") if isinstance(output, Mapping) else output
     if not isinstance(loss, Tensor):
         raise MisconfigurationException(
-            "In automatic_optimization, `training_step` must return a Tensor or a dict with the key 'loss'; it returned"
+            "With automatic optimization, `training_step` must return a tensor or a dict with the key 'loss', but it"
+            " returned"
             f" {f'a dict with the keys {list(output)}' if isinstance(output, Mapping) else type(output).__name__}."
             " [LH718]"
         )

@@ -67,7 +67,7 @@ def test_a_machine_that_cannot_write_is_named(ranks: Pools, tmp_path: Path) -> N
     folders = [str(tmp_path / "ckpts"), str(tmp_path / "file" / "ckpts")]
     texts = [text for text, _ in ranks(2).run(said, folders, ["node1", "node2"])]
     assert texts[0] == texts[1]
-    assert "Error: node2 cannot write to the folder for checkpoints: " in texts[0]
+    assert "Error: node2 cannot write to the checkpoint folder: " in texts[0]
 
 
 class Steps(Callback):
@@ -179,7 +179,7 @@ def test_a_file_is_sent_to_machines_that_do_not_see_it(
     assert [copied for _, _, copied, _ in results] == [contents.get(host) != expected for host in NODES]
     warned = [text for *_, texts in results for text in texts]
     assert len(warned) == 1
-    assert f"/last.ckpt ({len(expected):,} bytes) is read on {source} and sent to {receivers}, which" in warned[0]
+    assert f"/last.ckpt ({len(expected):,} bytes) is read on {source} and sent to {receivers}, where" in warned[0]
 
 
 def test_what_no_machine_sees_or_all_see_is_not_sent(ranks: Pools, tmp_path: Path) -> None:
@@ -192,13 +192,13 @@ def test_a_directory_that_some_machines_do_not_see_is_refused_by_name(ranks: Poo
     (tmp_path / "node2" / "last.ckpt").mkdir(parents=True)
     for node, (text, *_) in zip(NODES, ranks(4).run(received, str(tmp_path), NODES, None), strict=True):
         place = tmp_path / node / "last.ckpt"
-        assert text.startswith(f"ValueError: node1 and node3 do not see the directory '{place}' that node2 sees. ")
+        assert text.startswith(f"ValueError: The directory '{place}' exists on node2, but not on node1 and node3. ")
 
 
 def test_a_machine_without_room_is_named_on_every_rank(ranks: Pools, tmp_path: Path) -> None:
     texts = [text for text, *_ in ranks(4).run(received, on_disks(tmp_path, {"node1": CONTENT}), NODES, 2)]
     assert len(set(texts)) == 1
-    assert f"has no space for a copy of {len(CONTENT):,} bytes at " in texts[0]
+    assert f"cannot create a copy of the checkpoint ({len(CONTENT):,} bytes) at " in texts[0]
     assert "last.ckpt: no space" in texts[0]
 
 

@@ -356,10 +356,10 @@ FOREIGN = {
     "empty": "ValueError: {path} is not a checkpoint of a Trainer: it contains a dict with the keys []",
     "old": "ValueError: {path} is not a checkpoint of a Trainer: it contains a dict with the keys ['state_dict'], but",
     "directory": "ValueError: {path} is not a checkpoint of a Trainer: it contains a dict with the keys ['state_dict'",
-    "noise": "ValueError: {path} (5122 bytes) is not a checkpoint: it was not written by `torch.save`, or it is",
+    "noise": "ValueError: {path} (5122 bytes) cannot be loaded as a checkpoint: it was not written by `torch.save`",
     "text": "ValueError: The checkpoint {path} (44 bytes) cannot be read: ",
-    "object": "UnpicklingError: The checkpoint {path}: Weights only load failed.",
-    "optimizer": "ValueError: {path}: The checkpoint's optimizer is not Momentum's SGD",
+    "object": "UnpicklingError: The checkpoint {path} cannot be loaded: Weights only load failed.",
+    "optimizer": "ValueError: {path}: The checkpoint was saved with an optimizer other than Momentum's SGD",
 }
 
 
@@ -380,7 +380,7 @@ def test_a_full_disk_is_called_by_its_name(tmp_path: Path) -> None:
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limit[1]))  # as where there is no more room
     try:
-        with pytest.raises(OSError, match=r"checkpoint at that path is unchanged. rank 0: OSError: .*File too large"):
+        with pytest.raises(OSError, match=r"at this path, it is unchanged. Error on rank 0: OSError: .*File too large"):
             FileIO().save_checkpoint({"a": torch.zeros(1 << 16)}, path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)

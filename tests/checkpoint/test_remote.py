@@ -162,8 +162,8 @@ def test_a_save_that_fails_leaves_the_former_one(ranks: Pools, place: tuple[str,
     texts = ranks(2).run(write_and_fail, path, environment, victim)
     assert texts[0] == texts[1]
     assert (
-        f"could not be written. An earlier checkpoint at that path is unchanged. rank {victim}: OSError: no conn"
-        in texts[0]
+        f"could not be written. If an earlier checkpoint exists at this path, it is unchanged. Error on rank {victim}:"
+        " OSError: no conn" in texts[0]
     )
     assert RemotePath(path).sizes() == before
     assert ranks(2).run(found, path, environment)[0]["groups", 0, "lr"] == 0.1
@@ -203,7 +203,7 @@ def test_a_call_that_fails_at_the_end_leaves_a_checkpoint(
     texts = ranks(2).run(write_where_a_call_fails, path, call, is_done)
     fails = call == "write" and not is_done
     assert texts[0] == texts[1]
-    assert ("both are complete. rank 0: NotAnsweredError" in texts[0]) is fails
+    assert ("both are complete. Error on rank 0: NotAnsweredError" in texts[0]) is fails
     for values in ranks(2).run(found, path, {}):
         assert values["groups", 0, "lr"] == (0.1 if fails else 0.2)
         assert torch.equal(values["model", "shared"], (1 if fails else 2) * torch.arange(4.0))
@@ -216,7 +216,7 @@ def test_a_directory_that_cannot_be_removed_beside_a_new_file_is_told(memory: st
     RemotePath(f"{file}/.metadata").write(b"")
     with (
         mock.patch.object(RemotePath, "remove", side_effect=StoreError("not allowed")),
-        pytest.raises(OSError, match=r"was written, but a directory of an earlier save at the same path would be read"),
+        pytest.raises(OSError, match=r"was written, but a directory with an earlier checkpoint could not be removed"),
     ):
         FileIO().save_checkpoint({"epoch": 1}, file)
 

@@ -554,7 +554,7 @@ def load_damaged(layout: Any, path: str) -> tuple[str, str]:
         (PP2, "bit", "c.ckpt is damaged: the tensor 'state_dict.steps' changed after it was written (CRC-32"),
         (SHARDED, "bit of the index", ".metadata is damaged: the index changed after it was written (CRC-32)"),
         (SHARDED, "unfinished", "not a complete checkpoint"),
-        (SHARDED, "missing shard", "has no file"),
+        (SHARDED, "missing shard", "is incomplete on"),
         (SHARDED, "short shard", "is damaged"),
         (
             SHARDED,

@@ -317,8 +317,8 @@ def damaged(path: Path, fault: str) -> None:
 @pytest.mark.parametrize(
     ("fault", "kind", "words"),
     [
-        ("missing shard", ValueError, "has no file '__1_0.distcp' \\(at least .* bytes\\) on "),
-        ("short shard", ValueError, "'__1_0.distcp' has .* of at least .* bytes"),
+        ("missing shard", ValueError, "incomplete on .*: the file '__1_0.distcp' \\(at least .* bytes\\) is missing"),
+        ("short shard", ValueError, "'__1_0.distcp' has .* bytes, but it must have at least "),
         ("unfinished", ValueError, "not a complete checkpoint"),
         ("short metadata", ValueError, "metadata cannot be read"),
         ("nothing", FileNotFoundError, "not found"),

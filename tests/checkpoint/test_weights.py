@@ -284,7 +284,7 @@ def refused(path: str) -> str:
 FAULTS = {
     "missing": 'RuntimeError: .*Missing key.*"body.1.linear1.bias"',
     "shape": "RuntimeError: .*size mismatch for body.3.linear2.bias",
-    "dangerous": "ValueError: .*cannot be read as weights.*strategy.load_weights",
+    "dangerous": "ValueError: .*cannot be loaded as weights.*strategy.load_weights",
     "truncated": "ValueError: .*3000 bytes\\) cannot be read",
     "bit": f"ValueError: .*wrong.pt is damaged: the tensor '{list(made(5).state_dict())[3]}' changed after it was",
     "no state dict": "ValueError: .*does not contain a state dict.*'weights'",
@@ -292,11 +292,11 @@ FAULTS = {
     "headless safetensors": "ValueError: .*not a complete .safetensors file",
     "empty safetensors": "ValueError: .*not a complete .safetensors file",
     "listed safetensors": "ValueError: .*not a complete .safetensors file",
-    "no file but a folder": "ValueError: .*is a folder with .'other-1.safetensors'., but neither a checkpoint nor",
+    "no file but a folder": "ValueError: .*is a folder with .'other-1.safetensors'., but it is neither a checkpoint",
     "lost shard of an index": "FileNotFoundError: .*index.json lists the file 'model-2.safetensors'",
-    "wrong index": "ValueError: .*index.json lists 'other', which is not in 'model-1.safetensors'",
-    "torn index": "ValueError: .*index.json is not a valid index of weights",
-    "no file": "FileNotFoundError: No weights found at .*wrong.pt",
+    "wrong index": "ValueError: .*index.json lists the tensor 'other' in 'model-1.safetensors'",
+    "torn index": "ValueError: .*index.json is not a valid weight index",
+    "no file": "FileNotFoundError: No weights found: .*wrong.pt is neither",
 }
 
 
@@ -428,19 +428,19 @@ WRONG: dict[str, tuple[Any, Any, type[Exception], str]] = {
         lambda: Holder(student=Headed(), teacher=Headed()),
         lambda: filled(Headed(), 7),
         ValueError,
-        r"matches several parts of Holder: \['student', 'teacher'\]",
+        r"match several parts of Holder equally well: \['student', 'teacher'\]",
     ),
     "no name": (
         lambda: Holder(model=Headed()),
         lambda: {"a.weight": torch.zeros(1), "b": torch.zeros(2)},
         ValueError,
-        "No tensor name in .* matches one in Holder. The folder has 'a.weight', 'b'; the module has 'model.base.embed",
+        "first names in the folder are 'a.weight', 'b'; the first names in the module are 'model.base.embed",
     ),
     "one is missing": (
         lambda: Holder(model=Headed()),
         lambda: without(filled(Headed(), 7), "base.layers.1.bias"),
         RuntimeError,
-        'Missing key.*"model.base.layers.1.bias". (?s:.*) matches `model` best.*strict_loading = False',
+        'Missing key.*"model.base.layers.1.bias". (?s:.*) match `model` best.*strict_loading = False',
     ),
     "another head": (
         lambda: Holder(model=Headed()),

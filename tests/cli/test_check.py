@@ -307,7 +307,7 @@ def test_weights_of_microbatches_are_found() -> None:
     _, targets = next(iter(modules.TokenWeighted().train_dataloader()))
     tokens = [int((part >= 0).sum()) for part in targets.chunk(2)]
     weights = f"{tokens[0] / sum(tokens):.4g}, {tokens[1] / sum(tokens):.4g}"
-    assert f"the correct weights of the microbatches are {weights}, but 0.5, 0.5 were used" in result.reason
+    assert f"the correct weights of the microbatches are {weights}, but the weights 0.5, 0.5 were used" in result.reason
 
 
 # -- what does not train -----------------------------------------------------------------------------------------------
@@ -368,7 +368,7 @@ class NotANumber(modules.Around):
 
 @pytest.mark.distributed
 def test_what_is_not_finite_is_not_equal() -> None:
-    with pytest.raises(ValueError, match=r"In one process the losses are \[nan, nan\]"):
+    with pytest.raises(ValueError, match=r"In one process, the losses are \[nan, nan\]"):
         check(NotANumber, num_microbatches=2)
 
 

@@ -34,8 +34,8 @@ def test_a_plan_that_lacks_the_number_of_heads() -> None:
     assert not result.equal
     assert result.remedy.startswith(
         "You wrote the tensor_parallel_plan yourself, so first check whether an entry is missing. 'body.*' has sharded"
-        " layers ('q', 'k', 'v'), but its code reads num_heads=4, which the plan does not divide. The plan may lack"
-        " 'body.*': 'divide:num_heads'. `lightning-hybrid plan` shows"
+        " layers ('q', 'k', 'v'), but its code reads num_heads=4, which the plan does not divide. The plan may lack the"
+        " entry 'body.*': 'divide:num_heads'. `lightning-hybrid plan` shows"
     )
     assert check(
         Silent, tensor_parallel_size=2, tensor_parallel_plan={**PROJECTIONS, "body.*": "divide:num_heads"}

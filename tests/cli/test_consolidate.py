@@ -299,8 +299,8 @@ def damage(path: Path, kind: str) -> None:
         ("unfinished", "not a complete checkpoint: it has no file '.metadata'"),
         ("metadata", ".metadata cannot be read: UnpicklingError"),
         ("meta.pt", "meta.pt is damaged or incomplete"),
-        ("missing", "has no file '__0_0.distcp'"),
-        ("truncated", "the file '__0_0.distcp' has 5000 of at least"),
+        ("missing", "the file '__0_0.distcp' (at least"),
+        ("truncated", "the file '__0_0.distcp' has 5000 bytes, but it must have"),
         ("overwritten", "shards.ckpt is damaged or incomplete"),
     ],
 )

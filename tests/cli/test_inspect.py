@@ -150,7 +150,7 @@ def test_no_tensor_is_read(tmp_path: Path) -> None:
         ("zip", "cannot be read"),
         ("tensor", "contains 1 tensor, 3 elements, 12 bytes, but a checkpoint must be"),
         ("unfinished", "it has no file '.metadata'"),
-        ("shards", "has no file '__0_0.distcp'"),
+        ("shards", "the file '__0_0.distcp' (at least"),
         ("other shards", "does not contain a module: it has ['weights']"),
     ],
 )

@@ -455,7 +455,7 @@ def test_of_several_sizes_the_plan_is_that_of_the_first_that_goes_with_the_proce
     assert json.loads(capsys.readouterr().out)["pipeline_parallel_size"] == 2
     with pytest.raises(SystemExit):
         main(["plan", "--config", config, "--trainer.devices", "3"])
-    assert "3 processes cannot be divided by any of the allowed sizes" in capsys.readouterr().err
+    assert "3 processes cannot be divided by any combination of the allowed sizes" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["memory", "--config", config, "--ranks", "6"])
     assert "global_batch_size=64 is not a multiple of" in capsys.readouterr().err

@@ -683,7 +683,7 @@ class OwnHalf(HalfPrecision):
 def test_other_precisions_are_refused(precision: Any) -> None:
     how = {"precision": precision} if isinstance(precision, str) else {"plugins": precision}
     trainer = Trainer(accelerator="cpu", devices=1, strategy=HybridStrategy(master_weights=True), logger=False, **how)
-    with pytest.raises(ValueError, match="needs Trainer\\(precision='bf16-true'\\) or '16-true'; got"):
+    with pytest.raises(ValueError, match="needs Trainer\\(precision='bf16-true'\\) or '16-true', but"):
         trainer.fit(Net(), DataLoader(dataset(), BATCH))
 
 

@@ -294,12 +294,13 @@ CASES = {
     ),
     "changed": (
         {**PP2, "faults": Faults(detect_desync=True)},
-        "Before training batch 2, checksums differ between ranks. `parameter embed.bias` is not the same on every rank:"
-        " ",
+        "Before training batch 2, checksums differ between ranks that must have the same values. `parameter embed.bias`"
+        " is not the same on every rank: ",
     ),
     "random": (
         {**TWO, "faults": Faults(detect_desync=True)},
-        "Before training batch 2, checksums differ between ranks. `random state` is not the same on every rank: ",
+        "Before training batch 2, checksums differ between ranks that must have the same values. `random state` is not"
+        " the same on every rank: ",
     ),
 }
 

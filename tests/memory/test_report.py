@@ -105,8 +105,8 @@ def test_a_rank_that_holds_more_than_estimated_says_so(ranks: Pools) -> None:
     said = ranks(4).run(report, "cpu", logging.WARNING + 1, False, 40)
     assert said == [[], *[["estimated"]] * 3]  # of the first rank nothing, so nothing is compared
     of_first, *others = ranks(4).run(report, "cpu", logging.INFO, False, 40)
-    assert of_first[-1].startswith("The optimizer states of rank 0 take 400 bytes, but should take 40 bytes:")
-    assert all(not any("take" in message for message in messages) for messages in others)  # they log errors alone
+    assert of_first[-1].startswith("The optimizer states of rank 0 use 400 bytes instead of the estimated 40 bytes,")
+    assert all(not any("use" in message for message in messages) for messages in others)  # they log errors alone
     assert ranks(4).run(report, "cpu", logging.INFO, False, 340)[0] == ["estimated", ESTIMATED, "estimated"]
 
 
@@ -114,7 +114,7 @@ def warnings_of_a_run() -> list[str]:
     messages: list[str] = []
     with said(messages, logging.INFO):
         make_trainer({"pipeline_parallel_size": 2, "num_microbatches": 4}).fit(Regression(), loader())
-    return [message for message in messages if "take" in message]
+    return [message for message in messages if "instead of the estimated" in message]
 
 
 def test_a_parameter_that_lives_elsewhere_than_the_rule_says_is_nothing_to_warn_of(ranks: Pools) -> None:

@@ -230,7 +230,7 @@ def test_a_directory_on_disks_of_their_own_is_refused_before_training(machines: 
     ended = outputs(machines.torchrun(words(layout, tmp_path, str(machines.disk)), processes=1))
     assert all(code for code, _ in ended)
     for _, text in ended:
-        assert f"node1 does not see the files that node2 wrote to '{machines.disk}', the folder" in text
+        assert f"node1 does not see the files that node2 wrote to the checkpoint folder '{machines.disk}'" in text
         assert "so the directory must be on a disk that all nodes share" in text
 
 
@@ -243,7 +243,7 @@ def test_a_run_goes_on_from_a_file_that_only_the_first_machine_has(machines: Mac
     assert seen[1] == []
     ended = outputs(machines.torchrun(run, processes=1))
     assert [code for code, _ in ended] == [0, 0], ended
-    assert re.search(r"last\.ckpt \([\d,]+ bytes\) is read on node1 and sent to node2, which does not see", ended[0][1])
+    assert re.search(r"last\.ckpt \([\d,]+ bytes\) is read on node1 and sent to node2, where this file", ended[0][1])
     assert [re.search(r": from step (\d) to step 10", text) is not None for _, text in ended] == [True, True], ended
     assert "from step 0" not in ended[0][1]
     assert_same(trained(tmp_path), one_process(8))

@@ -709,7 +709,7 @@ def test_a_layout_with_shares_of_sequences_holds_what_the_command_memory_says(
 def test_what_cannot_be_shared_is_refused(of_long: ModuleProfile) -> None:
     reason, text = of_long.refuse(Layout(1, 1, 1, context=4, context_kind="ring", recompute="selective")) or ("", "")
     assert reason == "context parallelism cannot be used"
-    assert "does not support recompute='selective'" in text
+    assert "recompute='selective' saves the results of" in text
     unasked = make_profile(Long, contexts=None)
     _, text = unasked.refuse(Layout(1, 1, 1, context=4)) or ("", "")
     assert text.startswith("with 16 positions per sequence, each of 4 ranks has fewer than 1024")

@@ -13,6 +13,7 @@ from lightning.pytorch.plugins.precision import Precision
 from torch import nn
 
 from lightning_hybrid import HybridStrategy
+from lightning_hybrid.axes import Sizes
 from lightning_hybrid.strategy.auto_layout.dry_run.dry_run import DryRun, dry_run
 from lightning_hybrid.tensor_parallel.context_parallel.attention import KINDS
 from tests import context_modules as zoo
@@ -22,7 +23,12 @@ from tests.training_jobs import Regression, loader
 
 def run(make: Callable[[], LightningModule], data: Any = None, **arguments: Any) -> DryRun:
     strategy = HybridStrategy(**{"context_parallel_size": 2, **arguments})
-    return dry_run(lambda: (make(), data), strategy.settings, (1, 1, 1), precision=Precision())
+    return dry_run(
+        lambda: (make(), data),
+        strategy.settings,
+        Sizes(context=strategy.settings.context_parallel_size),
+        precision=Precision(),
+    )
 
 
 def without_values(cls: type[nn.Module]) -> type[Any]:
@@ -50,7 +56,9 @@ def without_values(cls: type[nn.Module]) -> type[Any]:
 @pytest.mark.parametrize("has_values", [True, False])
 def test_what_else_mixes_positions_is_refused(kind: str, has_values: bool) -> None:
     cls = type(kind, (zoo.Mixing,), {"kind": kind})
-    what = "mixes" if kind != "Balanced" else "writes statistics of its shard into the buffer 'bias', and so mixes"
+    what = (
+        "mixes" if kind != "Balanced" else "stores statistics of its sequence shard in the buffer 'bias', and so mixes"
+    )
     with pytest.raises(ValueError, match=re.escape(f"'body.0' ({kind}), which {what} positions without")):
         run(cls if has_values else without_values(cls))
 
@@ -74,7 +82,7 @@ def test_what_trains_on_shares_is_not_refused(cls: type[LightningModule], kind: 
             "heads per rank, but context_parallel='ulysses' needs a multiple of",
         ),
         (zoo.Uneven, {"context_parallel_size": 8, "context_parallel": "ring"}, "positions cannot be sharded over"),
-        (Regression, {}, "gets no hidden states of shape"),
+        (Regression, {}, "receives no hidden states of shape"),
     ],
 )
 def test_what_a_run_refuses_is_refused_without_ranks(

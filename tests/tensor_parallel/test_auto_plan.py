@@ -251,8 +251,8 @@ LEFT: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "uses its input": (Gated, "also uses its input between"),
     "scales": (Scaled, OWN),
     "uses the first layer elsewhere": (Leaking, SAME),
-    "calls twice": (Twice, "not called exactly once"),
-    "wants more": (Picky, "needs 'context'"),
+    "calls twice": (Twice, "not each called exactly once"),
+    "wants more": (Picky, "needs the argument 'context'"),
     "counts features": (Shaped, SAME),
     "a norm of all heads": (NormOfAll, SAME),
     "a forward of one layer alone": (replaced, "contains 'fc1', a Linear with a replaced `forward`"),
@@ -260,7 +260,7 @@ LEFT: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "no number of heads": (Uncounted, "no attribute with the number of heads"),
     "gives what is between": (Returning, SAME),
     "keeps what is between": (Keeping, SAME),
-    "uses a parameter twice": (UsedTwice, "uses the same parameters between the layers"),
+    "uses a parameter twice": (UsedTwice, "uses the same parameters both between the layers"),
     "mixes in training": (InTraining, SAME),
     "mixes what is large": (Clipping, SAME),
     "gives zeros": (Shut, "produces only zeros in a trial"),
@@ -283,17 +283,17 @@ def test_what_only_looks_like_a_block_stays_whole(name: str) -> None:
 def test_a_tied_layer_keeps_its_block_whole() -> None:
     plan, reasons = auto(tied())
     assert plan == {}
-    assert reasons == {"0": "has a 'fc1' that shares its 'weight' with '1.weight'"}
+    assert reasons == {"0": "contains 'fc1', which shares its 'weight' with '1.weight'"}
 
 
 def test_blocks_of_the_users_own_that_are_not_proven_stay_whole_with_a_plan_to_write() -> None:
     plan, reasons = auto(nn.ModuleDict({"body": nn.ModuleList([zoo.NanoBlock(), zoo.FusedBlock()])}))
     assert not any(name.startswith("body.0.mlp") for name in plan)
     assert reasons == {
-        "body.0": "is a NanoBlock from 'tests.tensor_modules', whose code is unknown; it may behave differently in"
-        f" another call: `self.mlp['c_fc']` (line {LINE_OF_MLP} of its file). With random values, this plan gave the"
-        " same results when sharded: {'body.*.mlp.c_fc': 'colwise', 'body.*.mlp.c_proj': 'rowwise'};"
-        " `lightning-hybrid check` compares its results with one process",
+        "body.0": "is a NanoBlock from 'tests.tensor_modules', whose code is unknown; it can behave differently in"
+        f" another call (`self.mlp['c_fc']` in line {LINE_OF_MLP} of its file). With random values, this plan gave the"
+        " same results as the unsharded block: {'body.*.mlp.c_fc': 'colwise', 'body.*.mlp.c_proj': 'rowwise'};"
+        " `lightning-hybrid check` compares the results of this plan with one process",
     }
     expected = {"": "divide:n_head,n_embd + mask_per_head:4 + narrow_input:c_attn", ".c_attn": "packed_colwise_3"}
     assert {name: plan[f"body.0.attn{name}"] for name in expected} == expected
@@ -321,8 +321,11 @@ class Joined(zoo.Attention):
 def test_of_a_block_of_the_users_own_an_attention_that_reads_the_whole_width_stays_whole() -> None:
     plan, reasons = auto(nn.ModuleList([Joined()]))
     assert plan == {"0.gate": "colwise", "0.up": "colwise", "0.down": "rowwise"}
-    assert "No plan is known for it, because it gives different results when it is sharded in a trial" in reasons["0"]
-    assert "(it reads the full width of its input: read widths in `forward`" in reasons["0"]
+    assert (
+        "No plan is known for this block, because it gives different results when it is sharded in a trial"
+        in reasons["0"]
+    )
+    assert "(it reads the full width of its input; to fix this, read widths in `forward`" in reasons["0"]
 
 
 class Grouped(nn.Module):
@@ -351,7 +354,7 @@ def test_a_part_of_the_users_own_that_is_not_proven_keeps_a_known_block_whole() 
     block = zoo.FusedBlock()
     block.mlp.act = Deciding()
     _, reasons = auto(nn.ModuleList([block]))
-    whose = "contains 'act', a Deciding from 'tests.tensor_parallel.test_auto_plan', whose code is unknown; it may"
+    whose = "contains 'act', a Deciding from 'tests.tensor_parallel.test_auto_plan', whose code is unknown; it can"
     assert whose in reasons["0.mlp"]
     model = Model(ATTENTION)
     model.layers[0].attn.norm = Own()
@@ -401,7 +404,7 @@ def test_a_norm_that_another_layer_shares_keeps_its_block_whole() -> None:
     module[0].norm.weight = module[1].weight
     plan, reasons = auto(module)
     assert plan == {}
-    assert reasons == {"0": "has a 'norm' that shares its 'weight' with '1.weight'"}
+    assert reasons == {"0": "contains 'norm', which shares its 'weight' with '1.weight'"}
 
 
 def test_two_regions_of_one_block_do_not_both_draw_their_own_numbers() -> None:
@@ -564,7 +567,7 @@ def test_a_parameter_that_a_models_own_plan_does_not_name_keeps_its_block_whole(
     assert {each.split(".")[1] for each in styles} == {"0"}
     assert (
         reasons["layers.1.attn"]
-        == f"has a parameter '{name.removeprefix('attn.')}' that its built-in plan does not name"
+        == f"has a parameter '{name.removeprefix('attn.')}' that is missing in its built-in plan"
     )
 
 

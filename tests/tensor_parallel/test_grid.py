@@ -285,7 +285,7 @@ def test_parameters_lie_in_blocks(grid: str) -> None:
         (
             lambda: nn.Sequential(nn.Sequential(nn.LayerNorm([4, 16], elementwise_affine=False))),
             {"0": "sequence_region", "0.0": "sequence_parallel"},
-            r"normalizes over the dimensions \[4, 16\]",
+            r"normalizes over dimensions of sizes \[4, 16\]",
         ),
         (lambda: nn.Sequential(OwnBlock()), {"0.attention": "divide:num_heads"}, "works only inside another module"),
         (lambda: nn.Sequential(nn.Linear(16, 15)), {"0": "colwise"}, "whose dimension 0 cannot be split into 2"),

@@ -50,23 +50,27 @@ def test_layouts_are_read(layout: str | Mapping[str, str], expected: dict[str, A
 @pytest.mark.parametrize(
     ("layout", "error", "text"),
     [
-        ("S(0),S(1),B", ValueError, "has 3 letters for the axes data_parallel, tensor_parallel"),
-        ("split(0)", ValueError, r"has 'split\(0\)' for an axis. Write 'S\(dimension\)', 'B' or 'P'"),
-        ("rows=S(0)", ValueError, "names 'rows'; the axes are data_parallel, tensor_parallel"),
+        ("S(0),S(1),B", ValueError, "has 3 letters, but the axes are data_parallel, tensor_parallel"),
+        (
+            "split(0)",
+            ValueError,
+            r"the invalid letter 'split\(0\)' for an axis. Write 'S\(dimension\)', 'B' or 'P'",
+        ),
+        ("rows=S(0)", ValueError, "names the unknown axis 'rows'. The axes are data_parallel, tensor_parallel"),
         ("S(2)", ValueError, r"splits dimension 2 of a tensor of shape \(16, 8\)"),
         (
             "tensor_parallel=S(0),tensor_parallel=S(1)",
             ValueError,
-            r"gives 'S\(0\)' and 'S\(1\)' for tensor_parallel. Remove",
+            r"gives 'S\(0\)' and 'S\(1\)' for the axis tensor_parallel. Keep",
         ),
         (
             "tensor_parallel=B, tensor_parallel=B",
             ValueError,
-            "gives 'B' and 'B' for tensor_parallel. Remove one of them",
+            "gives 'B' and 'B' for the axis tensor_parallel. Keep only one",
         ),
-        ({}, ValueError, "names no axis; the axes are data_parallel, tensor_parallel"),
-        ({"tensor_parallel": 0}, ValueError, "has 0 for an axis"),
-        (["S(0)"], TypeError, r"must be a string or a mapping of axes to letters; got \['S\(0\)'\]"),
+        ({}, ValueError, "names no axis. The axes are data_parallel, tensor_parallel"),
+        ({"tensor_parallel": 0}, ValueError, "has the invalid letter 0 for an axis"),
+        (["S(0)"], TypeError, r"must be a string or a mapping from axes to letters, got \['S\(0\)'\]"),
     ],
 )
 def test_what_is_no_layout_is_refused(layout: Any, error: type[Exception], text: str) -> None:
@@ -166,12 +170,15 @@ def refusals() -> list[str]:
 
 def test_layouts_that_cannot_be_are_refused(ranks: Pools) -> None:
     (first, uneven, summed, axes, partial), _ = ranks(2).run(refusals)
-    assert "is not 'B' over data_parallel, whose ranks train the same parameter" in first
+    assert "does not have 'B' for the axis data_parallel, but all its ranks train the same parameter" in first
     assert "zero_stage=3" in first
     assert "dimension 0 of a parameter of shape (3, 4) into 2 equal parts" in uneven
     assert "an optimizer cannot update" in summed
-    assert "is for data_parallel, tensor_parallel, but the tensor is placed over tensor_parallel" in axes
-    assert "an existing tensor cannot have" in partial
+    assert (
+        "is for the axes data_parallel, tensor_parallel, but the tensor is distributed over the axes tensor_parallel"
+        in axes
+    )
+    assert "an existing tensor cannot become" in partial
 
 
 # -- in steps ----------------------------------------------------------------------------------------------------------
@@ -235,7 +242,7 @@ def test_operators_without_a_rule_for_layouts_say_what_to_do(
     for text in ranks(2, lightning=True).run(failed, fails, layout):
         assert "aten._cdist_forward.default does not have a sharding strategy registered" in text  # torch's own
         assert text.count("here: 'S(0)' over tensor_parallel and 'B' over tensor_parallel") == 1
-        assert "`x.full_tensor()` is the full tensor on each rank" in text
+        assert "`x.full_tensor()` returns the full tensor on each rank" in text
 
 
 def mixed_up() -> str:
@@ -482,31 +489,37 @@ def test_buffers_are_set_anew(ranks: Pools) -> None:
 @pytest.mark.parametrize(
     ("plan", "text"),
     [
-        ({"body.*.sideways": "S(0)"}, "has no parameter or buffer of that name"),
+        ({"body.*.sideways": "S(0)"}, "has no parameter or buffer with this name"),
         ({"body.0.up": "S(3)"}, "splits dimension 3"),
-        ({"body.0.up": "S(0),S(1),B"}, "has 3 letters for the axes data_parallel, tensor_parallel"),
+        ({"body.0.up": "S(0),S(1),B"}, "has 3 letters, but the axes are data_parallel, tensor_parallel"),
         (
             {"body.0.up": "S(0),S(1)"},
-            "of 'body.0.up' in .* is not 'B' over data_parallel, .* HybridStrategy.zero_stage=3",
+            "of 'body.0.up' in .* does not have 'B' for the axis data_parallel, .* HybridStrategy.zero_stage=3",
         ),
-        ({"body.0.up": "P,S(1)"}, "is not 'B' over data_parallel, whose ranks train the same parameter. Use 'B'"),
-        ({"body.0.up": {"data_parallel": "S(0)"}}, "is not 'B' over data_parallel"),
+        (
+            {"body.0.up": "P,S(1)"},
+            "does not have 'B' for the axis data_parallel, but all its ranks train the same parameter. Use 'B'",
+        ),
+        ({"body.0.up": {"data_parallel": "S(0)"}}, "does not have 'B' for the axis data_parallel"),
         (
             {"body.0.gain": "S(0),B"},
-            "is not 'B' over data_parallel, whose ranks have the same buffer. .*`strategy.dist",
+            "does not have 'B' for the axis data_parallel, but all its ranks have the same buffer. .*`strategy.dist",
         ),
         (
             {"body.0.up": "P"},
-            r"has 'P' \(partial sum\), which an optimizer cannot update. Use 'S\(dim\)' or 'B'",
+            r"contains 'P' \(a partial sum\), which an optimizer cannot update. Use 'S\(dim\)' or 'B'",
         ),
-        ({"body.0.gain": "P"}, r"has 'P' \(partial sum\), which an existing tensor cannot have. Use 'S\(dim\)' or 'B'"),
+        ({"body.0.gain": "P"}, r"contains 'P' \(a partial sum\), which a buffer cannot be. Use 'S\(dim\)' or 'B'"),
         ({"body.0.calls": "S(0)"}, r"splits dimension 0 of a tensor of shape \(\)"),
-        ({"body.0.up": "rows=S(0)"}, "names 'rows'; the axes are data_parallel, tensor_parallel"),
-        ({"body.0.up": "tensor_parallel=S[0]"}, r"has 'S\[0\]' for an axis"),
-        ({"body.0.up": "tensor_parallel=S(0),tensor_parallel=S(1)"}, "Remove one of them"),
-        ({"body.0.up": ["S(0)"]}, "has the unknown style .* The names of parameters and buffers take layouts"),
-        ({"body.0": "on_shards", "body.0.up": "S(0)"}, "the style 'on_shards', and a layout to its parameter 'up'"),
-        ({"body.0.up": "S(0)", "body.0.norm": "on_shards"}, "its 'body.0.norm' has the style 'on_shards'"),
+        ({"body.0.up": "rows=S(0)"}, "names the unknown axis 'rows'. The axes are data_parallel, tensor_parallel"),
+        ({"body.0.up": "tensor_parallel=S[0]"}, r"has the invalid letter 'S\[0\]' for an axis"),
+        ({"body.0.up": "tensor_parallel=S(0),tensor_parallel=S(1)"}, "Keep only one"),
+        ({"body.0.up": ["S(0)"]}, "has the unknown style .* For the name of a parameter or buffer, give a layout"),
+        (
+            {"body.0": "on_shards", "body.0.up": "S(0)"},
+            "the style 'on_shards', .* also gives a layout to its parameter 'up'",
+        ),
+        ({"body.0.up": "S(0)", "body.0.norm": "on_shards"}, "its submodule 'body.0.norm' has the style 'on_shards'"),
         ({"body.0.norm.weight": "S(0)", "body.0.norm.bias": "B", "body.0": "layout"}, "the unknown style 'layout'"),
     ],
 )
@@ -536,7 +549,7 @@ def test_letters_of_a_plan_are_in_the_order_of_the_ranks() -> None:
     assert axes == ("tensor_parallel", "context_parallel", "data_parallel")
     plan = make_plan(Mixed(), {"body.0.up": "S(0),B,B"}, 2, sequence_parallel=False, axes=axes)
     assert [row.style for row in plan.rows] == ["layout:up=S(0)"]
-    with pytest.raises(ValueError, match="is not 'B' over context_parallel"):
+    with pytest.raises(ValueError, match="does not have 'B' for the axis context_parallel"):
         make_plan(Mixed(), {"body.0.up": "B,S(0),B"}, 2, sequence_parallel=False, axes=axes)
 
 
@@ -558,7 +571,7 @@ def test_a_plan_divides_buffers() -> None:
 def test_ranks_in_a_grid_take_no_layouts(mode: str) -> None:
     size = {"2d": 4, "3d": 8}[mode]
     text = (
-        "a layout .gain=S.0.., which works only with tensor_parallel_mode='1d', not with"
+        "assigns the layout gain=S.0. to .*. This works only with tensor_parallel_mode='1d'. With"
         f" tensor_parallel_mode='{mode}', .* remove the entry"
     )
     with pytest.raises(ValueError, match=text):

@@ -67,7 +67,7 @@ class CountedWithFlag(own.Counted):
 def test_a_proposal_was_tried() -> None:
     """Heads are outermost in the weight, so the shards are of heads, and not of queries, keys and values."""
     _, reasons = auto(CountedWithFlag())
-    assert "With random values, this plan gave the same results when sharded: {" in reasons["0"]
+    assert "With random values, this plan gave the same results as the unsharded block: {" in reasons["0"]
     entries = proposal(reasons["0"])
     assert entries.pop("*").startswith("divide:heads")
     assert entries == {"*.query_key_value": "colwise", "*.dense": "rowwise"}
@@ -82,8 +82,8 @@ def test_a_proposal_that_could_not_be_tried_says_so() -> None:
     _, reasons = auto(Picky())
     assert proposal(reasons["0"]) == {"*.fc1": "colwise", "*.fc2": "rowwise"}
     assert (
-        "It is untested, because the block cannot be run on its own (it needs 'context' in addition to its input);"
-        in reasons["0"]
+        "It is untested, because the block cannot be run on its own (it needs the argument 'context' in addition to its"
+        " input);" in reasons["0"]
     )
 
 

@@ -64,7 +64,11 @@ def pruned() -> nn.Module:
 
 
 LEFT: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
-    "a layer with ways of its own": (lambda: nn.Sequential(Gated(8, 2, 16)), "0.linear1", "overrides methods of torch"),
+    "a layer with ways of its own": (
+        lambda: nn.Sequential(Gated(8, 2, 16)),
+        "0.linear1",
+        "overrides methods of its torch class",
+    ),
     "dropout that stands twice": (twice_in_place, "0", "several places"),
     "hooks": (hooked, "0", "has a hook"),
     "pruning": (pruned, "2", "from other parameters"),
@@ -136,7 +140,7 @@ def test_a_bias_that_is_held_twice_keeps_head_and_embedding_whole() -> None:
     around.bias = head.bias
     plan, reasons = auto(nn.ModuleList([embedding, around]))
     assert plan == {}
-    assert reasons["0"] == "has a '1.decoder' that shares its 'bias' with '1.bias'"
+    assert reasons["0"] == "contains '1.decoder', which shares its 'bias' with '1.bias'"
     embedding.weight = nn.Parameter(embedding.weight.clone())
     assert auto(nn.ModuleList([embedding, around]))[0] == {"0": "vocab"}
 
@@ -158,15 +162,15 @@ def test_a_classifier_is_not_the_head_of_a_small_embedding() -> None:
     types, words, classifier = nn.Embedding(2, 8), nn.Embedding(64, 8), nn.Linear(8, 2)
     plan, reasons = auto(nn.ModuleList([types, words, classifier]))
     assert plan == {"1": "vocab"}
-    assert reasons["0"] == "has few rows (2), compared with the largest embedding (64)"
+    assert reasons["0"] == "has few rows (2) compared with the largest embedding (64)"
 
 
 REFUSED: dict[str, tuple[Any, str]] = {
     "two styles": ({"0": "colwise + rowwise"}, "cannot be combined"),
     "a suffix": ({"0": "colwise:3"}, "has the unknown style 'colwise:3'"),
-    "a word": ("automatic", "tensor_parallel_plan='automatic' is unknown"),
+    "a word": ("automatic", "tensor_parallel_plan='automatic' is not a valid plan"),
     "no such attribute": ({"0": "divide:heads"}, "0.heads is None"),
-    "a norm in no region": ({"1": "sequence_parallel"}, "no module around it has the style 'sequence_region'"),
+    "a norm in no region": ({"1": "sequence_parallel"}, "works only inside a module with the style 'sequence_region'"),
 }
 
 

@@ -92,20 +92,20 @@ def trained(plan: dict[str, str], module: type[Regression] = Blocks) -> str:
     [
         (
             {**ATTENTION, **MLP},
-            "shape '[8, 4, 2]' is invalid for input of size 32\nThis is in 'body.0.attention', where"
+            "shape '[8, 4, 2]' is invalid for input of size 32\nThis error occurred in 'body.0.attention', where"
             " tensor_parallel_plan shards 'body.0.attention.q', 'body.0.attention.k', 'body.0.attention.out': each",
-            "The plan may lack 'body.*.attention': 'divide:num_heads'.",
+            "The plan may lack the entry 'body.*.attention': 'divide:num_heads'.",
         ),
         (
             {**ATTENTION, **HEADS, "body.*.up": "colwise"},
-            "mat1 and mat2 shapes cannot be multiplied (8x8 and 16x8)\nThis is in 'body.0', where"
-            " tensor_parallel_plan shards 'body.0.attention', 'body.0.up': each rank has a shard",
-            "The plan may lack 'body.*.down': 'rowwise'.",
+            "mat1 and mat2 shapes cannot be multiplied (8x8 and 16x8)\nThis error occurred in 'body.0', where"
+            " tensor_parallel_plan shards 'body.0.attention', 'body.0.up': each rank has only a shard",
+            "The plan may lack the entry 'body.*.down': 'rowwise'.",
         ),
         (
             {"embed": "colwise"},
-            "This is in 'Blocks', where tensor_parallel_plan shards 'embed': each rank",
-            "The plan may lack 'embed': 'colwise_gather_output'.",
+            "This error occurred in 'Blocks', where tensor_parallel_plan shards 'embed': each rank",
+            "The plan may lack the entry 'embed': 'colwise_gather_output'.",
         ),
         ({**ATTENTION, **MLP, **HEADS}, "no error", ""),
     ],
@@ -123,8 +123,10 @@ def test_a_shape_that_does_not_fit_names_the_entry_that_is_missing(
 def test_code_that_takes_the_width_of_its_input_is_told_to_narrow_it(ranks: Pools, entry: dict[str, str]) -> None:
     both = "divide:heads + narrow_input:qkv"
     for text in ranks(2, lightning=True).run(trained, {**NARROW, **entry}, NarrowBlocks):
-        assert "not enough values to unpack (expected 3, got 2)\nThis is in 'body.0.attention', where" in text
-        assert f"The plan may lack 'body.*.attention': '{both}'." in text
+        assert (
+            "not enough values to unpack (expected 3, got 2)\nThis error occurred in 'body.0.attention', where" in text
+        )
+        assert f"The plan may lack the entry 'body.*.attention': '{both}'." in text
     assert ranks(2, lightning=True).run(trained, {**NARROW, "body.*.attention": both}, NarrowBlocks) == ["no error"] * 2
 
 
@@ -186,19 +188,19 @@ BEHIND = "read widths in `forward` from the outputs of the sharded layers (`.vie
         (
             QKVO,
             "shape '[8, 1, 4, 2]' is",
-            "The plan may lack 'body.*': 'divide:num_heads'. The code reads the full width",
+            "The plan may lack the entry 'body.*': 'divide:num_heads'. The code reads the full width",
             "head_dim",
         ),
         (
             {**QKVO, **JOINED},
             "shape '[8, 1, 8]' is",
-            "gathers them. The code reads the full width of its input",
+            "gathers the outputs. The code reads the full width of its input",
             "'divide:",
         ),
         (
             {**QKVO, "body.*": "divide:num_heads + narrow_input:q,k,v"},
             "Given normalized_shape=[8]",
-            "The plan has 'body.*': 'narrow_input:q,k,v', so this code gets an input with the width of a shard",
+            "The plan contains 'body.*': 'narrow_input:q,k,v', so this code receives an input that has the width of a",
             "The plan may lack",
         ),
     ],
@@ -212,24 +214,24 @@ def test_a_block_in_one_forward_is_told_to_read_widths_behind_its_layers(
         assert torchs in text
         assert words in text
         assert BEHIND in text
-        assert absent not in text.partition("This is in")[2]
+        assert absent not in text.partition("This error occurred in")[2]
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"body.*.up": "replicate"}, "The plan may lack 'body.*.up': 'colwise'."),
+        ({"body.*.up": "replicate"}, "The plan may lack the entry 'body.*.up': 'colwise'."),
         (
             {"body.*.up": "replicate", "body.*.down": "colwise_gather_output"},
-            "The plan may lack 'body.*.up': 'colwise'.",
+            "The plan may lack the entry 'body.*.up': 'colwise'.",
         ),
         (
             {"body.*.gate": "replicate", "body.*.up": "replicate"},
-            "The plan may lack 'body.*.gate': 'colwise' and 'body.*.up': 'colwise'.",
+            "The plan may lack the entries 'body.*.gate': 'colwise' and 'body.*.up': 'colwise'.",
         ),
-        ({"body.*.down": "colwise_gather_output"}, "The plan may lack 'body.*.down': 'rowwise'."),
-        ({"body.*.v": "replicate"}, "The plan may lack 'body.*.v': 'colwise'."),
-        ({"body.*.o": "replicate"}, "The plan may lack 'body.*.o': 'rowwise'."),
+        ({"body.*.down": "colwise_gather_output"}, "The plan may lack the entry 'body.*.down': 'rowwise'."),
+        ({"body.*.v": "replicate"}, "The plan may lack the entry 'body.*.v': 'colwise'."),
+        ({"body.*.o": "replicate"}, "The plan may lack the entry 'body.*.o': 'rowwise'."),
         ({}, "no error"),
     ],
     ids=["up", "up, then down", "gate and up", "down", "v", "o", "complete"],

@@ -67,7 +67,7 @@ def test_states_of_an_optimizer_in_half_precision_are_told_once(ranks: Pools, na
     first, *others = ranks(2, lightning=True).run(warned, LAYOUTS[name], "bf16-true", Half)
     (text,) = first
     assert text.startswith(
-        "AdamW keeps its states (exp_avg, exp_avg_sq) in torch.bfloat16, like the parameters of Half"
+        "AdamW keeps its states (exp_avg, exp_avg_sq) in torch.bfloat16, the dtype of the parameters of Half"
     )
     assert "`HybridStrategy(master_weights=True)`" in text
     assert others == [[]]
@@ -84,10 +84,10 @@ def test_averages_of_weights_in_half_precision_are_told_once(ranks: Pools) -> No
     pool = ranks(2, lightning=True)
     (states, text), others = pool.run(warned, LAYOUTS["dp2"], "bf16-true", half, True)
     assert states.startswith("AdamW keeps its states")
-    assert text.startswith("Weight averages are kept in half precision: `EMAWeightAveraging._average_model`.")
+    assert text.startswith("Weight averages are stored in half precision: `EMAWeightAveraging._average_model`.")
     assert others == []
     (_, text), _ = pool.run(warned, LAYOUTS["dp2"], "bf16-true", averaging)
-    assert text.startswith("Weight averages are kept in half precision: `Half.average`.")
+    assert text.startswith("Weight averages are stored in half precision: `Half.average`.")
 
 
 def test_averages_of_weights_in_float32_are_not_talked_about(ranks: Pools) -> None:

@@ -248,11 +248,11 @@ def find_anomaly(layout: Mapping[str, Any], faults: list[tuple[Any, ...]]) -> li
 
 
 ANOMALIES: dict[tuple[Any, ...], str] = {
-    ("forward", 1): "The forward of layer `body.1` (Faulty) produced NaNs",
-    ("forward", 5): "The forward of layer `body.5` (Faulty) produced NaNs",
-    ("backward", 1): "The backward of layer `body.1` (Faulty) produced",
-    ("backward", 5): "The backward of layer `body.5` (Faulty) produced",
-    ("batch",): "The input of layer `embed` (Linear) already contains NaNs: they come from the batch",
+    ("forward", 1): "The forward pass of layer `body.1` (Faulty) produced NaNs",
+    ("forward", 5): "The forward pass of layer `body.5` (Faulty) produced NaNs",
+    ("backward", 1): "The backward pass of layer `body.1` (Faulty) produced",
+    ("backward", 5): "The backward pass of layer `body.5` (Faulty) produced",
+    ("batch",): "The input of layer `embed` (Linear) already contains NaNs, which come from the batch",
     ("loss",): "The loss is not finite",
 }
 

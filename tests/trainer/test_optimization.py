@@ -130,11 +130,11 @@ def refused(case: str) -> str:
 @pytest.mark.parametrize(
     ("case", "texts"),
     [
-        ("trainer", ["but Trainer(accumulate_grad_batches=2) controls this too", "Remove one"]),
+        ("trainer", ["but Trainer(accumulate_grad_batches=2) controls this too", "Use only one"]),
         ("scheduler", ["but GradientAccumulationScheduler controls this too"]),
         ("manual", ["but the manual optimization of Manual controls this too"]),
-        ("batch sampler", ["the training loader has no `batch_size`", "DataLoader(..., batch_size=...)"]),
-        ("several", ["the training loader has no `batch_size`"]),
+        ("batch sampler", ["requires a training loader with a `batch_size`", "DataLoader(..., batch_size=...)"]),
+        ("several", ["requires a training loader with a `batch_size`"]),
         (
             "not divided",
             [

@@ -211,7 +211,7 @@ def test_clipping_of_the_user_stays_with_a_warning() -> None:
         def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
             raise NotImplementedError
 
-    with pytest.warns(UserWarning, match="Mine.clip_grad_by_norm"):
+    with pytest.warns(UserWarning, match="Mine overrides `clip_grad_by_norm`"):
         plugin = adapt(Mine(), model_group=nobody, clip_by_norm=clip_alone)
     with pytest.raises(NotImplementedError):
         plugin.clip_gradients(optimizer_with([1.0]), 1.0)

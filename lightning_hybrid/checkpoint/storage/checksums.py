@@ -26,7 +26,7 @@ _BEGINS = b"PK\x03\x04"  # of a zip archive
 _SUM = struct.Struct("<8sI")  # behind an index: a mark, and the CRC-32 of all that is before
 _MARK = b"\0crc-32\0"
 _HEADER = 30  # bytes of a record's header before its name
-_CHANGED = "Copy the checkpoint again, or use another one."
+_CHANGED = "Copy the checkpoint again, or use another checkpoint."
 _PICKLE = "data.pkl"  # the record that says which tensors are in the others
 
 

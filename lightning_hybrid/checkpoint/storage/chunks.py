@@ -33,7 +33,7 @@ def local_chunks(tensor: Tensor) -> Iterator[tuple[torch.Size, Tensor]]:
         return
     local, mesh = to_local(tensor).detach(), tensor.device_mesh
     coordinate = mesh.get_coordinate()
-    assert coordinate is not None, "this rank is in the mesh"
+    assert coordinate is not None, "this rank must be in the mesh of the tensor"
     runs = _runs_of(tensor.shape, tensor.placements, tuple(coordinate), mesh.shape)
     for rectangle in itertools.product(*runs):
         view = local

@@ -98,8 +98,8 @@ class DistributedCheckpoint:
             raise FileNotFoundError(f"Checkpoint not found: {path} [LH913]")
         if not (self.path / MARK).is_file():
             raise ValueError(
-                f"{path} is not a complete checkpoint: it has no file {MARK!r}, which is written last. A save may have"
-                " been interrupted. Use another checkpoint. [LH914]"
+                f"{path} is not a complete checkpoint: it has no file {MARK!r}, which is the last file that a save"
+                " writes. The save may have been interrupted. Use another checkpoint. [LH914]"
             )
         mark = self.path / MARK
         with _reading(mark), mark.open("rb") as file:
@@ -132,13 +132,13 @@ class DistributedCheckpoint:
         for name, size in sorted(sizes_at_least(self._metadata.storage_data.values()).items()):
             if name not in found:
                 raise ValueError(
-                    f"The checkpoint {self.path} has no file {name!r} (at least {size} bytes) on"
-                    f" {socket.gethostname()}. [LH915]"
+                    f"The checkpoint {self.path} is incomplete on {socket.gethostname()}: the file {name!r} (at least"
+                    f" {size} bytes) is missing. [LH915]"
                 )
             if found[name] < size:
                 raise ValueError(
-                    f"The checkpoint {self.path} is damaged: the file {name!r} has {found[name]} of at least {size}"
-                    " bytes. [LH901]"
+                    f"The checkpoint {self.path} is damaged: the file {name!r} has {found[name]} bytes, but it must"
+                    f" have at least {size}. [LH901]"
                 )
 
     def file_sizes(self) -> dict[str, int]:

@@ -60,14 +60,16 @@ def write_directory(path: Place, entries: Mapping[TreePath, Any], extra: Any, gr
         if dist.get_rank(group) == 0:
             writer.rollback()
         failures = [f"rank {rank}: {type(cause).__name__}: {cause}" for rank, (cause, _) in error.failures.items()]
-        before = "An earlier checkpoint at that path is unchanged"
+        text = (
+            f"The checkpoint {path} could not be written. If an earlier checkpoint exists at this path, it is"
+            " unchanged."
+        )
         if any(isinstance(cause, NotAnsweredError) for cause, _ in error.failures.values()):
-            before = (
-                "The store did not confirm whether this checkpoint or the earlier one is current; both are complete"
+            text = (
+                f"The store did not confirm that the checkpoint {path} was written. The path now contains either this"
+                " checkpoint or an earlier one, and both are complete."
             )
-        raise OSError(
-            f"The checkpoint {path} could not be written. {before}. {'; '.join(failures[:4])} [LH911]"
-        ) from error
+        raise OSError(f"{text} Error on {'; '.join(failures[:4])} [LH911]") from error
 
 
 class NotAnsweredError(OSError):
@@ -256,7 +258,7 @@ def _check_seen(file: Path, size: int, host: str) -> None:
 
 
 def _not_seen(file: Place, size: int, host: str) -> str:
-    return f"{socket.gethostname()} does not see the {size} bytes of {str(file)!r} that {host} wrote. {NOT_SHARED}"
+    return f"{socket.gethostname()} does not see all {size} bytes of {str(file)!r} that {host} wrote. {NOT_SHARED}"
 
 
 class _SavePlanner(DefaultSavePlanner):

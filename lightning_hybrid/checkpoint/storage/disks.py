@@ -26,7 +26,7 @@ from lightning_hybrid.distributed.agreement import agree
 NOT_SHARED = (
     "Every rank writes its part of a sharded checkpoint, so the directory must be on a disk that all nodes share. Set"
     " `ModelCheckpoint(dirpath=...)` or `Trainer(default_root_dir=...)` to a path on a shared disk, or set"
-    " save_distributed_checkpoint=False: then rank 0 writes one file. [LH916]"
+    " save_distributed_checkpoint=False, so that only rank 0 writes a file. [LH916]"
 )
 
 _MESSAGE = 1 << 24  # bytes
@@ -80,13 +80,13 @@ def _look_for(found: Sequence[tuple[str | None, str | None]], folders: Sequence[
     """On rank 0: for each rank the name of its file, if it has written one, and why it could not, if so."""
     for host, (_, failure) in zip(hosts, found, strict=True):
         if failure is not None:
-            raise OSError(f"{host} cannot write to the folder for checkpoints: {failure} [LH911]")
+            raise OSError(f"{host} cannot write to the checkpoint folder: {failure} [LH911]")
     names = {host: name for host, (name, _) in zip(hosts, found, strict=True) if name is not None}
     if wait_for(lambda: not any(_unseen(folder, names) for folder in folders)):
         return
     folder, others = next((folder, unseen) for folder in folders if (unseen := _unseen(folder, names)))
     raise ValueError(
-        f"{hosts[0]} does not see the files that {_names(others)} wrote to {str(folder)!r}, the folder for checkpoints."
+        f"{hosts[0]} does not see the files that {_names(others)} wrote to the checkpoint folder {str(folder)!r}."
         f" {NOT_SHARED}"
     )
 
@@ -194,10 +194,10 @@ def _check_directories(place: Place, views: Sequence[_View], hosts: Sequence[str
     others = [host for host in dict.fromkeys(hosts) if host not in seeing]
     if seeing and others:
         raise ValueError(
-            f"{_names(others)} {'does' if len(others) == 1 else 'do'} not see the directory {str(place)!r} that"
-            f" {seeing[0]} sees. Every rank reads its part of the directory, so all nodes must see it. Copy it to a"
-            " disk that all nodes share, or to the same path on each node. Or convert it to one file with"
-            " `lightning-hybrid consolidate`: a file is sent to nodes that do not see it. [LH917]"
+            f"The directory {str(place)!r} exists on {seeing[0]}, but not on {_names(others)}. Every rank reads its"
+            " part of the checkpoint from this directory, so all nodes must have it. Copy it to a disk that all nodes"
+            " share, or to the same path on each node. Or convert the checkpoint to one file with `lightning-hybrid"
+            " consolidate`: a file is sent to nodes that do not have it. [LH917]"
         )
 
 
@@ -212,10 +212,9 @@ def _hand_on(place: Place, views: Sequence[_View], hosts: Sequence[str], source:
     if targets:
         lacking = _names([hosts[target] for target in targets])
         rank_zero_warn(
-            f"{place} ({content[0]:,} bytes) is read on {hosts[source]} and sent to {lacking}, which"
-            f" {'does not see it, or sees' if len(targets) == 1 else 'do not see it, or see'} a different file. This"
-            " takes time and needs space for a copy in the folder for temporary files (TMPDIR). A disk that all nodes"
-            " share avoids both."
+            f"{place} ({content[0]:,} bytes) is read on {hosts[source]} and sent to {lacking}, where this file is"
+            " missing or different. This takes time, and the copy needs space in the folder for temporary files"
+            " (TMPDIR). To avoid both, use a disk that all nodes share."
         )
         files |= {hosts[target]: views[target].folder / place.name for target in targets}
         _send(files[hosts[rank]], content[0], [source, *targets], group)
@@ -251,8 +250,8 @@ def _mapped(file: Path, size: int, *, new: bool) -> Tensor:
             reserve(file)
         except OSError as error:
             raise OSError(
-                f"{socket.gethostname()} has no space for a copy of {size:,} bytes at {file}: {error}. Set TMPDIR to"
-                " another folder. [LH911]"
+                f"{socket.gethostname()} cannot create a copy of the checkpoint ({size:,} bytes) at {file}: {error}."
+                " Set TMPDIR to a folder with enough space. [LH911]"
             ) from error
     return torch.from_file(str(file), shared=new, size=size, dtype=torch.uint8)
 

@@ -54,11 +54,14 @@ class HuggingFaceFolder:
         index = _read_index(main)
         for name in sorted(set(index.values())):
             if not (path / name).is_file():
-                raise FileNotFoundError(f"{main} lists the file {name!r}, which is not in the folder. [LH915]")
+                raise FileNotFoundError(f"{main} lists the file {name!r}, which is missing in the folder. [LH915]")
             self._add(path / name)
         lacking = [name for name in index if name not in self.shapes]
         if lacking:
-            raise ValueError(f"{main} lists {lacking[0]!r}, which is not in {index[lacking[0]]!r}. [LH915]")
+            name = lacking[0]
+            raise ValueError(
+                f"{main} lists the tensor {name!r} in {index[name]!r}, but this file does not contain it. [LH915]"
+            )
 
     def _add(self, path: Path) -> None:
         file = open_tensors(path)
@@ -103,16 +106,16 @@ class HuggingFaceFolder:
         scores = {prefix: (alike[prefix], count, -size[prefix]) for prefix, count in known.items() if count}
         if not scores:
             raise ValueError(
-                f"No tensor name in {self.path} matches one in {type(module).__name__}. The folder has"
-                f" {_first(self.shapes)}; the module has {_first(tensors)}. [LH922]"
+                f"No tensor name in {self.path} matches a name in {type(module).__name__}. The first names in the"
+                f" folder are {_first(self.shapes)}; the first names in the module are {_first(tensors)}. [LH922]"
             )
         best = [prefix for prefix, score in scores.items() if score == max(scores.values())]
         parts = {id(module.get_submodule(prefix)): prefix for prefix in reversed(best)}
         if len(parts) > 1:
             raise ValueError(
-                f"{self.path} matches several parts of {type(module).__name__}: {sorted(parts.values())}. Load the"
-                " weights yourself (`safetensors.torch.load_file`) and pass a state dict with the module's names to"
-                " `strategy.load_weights`. [LH923]"
+                f"The tensor names in {self.path} match several parts of {type(module).__name__} equally well:"
+                f" {sorted(parts.values())}. Load the weights yourself (`safetensors.torch.load_file`), and pass a"
+                " state dict with the module's names to `strategy.load_weights`. [LH923]"
             )
         (prefix,) = parts.values()
         ignored = [_TABLE, *(getattr(module.get_submodule(prefix), _IGNORED, None) or ())]
@@ -130,7 +133,7 @@ def _read_index(path: Path) -> dict[str, str]:
         index = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
         return {str(name): str(file) for name, file in index.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is not a valid index of weights: {type(error).__name__}: {error} [LH901]") from error
+        raise ValueError(f"{path} is not a valid weight index: {type(error).__name__}: {error} [LH901]") from error
 
 
 def _cuts(name: str) -> Iterator[tuple[str, str]]:

@@ -41,7 +41,7 @@ def open_tensors(path: Path) -> TensorFile:
     if path.suffix != SAFETENSORS:
         found = read_torch(path)
         if not isinstance(found, dict):
-            raise ValueError(f"{path} contains a {type(found).__name__}, not a dictionary of tensors by name. [LH925]")
+            raise ValueError(f"{path} contains a {type(found).__name__}, not a dictionary of named tensors. [LH925]")
         tensors = {name: value for name, value in found.items() if isinstance(value, Tensor)}
         return TensorFile({name: tensor.shape for name, tensor in tensors.items()}, tensors.__getitem__)
     try:
@@ -66,8 +66,8 @@ def read_torch(path: Path) -> Any:
         return torch.load(path, "cpu", mmap=zipfile.is_zipfile(path) or None, weights_only=True)
     except pickle.UnpicklingError as error:
         raise ValueError(
-            f"{path} cannot be read as weights: {error} If you trust the file, load it yourself and pass the state dict"
-            " to `strategy.load_weights`, for example in `setup`. [LH927]"
+            f"{path} cannot be loaded as weights: {error} If you trust the file, load it yourself and pass the state"
+            " dict to `strategy.load_weights`, for example in `setup`. [LH927]"
         ) from error
     except (RuntimeError, EOFError, OSError) as error:
         raise ValueError(

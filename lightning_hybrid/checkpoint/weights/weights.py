@@ -112,12 +112,12 @@ def _load_folder(folder: HuggingFaceFolder, module: LightningModule) -> None:
         check_match(module, needed, saved, strict=module.strict_loading)
     except RuntimeError as error:
         raise RuntimeError(
-            f"{without_code(error)}\n\t{folder.path} matches `{prefix or type(module).__name__}` best. To load only"
-            " the names that both have, set `self.strict_loading = False`. [LH920]"
+            f"{without_code(error)}\n\tThe weights in {folder.path} match `{prefix or type(module).__name__}` best. To"
+            " load only the tensors whose names are in both, set `self.strict_loading = False`. [LH920]"
         ) from None
     if missing:
         kept = ", ".join(name for (name,) in fold_numbered((name,) for name in missing))
-        rank_zero_info(f"Not loaded, because {folder.path} does not have them: {kept}")
+        rank_zero_info(f"These tensors were not loaded, because {folder.path} does not contain them: {kept}")
     here = {name: source for name, source in names.items() if name in own and not own[name].is_meta}
     state = {name: folder.read(source) for name, source in here.items()}
     load_module_state(module, _with_ties(state, module), strict=False)
@@ -146,9 +146,9 @@ def _check_directory(path: Path) -> None:
     files = sorted(file.name for suffix in (SAFETENSORS, ".bin") for file in path.glob(f"*{suffix}"))
     if files:
         raise ValueError(
-            f"{path} is a folder with {files[:3]}, but neither a checkpoint nor a Hugging Face model"
-            " (model.safetensors, or several files with an index). Pass the path of the file. For several files, pass"
-            " a state dict with all tensors to `strategy.load_weights`. [LH928]"
+            f"{path} is a folder with {files[:3]}, but it is neither a checkpoint nor a Hugging Face model"
+            " (model.safetensors, or several files with an index). If all weights are in one file, pass the path of"
+            " this file. Otherwise, pass a state dict with all tensors to `strategy.load_weights`. [LH928]"
         )
 
 
@@ -158,14 +158,16 @@ def _read(source: Source) -> Mapping[str, Any]:
     else:
         path = Path(source)
         if not path.is_file():
-            raise FileNotFoundError(f"No weights found at {path}: it is neither a file nor a directory. [LH913]")
+            raise FileNotFoundError(f"No weights found: {path} is neither a file nor a directory. [LH913]")
         found = _read_safetensors(path) if path.suffix == SAFETENSORS else read_torch(path)
     state = found.get("state_dict", found) if isinstance(found, Mapping) else found
     if not isinstance(state, Mapping) or not any(isinstance(value, Tensor) for value in state.values()):
-        what = f"{source} does not contain" if isinstance(source, (str, Path)) else "This is not"
+        what = f"{source} does not contain" if isinstance(source, (str, Path)) else "The object does not contain"
         raise ValueError(
-            f"{what} a state dict (tensors by name, alone or under 'state_dict' in a checkpoint). It is a"
-            f" {type(found).__name__}{f' with {list(found)[:5]}' if isinstance(found, Mapping) else ''}. [LH925]"
+            f"{what} a state dict (a dictionary of named tensors), either directly or under the key 'state_dict'. The"
+            " loaded object is a"
+            f" {type(found).__name__}{f' with the keys {list(found)[:5]}' if isinstance(found, Mapping) else ''}."
+            " [LH925]"
         )
     return state
 

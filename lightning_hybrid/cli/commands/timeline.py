@@ -20,8 +20,8 @@ def run(args: Sequence[str]) -> None:
     """Draw one step of a schedule."""
     parser = Parser(
         "timeline",
-        description="Draw one training step of a pipeline schedule. Also print the bubble, and the highest number of"
-        " microbatches whose activations each rank keeps in memory.",
+        description="Draw one training step of a pipeline schedule. Also print the size of the bubble and, for"
+        " each rank, the highest number of microbatches whose activations are in memory at the same time.",
     )
     _add_arguments(parser)
     options = parser.parse_args(args)

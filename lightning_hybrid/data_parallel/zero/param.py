@@ -16,7 +16,7 @@ from torch.distributed.tensor.placement_types import Placement
 from lightning_hybrid.distributed.dtensor import all_gather_zero, copy_attributes, from_shard, put_local, to_local
 
 Owner = tuple[nn.Module, str]
-"""Where a parameter is registered: the module, and the name of the parameter in it."""
+"""The module in which a parameter is registered, and the name of the parameter in this module."""
 
 _UNSHARDED = "_unsharded"  # the attribute by which a shard knows what it was cut from
 

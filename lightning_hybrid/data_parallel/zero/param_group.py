@@ -36,7 +36,7 @@ class ParameterGroup:
     """
 
     copies_out: ClassVar[bool] = False
-    """True while gathered values are copied into parameters: this write is not a part of the user's step."""
+    """True while gathered values are copied into parameters, which is not part of the user's step."""
 
     def __init__(self, parameters: Sequence[ShardedParameter], group: ProcessGroup, *, keeps_memory: bool) -> None:
         self.parameters = list(parameters)

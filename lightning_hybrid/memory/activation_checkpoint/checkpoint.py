@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Hashable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_hybrid.distributed.pytree import copy_object, flatten, unflatten
 from lightning_hybrid.distributed.random import RandomReplay
-from lightning_hybrid.distributed.replaced import replaced_forwards
+from lightning_hybrid.distributed.replaced import replaced_entries, replaced_forwards
 from lightning_hybrid.memory.activation_checkpoint.selective import SavedResults
 
 
@@ -159,17 +159,9 @@ class _Call:
             self._layer.side_effects = _SideEffects(self._changes_input, owners)
         return outputs
 
-    @contextmanager
-    def _former_buffers(self) -> Iterator[None]:
-        """Inside, buffers that the layer changes are as they were before its forward."""
-        current = [owner._buffers[name] for owner, name, _ in self._buffers]
-        try:
-            for owner, name, value in self._buffers:
-                owner._buffers[name] = value.clone()
-            yield
-        finally:
-            for (owner, name, _), value in zip(self._buffers, current, strict=True):
-                owner._buffers[name] = value
+    def _former_buffers(self) -> AbstractContextManager[None]:
+        """Give buffers that the layer changes the values from before its forward while entered."""
+        return replaced_entries((owner._buffers, {name: value.clone()}) for owner, name, value in self._buffers)
 
 
 def tensors_to_save(leaves: Iterable[Any]) -> list[Tensor] | None:

@@ -32,7 +32,7 @@ def check_recompute(recompute: Any, num_ranks: int, num_chunks: int) -> None:
         if recompute != "selective":
             raise ValueError(
                 "recompute must be True, False, 'selective', 'auto', a number, or a list of names or numbers, got"
-                f" {recompute!r}. Pass a name or a pattern in a list: recompute=[{recompute!r}]. [LH102]"
+                f" {recompute!r}. To recompute modules by name, pass a list: recompute=[{recompute!r}]. [LH102]"
             )
     elif isinstance(recompute, int):
         if recompute < 0:
@@ -60,13 +60,13 @@ def _check_list(recompute: list[Any], num_stages: int) -> None:
         return
     if not all(isinstance(entry, int) and not isinstance(entry, bool) for entry in recompute):
         raise TypeError(
-            f"recompute={recompute} must list either module names, or the number of layers to recompute in each stage."
-            " [LH101]"
+            f"recompute={recompute} must be a list of module names, or a list with the number of layers to recompute in"
+            " each stage. [LH101]"
         )
     if len(recompute) != num_stages or min(recompute) < 0:
         raise ValueError(
-            f"recompute={recompute} must list the number of layers to recompute (0 or more) in each of the {num_stages}"
-            " stages (pipeline_parallel_size x num_chunks). [LH119]"
+            f"recompute={recompute} must contain the number of layers to recompute (0 or more) for each of the"
+            f" {num_stages} stages (pipeline_parallel_size x num_chunks). [LH119]"
         )
 
 
@@ -118,13 +118,14 @@ def _matching(patterns: list[str], module: nn.Module, body: str | None, units: S
             close = difflib.get_close_matches(pattern, modules, n=3, cutoff=0.4) or list(modules)[:8]
             raise ValueError(
                 f"The recompute pattern {pattern!r} matches no module of {type(module).__name__} ('*' matches anything"
-                f" between two dots). Its modules include {', '.join(map(repr, close))}. [LH120]"
+                f" between two dots). Use a name such as {', '.join(map(repr, close))}. [LH120]"
             )
         for name in matching:
             if body is not None and f"{body}.".startswith(f"{name}."):
                 raise ValueError(
                     f"The recompute pattern {pattern!r} matches {name!r}, which contains the layers of all stages. Use"
-                    f" recompute=['{body}.*'] to name layers, or recompute=True for all layers. [LH121]"
+                    f" recompute=['{body}.*'] to select the layers by name, or recompute=True to recompute all layers."
+                    " [LH121]"
                 )
             inside = [unit for unit in units if unit.startswith(f"{name}.")]
             found |= {each: modules[each] for each in inside or [name]}

@@ -242,10 +242,10 @@ class _ReplayMode(Mode or object):  # type: ignore[misc]
         result, make = next(self._results, (None, None))
         if result is None or result.operation != name:
             raise RuntimeError(
-                f"A layer runs a different operation when it is recomputed in backward: {name} instead of"
-                f" {'nothing more' if result is None else result.operation}. With recompute='selective', a layer must"
-                " run the same operations whenever its input and random numbers are the same. Exclude this layer by"
-                " listing the other layers in recompute=[...]. [LH441]"
+                f"A layer runs different operations in backward, when it is recomputed, than in forward: {name} instead"
+                f" of {'no further operation' if result is None else result.operation}. With recompute='selective', a"
+                " layer must run the same operations whenever its input and random numbers are the same. To exclude"
+                " this layer, list only the other layers in recompute=[...]. [LH441]"
             )
         if make is None:
             return func(*args, **(kwargs or {}))
@@ -292,7 +292,7 @@ class _Save(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> None:
-        raise AssertionError("nothing depends on it")
+        raise AssertionError("this backward must never run")
 
 
 class _Done(dist.Work):

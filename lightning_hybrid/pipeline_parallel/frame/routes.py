@@ -10,8 +10,8 @@ from lightning_hybrid.pipeline_parallel.frame.graph import HOOKS, Call, Graph, V
 
 #: What lets a parameter live on another stage too.
 KEEP_TEXT = (
-    "In the first training batch, also use the parameter on the stage that needs it now, for example by adding `0 *"
-    " parameter.sum()`. Or make it part of a layer."
+    "In the first training step, also use the parameter on the stage that needs it now, for example by adding `0 *"
+    " parameter.sum()` to a tensor there. Or make the parameter part of a layer."
 )
 
 
@@ -276,8 +276,8 @@ class _Router:
             makers = [stage for stage, route in enumerate(self.routes) if number in route.computed]
             if call.function in HOOKS and call.operands and len(makers) > 1:
                 raise WrongUseError(
-                    f"{call} registers a hook on the gradient of a tensor that {_stages(makers)} compute, but each"
-                    " stage has only a part of the gradient. Register the hook on a new tensor that is never modified"
+                    f"{call} registers a gradient hook on a tensor that {_stages(makers)} compute, but each of these"
+                    " stages has only a part of its gradient. Register the hook on a new tensor that is never modified"
                     " in place, such as `y = x * 1`, and use `y` instead of `x` afterward. [LH469]"
                 )
 

@@ -294,7 +294,9 @@ def split_into(
     given = user_split(batch, num_microbatches)
     microbatches = list(given)
     if not microbatches:
-        raise ValueError("`split_batch` returned no microbatches; it must return a list with at least one. [LH717]")
+        raise ValueError(
+            "`split_batch` returned no microbatches. It must return a list with at least one microbatch. [LH717]"
+        )
     if isinstance(given, Microbatches):
         return microbatches, given.counts
     found = [find_batch_size(microbatch) for microbatch in microbatches]

@@ -71,9 +71,9 @@ def _transformer_layer(builder: PlanBuilder, name: str, layer: nn.Module, *, has
         builder.add((join_names(name, child), style)) for child, style in attentions if hasattr(layer, child)
     ]
     if not _is_unmodified(layer):
-        builder.reasons[linear1] = f"belongs to a {type(layer).__name__} that overrides methods of torch"
+        builder.reasons[linear1] = f"belongs to a {type(layer).__name__} that overrides methods of its torch class"
     elif not (layer.activation in _ELEMENTWISE_FUNCTIONS or isinstance(layer.activation, _ELEMENTWISE)):
-        builder.reasons[linear1] = "is followed by an activation that may mix features"
+        builder.reasons[linear1] = "is followed by an activation that can combine several features"
     # A layer that there is a reason against is not added.
     is_parallel.append(builder.add((linear1, "colwise"), (dropout, "on_shards"), (linear2, "rowwise")))
     children = [child for child, _ in layer.named_children() if child.rstrip("123") in ("norm", "dropout")]
@@ -139,7 +139,7 @@ def _vocabulary(builder: PlanBuilder) -> None:
         ]
         if not tied and _SMALL * embedding.num_embeddings <= most:
             builder.reasons[name] = (
-                f"has few rows ({embedding.num_embeddings}), compared with the largest embedding ({most})"
+                f"has few rows ({embedding.num_embeddings}) compared with the largest embedding ({most})"
             )
         elif builder.add((name, "vocab"), *((other, "vocab") for other in tied), block=name) and linears and not tied:
             last = (linears[-1], "vocab")

@@ -139,7 +139,7 @@ class _Note:
         if finding.block is not None:
             self._right |= _entries(builder, name, finding)
         elif finding.is_tested:
-            advice = f" (it reads the full width of its input: {READ_WIDTHS_BEHIND})"
+            advice = f" (it reads the full width of its input; to fix this, {READ_WIDTHS_BEHIND})"
             self._findings[finding.reason + (advice if _reads_whole_width(host, ways[0]) else "")] = None
         else:
             self._untested |= _entries(builder, name, Finding(_likely(host, ways)))
@@ -147,14 +147,17 @@ class _Note:
 
     def text(self) -> str:
         """All of it, as the rest of a sentence."""
-        check, reasons = "`lightning-hybrid check` compares its results with one process", " and ".join(self._findings)
+        check = "`lightning-hybrid check` compares the results of this plan with one process"
+        reasons = " and ".join(self._findings)
         text = self._reason
         if self._right:
-            text += f". With random values, this plan gave the same results when sharded: {self._right}; {check}"
+            text += (
+                f". With random values, this plan gave the same results as the unsharded block: {self._right}; {check}"
+            )
         if self._untested:
             text += f". A possible plan is {self._untested}. It is untested, because the block {reasons}; {check}"
         elif reasons:
-            text += f". No plan is known for it, because it {reasons}"
+            text += f". No plan is known for this block, because it {reasons}"
         return text
 
 

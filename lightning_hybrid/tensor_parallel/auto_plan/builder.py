@@ -54,7 +54,7 @@ class PlanBuilder:
             return True
         name, reason = found
         if block not in (None, name):
-            reason = f"has a {name.removeprefix(f'{block}.')!r} that {reason}"
+            reason = f"contains {name.removeprefix(f'{block}.')!r}, which {reason}"
         self.reasons.setdefault(name if block is None else block, reason)
         return False
 
@@ -67,7 +67,7 @@ class PlanBuilder:
             kind = style.partition(":")[0]
             # Elsewhere, it may get what is not sharded, or give shards to what does not expect them.
             if hands_on and self._uses[id(layer)] > 1:
-                return styles[0][0], "is used in several places, or a layer after it is"
+                return styles[0][0], "is used in several places, or a layer after it is used in several places"
             if _is_wrapper(style) and kind in self.plan.get(name, ""):
                 return name, f"already has the style {kind!r}"
             reason = self.mode.find_style(style, layer).unsupported_reason(layer, self.size)

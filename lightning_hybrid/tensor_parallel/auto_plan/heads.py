@@ -57,7 +57,7 @@ def missing_heads(module: nn.Module) -> list[str]:
             pattern, numbers = pattern_of(name), " and ".join(f"{key}={number}" for key, number in heads.items())
             text = (
                 f"{pattern!r} has sharded layers ({', '.join(layers)}), but its code reads {numbers}, which the plan"
-                f" does not divide. The plan may lack {pattern!r}: 'divide:{','.join(heads)}'."
+                f" does not divide. The plan may lack the entry {pattern!r}: 'divide:{','.join(heads)}'."
             )
             found[text] = None
     return [*found]

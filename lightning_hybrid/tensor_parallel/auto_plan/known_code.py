@@ -40,7 +40,7 @@ def _changed_reason(name: str, part: nn.Module) -> str | None:
     if "forward" in vars(part):
         return f"{_which(name)}a {kind} with a replaced `forward`"
     if name and (part._forward_hooks or part._forward_pre_hooks or part._backward_hooks):
-        return f"{_which(name)}a {kind} with hooks, which would see only shards"
+        return f"{_which(name)}a {kind} with hooks, which would receive only shards"
     return None
 
 

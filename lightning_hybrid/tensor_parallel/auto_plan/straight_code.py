@@ -47,7 +47,7 @@ def not_straight_reason(block: nn.Module) -> str | None:
     try:
         names = [*inspect.signature(block.forward).parameters]
         if len(names) != 1:
-            return f"takes {', '.join(map(repr, names)) or 'no arguments'} instead of only its input"
+            return f"takes {', '.join(map(repr, names)) or 'no arguments'} instead of a single input"
         for part in block.modules():
             if not is_known_class(type(part)):
                 _Reader(part).read_module()
@@ -101,7 +101,7 @@ class _FunctionReader:
     def _fail(self, node: ast.AST) -> Any:
         line = self._first_line + getattr(node, "lineno", 1) - 1
         text = ast.unparse(node).splitlines()[0]
-        raise _NotStraightError(f"may behave differently in another call: `{text[:60]}` (line {line} of its file)")
+        raise _NotStraightError(f"can behave differently in another call (`{text[:60]}` in line {line} of its file)")
 
     def _visit(self, node: ast.AST) -> None:
         if isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign)):

@@ -175,11 +175,11 @@ def _doubt(host: nn.Module, block: Block, size: int) -> str | None:
     for training in (False, True):
         whole = trial.run(training, 1.0)
         if whole.operations.unknown is not None:
-            return f"calls {whole.operations.unknown!r}, which may behave differently for other values"
+            return f"calls {whole.operations.unknown!r}, which can behave differently for other values"
         if not trial.is_separate(block, size, training):
             return "computes the input of the last layer on one rank from values of another rank"
         if not trial.is_right(block, size, (training, 1.0), whole, by_the_same=True):
-            return "computes something different on shards than on full tensors"
+            return "does not run the same computation on shards as on full tensors"
     return None
 
 
@@ -274,7 +274,7 @@ class _Trial:
             outputs, _ = flatten(self.host.train(training)(x, **self._without))
             kept = _kept(self.host)
         if sorted(calls) != sorted(self._block.columns) or len(rows) != 1 or len(random) != len(calls) + 1:
-            raise RuntimeError("its layers are not called exactly once, one after another")
+            raise RuntimeError("its layers are not each called exactly once, one after another")
         divided = {path for path, _ in self._block.styles()}
         named = self.host.named_parameters()
         inner = {name: parameter for name, parameter in named if name.rpartition(".")[0] not in divided}
@@ -289,11 +289,11 @@ class _Trial:
         if found[0] is not None:
             problem = "also uses its input between the layers that would be sharded"
         elif not torch.equal(random[0], random[len(calls) - 1]) or not (drops or torch.equal(*random[-2:])):
-            problem = "draws random numbers between the layers that would be sharded, but not one for each value"
+            problem = "draws random numbers between the layers that would be sharded, but not exactly one per value"
         elif not rows[0].any():
             problem = "produces only zeros in a trial"
         elif _depend(around, [inner[name] for name in gradients]):
-            problem = "uses the same parameters between the layers that would be sharded and elsewhere"
+            problem = "uses the same parameters both between the layers that would be sharded and elsewhere"
         outputs = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in outputs]
         return _Run(rows[0].detach(), outputs, kept, gradients, calls, random, operations, problem)
 
@@ -399,7 +399,7 @@ def _required_arguments(host: nn.Module) -> dict[str, None]:
     ]
     unknown = [name for name in required if "mask" not in name]
     if unknown:
-        raise TypeError(f"it needs {unknown[0]!r} in addition to its input")
+        raise TypeError(f"it needs the argument {unknown[0]!r} in addition to its input")
     return dict.fromkeys(required)
 
 

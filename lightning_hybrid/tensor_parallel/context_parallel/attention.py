@@ -199,11 +199,13 @@ class Region(TorchFunctionMode):
             )
         if given["bias_k"] is not None or given["bias_v"] is not None or given["add_zero_attn"]:
             raise self.refuse(
-                "whose attention adds keys without a position (add_bias_kv, add_zero_attn). Turn them off. [LH610]"
+                "whose attention adds keys that have no position in the sequence (add_bias_kv or add_zero_attn), which"
+                " is not supported. Turn both options off. [LH610]"
             )
         if given["query"].ndim != 3 or given.get("static_k") is not None or given.get("static_v") is not None:
             raise self.refuse(
-                "whose attention is called without a batch dimension, or with static keys or values. [LH611]"
+                "whose attention is called without a batch dimension, or with static keys or values. Add a batch"
+                " dimension to the inputs, and do not pass static_k or static_v. [LH611]"
             )
         q, k, v = (_heads_of(each, given["num_heads"]) for each in _projected(given))
         mask, is_causal = self._joined(given, q)
@@ -229,7 +231,7 @@ class Region(TorchFunctionMode):
         own = self.shares.length
         if query.ndim != 4:
             raise self.refuse(
-                f"whose attention has queries of shape {list(query.shape)}. They must have four dimensions: batch,"
+                f"whose attention has queries of shape {list(query.shape)}. Queries must have four dimensions: batch,"
                 " heads, positions, features. [LH612]"
             )
         with self.draws.own(self._next_draw()) if drops else nullcontext():
@@ -247,8 +249,9 @@ class Region(TorchFunctionMode):
         before = self._num_keys.setdefault(self.counts.attentions, number)
         if before != number:
             raise self.refuse(
-                f"whose attention had {before} keys in forward, but {number} when it was recomputed in backward: a key"
-                " cache has grown. Turn it off (use_cache=False), or do not recompute this layer. [LH613]"
+                f"whose attention had {before} keys in forward, but {number} keys when it was recomputed in backward,"
+                " because a key cache has grown. Turn off the cache (use_cache=False), or do not recompute this layer."
+                " [LH613]"
             )
 
     def _to_memory(
@@ -257,8 +260,8 @@ class Region(TorchFunctionMode):
         """Queries of this share, keys of something else that every rank has whole."""
         if is_causal:
             raise self.refuse(
-                f"whose attention is causal with {query.shape[2]} queries and {key.shape[2]} keys, so their positions"
-                " are unknown. Pass an explicit mask. [LH614]"
+                f"whose causal attention has {query.shape[2]} queries but {key.shape[2]} keys, so the positions of the"
+                " queries in the sequence are unknown. Pass an explicit mask. [LH614]"
             )
         return options.run(query, key, value, None if mask is None else self._own_rows(mask))
 
@@ -272,7 +275,7 @@ class Region(TorchFunctionMode):
         if heads % size:
             raise self.refuse(
                 f"whose attention has {heads} heads per rank, but context_parallel='ulysses' needs a multiple of"
-                f" {size}. Use context_parallel='all_gather', or another size. [LH615]"
+                f" {size}. Use context_parallel='all_gather', or another context_parallel_size. [LH615]"
             )
         key, value = (_with_heads(each, size) for each in (key, value))
         if mask is not None and mask.ndim > 2 and mask.shape[-3] == heads:
@@ -361,9 +364,9 @@ class Region(TorchFunctionMode):
             mask = self._whole_keys(mask)
         if rows not in (1, total) or mask.shape[-1] not in (1, total):
             raise self.refuse(
-                f"whose attention has a mask of shape {list(mask.shape)} for a sequence of {total} positions. A layer"
-                " that creates its own mask sees only its sequence shard. Use is_causal=True, or create the mask"
-                " outside the layers and pass it as an argument. [LH616]"
+                f"whose attention has a mask of shape {list(mask.shape)}, which does not fit the full sequence of"
+                f" {total} positions. A mask that the layer itself creates covers only its sequence shard. Use"
+                " is_causal=True, or create the mask outside the layers and pass it as an argument. [LH616]"
             )
         return mask
 

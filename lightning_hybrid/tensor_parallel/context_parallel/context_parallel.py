@@ -110,9 +110,9 @@ class ContextParallel:
         if leaking is not None:
             raise WrongUseError(
                 f"context_parallel_size={self._group.size} shards the sequence in {leaking!r}, but the loss uses a"
-                " tensor that the layer keeps as an attribute, such as the balancing loss of a router. This tensor"
-                " covers only one sequence shard. Compute it from the outputs of the layer, or from logits of each"
-                " position that a forward hook collects; or use context_parallel_size=1. [LH604]"
+                " tensor that this layer stores as an attribute, such as the balancing loss of a router. This tensor"
+                " covers only one sequence shard. Compute it from the outputs of the layer, or from the logits of each"
+                " position, which a forward hook can collect. Or use context_parallel_size=1. [LH604]"
             )
         return value
 
@@ -220,12 +220,13 @@ def check_context_parallel(
         )
     if size > 1 and kind != "ulysses" and recompute == "selective":
         raise ValueError(
-            f"context_parallel={kind!r} does not support recompute='selective', which saves the results of matrix"
-            " multiplications and of torch's attention: this method uses other operators. Use recompute=True, or"
+            "recompute='selective' saves the results of matrix multiplications and of torch's attention, but"
+            f" context_parallel={kind!r} computes attention with other operators. Use recompute=True, or"
             " context_parallel='ulysses'. [LH602]"
         )
     if size > 1 and sequence_parallel:
         raise ValueError(
-            f"context_parallel_size={size} cannot be combined with sequence_parallel=True: both shard the sequence."
-            " Context parallelism shards it everywhere in the layers, so remove sequence_parallel. [LH603]"
+            f"context_parallel_size={size} cannot be combined with sequence_parallel=True, because both shard the"
+            " sequence. Remove sequence_parallel: with context parallelism, all activations of a layer are already"
+            " sharded. [LH603]"
         )

@@ -76,17 +76,17 @@ class Division:
         if hidden is None or hidden.is_nested:
             shapes = ", ".join(str(list(each.shape)) for each in tensors) or "none"
             raise WrongUseError(
-                f"context_parallel_size={group.size} shards sequences, but {name!r} gets no hidden states of shape"
-                f" (batch, sequence, features); its tensors have the shapes {shapes}. Name the layers that work on"
-                " sequences in HybridStrategy(body=[...]), or use context_parallel_size=1. [LH605]"
+                f"context_parallel_size={group.size} shards sequences, but {name!r} receives no hidden states of shape"
+                f" (batch, sequence, features). It receives tensors of these shapes: {shapes}. Name the layers that"
+                " work on sequences in HybridStrategy(body=[...]), or use context_parallel_size=1. [LH605]"
             )
         self._hidden, self.batch_size = hidden, hidden.shape[1 - sequence_dim]
         total = hidden.shape[sequence_dim]
         if total < _LEAST * group.size:
             raise WrongUseError(
                 f"A sequence of {total} positions cannot be sharded over context_parallel_size={group.size} ranks:"
-                f" {name!r} needs {_LEAST} positions per rank, {_LEAST * group.size} in total. Pad the sequence, or"
-                " use fewer ranks. [LH606]"
+                f" {name!r} needs at least {_LEAST} positions per rank, which are {_LEAST * group.size} in total. Pad"
+                " the sequence, or use fewer ranks. [LH606]"
             )
         self.shares = Shares(total, group, balanced=balanced)
         found = map(self._find_dim, self._leaves) if dims is None else dims
@@ -152,10 +152,10 @@ class Division:
         """Keys that are whole are known by their number, which must not be that of a share's."""
         if self._is_sequence(tensor) and tensor.shape[self._dim] in self.shares.lengths:
             raise WrongUseError(
-                f"{self._name!r} gets a sequence of {self.shares.total} positions and another one of"
-                f" {tensor.shape[self._dim]}, which is also the length of a shard of the first one over"
-                f" context_parallel_size={self._group.size} ranks, so they cannot be told apart. Pad one of"
-                " the sequences. [LH607]"
+                f"{self._name!r} receives a sequence of {self.shares.total} positions and another sequence of"
+                f" {tensor.shape[self._dim]} positions. With context_parallel_size={self._group.size}, a shard of the"
+                " first sequence is as long as the second sequence, so the two cannot be told apart. Pad one of the"
+                " sequences. [LH607]"
             )
 
     @staticmethod
@@ -259,9 +259,9 @@ class Division:
         found = next((dim for dim in candidates if tensor.shape[dim] == own), None)
         if found is None:
             raise WrongUseError(
-                f"{self._name!r} returns a tensor of shape {list(tensor.shape)} for a shard of {own} positions, with"
-                f" context_parallel_size={self._group.size}. Only tensors with a sequence dimension can be joined; sums"
-                " over positions, such as router losses, cover only one shard. Return only hidden states, or use"
+                f"With context_parallel_size={self._group.size}, {self._name!r} receives a shard of {own} positions,"
+                f" but returns a tensor of shape {list(tensor.shape)}, which has no sequence dimension of this length."
+                " Such a tensor, for example a router loss, covers only one shard. Return only hidden states, or use"
                 " context_parallel_size=1. [LH608]"
             )
         return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.distributed.pytree import copy_object, flatten, unflatten
 from lightning_hybrid.distributed.random import generator_states, set_generator_states, with_seed
+from lightning_hybrid.distributed.replaced import replaced_entries
 from lightning_hybrid.distributed.taps import TappedCall, Taps
 from lightning_hybrid.tensor_parallel.context_parallel.attention import MULTI_HEAD, Region, is_balanced
 from lightning_hybrid.tensor_parallel.context_parallel.block_attention.block_attention import without_autocast
@@ -156,11 +157,10 @@ class Trial:
             if isinstance(error, (WrongUseError, torch.OutOfMemoryError)):
                 raise
             raise region.refuse(
-                f"which fails on a sequence shard of {short.shares.length} positions"
-                f" ({type(error).__name__}: {' '.join(str(error).split())})."
-                " Arguments for the full sequence must be passed to `F.scaled_dot_product_attention` or have one value"
-                " per position: masks of hand-written attention are not sharded (transformers: use"
-                " attn_implementation='sdpa'). [LH620]"
+                f"which fails on a sequence shard of {short.shares.length} positions ({type(error).__name__}:"
+                f" {' '.join(str(error).split())}). An argument for the full sequence must be passed to"
+                " `F.scaled_dot_product_attention` or have one value per position. Masks of hand-written attention are"
+                " not sharded: with transformers, use attn_implementation='sdpa'. [LH620]"
             ) from error
         pairs = [(each, short.shares.own(whole, dim)) for whole, (each, dim) in zip(expected, found, strict=True)]
         parts = (self._mixing(name, short, of_share[name], by_part[name]) for name in of_share if name in by_part)
@@ -170,7 +170,7 @@ class Trial:
         verdict = differs, culprit, find_places(own_calls, calls, short.shares)
         dist.all_gather_object(verdicts, verdict, group=self._group())
         if any(differs for differs, *_ in verdicts):
-            layer = f"which ({type(self._layer).__name__})"
+            layer = f"a layer of class {type(self._layer).__name__} that"
             raise region.refuse(mixing_text(next((culprit for _, culprit, _ in verdicts if culprit), layer)))
         return common_places([places for *_, places in verdicts])
 
@@ -183,7 +183,7 @@ class Trial:
             return ""
         if not is_close(given, shares.own(all_given, dim)):
             # Tokens in a row may have another order, that of their experts.
-            layer = f"which ({type(self._layer).__name__}), before its {name!r} ({type(part).__name__}),"
+            layer = f"a layer of class {type(self._layer).__name__} that, before {name!r} ({type(part).__name__}),"
             return layer if given.ndim > 2 else ""
         if made.shape == all_made.shape:
             is_share = is_close(made, all_made)
@@ -214,32 +214,29 @@ class Trial:
     def _wide(self) -> Iterator[None]:
         """What has half precision has float32 inside, and what would be cast is not."""
         halves = [each for each in _tensors_of(self._layer, "_parameters", "_buffers") if each[2].dtype in _HALF]
+        wide = [(table, {name: _like(tensor, tensor.detach().float())}) for table, name, tensor in halves]
         default = torch.get_default_dtype()
         try:
             torch.set_default_dtype(torch.float32 if default in _HALF else default)
-            for table, name, tensor in halves:
-                wide = tensor.detach().float()
-                table[name] = nn.Parameter(wide, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else wide
-            with without_autocast(self._device.type):
+            with replaced_entries(wide), without_autocast(self._device.type):
                 yield
         finally:
-            for table, name, tensor in halves:
-                table[name] = tensor
             torch.set_default_dtype(default)
 
-    @contextmanager
-    def _without_zeros(self) -> Iterator[None]:
-        """Parameters that are zero at first have small random numbers inside, the same on every rank."""
+    def _without_zeros(self) -> AbstractContextManager[None]:
+        """Give parameters that are zero small random numbers while entered, the same on every rank."""
+        changes = []
         zeros = [each for each in _tensors_of(self._layer, "_parameters") if _is_zero(each[2])]
-        try:
-            for number, (table, name, tensor) in enumerate(zeros):
-                with with_seed(number, tensor.device):
-                    made = torch.randn_like(tensor) / max(1, *tensor.shape[-1:]) ** 0.5
-                table[name] = nn.Parameter(made, tensor.requires_grad)
-            yield
-        finally:
-            for table, name, tensor in zeros:
-                table[name] = tensor
+        for number, (table, name, tensor) in enumerate(zeros):
+            with with_seed(number, tensor.device):
+                made = torch.randn_like(tensor) / max(1, *tensor.shape[-1:]) ** 0.5
+            changes.append((table, {name: _like(tensor, made)}))
+        return replaced_entries(changes)
+
+
+def _like(tensor: Tensor, value: Tensor) -> Tensor:
+    """Return a value as a parameter, if it replaces one."""
+    return nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
 
 
 class _Quiet(torch.overrides.TorchFunctionMode):
@@ -328,18 +325,18 @@ def written_text(of_share: Buffers, of_whole: Buffers) -> str:
     for name, whole in of_whole.items():
         share = of_share.get(name, whole)  # there may be one that only some forwards make
         if share.shape == whole.shape and not is_close(share, whole):  # or it is a table of a length
-            return f"which writes statistics of its shard into the buffer {name!r}, and so"
+            return f"which stores statistics of its sequence shard in the buffer {name!r}, and so"
     return ""
 
 
 def mixing_text(culprit: str) -> str:
     """What is said of a layer, or of a part of it, that mixes positions; `culprit` names it, in a relative clause."""
     return (
-        f"{culprit} mixes positions without `F.scaled_dot_product_attention`, such as by a convolution or pooling over"
-        " time, a recurrent layer, batch statistics, or hand-written attention. Its results on a sequence shard differ"
-        " from those on the full sequence. Use `F.scaled_dot_product_attention`; or set the body to the modules that do"
-        " not mix positions, such as HybridStrategy(body=['layers.*.attention', 'layers.*.mlp']), so that all other"
-        " modules get full sequences; or use context_parallel_size=1. [LH619]"
+        f"{culprit} mixes positions without `F.scaled_dot_product_attention`, for example by a convolution or pooling"
+        " over time, a recurrent layer, batch statistics, or hand-written attention. Its results on a sequence shard"
+        " differ from those on the full sequence. Use `F.scaled_dot_product_attention`. Or limit the body to modules"
+        " that do not mix positions in this way, such as HybridStrategy(body=['layers.*.attention', 'layers.*.mlp']),"
+        " so that all other modules receive full sequences. Or use context_parallel_size=1. [LH619]"
     )
 
 

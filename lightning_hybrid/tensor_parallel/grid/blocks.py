@@ -80,7 +80,7 @@ class Grid(TensorGroup):
         """Rows are samples."""
         return (
             f" With tensor_parallel_mode={self.shape.mode!r}, the batch dimension is sharded too. Attention, and code"
-            " that reads sizes from its input, must be in a block with the style 'sequence_region', where all"
+            " that reads sizes from its input, must be in a module with the style 'sequence_region', where all"
             " activations are sharded."
         )
 
@@ -110,10 +110,10 @@ class Grid(TensorGroup):
         rows = self._rows.pop(block.shape[rows_dim], None)
         if rows is None:
             raise WrongUseError(
-                f"A row-wise layer got a block of {block.shape[rows_dim]} rows that no column-wise layer produced on"
-                f" this rank. With tensor_parallel_mode={self.shape.mode!r}, each row-wise layer needs its own"
-                " column-wise layer before it, in the same stage. Set `partition` to keep them together, or give both"
-                " the style 'replicate' in `tensor_parallel_plan`. [LH517]"
+                f"A row-wise layer received a block of {block.shape[rows_dim]} rows that no column-wise layer produced"
+                f" on this rank. With tensor_parallel_mode={self.shape.mode!r}, each row-wise layer needs its own"
+                " column-wise layer before it, in the same stage. Set a `partition` that keeps both in one stage, or"
+                " give both the style 'replicate' in `tensor_parallel_plan`. [LH517]"
             )
         return gather_blocks(block, self, layout, rows_dim).narrow(rows_dim, 0, rows)
 

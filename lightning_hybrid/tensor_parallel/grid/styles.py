@@ -77,7 +77,7 @@ class _NormStyle(Style):
         """As of any style."""
         assert isinstance(layer, nn.LayerNorm)
         if len(layer.normalized_shape) > 1:
-            return f"normalizes over the dimensions {list(layer.normalized_shape)} instead of features only"
+            return f"normalizes over dimensions of sizes {list(layer.normalized_shape)} instead of only over features"
         return super().unsupported_reason(layer, size)
 
 
@@ -95,13 +95,13 @@ class GridMode(Mode):
         for name, style in styles.items():
             what = f"torch's {type(style).__name__}" if isinstance(style, ParallelStyle) else None
             if isinstance(style, str) and style.startswith(f"{LAYOUT}:"):
-                what = f"a layout ({style.partition(':')[2]})"
+                what = f"the layout {style.partition(':')[2]}"
             if what is not None:
                 raise ValueError(
-                    f"tensor_parallel_plan gives {name!r} {what}, which works only with tensor_parallel_mode='1d', not"
-                    f" with tensor_parallel_mode={self.arrangement.mode!r}, where each rank has a block of every weight"
-                    f" and activation. Use a style of this package ({', '.join(GRID_STYLES)}) or"
-                    " tensor_parallel_mode='1d', or remove the entry: every rank then has the full tensor. [LH509]"
+                    f"tensor_parallel_plan assigns {what} to {name!r}. This works only with tensor_parallel_mode='1d'."
+                    f" With tensor_parallel_mode={self.arrangement.mode!r}, each rank has a block of every weight and"
+                    f" activation. Use a style of this package ({', '.join(GRID_STYLES)}), or set"
+                    " tensor_parallel_mode='1d'. Or remove the entry, so that every rank has the full tensor. [LH509]"
                 )
 
     def find_regions(self, rows: Sequence[PlanRow], module: nn.Module, *, sequence_parallel: bool) -> list[PlanRow]:
@@ -204,8 +204,9 @@ def _find_regions(rows: Sequence[PlanRow], mode: str) -> list[PlanRow]:
             raise ValueError(
                 f"tensor_parallel_plan gives {row.name!r} the style {row.style!r}. With"
                 f" tensor_parallel_mode={mode!r}, this style works only inside another module with the style"
-                " 'sequence_region', where activations are sharded in blocks. Move the attention into a separate"
-                " module, and give the module around it the style 'sequence_region'. [LH513]"
+                f" 'sequence_region', where activations are sharded in blocks. If {row.name!r} computes attention among"
+                " other things, move the attention into a separate module. Give the module around it the style"
+                " 'sequence_region'. [LH513]"
             )
         found.append(row)
     return found

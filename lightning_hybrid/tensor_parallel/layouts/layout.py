@@ -41,14 +41,14 @@ _HELP = "Write 'S(dimension)', 'B' or 'P' for each axis, such as 'S(0),S(1)' or 
 #: Why a parameter (or else a buffer) cannot lie otherwise, and what to do.
 _WHY = {
     True: {
-        "other axis": "train the same parameter. Use 'B'. To shard parameters over replicas, set"
+        "other axis": "train the same parameter. Use 'B' for this axis. To shard parameters over replicas, set"
         " HybridStrategy(zero_stage=3).",
         "sum": "which an optimizer cannot update",
     },
     False: {
-        "other axis": "have the same buffer. Use 'B'. To shard a tensor over replicas, call"
+        "other axis": "have the same buffer. Use 'B' for this axis. To shard a tensor over replicas, call"
         " `strategy.distribute(tensor, layout)` in your code.",
-        "sum": "which an existing tensor cannot have",
+        "sum": "which a buffer cannot be",
     },
 }
 
@@ -91,11 +91,13 @@ def parse_layout(layout: str | Mapping[str, str], axes: Sequence[str], shape: Se
     unknown = [name for name in names if name not in axes]
     twice = [name for name in names if names.count(name) > 1]
     if unknown or not names:
-        what = repr(unknown[0]) if unknown else "no axis"
-        raise ValueError(f"The layout {layout!r} names {what}; the axes are {', '.join(axes)}. {_HELP} [LH520]")
+        what = f"the unknown axis {unknown[0]!r}" if unknown else "no axis"
+        raise ValueError(f"The layout {layout!r} names {what}. The axes are {', '.join(axes)}. {_HELP} [LH520]")
     if twice:
         said = " and ".join(repr(letter) for name, letter in pairs if name == twice[0])
-        raise ValueError(f"The layout {layout!r} gives {said} for {twice[0]}. Remove one of them. {_HELP} [LH520]")
+        raise ValueError(
+            f"The layout {layout!r} gives {said} for the axis {twice[0]}. Keep only one of them. {_HELP} [LH520]"
+        )
     given = dict(pairs)
     return {axis: _placement(layout, given[axis], shape) for axis in axes if axis in given}
 
@@ -105,7 +107,7 @@ def _letters(layout: object, axes: Sequence[str]) -> list[tuple[str, object]]:
     if isinstance(layout, Mapping):
         return list(layout.items())
     if not isinstance(layout, str):
-        raise TypeError(f"A layout must be a string or a mapping of axes to letters; got {layout!r}. {_HELP} [LH520]")
+        raise TypeError(f"A layout must be a string or a mapping from axes to letters, got {layout!r}. {_HELP} [LH520]")
     parts = [part.strip() for part in layout.split(",")]
     if any("=" in part for part in parts):
         return [(name.strip(), letter.strip()) for name, _, letter in (part.partition("=") for part in parts)]
@@ -113,7 +115,7 @@ def _letters(layout: object, axes: Sequence[str]) -> list[tuple[str, object]]:
         return [(TENSOR, parts[0])]
     if len(parts) != len(axes):
         raise ValueError(
-            f"The layout {layout!r} has {len(parts)} letters for the axes {', '.join(axes)}. {_HELP} [LH520]"
+            f"The layout {layout!r} has {len(parts)} letters, but the axes are {', '.join(axes)}. {_HELP} [LH520]"
         )
     return list(zip(axes, parts, strict=True))
 
@@ -135,17 +137,19 @@ def divided_dim(layout: str | Mapping[str, str], axes: Sequence[str], tensor: Te
     placements = parse_layout(layout, axes, tensor.shape)
     other = next((axis for axis, each in placements.items() if axis != TENSOR and not each.is_replicate()), None)
     if other is not None:
-        raise ValueError(f"{start} is not 'B' over {other}, whose ranks {why['other axis']} [LH521]")
+        raise ValueError(
+            f"{start} does not have 'B' for the axis {other}, but all its ranks {why['other axis']} [LH521]"
+        )
     placement = placements.get(TENSOR)
     if placement is not None and placement.is_partial():
-        raise ValueError(f"{start} has 'P' (partial sum), {why['sum']}. Use 'S(dim)' or 'B'. [LH522]")
+        raise ValueError(f"{start} contains 'P' (a partial sum), {why['sum']}. Use 'S(dim)' or 'B'. [LH522]")
     return placement.dim if isinstance(placement, Shard) else None
 
 
 def _placement(layout: object, letter: object, shape: Sequence[int]) -> Placement:
     found = _LETTER.fullmatch(letter) if isinstance(letter, str) else None
     if found is None:
-        raise ValueError(f"The layout {layout!r} has {letter!r} for an axis. {_HELP} [LH520]")
+        raise ValueError(f"The layout {layout!r} has the invalid letter {letter!r} for an axis. {_HELP} [LH520]")
     if found[1] is None:
         return Replicate() if letter == "B" else Partial()
     dim = int(found[1])
@@ -217,16 +221,17 @@ def _check_axes(tensor: DTensor, layout: object, placements: Mapping[str, Placem
     names = tensor.device_mesh.mesh_dim_names or ()
     if tuple(placements) != tuple(names):
         raise ValueError(
-            f"The layout {layout!r} is for {', '.join(placements)}, but the tensor is placed over {', '.join(names)}."
-            " Use a layout for the same axes, or convert it to a plain tensor first: `tensor.full_tensor()`. [LH524]"
+            f"The layout {layout!r} is for the axes {', '.join(placements)}, but the tensor is distributed over the"
+            f" axes {', '.join(names)}. Use a layout for the axes of the tensor, or first convert the tensor to a plain"
+            " tensor with `tensor.full_tensor()`. [LH524]"
         )
     if any(
         new.is_partial() and not old.is_partial()
         for new, old in zip(placements.values(), tensor.placements, strict=True)
     ):
         raise ValueError(
-            f"The layout {layout!r} has 'P' (partial sum), which an existing tensor cannot have. Use"
-            " 'S(dim)' or 'B'. [LH522]"
+            f"The layout {layout!r} contains 'P' (a partial sum), but an existing tensor cannot become a partial sum."
+            " Use 'S(dim)' or 'B'. [LH522]"
         )
 
 

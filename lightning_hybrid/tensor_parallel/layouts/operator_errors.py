@@ -16,13 +16,13 @@ from lightning_hybrid.tensor_parallel.layouts.layout import layout_text
 _NO_STRATEGY = re.compile(r"Operator (\S+) does not have a sharding strategy|^(aten\S+)\s+Sharding propagation failed")
 _MIXED = re.compile(r"(\S+) got mixed torch\.Tensor and DTensor")
 _PLAIN = (
-    "Compute with plain tensors there: `x.full_tensor()` is the full tensor on each rank, `x.to_local()` the local"
-    " shard, and `strategy.distribute(result, layout)` shards the result. If tensor_parallel_plan shards parameters"
-    " of this module ('S(0)'), replicate them: 'B'."
+    "Compute with plain tensors at this place: `x.full_tensor()` returns the full tensor on each rank, `x.to_local()`"
+    " returns the local shard, and `strategy.distribute(result, layout)` shards the result. If tensor_parallel_plan"
+    " shards parameters of this module, for example with 'S(0)', replicate them with 'B'."
 )
 _ALIKE = (
-    "Distribute the plain tensors over the same axes too, such as by `strategy.distribute(x, 'B')`, or convert the"
-    " DTensor to a plain tensor: `x.full_tensor()`."
+    "Distribute the plain tensors over the same axes too, for example with `strategy.distribute(x, 'B')`, or convert"
+    " the DTensors to plain tensors with `x.full_tensor()`."
 )
 _TORCH = str(Path(torch.__file__).parent)
 
@@ -49,7 +49,7 @@ def explain_operator_error(error: BaseException) -> bool:
         text = f"Torch has no rule to compute {name} on DTensors{here}. {_PLAIN} [LH525]"
     else:
         assert mixed is not None
-        text = f"{mixed[1]} got both DTensors{here} and plain tensors. {_ALIKE} [LH526]"
+        text = f"{mixed[1]} received both DTensors{here} and plain tensors. {_ALIKE} [LH526]"
     error.args = (f"{before.rstrip()}\n{text}", *error.args[1:])
     return True
 

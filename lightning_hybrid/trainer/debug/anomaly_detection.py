@@ -75,13 +75,13 @@ class AnomalyDetector:
                 has_nan, is_finite = _look_at(tensors)
                 if has_nan:
                     given_nan, _ = _look_at(_floating((args, kwargs)))
-                    text = f"The forward of {self._named(layer)} produced NaNs"
+                    text = f"The forward pass of {self._named(layer)} produced NaNs"
                     if given_nan:
-                        text = f"The input of {self._named(layer)} already contains NaNs: they come from the batch, or"
+                        text = f"The input of {self._named(layer)} already contains NaNs, which come from the batch or"
                         text += " from code before this layer"
                     raise RuntimeError(f"{text}{self._where}.{self._first_infinity} [LH708]")
                 if not is_finite and not self._first_infinity:
-                    self._first_infinity = f" The first infinity came from {self._named(layer)}{self._where}."
+                    self._first_infinity = f" The first infinite value came from {self._named(layer)}{self._where}."
             for tensor in tensors:
                 if tensor.requires_grad:
                     tensor.register_hook(partial(self._arrived, layer))  # type: ignore[no-untyped-call]
@@ -97,7 +97,7 @@ class AnomalyDetector:
                 _, is_finite = _look_at(_floating(loss))
             if not is_finite:
                 raise RuntimeError(
-                    f"The loss is not finite{self._where}, but the layers produced no NaNs: the cause is the code"
+                    f"The loss is not finite{self._where}, but the layers produced no NaNs, so the cause is the code"
                     f" between the last layer and the loss, or the labels.{self._first_infinity} [LH707]"
                 )
 
@@ -111,7 +111,7 @@ class AnomalyDetector:
 
     def _backward_text(self, what: str) -> str:
         of = f"of {self._entered}" if self._entered else "of the code after the last layer, such as the loss,"
-        return f"The backward {of} {what}{self._where}.{self._first_infinity} [LH708]"
+        return f"The backward pass {of} {what}{self._where}.{self._first_infinity} [LH708]"
 
     @contextmanager
     def batch(self) -> Iterator[None]:

@@ -28,7 +28,7 @@ from lightning_hybrid.trainer.results.logging import Log
 _MOST = 5  # parameters in one text
 
 Shared = tuple[str, tuple[str | int, ...]]
-"""A name, and the mesh coordinates that two ranks must share for their values to be equal."""
+"""The name of a value, and the mesh coordinates that two ranks must have in common to have the same value."""
 
 
 @contextmanager
@@ -168,8 +168,8 @@ class DesyncDetector:
         if texts:
             more = f" And {len(texts) - _MOST} others." if len(texts) > _MOST else ""
             raise ValueError(
-                f"Before training batch {step}, checksums differ between ranks. {' '.join(texts[:_MOST])}{more}"
-                f" {_ADVICE} [LH210]"
+                f"Before training batch {step}, checksums differ between ranks that must have the same values."
+                f" {' '.join(texts[:_MOST])}{more} {_ADVICE} [LH210]"
             )
 
     def _parameters(self) -> dict[Shared, int]:
@@ -199,6 +199,6 @@ def _bits(tensor: Tensor) -> Tensor:
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ADVICE = (
-    "Something changed these values on only some ranks, such as code under `if self.global_rank == ...`, random numbers"
-    " from a private generator, or weights loaded on one rank."
+    "These values were changed on only some ranks, for example by code under `if self.global_rank == ...`, by random"
+    " numbers from a private generator, or by weights that were loaded on one rank."
 )

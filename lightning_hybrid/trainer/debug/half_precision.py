@@ -48,9 +48,9 @@ def _look_at_states(optimizer: Optimizer, module: LightningModule) -> None:
     if found:
         dtype = next(iter(found.values()))
         rank_zero_warn(
-            f"{type(optimizer).__name__} keeps its states ({', '.join(found)}) in {dtype}, like the parameters of"
-            f" {type(module).__name__}. An update smaller than about {torch.finfo(dtype).eps:.0e} of the state or"
-            " weight is lost to rounding. To keep states and weights in float32, use"
+            f"{type(optimizer).__name__} keeps its states ({', '.join(found)}) in {dtype}, the dtype of the parameters"
+            f" of {type(module).__name__}. An update that is smaller than about {torch.finfo(dtype).eps:.0e} times the"
+            " state or weight is lost to rounding. To keep states and weights in float32, use"
             " `HybridStrategy(master_weights=True)` or precision='bf16-mixed'."
         )
 
@@ -64,9 +64,9 @@ def _look_at_averages(trainer: Trainer, module: LightningModule) -> None:
     if averages:
         names = ", ".join(f"`{name}`" for name, _ in averages[:_MOST])
         rank_zero_warn(
-            f"Weight averages are kept in half precision: {names}. Each update is so small that half precision rounds"
+            f"Weight averages are stored in half precision: {names}. Each update is so small that half precision rounds"
             " it away, so the averages never change. To average in float32, use `HybridStrategy(master_weights=True)`"
-            " with Lightning's `EMAWeightAveraging`, or precision='bf16-mixed'."
+            " with Lightning's `EMAWeightAveraging`, or use precision='bf16-mixed'."
         )
 
 

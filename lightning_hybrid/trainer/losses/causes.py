@@ -62,18 +62,18 @@ class Cause(NamedTuple):
     remedy: str
 
 
-_SPLIT = "define a method `split_batch(batch, num_microbatches)` that splits the batch between independent samples"
+_SPLIT = "define a method `split_batch(batch, num_microbatches)` that splits the batch only between independent samples"
 ROUTERS = Cause("the router loss is a product of means over the tokens of a batch", _SPLIT)
 _COUPLED = Cause(
-    "the loss couples the samples of a batch, like a contrastive loss or statistics over samples",
-    f"{_SPLIT}, or `microbatch_weight(microbatch)` that returns the number by which the loss is divided",
+    "the loss of a sample depends on other samples of the batch, as in a contrastive loss or statistics over samples",
+    f"{_SPLIT}, or a method `microbatch_weight(microbatch)` that returns the number by which the loss is divided",
 )
-_UNKNOWN = _COUPLED._replace(text=f"{_COUPLED.text}, or it is a mean over something other than samples")
+_UNKNOWN = _COUPLED._replace(text=f"{_COUPLED.text}, or the loss is a mean over something other than samples")
 _RATIO = Cause(
     "the loss is a ratio of two sums over samples, such as a mean over masked tokens, a mean with class weights, or"
     " Dice",
-    "define a method `microbatch_weight(microbatch)` that returns the denominator, if it depends on the batch alone,"
-    f" or {_SPLIT.removeprefix('define a method ')}",
+    "define a method `microbatch_weight(microbatch)` that returns the denominator (if this depends only on the batch),"
+    f" or {_SPLIT.removeprefix('define ')}",
 )
 _ORDERED = Cause(
     "the loss depends on the order of the rows in the batch, so the rows are not independent samples: the loss compares"
@@ -260,7 +260,9 @@ def find_cause(finding: Finding, verdict: Verdict) -> Cause:
         return Cause(text, "define a method `split_batch(batch, num_microbatches)` that splits the second dimension")
     if finding.order == "changes" and finding.place:
         text = f"`{finding.place}` was split because it has as many rows as samples, but its rows are not samples"
-        return Cause(text, "make it a buffer of the module, or define a method `split_batch(batch, num_microbatches)`")
+        return Cause(
+            text, "make this tensor a buffer of the module, or define a method `split_batch(batch, num_microbatches)`"
+        )
     if finding.order == "changes":
         return _ORDERED
     return _COUPLED if finding.is_ratio is False else _RATIO if finding.is_ratio else _UNKNOWN
@@ -273,7 +275,7 @@ def structure_text(signature: Any) -> str:
         signature: The signature of a microbatch of it.
     """
     return (
-        f"The loss of microbatches like {signature_text(signature)} is not compared with the loss of their batch,"
+        f"For microbatches like {signature_text(signature)}, the loss is not compared with the loss of the full batch,"
         " because the batches of the first steps had a different structure. If the loss is not a mean over samples,"
         " define a method `microbatch_weight(self, microbatch)` that returns the number by which the loss is divided,"
         " or set `num_microbatches=1`."
@@ -283,9 +285,9 @@ def structure_text(signature: Any) -> str:
 def small_text(verdict: Verdict, cause: Cause) -> str:
     """Return the note on a difference that is accepted."""
     return (
-        f"The same samples have a loss of {verdict.joined:.6g} in one microbatch and a mean loss of"
-        f" {verdict.expected:.6g} in two, a difference of {100 * verdict.difference:.2g}%: {cause.text}, and each"
-        " microbatch is computed separately. Set `num_microbatches=1` to match a single process."
+        f"The loss of the same samples is {verdict.joined:.6g} as one microbatch, but {verdict.expected:.6g} as the"
+        f" mean of two microbatches, a difference of {100 * verdict.difference:.2g}%. The reason is that {cause.text},"
+        " but each microbatch is computed separately. Set `num_microbatches=1` to match a single process."
     )
 
 
@@ -300,26 +302,27 @@ def warning_text(verdict: Verdict, number: int, cause: Cause, *, switches: bool,
         num_stages: The number of pipeline stages.
     """
     found = (
-        f"The same samples have a loss of {verdict.joined:.6g} in one microbatch and a weighted mean loss of"
-        f" {verdict.expected:.6g} in two"
+        f"The loss of the same samples is {verdict.joined:.6g} as one microbatch, but {verdict.expected:.6g} as the"
+        " weighted mean of two microbatches"
     )
     if math.isfinite(verdict.difference):
         found += f", a difference of {100 * verdict.difference:.2g}%"
     if not switches:
         return (
-            f"{found}: {cause.text}. With the {number} microbatches that you set, training does not match a single"
-            f" process. Set `num_microbatches=1` to match it, or {cause.remedy}."
+            f"{found}. The reason is that {cause.text}. With the {number} microbatches that you set, training does not"
+            " give the same results as a single process. To get the same results, set `num_microbatches=1`, or"
+            f" {cause.remedy}."
         )
     bubble = (
         f" Each of the {num_stages} stages is then busy for 1/{num_stages} of a step, instead of"
-        f" {number}/{number + num_stages - 1}."
+        f" {number}/{number + num_stages - 1} of a step."
         if num_stages > 1
         else ""
     )
     return (
-        f"{found}: {cause.text}. Each batch now runs as one microbatch instead of {number}, so that training matches a"
-        f" single process.{bubble} To keep microbatches, {cause.remedy}; or set `num_microbatches={number}` to accept"
-        " the difference."
+        f"{found}. The reason is that {cause.text}. Each batch now runs as one microbatch instead of {number}, so that"
+        f" training matches a single process.{bubble} To keep microbatches, {cause.remedy}. To accept the difference,"
+        f" set `num_microbatches={number}`."
     )
 
 

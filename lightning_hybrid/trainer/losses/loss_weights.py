@@ -191,11 +191,11 @@ class LabelWatch:
         if key is not None:
             self._looks = 0
             rank_zero_warn(
-                f"The batch has ignored labels (-100 in {key!r}), and the number of other labels differs between"
-                " microbatches, which are weighted by their number of samples. If the loss is a mean over labels, the"
-                " loss and its gradients differ from the results for the full batch. Set"
-                f" `microbatch_weight = lightning_hybrid.count_tokens({key!r})` in {type(self._module).__name__},"
-                " with `shift=True` for causal language models of transformers, which shift the labels."
+                f"The batch contains ignored labels (-100 in {key!r}), and the number of other labels differs between"
+                " microbatches. Microbatches are weighted by their number of samples, so if the loss is a mean over"
+                " labels, its value and gradients differ from the results for the full batch. Set `microbatch_weight ="
+                f" lightning_hybrid.count_tokens({key!r})` in {type(self._module).__name__}. For causal language models"
+                " of transformers, which shift the labels, add `shift=True`."
             )
         return self._looks > 0
 

@@ -177,17 +177,17 @@ def state_text(
     paths = [each.path for each in found] or list(used)
     names = ", ".join(map(repr, paths[:_MOST_NAMED]))
     names += f" and {len(paths) - _MOST_NAMED} others" if len(paths) > _MOST_NAMED else ""
-    text = f"The forward pass updates {names} from the batch."
+    text = f"The forward pass updates {names} with values that depend on the batch."
     if found:
         largest = max(each.size for each in found)
         text += (
-            " After two microbatches, the state differs from its value after one microbatch with the same samples, by"
-            f" {100 * largest:.2g}% of its change."
+            " If the same samples run as two microbatches instead of one, the change of the state differs by"
+            f" {100 * largest:.2g}%."
         )
     if losses is not None:
         text += (
-            f" The loss of the second microbatch depends on the state: it is {losses[1]:.6g} after the first"
-            f" microbatch, and {losses[0]:.6g} without it."
+            f" The loss of the second microbatch depends on the state: it is {losses[1]:.6g} if the first microbatch"
+            f" runs before it, and {losses[0]:.6g} if not."
         )
     if switches:
         return (
@@ -195,6 +195,6 @@ def state_text(
             f" process. To let each microbatch update the state, set `num_microbatches={number}`."
         )
     return (
-        f"{text} With the {number} microbatches that you set, each microbatch updates the state. Set"
+        f"{text} With the {number} microbatches that you set, the state is updated once for each microbatch. Set"
         " `num_microbatches=1` to match a single process."
     )

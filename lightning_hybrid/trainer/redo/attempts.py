@@ -186,7 +186,7 @@ class Attempts:
             self._state.release()
             return False
         if self._grad_sync.is_reducing:
-            raise WrongUseError(cannot_text("has started to average its gradients over the replicas"))
+            raise WrongUseError(cannot_text("begun to average its gradients over the replicas"))
         self._choice = value
         self._changes.note(value, self._step)
         return True

@@ -44,8 +44,8 @@ class PathChanges:
         if len(self._new) == _MANY and step - self._new[0] < _RECENT:
             self.follows_first = True
             rank_zero_warn(
-                f"`training_step` has taken {_MANY} new paths in {step - self._new[0] + 1} batches, for reasons outside"
-                " the batch, such as a counter or Python's `random`. From now on, each batch is traced before the"
-                " training step, which takes 10 to 200 ms per microbatch. To do this from the first batch on, so that"
-                " no batch is repeated, set HybridStrategy(dynamic_shapes=True)."
+                f"`training_step` has taken {_MANY} new paths in {step - self._new[0] + 1} batches, because its path"
+                " depends on something other than the batch, such as a counter or Python's `random`. From now on, each"
+                " batch is traced before the training step, which takes 10 to 200 ms per microbatch. To trace from the"
+                " first batch on, so that no step is repeated, set HybridStrategy(dynamic_shapes=True)."
             )

@@ -90,9 +90,9 @@ class StepState:
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             written = next((each for each, version in self._versions if each._version != version), None)
             if written is not None:
-                raise WrongUseError(cannot_text(f"has written a tensor of shape {list(written.shape)}"))
+                raise WrongUseError(cannot_text(f"changed a tensor of shape {list(written.shape)}"))
             if not self._contents.can_be_put_back:
-                raise WrongUseError(cannot_text(f"has changed a container of more than {_MOST_ENTRIES} entries"))
+                raise WrongUseError(cannot_text(f"changed a container with more than {_MOST_ENTRIES} entries"))
             self._contents.put_back()
             for tensor, value in self._copies:
                 tensor.detach().copy_(value)
@@ -116,9 +116,9 @@ def cannot_text(why: str) -> str:
         why: The reason: a verb phrase with the step as its subject.
     """
     return (
-        "The step took a different path than before for a batch of these shapes, and cannot be repeated because it"
-        f" {why}. Gradients, attributes, containers of up to {_MOST_ENTRIES} entries and buffers of up to"
-        f" {_MOST_ELEMENTS} elements can be restored; parameters, tensors of the batch and, at the first change of the"
-        " path, gradients of earlier batches cannot. Set HybridStrategy(dynamic_shapes=True), which traces every"
-        " step. [LH432]"
+        "The step took a different path than an earlier step whose batch had the same shapes. The strategy could not"
+        f" restart the step, because the step had already {why}. Gradients, attributes, containers of up to"
+        f" {_MOST_ENTRIES} entries and buffers of up to {_MOST_ELEMENTS} elements can be restored. Parameters, tensors"
+        " of the batch and, at the first change of the path, gradients of earlier batches cannot be restored. Set"
+        " HybridStrategy(dynamic_shapes=True), which traces every step. [LH432]"
     )

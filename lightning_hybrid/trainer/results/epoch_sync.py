@@ -151,8 +151,8 @@ class EpochSync(RunCallback):
         if different and name not in self._warned:
             self._warned.add(name)
             rank_zero_warn(
-                f"{name!r}, logged in a hook, is {mine:.6g} on the last stage, whose value is used, but"
-                f" {different[0]:.6g} on another stage. Each stage has only the gradients and parameters of its layers,"
+                f"A hook logs {name!r}, which is {mine:.6g} on the last stage but {different[0]:.6g} on another stage."
+                " The value of the last stage is used. Each stage has only the gradients and parameters of its layers,"
                 " so a number computed from them does not cover the full model. For the norm of all gradients, call"
                 " `trainer.strategy.grad_norm()` on every rank."
             )

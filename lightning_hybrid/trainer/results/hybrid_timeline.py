@@ -19,18 +19,18 @@ _SHARES = {"wait": ("wait",), "messages": ("send", "receive"), "reduce": ("reduc
 
 
 class HybridTimeline(Callback):
-    """Callback that records the start and end of each action in some training batches, on every rank.
+    """Callback that records when each rank computes, sends and waits in selected training batches.
 
     For each recorded batch, rank 0 writes two files: ``batch-N.json``, a trace for https://ui.perfetto.dev and
-    ``chrome://tracing``, and ``batch-N.svg``, a picture of the measured step of the first replica below a simulated
-    step with the same times. The callback also logs fractions of a rank's time, averaged over the pipeline ranks of the
-    first replica: ``timeline/bubble`` (neither forward nor backward), ``timeline/wait`` (waiting for messages),
-    ``timeline/messages`` (sending and receiving), ``timeline/reduce`` (reducing gradients without overlap with
-    backward) and ``timeline/optimizer``. The last four are fractions of the time from the first action to the end of
-    the batch.
+    ``chrome://tracing``, and ``batch-N.svg``, a picture that shows the measured step of the first replica below a
+    simulated step with the same durations. The callback also logs fractions of a rank's time, averaged over the
+    pipeline ranks of the first replica: ``timeline/bubble`` (neither forward nor backward), ``timeline/wait`` (waiting
+    for messages), ``timeline/messages`` (sending and receiving), ``timeline/reduce`` (reducing gradients without
+    overlap with backward) and ``timeline/optimizer``. The last four are fractions of the time from the first
+    computation or message to the end of the batch.
 
-    All ranks synchronize before a recorded batch, so that their clocks start together. Other batches are not affected.
-    The Trainer's profiler does not record the actions of a recorded batch.
+    All ranks synchronize before each recorded batch, so that their clocks start together. Other batches are not
+    affected. The Trainer's profiler does not record the forwards, backwards and messages of a recorded batch.
 
     Args:
         batches: Numbers of the training batches to record, counted from 0 since the start of training. The first
@@ -53,14 +53,14 @@ class HybridTimeline(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Check that there are actions to record.
+        """Check that the strategy runs a schedule that can be recorded.
 
         Raises:
             ValueError: If the strategy runs no schedule.
         """
         if not getattr(getattr(trainer.strategy, "run", None), "has_actions", False):
             raise ValueError(
-                "HybridTimeline records the actions of a schedule, but this run has no schedule. Set"
+                "HybridTimeline records how the schedule of a step runs, but this run has no schedule. Set"
                 " HybridStrategy(pipeline_parallel_size=...) or HybridStrategy(num_microbatches=...). [LH139]"
             )
 
@@ -73,7 +73,7 @@ class HybridTimeline(Callback):
 
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
-        """Note when the optimizer step starts."""
+        """Record the start of the optimizer step."""
         if self._recorder is not None:
             self._optimizer_begins = self._recorder.now()
 
@@ -81,7 +81,7 @@ class HybridTimeline(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Gather, write and log the recorded times."""
+        """Gather the recorded times of all ranks, and write and log them."""
         recorder, self._recorder = self._recorder, None
         if recorder is None:
             return

@@ -15,7 +15,7 @@ from lightning_hybrid.distributed.tensor_bytes import to_host
 from lightning_hybrid.trainer.results.logging import LogRecorder
 
 LoggerCall = tuple[int | None, tuple[tuple[str, Any], ...], tuple[Any, ...], dict[str, Any]]
-"""Which logger (``None`` for `self.print`), the path from it to what is called, and the arguments."""
+"""The index of the logger (``None`` for `self.print`), the path from it to the called method, and the arguments."""
 
 
 class LoggerProxy:
@@ -132,9 +132,9 @@ class _RecordedPath:
     def _no_value(self, *_: Any) -> Any:
         path = "".join(f".{name}" if kind == "attribute" else f"[{name!r}]" for kind, name in self._path)
         raise TypeError(
-            f"`self.logger{path}` has no value in a step: logger calls are recorded during the step, and rank 0 makes"
-            " them afterwards. Read the value from the logger itself (such as `self.logger.log_dir` or"
-            " `self.logger.version`), or in a hook, such as `on_train_start`. [LH724]"
+            f"`self.logger{path}` has no value in a step: calls of the logger are only recorded during the step, and"
+            " rank 0 makes them after the step. Read the value in a hook, such as `on_train_start`, or read it from the"
+            " logger itself, such as `self.logger.log_dir` or `self.logger.version`. [LH724]"
         )
 
     # Text and paths would be nonsense; and with `__getitem__` alone, iterating would never end.
@@ -151,8 +151,8 @@ def pack_calls(calls: Sequence[LoggerCall]) -> bytes:
         return pickle.dumps(list(calls))
     except Exception as error:  # the pickle protocol lets classes raise anything
         raise TypeError(
-            "Rank 0 makes all calls of `self.logger` and `self.print` in a step, but an argument of a call cannot be"
-            f" pickled and sent to rank 0 ({error}). Pass tensors, arrays, numbers, text or figures. [LH725]"
+            "Rank 0 makes all calls of `self.logger` and `self.print` in a step, but an argument of such a call cannot"
+            f" be pickled and sent to rank 0 ({error}). Pass tensors, arrays, numbers, text or figures. [LH725]"
         ) from error
 
 

@@ -75,8 +75,8 @@ def load_dataloader_state(trainer: Trainer, state: dict[str, Any] | None, epochs
         epochs: How many are over.
     """
     combined, fetcher = internals.combined_loader(trainer.fit_loop), internals.data_fetcher(trainer)
-    assert combined is not None, "training begins with loaders"
-    assert fetcher is not None, "training begins with loaders"
+    assert combined is not None, "training must begin with loaders"
+    assert fetcher is not None, "training must begin with loaders"
     loaders = combined.flattened
     if (
         state is None
@@ -130,5 +130,5 @@ def _replay(combined: CombinedLoader, fetcher: Any, state: Mapping[str, Any], ep
 
 _OTHER_LOADERS = (
     "The checkpoint does not contain the positions of the training loaders, or the number of loaders has changed. The"
-    " epoch resumes with a new order of the data."
+    " rest of the epoch uses the data in a new order."
 )

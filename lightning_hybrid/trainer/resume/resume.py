@@ -303,6 +303,7 @@ def _prepare_validation(trainer: Trainer, states: list[Any] | None) -> None:
 
 
 _ACCUMULATING = (
-    "The checkpoint was written between two optimizer steps. It does not contain gradients, so the next step lacks the"
-    " gradients of the earlier batches. To save at optimizer steps, use `ModelCheckpoint(every_n_train_steps=...)`."
+    "The checkpoint was saved between two optimizer steps, while gradients were accumulated. A checkpoint does not"
+    " contain gradients, so the next optimizer step lacks the gradients of the batches before the save. To save only"
+    " after optimizer steps, use `ModelCheckpoint(every_n_train_steps=...)`."
 )

@@ -54,8 +54,8 @@ def in_new_batches(
         return loops, loaders
     if before.sampler != now.sampler:
         raise ValueError(
-            f"The checkpoint was written in the middle of an epoch, with the sample order of {before.sampler} and"
-            f" a different number of replicas. The order now comes from {now.sampler}, and is different."
+            "The checkpoint was saved in the middle of an epoch, with a different number of replicas, when"
+            f" {before.sampler} determined the order of the samples. Now, {now.sampler} determines a different order."
             f" {_INSTEAD} [LH935]"
         )
     is_over = loaders["done"] or loops.batches >= loaders["num_batches"]
@@ -65,17 +65,17 @@ def in_new_batches(
         used, at_once = steps * accumulated * before.num_samples, trainer.accumulate_grad_batches * now.num_samples
         if used % at_once:
             raise ValueError(
-                f"The checkpoint was written after {used} samples of an epoch ({before.num_samples} per batch of all"
-                f" replicas). An optimizer step now takes {at_once} samples ({now.num_samples} per batch x"
+                f"The checkpoint was saved after {used} samples of an epoch ({before.num_samples} per batch of all"
+                f" replicas together). An optimizer step now uses {at_once} samples ({now.num_samples} per batch x"
                 f" {trainer.accumulate_grad_batches} accumulated batches). {used} is not a multiple of {at_once}, so no"
-                " step starts at this position. With HybridStrategy(global_batch_size=...), a step always"
-                f" starts there. {_INSTEAD} [LH936]"
+                " step starts at this position. If both runs set the same HybridStrategy(global_batch_size=...), a step"
+                f" always starts there. {_INSTEAD} [LH936]"
             )
         batches = min(used // now.num_samples, batches)
     _set_batches(trainer, batches)
     rank_zero_info(
-        f"A batch of all replicas now has {now.num_samples} samples instead of {before.num_samples}. The epoch resumes"
-        f" after {batches} of these batches, instead of {loops.batches}."
+        f"A batch of all replicas together now has {now.num_samples} samples instead of {before.num_samples}. The epoch"
+        f" resumes after {batches} batches of the new size, which replace {loops.batches} batches of the old size."
     )
     is_whole = is_over or loops.batches % accumulated == 0
     return replace(loops, batches=batches, kind=loops.kind if is_whole else "batch"), _moved(loaders, batches, is_over)
@@ -113,12 +113,12 @@ def _moved(loaders: Mapping[str, Any], batches: int, is_over: bool) -> dict[str,
 
 
 _INSTEAD = (
-    "Resume from a checkpoint written at the end of an epoch, or use the same number of replicas and the same batches"
-    " as before."
+    "Resume from a checkpoint saved at the end of an epoch, or use the same number of replicas and the same batches as"
+    " when this checkpoint was saved."
 )
 _UNKNOWN = (
-    "The checkpoint was written in the middle of an epoch, with a different number of replicas, and the samples used so"
-    " far are unknown. These are known only for a single `DataLoader` with `batch_size` and a dataset with a length,"
-    " sharded by the strategy or a `DistributedSampler`, without a custom batch sampler or a loader state."
-    f" {_INSTEAD} [LH934]"
+    "The checkpoint was saved in the middle of an epoch, with a different number of replicas, and it is not known which"
+    " samples of the epoch have been used. This is known only for a single `DataLoader` with `batch_size` and a dataset"
+    " with a length, sharded by the strategy or a `DistributedSampler`, without a custom batch sampler and without a"
+    f" loader state. {_INSTEAD} [LH934]"
 )

@@ -1598,7 +1598,7 @@ def test_a_parameter_that_the_step_writes_does_not_travel() -> None:
 
     with (
         (cut := cut_of(model, 2, holders=held(model, head=0)))(),
-        pytest.raises(WrongUseError, match=r"`clamp_` at .* writes"),
+        pytest.raises(WrongUseError, match=r"`clamp_` at .* updates"),
     ):
         cut.find_plan(0, step, (x,), seed)
 

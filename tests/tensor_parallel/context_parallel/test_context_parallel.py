@@ -383,17 +383,17 @@ def test_rounding_to_half_precision_is_no_mixing(ranks: Pools, precision: str) -
 PARTS = {
     "Convolution": ["inner.time", "Conv1d"],
     "Recurrent": ["rnn", "GRU"],
-    "ByHand": ["(ByHand), before its 'proj' (Linear), mixes"],
-    "Pooled": ["(Pooled), before its 'proj' (Linear), mixes"],
+    "ByHand": ["ByHand that, before 'proj' (Linear), mixes"],
+    "Pooled": ["Pooled that, before 'proj' (Linear), mixes"],
     "Normed": ["norm", "BatchNorm1d"],
     "Gated": ["conv", "Conv1d"],
     "Zeros": ["conv", "Conv1d"],
     "Far": ["Far"],
-    "Shifted": ["(Shifted), before its 'up' (Linear), mixes"],
+    "Shifted": ["Shifted that, before 'up' (Linear), mixes"],
     "Tempered": ["Tempered"],
     "Added": ["Added"],
     "Rotary": ["Rotary"],
-    "Balanced": ["which writes statistics of its shard into the buffer 'bias'"],
+    "Balanced": ["which stores statistics of its sequence shard in the buffer 'bias'"],
 }
 
 
@@ -450,7 +450,7 @@ def test_a_hook_that_writes_into_an_argument_is_refused(ranks: Pools) -> None:
     with pytest.raises(RankError) as error:
         ranks(2, lightning=True).run(fit_hooked, "writes_input", {"context_parallel_size": 2})
     for text in error.value.failures.values():
-        assert "a forward hook writes into an argument of 'block.mlp.c_proj'" in text
+        assert "a forward hook changes an argument of 'block.mlp.c_proj' in place" in text
 
 
 def fit_keeping(kind: str, layout: dict[str, Any] | None) -> dict[str, Tensor]:
@@ -464,7 +464,7 @@ def test_what_layers_keep_beside_their_results_is_refused_if_the_loss_has_it(ran
     with pytest.raises(RankError) as error:
         ranks(2, lightning=True).run(fit_keeping, "Leaking", {"context_parallel_size": 2})
     for text in error.value.failures.values():
-        assert "'body.1', but the loss uses a tensor that the layer keeps as an attribute" in text
+        assert "'body.1', but the loss uses a tensor that this layer stores as an attribute" in text
     found = ranks(2, lightning=True).run(fit_keeping, "Counting", {"context_parallel_size": 2})
     torch.testing.assert_close(together(found), fit_keeping("Counting", None), rtol=1e-10, atol=1e-10)
 

@@ -65,7 +65,7 @@ def test_what_is_not_copied_is_refused(what: str) -> None:
     tensors: dict[str, Tensor] = {"parameter": module.layer.weight, "batch": batch[0]["x"], "large": module.large}
     with torch.no_grad():
         tensors[what].add_(1)
-    with pytest.raises(ValueError, match=r"has written a tensor of shape .*dynamic_shapes=True"):
+    with pytest.raises(ValueError, match=r"had already changed a tensor of shape .*dynamic_shapes=True"):
         state.put_back()
 
 

@@ -209,10 +209,10 @@ def test_an_epoch_that_has_no_batch_left_for_more_replicas_is_over(ranks: Pools,
 @pytest.mark.parametrize(
     ("kind", "place", "texts"),
     [
-        ("plain", "end 0.2", ["after 12 samples", "takes 8", "12 is not a multiple of 8", "global_batch_size"]),
-        ("own batches", "end 0.1", ["the samples used so far are unknown", "without a custom batch sampler"]),
-        ("stream", "end 0.1", ["the samples used so far are unknown", "a dataset with a length"]),
-        ("several", "end 0.1", ["the samples used so far are unknown", "only for a single `DataLoader`"]),
+        ("plain", "end 0.2", ["after 12 samples", "uses 8", "12 is not a multiple of 8", "global_batch_size"]),
+        ("own batches", "end 0.1", ["it is not known which samples", "without a custom batch sampler"]),
+        ("stream", "end 0.1", ["it is not known which samples", "a dataset with a length"]),
+        ("several", "end 0.1", ["it is not known which samples", "only for a single `DataLoader`"]),
     ],
 )
 def test_what_cannot_go_on_is_refused_on_every_rank(

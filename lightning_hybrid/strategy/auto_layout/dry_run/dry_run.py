@@ -25,6 +25,7 @@ from lightning_hybrid.distributed.dtensor import copy_attributes, to_local
 from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.distributed.mixed_operations import mixed_operations
 from lightning_hybrid.distributed.pytree import flatten, unflatten
+from lightning_hybrid.distributed.replaced import replaced_entries
 from lightning_hybrid.distributed.sizes import accumulated_batches
 from lightning_hybrid.error_codes.entry import without_code
 from lightning_hybrid.memory.account import MemoryUsage, SavedTensorMeter
@@ -512,18 +513,14 @@ class DryRunStrategy(SingleDeviceStrategy):
         return context.around(between)
 
 
-@contextmanager
-def _real_buffers(module: nn.Module) -> Iterator[None]:
-    """While this is entered, buffers without values are zeros: in a step that is followed only parameters have none."""
-    saved = [(part, dict(part._buffers)) for part in module.modules()]
-    for part, buffers in saved:
-        fakes = {name: buffer for name, buffer in buffers.items() if isinstance(buffer, FakeTensor)}
-        part._buffers.update({name: torch.zeros(fake.shape, dtype=fake.dtype) for name, fake in fakes.items()})
-    try:
-        yield
-    finally:
-        for part, buffers in saved:
-            part._buffers.update(buffers)
+def _real_buffers(module: nn.Module) -> AbstractContextManager[None]:
+    """Make buffers without values zeros while entered: in a step that is followed only parameters have none."""
+
+    def real(buffer: Tensor | None) -> Tensor | None:
+        return torch.zeros(buffer.shape, dtype=buffer.dtype) if isinstance(buffer, FakeTensor) else buffer
+
+    tables = (part._buffers for part in module.modules())
+    return replaced_entries((table, {name: real(buffer) for name, buffer in table.items()}) for table in tables)
 
 
 def _in_mode(tensor: Tensor, mode: Any) -> Tensor:

@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_hybrid.distributed.dtensor import is_tensor_parallel
 from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.distributed.pytree import flatten, unflatten
+from lightning_hybrid.distributed.replaced import replaced_entries
 from lightning_hybrid.distributed.taps import Taps
 from lightning_hybrid.pipeline_parallel.frame.fake_tensors import FakeTensor
 from lightning_hybrid.strategy.auto_layout.dry_run.real_draws import without_modes
@@ -160,20 +161,13 @@ def _attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return mixed.expand(*query.shape[:-1], value.shape[-1])
 
 
-@contextmanager
-def _with_numbers(layer: nn.Module) -> Iterator[None]:
-    """Parameters and buffers without values have some inside; buffers that a forward writes are as they were after."""
-    tables: list[dict[str, Any]] = [
-        vars(part)[kind] for part in layer.modules() for kind in ("_parameters", "_buffers")
-    ]
-    before = [dict(table) for table in tables]
-    try:
-        for table in tables:
-            table.update({name: _number(tensor) for name, tensor in table.items() if tensor is not None})
-        yield
-    finally:
-        for table, values in zip(tables, before, strict=True):
-            table.update(values)
+def _with_numbers(layer: nn.Module) -> AbstractContextManager[None]:
+    """Give parameters and buffers values while entered; afterwards, buffers that a forward replaced are as before."""
+    tables = (vars(part)[kind] for part in layer.modules() for kind in ("_parameters", "_buffers"))
+    return replaced_entries(
+        (table, {name: None if tensor is None else _number(tensor) for name, tensor in table.items()})
+        for table in tables
+    )
 
 
 def _numbers(tree: Any) -> Any:
