@@ -781,7 +781,7 @@ class FrameCut:
         expected = str(calls[number]) if number < len(calls) else _END
         found = repr(self._units[found][0]) if isinstance(found, int) else found
         return (
-            f"The step took a different path than when a batch of these shapes was traced: call {number} of"
+            f"The step took a different path than when it was traced for a batch with the same shapes: call {number} of"
             f" {type(self._module).__name__} is now {found}, but was {expected}. All stages must take the same path."
             " The path is allowed to depend on the batch, on `self.training` and on `requires_grad`. If it depends on"
             " anything else, set HybridStrategy(dynamic_shapes=True), which traces every step. [LH431]"

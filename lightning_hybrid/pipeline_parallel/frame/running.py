@@ -458,14 +458,15 @@ def check_returned(call: Call, result: Any, args: Any, kwargs: Any) -> None:
             texts = "a tensor" if isinstance(leaf, Tensor) else repr(leaf), repr(seen)
     if texts is not None and call.taps is not None:
         raise WrongUseError(
-            f"Forward hooks inside {call} received different values than when a batch of these shapes was traced, but"
-            " code around the layers uses values that these hooks collect. Make sure that these hooks are called in"
-            " the same way in every step. [LH445]"
+            f"Forward hooks inside {call} received different values than when the step was traced for a batch with the"
+            " same shapes, but code around the layers uses values that these hooks collect. Make sure that these hooks"
+            " are called in the same way in every step. [LH445]"
         )
     if texts is not None:
         raise WrongUseError(
-            f"{call} returns {texts[0]}, but returned {texts[1]} when a batch of these shapes was traced. Other stages"
-            " cannot know the new result. Return tensors from layers, always in the same structure. [LH437]"
+            f"{call} returned {texts[0]}, but it returned {texts[1]} when the step was traced for a batch with the same"
+            " shapes. Other stages cannot know the new result. Return tensors from layers, always in the same structure."
+            " [LH437]"
         )
 
 

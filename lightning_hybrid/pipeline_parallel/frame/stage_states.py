@@ -416,10 +416,10 @@ class StatesOfStages:
         for (container, path), length in zip(self._containers.values(), lengths, strict=True):
             if len(container) != length:
                 raise WrongUseError(
-                    f"The step changes `{path}`, but did not change it when a batch of these shapes was traced, so a"
-                    " rank with several stages would change it once for each stage. Change it in a hook, such as"
-                    " `on_train_batch_end`, or set HybridStrategy(dynamic_shapes=True), which traces every step."
-                    " [LH472]"
+                    f"The step changes `{path}`, but did not change it when the step was traced for a batch with the"
+                    " same shapes, so a rank with several stages would change it once for each stage. Change it in a"
+                    " hook, such as `on_train_batch_end`, or set HybridStrategy(dynamic_shapes=True), which traces"
+                    " every step. [LH472]"
                 )
 
     def _add_copies(self, stage: int, own: list[dict[str, Any]], places: Iterable[str]) -> None:

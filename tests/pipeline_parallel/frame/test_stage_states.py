@@ -308,7 +308,7 @@ def test_a_container_that_is_changed_later_is_refused() -> None:
 
     chunks(model, step, [[x]], cut=cut)
     with pytest.raises(
-        WrongUseError, match=r"changes `part\.listed`, but did not change it when a batch of these shapes was traced"
+        WrongUseError, match=r"changes `part\.listed`, but did not change it when the step was traced for a batch"
     ):
         chunks(model, step, [[x]], cut=cut)
 
