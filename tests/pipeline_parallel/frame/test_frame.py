@@ -995,7 +995,7 @@ def test_a_hook_on_the_gradient_of_what_several_stages_must_make_is_refused() ->
         x.register_hook(lambda gradient: gradient.clamp(-0.003, 0.003))
         return (model.head(model.body(x)) + x).pow(2).mean()
 
-    refused(model, r"`register_hook` at test_frame.py:\d+ registers a hook .* stages 0 and 1 compute", step)
+    refused(model, r"`register_hook` at test_frame.py:\d+ registers a gradient hook .* stages 0 and 1 compute", step)
 
 
 def test_checkpoints_of_several_layers_are_refused() -> None:
