@@ -598,8 +598,8 @@ def test_a_body_call_is_refused_in_every_model_group(ranks: Pools) -> None:
     [
         ("none", ["returned None", "but contains no `return None`"]),
         ("no loss", ["'loss'", "lost"]),
-        ("number", ["Tensor", "float"]),
-        ("list", ["Tensor", "list"]),
+        ("number", ["must return a tensor", "float"]),
+        ("list", ["must return a tensor", "list"]),
         ("vector", ["scalar"]),
     ],
 )

@@ -995,7 +995,7 @@ def test_a_hook_on_the_gradient_of_what_several_stages_must_make_is_refused() ->
         x.register_hook(lambda gradient: gradient.clamp(-0.003, 0.003))
         return (model.head(model.body(x)) + x).pow(2).mean()
 
-    refused(model, r"`register_hook` at test_frame.py:\d+ registers a hook .* stages 0 and 1 compute", step)
+    refused(model, r"`register_hook` at test_frame.py:\d+ registers a gradient hook .* stages 0 and 1 compute", step)
 
 
 def test_checkpoints_of_several_layers_are_refused() -> None:
@@ -1039,10 +1039,16 @@ def test_a_view_that_was_sent_must_not_be_written_through_its_base() -> None:
 @pytest.mark.parametrize(
     ("returns", "text"),
     [
-        (lambda x, late: (x, 7 if late else 4), "returns 7, but returned 4 when"),
-        (lambda x, late: (x, None if late else x.sum()), "returns None, but returned a tensor when"),
-        (lambda x, late: (x * 1.5, x * late) if late else (x * 1.5, None), "returns a tensor, but returned None when"),
-        (lambda x, late: (x, {"b": 1, "a": 2} if late else {"a": 2, "b": 1}), r"dict\(b: \*, a: \*\)\), but returned"),
+        (lambda x, late: (x, 7 if late else 4), "returned 7, but it returned 4 when"),
+        (lambda x, late: (x, None if late else x.sum()), "returned None, but it returned a tensor when"),
+        (
+            lambda x, late: (x * 1.5, x * late) if late else (x * 1.5, None),
+            "returned a tensor, but it returned None when",
+        ),
+        (
+            lambda x, late: (x, {"b": 1, "a": 2} if late else {"a": 2, "b": 1}),
+            r"dict\(b: \*, a: \*\)\), but it returned",
+        ),
     ],
 )
 def test_what_a_layer_returns_beside_tensors_is_always_the_same(returns: Any, text: str) -> None:
@@ -1063,9 +1069,7 @@ def test_what_a_layer_returns_beside_tensors_is_always_the_same(returns: Any, te
     cut = cut_of(model, 2)
     play(cut, model, step, (x,), 2)
     model.blocks[2].late = True
-    with pytest.raises(
-        WrongUseError, match=rf"'blocks.2' at test_frame.py:\d+ returns .*{text.removeprefix('returns ')}"
-    ):
+    with pytest.raises(WrongUseError, match=rf"'blocks.2' at test_frame.py:\d+ .*{text}"):
         play(cut, model, step, (x,), 2)
 
 
@@ -1089,7 +1093,9 @@ def test_what_a_layer_handed_on_when_it_was_first_seen_it_always_hands_on() -> N
     cut = cut_of(model, 2)
     play(cut, model, step, (x,), 2)
     model.blocks[1].late = True
-    with pytest.raises(WrongUseError, match=r"'blocks.1' at .* returns a new value, but returned one of its arguments"):
+    with pytest.raises(
+        WrongUseError, match=r"'blocks.1' at .* returned a new value, but it returned one of its arguments"
+    ):
         play(cut, model, step, (x,), 2)
 
 
