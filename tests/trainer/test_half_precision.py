@@ -73,6 +73,22 @@ def test_states_of_an_optimizer_in_half_precision_are_told_once(ranks: Pools, na
     assert others == [[]]
 
 
+class Hooked(Half):
+    """Has a hook of its own that an optimizer calls after each step."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 0 and self.current_epoch == 0:
+            self.optimizers().register_step_post_hook(lambda *_: None)
+
+
+@pytest.mark.parametrize("layout", [{}, {"zero_stage": 1}], ids=["dp2", "zero 1"])
+def test_other_hooks_of_an_optimizer_run_too(ranks: Pools, layout: dict[str, Any]) -> None:
+    """Torch iterates over the hooks after a step, and hooks that are removed meanwhile would raise an error."""
+    first, *others = ranks(2, lightning=True).run(warned, layout, "bf16-true", Hooked)
+    assert len(first) == 1
+    assert others == [[]]
+
+
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_states_in_float32_are_not_talked_about(ranks: Pools, name: str, precision: str) -> None:

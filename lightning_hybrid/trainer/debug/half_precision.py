@@ -25,12 +25,15 @@ def warning_of_half_precision(trainer: Trainer, module: LightningModule) -> Iter
         trainer: The Trainer, whose optimizers are there.
         module: The user's module, in the precision that it trains in.
     """
+    has_looked = False
     with ExitStack() as handles:
 
         def look(optimizer: Optimizer, *_: Any) -> None:
-            handles.close()
-            _look_at_states(optimizer, module)
-            _look_at_averages(trainer, module)
+            nonlocal has_looked
+            if not has_looked:  # torch runs through its hooks now, so none can be removed
+                has_looked = True
+                _look_at_states(optimizer, module)
+                _look_at_averages(trainer, module)
 
         if _is_half(module.parameters()):
             for optimizer in trainer.strategy.optimizers:
