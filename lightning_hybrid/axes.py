@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any
 
 
@@ -118,7 +119,7 @@ class Sizes:
         """The number of ranks of the mesh."""
         return math.prod(self.by_key.values())
 
-    @property
+    @cached_property
     def num_replicas(self) -> int:
         """The number of replicas: groups of ranks that train on the same samples."""
         return math.prod(self.along(axis) for axis in AXES if not axis.role.in_replica)

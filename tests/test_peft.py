@@ -70,7 +70,7 @@ class Adapted(LightningModule):
 
     def train_dataloader(self) -> DataLoader[Tensor]:
         generator = torch.Generator().manual_seed(0)
-        num_replicas = getattr(self.trainer.strategy, "sizes", (1,))[0]
+        num_replicas = getattr(getattr(self.trainer.strategy, "sizes", None), "data", 1)
         return DataLoader(torch.randint(WORDS, (4 * BATCH, 12), generator=generator), BATCH // num_replicas)
 
 

@@ -206,8 +206,11 @@ def results_through(trainer: Trainer | None, record: Callable[..., None]) -> Ite
     def log(fx: str, name: str, value: Any, **arguments: Any) -> None:
         record(partial(write, fx), name, value, **arguments)
 
-    with replaced_entries([(vars(results), {"log": log})]):
+    vars(results)["log"] = log
+    try:
         yield
+    finally:
+        del vars(results)["log"]
 
 
 @contextmanager

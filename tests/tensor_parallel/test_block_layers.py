@@ -139,7 +139,7 @@ def refused() -> None:
     with pytest.raises(WrongUseError, match="passes a modified input to its layers"):
         shared_block(Hiding(), NARROW)(x)
     block = shared_block(Biased(), WHOLE_INPUT)
-    with pytest.raises(WrongUseError, match=r"got 'bias' of shape \(4, 5, 5\).*To keep the attention unsharded"):
+    with pytest.raises(WrongUseError, match=r"received 'bias' of shape \(4, 5, 5\).*To keep the attention unsharded"):
         block(x, torch.ones(1).double(), slopes(4, 5)[0])
     assert block.num_heads == HEADS
 
