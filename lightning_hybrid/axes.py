@@ -15,7 +15,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Role:
-    """What the ranks along an axis split.
+    """The part that an axis plays: the thing that it splits, and the properties of its ranks.
 
     Attributes:
         splits: The thing of which each of these ranks has its own part.
@@ -124,18 +124,13 @@ class Sizes:
         """The number of replicas: groups of ranks that train on the same samples."""
         return math.prod(self.along(axis) for axis in AXES if not axis.role.in_replica)
 
-    def __getitem__(self, key: str) -> int:
-        """Return the size of the axis with a short name."""
-        return self.along(AXIS_OF_KEY[key])
-
     def along(self, axis: Axis) -> int:
         """Return the size of an axis."""
         return int(getattr(self, axis.label))
 
     def stride(self, axis: Axis, rank_order: str) -> int:
-        """Return the distance between the numbers of neighbouring ranks of an axis, for an order of the axes."""
-        inside = rank_order.partition(axis.key)[2].split("-")
-        return math.prod(self[key] for key in inside if key)
+        """Return the distance between the numbers of neighboring ranks of an axis, for an order of the axes."""
+        return math.prod(map(self.along, axes_inside(axis, rank_order)))
 
     def with_role(self, role: Role) -> int:
         """Return the product of the sizes of all axes with a role."""
@@ -143,6 +138,11 @@ class Sizes:
 
 
 assert [axis.label for axis in AXES] == [field.name for field in fields(Sizes)]
+
+
+def axes_inside(axis: Axis, rank_order: str) -> tuple[Axis, ...]:
+    """Return the axes that an order names after an axis: those whose ranks have closer numbers."""
+    return tuple(AXIS_OF_KEY[key] for key in rank_order.partition(axis.key)[2].split("-") if key)
 
 
 def sizes_in(arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -249,7 +249,7 @@ class Faults(_Group):
             mean over targets, the loss of each microbatch is weighted by its number of targets, and replicas are
             weighted in the same way. If the loss is neither of these nor a mean over samples,
             ``num_microbatches="auto"`` selects one microbatch; a number that you set is kept, but a warning is shown.
-            If False, there is no such comparison, and the losses of microbatches and replicas are averaged.
+            If False, the losses are not compared, and the losses of microbatches and replicas are averaged.
 
     Raises:
         ValueError, TypeError: If an argument is invalid.
@@ -363,7 +363,7 @@ class Tuning(_Group):
 
     @property
     def memory_bytes(self) -> float | None:
-        """Limit on the memory per device in the layout search, in bytes; ``None`` if there is no limit."""
+        """Limit on the memory per device in the layout search, in bytes; ``None`` means no limit."""
         if not isinstance(self.memory_limit, str):
             return self.memory_limit
         try:

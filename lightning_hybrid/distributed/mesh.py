@@ -298,7 +298,7 @@ class Mesh:
 
     @property
     def tensor_mesh(self) -> DeviceMesh:
-        """What layers are shared over: the tensor-parallel axis, or :attr:`Arrangement.mesh_axes`."""
+        """The mesh over which layers are sharded: the tensor-parallel axis, or :attr:`Arrangement.mesh_axes`."""
         if self.arrangement.is_line:
             return self.device_mesh[TENSOR.name]
         axes = self._tensor_axes()

@@ -58,15 +58,17 @@ def test_in_a_ring_only_the_ranks_at_the_ends_of_nodes_send_to_another_one() -> 
 
 def naive(sizes: Sizes, order: str, nodes: list[int], sent: Traffic) -> float:
     """From the coordinates of every two ranks."""
-    axes = order.split("-")
-    coordinates = [dict(zip(axes, at, strict=True)) for at in itertools.product(*(range(sizes[axis]) for axis in axes))]
+    axes, numbers = order.split("-"), sizes.by_key
+    coordinates = [
+        dict(zip(axes, at, strict=True)) for at in itertools.product(*(range(numbers[axis]) for axis in axes))
+    ]
     total = 0.0
     for (here, mine), (there, its) in itertools.permutations(enumerate(coordinates), 2):
         differing = [axis for axis in axes if mine[axis] != its[axis]]
         if len(differing) != 1 or nodes[here] == nodes[there]:
             continue
         axis = differing[0]
-        if its[axis] == (mine[axis] + 1) % sizes[axis]:
+        if its[axis] == (mine[axis] + 1) % numbers[axis]:
             total += {"dp": sent.data, "tp": sent.tensor, "pp": sent.pipeline.get(mine[axis], 0.0)}[axis]
     return total
 

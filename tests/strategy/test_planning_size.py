@@ -271,7 +271,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "recomputation": {"recompute": True},
     "selective": {"recompute": "selective"},
     "some layers": {"pipeline_parallel_size": 2, "recompute": [2, 1]},
-    "shared layers": {"tensor_parallel_size": 2},
+    "tensor parallel": {"tensor_parallel_size": 2},
 }
 
 

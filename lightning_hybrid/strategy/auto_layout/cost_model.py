@@ -71,10 +71,10 @@ from bisect import bisect_left
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from math import inf, isfinite
+from math import inf, isfinite, prod
 from typing import Protocol
 
-from lightning_hybrid.axes import AXES, CONTEXT, DATA, PIPELINE, TENSOR, Axis, complete_order
+from lightning_hybrid.axes import AXES, CONTEXT, DATA, PIPELINE, TENSOR, Axis, axes_inside, complete_order
 from lightning_hybrid.memory.account import MemoryUsage
 from lightning_hybrid.pipeline_parallel.links.in_flight import choose_extra
 from lightning_hybrid.pipeline_parallel.links.link import Link, StepTimes
@@ -185,7 +185,8 @@ class CostModel:
     def __init__(self, profile: Profile, machine: Machine, step: Step) -> None:
         self.profile, self.machine, self.step = profile, machine, step
         # An axis of one rank makes no difference.
-        self._order = complete_order(step.rank_order, [axis.key for axis in AXES])
+        order = complete_order(step.rank_order, [axis.key for axis in AXES])
+        self._inside = {axis: axes_inside(axis, order) for axis in AXES}
         self._links = cache(machine.link)
         self._links_between = cache(machine.link_between)
         self._works_by_key: dict[Hashable, Sequence[_Work]] = {}
@@ -363,11 +364,11 @@ class CostModel:
 
     def _stride(self, layout: Layout, axis: Axis) -> int:
         """Return the distance from one rank of an axis to the next."""
-        return layout.sizes.stride(axis, self._order)
+        return prod(getattr(layout, inner.label) for inner in self._inside[axis])
 
     def link(self, layout: Layout, axis: Axis) -> Link:
         """Return the slowest link between the ranks of an axis."""
-        return self._links(self._stride(layout, axis), layout.sizes.along(axis), layout.num_ranks)
+        return self._links(self._stride(layout, axis), getattr(layout, axis.label), layout.num_ranks)
 
 
 def _ends(layout: Layout, stage: int) -> tuple[int, int]:
