@@ -24,8 +24,8 @@ class StageMap:
         stages: The layers of each stage, by position.
         placement: The rank of each stage.
         is_chain: Whether the user's step only runs on the first and the last stage.
-        is_followed: Whether steps are followed, so that these parameters come to live where the first batch uses them.
-        outside: The stages of parameters outside the body that live where they are used, by their dotted names.
+        places_outside: True if the first training batch decides which stages hold the parameters outside the body.
+        outside: The stages of the parameters outside the body that this has moved, by their dotted names.
     """
 
     body: str | None
@@ -33,7 +33,7 @@ class StageMap:
     stages: tuple[range, ...]
     placement: Placement
     is_chain: bool = True
-    is_followed: bool = False
+    places_outside: bool = False
     outside: Mapping[str, frozenset[int]] = field(default_factory=dict)
 
     @classmethod

@@ -25,7 +25,7 @@ from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.distributed.messages.tree_broadcast import broadcast_object, reduce_over
 from lightning_hybrid.distributed.process_group import has_nccl
 from lightning_hybrid.distributed.tensor_bytes import tell_autograd
-from lightning_hybrid.trainer.step_context import StepContext
+from lightning_hybrid.trainer.program.step_context import StepContext
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 

@@ -101,7 +101,9 @@ def _is_dtensor(tensor: object) -> bool:
 
 
 class RefusedStep:
-    """What a run has in the place of steps after its module was made whole."""
+    """The training step and the evaluation step of a run after its module was gathered: an error."""
+
+    has_gradients = False
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         """Refuse.

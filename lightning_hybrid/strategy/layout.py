@@ -243,11 +243,11 @@ def _stage_map(
 ) -> StageMap:
     is_chain = body.chain is not None
     around = StageMap(body.name, body.names, stages, placement, is_chain=is_chain)
-    return replace(around, is_followed=not is_chain or _follows_chain(module, settings, around))
+    return replace(around, places_outside=not is_chain or _traces_chain(module, settings, around))
 
 
-def _follows_chain(module: nn.Module, settings: Settings, stage_map: StageMap) -> bool:
-    """Whether steps are followed around a chain: where something is gained by it, and once for all steps."""
+def _traces_chain(module: nn.Module, settings: Settings, stage_map: StageMap) -> bool:
+    """Return whether steps are traced around a chain: only if it has parameters there, and once for all steps."""
     if settings.dynamic_shapes or not stage_map.body or FakeMode is None:
         return False
     return any(stage_map.is_outside(name) for name, _ in module.named_parameters())
@@ -341,7 +341,7 @@ def expect_outside(module: nn.Module, stage_map: StageMap) -> StageMap:
         module: The user's module.
         stage_map: Which stage holds what. Where it is known already, that stays.
     """
-    if stage_map.outside or not stage_map.is_followed:
+    if stage_map.outside or not stage_map.places_outside:
         return stage_map
     return replace(stage_map, outside=find_outside(module, stage_map, _expected_use(module, stage_map)))
 
@@ -361,7 +361,7 @@ def _expected_use(module: nn.Module, stage_map: StageMap) -> dict[str, frozenset
         if not stage_map.is_outside(name):
             next_ones = stage_map.stages_of(name)
         elif id(parameter) not in inside:  # a second name of a layer is no use of it
-            used[name] = next_ones if stage_map.is_followed else stage_map.stages_of(name)
+            used[name] = next_ones if stage_map.places_outside else stage_map.stages_of(name)
     return used
 
 
@@ -434,7 +434,7 @@ def with_plan(stage_map: StageMap, body: Body | None, plan: Plan | None, module:
         return stage_map
     divided = _tensor_parallel(module)
     inside = all(name.startswith(f"{body.name}.") for name in (*divided, *(row.name for row in plan.rows)))
-    return replace(stage_map, is_followed=stage_map.is_followed and inside)
+    return replace(stage_map, places_outside=stage_map.places_outside and inside)
 
 
 def fits_units(plan: Plan, module: LightningModule, body: Body) -> bool:
@@ -489,7 +489,7 @@ def stages_text(
     body: Body | None,
     stage_map: StageMap,
     *,
-    is_followed: bool = False,
+    is_placed: bool = False,
     num_microbatches: int | None = None,
     hosts: Sequence[str] = (),
 ) -> str:
@@ -501,7 +501,7 @@ def stages_text(
         sizes: The number of ranks along each axis.
         body: What is divided into stages, if anything is.
         stage_map: Which stage holds what.
-        is_followed: Whether a step has been followed, so that no use of parameters has to be estimated.
+        is_placed: True if a step has been traced, so that the stages of parameters outside layers are known.
         num_microbatches: Of a batch that has been split: it may have fewer samples than there should be microbatches.
         hosts: The machine of each rank; the table shows them if there are several.
     """
@@ -509,11 +509,11 @@ def stages_text(
     line = layout_text(sizes, schedule, bubble=simulate(schedule).bubble)
     if body is None:
         return line
-    shown = stage_map if is_followed else expect_outside(module, stage_map)
+    shown = stage_map if is_placed else expect_outside(module, stage_map)
     is_estimate = shown is not stage_map
     if is_estimate:
         where = "stages are estimated until the first training batch"
-    elif stage_map.is_followed:
+    elif stage_map.places_outside:
         where = "on the stages that use them in the first training batch"
     else:
         where = "on the first and the last stage, with summed gradients"

@@ -121,7 +121,7 @@ class ModuleParallelizer:
         if not self.is_done:
             self._plan_tensor_parallel()  # of the whole module: a block on a placeholder would be another one
             if self.num_stages > 1:
-                self._agree_on_following()
+                self._agree_on_tracing()
                 self._replace_with_placeholders()
             weights = None if self.source is None else agree(lambda: Weights(cast(Source, self.source)))
             if lacks:
@@ -280,13 +280,13 @@ class ModuleParallelizer:
                 )
             rank_zero_info(table if self.num_stages > 1 else f"{self.text()}\n{table}")
 
-    def _agree_on_following(self) -> None:
-        """Around a chain layers that are shared are not followed; a rank that has placeholders cannot see them all."""
+    def _agree_on_tracing(self) -> None:
+        """Agree whether steps are traced: not around a chain with tensor-parallel layers outside of it."""
         if self._mesh.sizes.tensor > 1:
             found: list[Any] = [None] * dist.get_world_size()
             stage_map = layout.with_plan(self.stage_map, self.body, self.plan, self._module)
-            dist.all_gather_object(found, stage_map.is_followed)
-            self.stage_map = replace(self.stage_map, is_followed=all(found))
+            dist.all_gather_object(found, stage_map.places_outside)
+            self.stage_map = replace(self.stage_map, places_outside=all(found))
 
     def _find_plan(self, size: int) -> Plan:
         """The plan, the same on every rank: the automatic one is the first rank's, whose trials of blocks count."""

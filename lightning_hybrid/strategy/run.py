@@ -68,10 +68,11 @@ from lightning_hybrid.trainer.evaluation_step import EvaluationStep, UncutEvalua
 from lightning_hybrid.trainer.exceptions import ExceptionCallback
 from lightning_hybrid.trainer.gradient_functions import GradientFunctions
 from lightning_hybrid.trainer.manual_step import ManualTrainingStep
+from lightning_hybrid.trainer.program.make_program import make_program
+from lightning_hybrid.trainer.program.step_context import StepContext
 from lightning_hybrid.trainer.results.epoch_sync import EpochSync
 from lightning_hybrid.trainer.results.terminal import lines_beside_bars
 from lightning_hybrid.trainer.resume.resume import ResumeCallback
-from lightning_hybrid.trainer.step_context import StepContext
 from lightning_hybrid.trainer.training_step import TrainingStep, UncutTrainingStep
 
 
@@ -408,8 +409,15 @@ class Run:
             around_forwards=around_forwards,
             context_parallel=self._attached.parallelizer.context_parallel,
             remembers=not config.dynamic_shapes,
+        )
+        self.context.program = make_program(
+            self.context,
+            self._attached.parallelizer.body,
+            self._attached.parallelizer.stage_map,
+            self.grad_sync,
+            num_microbatches=config.num_microbatches,
             frees_early=config.zero_stage == 3 and config.frees_early,
-            opens_chain=self._attached.parallelizer.opens_chain,
+            can_open=self._attached.parallelizer.opens_chain,
         )
         if module.automatic_optimization:
             self.training_step = TrainingStep(
@@ -421,9 +429,7 @@ class Run:
             )
         else:
             self.training_step = ManualTrainingStep(self.context, self.grad_sync)
-        self.evaluation_step = EvaluationStep(
-            self.context, self.grad_sync, config.num_microbatches, dynamic_shapes=config.dynamic_shapes
-        )
+        self.evaluation_step = EvaluationStep(self.context, self.grad_sync)
 
     def _place_parameters(self, used: Mapping[str, Collection[int]] | None) -> None:
         """Let parameters outside of the layers live where the first batch of training uses them; on every rank."""
@@ -457,8 +463,7 @@ class Run:
         context, trains = self.context, self._attached.module.trainer.training
         if context is None or self._world.device.type == "cpu":
             return True
-        reads = trains or context.frame.body_cut is None or context.is_first or context.is_last
-        return (reads and not trains) or self._hooks_read[trains]
+        return (not trains and context.program.has_code) or self._hooks_read[trains]
 
     @cached_property
     def _hooks_read(self) -> tuple[bool, bool]:

@@ -485,13 +485,14 @@ class HybridStrategy(ReplicaCollectives):
         if fitting:
             lightning_internals.move_optimizer_states(self.optimizers, self.root_device)
             closure = partial(
-                ReplicaClosure, backward_without_loss=self._backward_without_loss, is_cut=self.attached.is_cut
+                ReplicaClosure,
+                backward_without_loss=self._backward_without_loss,
+                has_gradients=self._run.training_step.has_gradients,
             )
             lightning_internals.replace_closure(trainer, closure)
         functions = GradientFunctions(self._run.grad_sync, self._norm_arguments) if self._shares_model else None
         self._run.install(trainer, self._guard_steps() if fitting else None, functions)
-        if self.attached.is_cut:
-            self.remember_log_dir(trainer)
+        self.remember_log_dir(trainer)
 
     def _convert_module(self) -> None:
         """To the dtype of its parameters, if the precision has one of its own."""
@@ -512,11 +513,10 @@ class HybridStrategy(ReplicaCollectives):
         """Log the effective batch size, and continue from the position that a loaded checkpoint contains."""
         trainer = self._module.trainer
         size = getattr(trainer.train_dataloader, "batch_size", None)
-        num_microbatches = self.settings.num_microbatches if self.attached.is_cut else None
-        if num_microbatches is not None and self.settings.auto_microbatches:
+        num_microbatches = requested = self.settings.num_microbatches
+        if self.settings.auto_microbatches:
             num_microbatches = limit_microbatches(num_microbatches, size, batch_norms(self._module))
         replicas, accumulated = self.mesh.num_replicas, trainer.accumulate_grad_batches
-        requested = self.settings.num_microbatches
         text = batch_text(size, replicas, accumulated, num_microbatches=num_microbatches, requested=requested)
         rank_zero_info(text)
         if self.settings.offloaded and not self.run.offload.has_effect:

@@ -366,7 +366,7 @@ def layout_text(sizes: Sizes, schedule: Schedule, *, bubble: float) -> str:
 
 
 def batch_text(
-    batch_size: int | None, replicas: int, accumulated: int, *, num_microbatches: int | None, requested: int = 1
+    batch_size: int | None, replicas: int, accumulated: int, *, num_microbatches: int, requested: int
 ) -> str:
     """The effective batch in one line.
 
@@ -374,14 +374,14 @@ def batch_text(
         batch_size: Of the loader, on each replica; ``None`` if it does not say.
         replicas: The data-parallel size.
         accumulated: The number of batches of an optimizer step.
-        num_microbatches: Into which a batch is split, if it has as many samples; ``None`` if it is not.
-        requested: How many the table of the layout has named.
+        num_microbatches: The number of microbatches of a batch that has as many samples.
+        requested: The number of microbatches in the table of the layout.
     """
     parts = f"{_counted(replicas, 'replica')} x {_counted(accumulated, 'accumulated batch', 'es')}"
     if batch_size is None:
         return f"Effective batch: the loader's batch x {parts}"
     text = f"Effective batch: {batch_size} samples x {parts} = {batch_size * replicas * accumulated} per optimizer step"
-    if num_microbatches is None:
+    if requested == 1:
         return text
     number = min(num_microbatches, batch_size)
     size = -(-batch_size // number)

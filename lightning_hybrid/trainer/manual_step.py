@@ -13,8 +13,9 @@ from lightning_hybrid.distributed.factories import sharded_factories
 from lightning_hybrid.pipeline_parallel.splitting.microbatch import signature
 from lightning_hybrid.trainer.debug.anomaly_detection import AnomalyDetector
 from lightning_hybrid.trainer.losses.repeated_writes import ParameterWrites
+from lightning_hybrid.trainer.program.program import StepCall
+from lightning_hybrid.trainer.program.step_context import StepContext
 from lightning_hybrid.trainer.results.logging import merge_logs
-from lightning_hybrid.trainer.step_context import StepContext
 
 _TRAINING = 0  # tells the random numbers of training from those of evaluation
 
@@ -35,8 +36,11 @@ class ManualTrainingStep:
         grad_sync: Sums and averages the gradients.
 
     Attributes:
+        has_gradients: False: the user's step calls backward.
         anomaly: Detects values that are not finite; ``None`` without `Trainer(detect_anomaly=True)`.
     """
+
+    has_gradients = False
 
     def __init__(self, context: StepContext, grad_sync: GradientSync) -> None:
         self._context, self._grad_sync = context, grad_sync
@@ -64,8 +68,10 @@ class ManualTrainingStep:
             with context.step(num_microbatches=1) as records, precision(), self._around_code():
                 if zero.is_active:
                     zero.forward_begins(0)
-                context.enter_user_code(_TRAINING, step, 0, keep=True)
-                value = context.plain(context.module.training_step(*arguments))
+                call = StepCall(
+                    context.module.training_step, arguments[0], arguments[1:], (_TRAINING, step, 0), version
+                )
+                value = context.plain(call.step(*context.enter_user_code(call, keep=True)))
             return context.share(lambda: (value, merge_logs(records, [1])))
 
     def backward(self, loss: Tensor | None, run: Callable[[Tensor], None] | None = None, *, reduce: bool) -> bool:

@@ -89,8 +89,8 @@ from lightning_hybrid.trainer.losses.written_states import (
     is_used,
     state_text,
 )
+from lightning_hybrid.trainer.program.step_context import StepContext
 from lightning_hybrid.trainer.results.logging import Log, logged_numbers
-from lightning_hybrid.trainer.step_context import StepContext
 
 __all__ = ["Forward", "MicrobatchComparison"]
 

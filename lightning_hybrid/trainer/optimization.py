@@ -24,8 +24,8 @@ class ReplicaClosure(Closure):
         backward_fn: Runs the backward of a loss; ``None`` to skip it.
         zero_grad_fn: Zeroes the gradients; ``None`` to accumulate.
         backward_without_loss: Runs the backward where this replica has no loss, and tells whether another one has.
-        is_cut: Whether gradients come to be in the step. Lightning zeroes them *between* step and backward, which would
-            wipe what a schedule has computed.
+        has_gradients: True if the step computes gradients too. Lightning zeroes them *between* step and backward, which
+            would delete these.
     """
 
     def __init__(
@@ -35,22 +35,22 @@ class ReplicaClosure(Closure):
         zero_grad_fn: Callable[[], None] | None = None,
         *,
         backward_without_loss: Callable[[], bool],
-        is_cut: bool,
+        has_gradients: bool,
     ) -> None:
         super().__init__(step_fn, backward_fn, zero_grad_fn)
         self._step, self._backward, self._zero_grad = step_fn, backward_fn, zero_grad_fn
-        self._backward_without_loss, self._is_cut = backward_without_loss, is_cut
+        self._backward_without_loss, self._has_gradients = backward_without_loss, has_gradients
         self._stand_in: Tensor | None = None
 
     @torch.enable_grad()
     def closure(self, *args: Any, **kwargs: Any) -> ClosureResult:
         """Run what an optimizer step needs."""
-        if self._zero_grad is not None and self._is_cut:
+        if self._zero_grad is not None and self._has_gradients:
             self._zero_grad()
         result = self._step()
         if result.closure_loss is None:
             self.warning_cache.warn("`training_step` returned `None`. If this was on purpose, ignore this warning...")
-        if self._zero_grad is not None and not self._is_cut:
+        if self._zero_grad is not None and not self._has_gradients:
             self._zero_grad()
         self._stand_in = None
         if self._backward is not None and result.closure_loss is not None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
-from lightning.fabric.utilities import move_data_to_device
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -22,14 +21,13 @@ from lightning_hybrid.distributed.pytree import flatten, unflatten
 from lightning_hybrid.pipeline_parallel.batch_norm import batch_norm_text, batch_norms, limit_microbatches
 from lightning_hybrid.pipeline_parallel.engine import Compute, Profile
 from lightning_hybrid.pipeline_parallel.frame.path_change import FOLLOW
-from lightning_hybrid.pipeline_parallel.frame.plan import FramePlan, shard_text, skipped_writes
+from lightning_hybrid.pipeline_parallel.frame.plan import FramePlan
 from lightning_hybrid.pipeline_parallel.links.step_schedules import StepSchedules
 from lightning_hybrid.pipeline_parallel.links.traffic import TrafficWatch
 from lightning_hybrid.pipeline_parallel.placeholders import without_value_text
 from lightning_hybrid.pipeline_parallel.schedules import Schedule, build_forward
 from lightning_hybrid.pipeline_parallel.splitting.microbatch import (
     find_batch_size,
-    signature,
     signatures,
     split_into,
 )
@@ -48,11 +46,12 @@ from lightning_hybrid.trainer.losses.returned_none import may_return_none
 from lightning_hybrid.trainer.losses.term_weights import TermWeights
 from lightning_hybrid.trainer.microbatch_comparison import MicrobatchComparison
 from lightning_hybrid.trainer.precision import SharedCasts
+from lightning_hybrid.trainer.program.program import StepCall
+from lightning_hybrid.trainer.program.step_context import StepContext
 from lightning_hybrid.trainer.redo.attempts import BREAKS_OFF, Redo
 from lightning_hybrid.trainer.replica_targets import ReplicaTargets
 from lightning_hybrid.trainer.results.logging import Log, merge_logs
 from lightning_hybrid.trainer.results.outputs import merge_outputs
-from lightning_hybrid.trainer.step_context import StepContext
 
 _UNEXPECTED_NONE = (
     "`training_step` returned None but contains no `return None`. In a pipeline, the stages before the last one must"
@@ -75,9 +74,12 @@ class TrainingStep:
             parameters are let go of after each use, as copies of all of them would stay.
 
     Attributes:
+        has_gradients: True: a step runs forward and backward.
         schedules: Gives the schedule of each step.
         anomaly: Looks at values that are not finite; ``None`` if nobody asks.
     """
+
+    has_gradients = True
 
     def __init__(
         self,
@@ -91,7 +93,7 @@ class TrainingStep:
         self._context = context
         self.anomaly: AnomalyDetector | None = None
         self._place_parameters = place_parameters
-        self._is_placed = False
+        self._is_settled = False
         self._grad_sync = grad_sync
         self.schedules = StepSchedules(config, context.mesh, context.engine, context.device)
         self._traffic = TrafficWatch(context.mesh, context.engine, config.axis_order)
@@ -150,11 +152,10 @@ class TrainingStep:
         if backward and (self.schedules.is_choosing or self._traffic.is_counting):
             self._look_at_links(is_first=is_first)
         split = self._split(arguments[0])
-        if context.frame.is_open("training_step"):
-            self._settle(split[0][0], arguments[1:], step, precision, backward=backward)
-        if context.frame.places and not self._is_placed:
-            self._place(split[0], arguments[1:], step, precision, backward=backward)
         parts: Sequence[Hashable] = signatures(split[0])
+        if not self._is_settled:
+            version = context.version(gradients=backward)
+            self._settle(self._calls(split[0], arguments[1:], step, version, parts), precision, backward=backward)
         is_due = backward and self._comparison.is_due(parts[0])
         if is_due and self._compare(len(parts), parts[0], arguments, step, precision):
             split = self._split(arguments[0])
@@ -166,9 +167,6 @@ class TrainingStep:
         windowed = weights is not None and accumulated > 1 and backward
         if windowed and is_first:  # whatever came before: an epoch may have been broken off
             self._window = AccumulationWindow(context.device)
-        is_followed = context.frame.is_followed
-        if is_followed:  # its batch has to be where its parameters are
-            microbatches = list(map(self._to_device, microbatches))
         shares, factors = self._shares(counts, weights, windowed=windowed)
         term_weights = self._term_weights(microbatches, counts)
         outputs: list[Any] = []
@@ -189,13 +187,14 @@ class TrainingStep:
                 return NOTHING
             loss = self._checked(_loss_of(value))
             if backward and not loss.requires_grad:
-                _check_graphs(outputs, len(factors), each=context.num_stages > 1 and context.frame.remembers)
+                _check_graphs(outputs, len(factors), each=context.num_stages > 1 and context.remembers)
             return _scaled(loss, factors[microbatch], accumulated, scale)
 
         grad_sync.reduces = reduce
         version = context.version(gradients=backward)
         context.desync.note_batch("training_step", version, parts, counts)
-        attempts = self._redo(step, is_first=is_first) if backward and context.frame.cut is not None else None
+        cut = context.program.cut
+        attempts = None if cut is None or not backward else self._redo(cut, step, is_first=is_first)
         is_over = False
         with context.guard(), torch.set_grad_enabled(backward), grad_sync.step():
             while not is_over:
@@ -207,12 +206,12 @@ class TrainingStep:
                     context.step(num_microbatches=len(counts), counts=counts) as records,
                     _looking(self.anomaly),
                 ):
-                    of_step = microbatches, arguments[1:], step, precision
+                    calls = self._calls(microbatches, arguments[1:], step, version, parts)
                     choose = None if attempts is None else attempts.choose
-                    plans = self._frame_plans(*of_step, choose=choose) if is_followed else []
+                    plans = [] if cut is None else context.program.plan(calls, precision, choose)
                     if attempts is not None:
                         attempts.follow(plans)
-                    compute = self._make_compute(*of_step, loss_of, plans, term_weights)
+                    compute = self._make_compute(calls, precision, loss_of, plans, term_weights)
                     with nullcontext() if self._casts is None else self._casts.schedule():
                         keys = context.keys(version, parts, plans)
                         context.engine.run(
@@ -282,10 +281,33 @@ class TrainingStep:
         is_timed = backward and self.schedules.is_choosing
         return self.schedules.profile(self._context) if is_timed else self._context.profile
 
-    def _to_device(self, microbatch: Any) -> Any:
-        """A microbatch when it is needed. On a host the whole batch has been moved, as there is nothing to save."""
-        device = self._context.device
-        return microbatch if device.type == "cpu" else move_data_to_device(microbatch, device)
+    def _calls(
+        self,
+        microbatches: Sequence[Any],
+        others: Sequence[Any],
+        step: int,
+        version: Hashable,
+        parts: Sequence[Hashable],
+        *,
+        draws_alike: bool = False,
+    ) -> list[StepCall]:
+        """Return the call of the user's step for each microbatch.
+
+        Args:
+            microbatches: The microbatches.
+            others: Arguments of the user's `training_step` other than the batch.
+            step: The number of the batch since training began.
+            version: The version of the module, as :meth:`StepContext.version` returns it.
+            parts: The signature of each microbatch.
+            draws_alike: If True, all microbatches draw the same random numbers, and each is a step by itself.
+        """
+        user_step, device = self._context.module.training_step, self._context.device
+        moves_to = None if device.type == "cpu" else device  # on a host the whole batch has been moved
+        numbers = [0] * len(parts) if draws_alike else range(len(parts))
+        return [
+            StepCall(user_step, microbatch, others, (_TRAINING, step, number), (version, part), moves_to)
+            for number, microbatch, part in zip(numbers, microbatches, parts, strict=True)
+        ]
 
     def _checked(self, loss: Tensor) -> Tensor:
         """A loss, which must be finite if somebody asks for that."""
@@ -318,9 +340,7 @@ class TrainingStep:
 
     def _make_compute(
         self,
-        microbatches: Sequence[Any],
-        arguments: Sequence[Any],
-        step: int,
+        calls: Sequence[StepCall],
         precision: Callable[[], AbstractContextManager[None]],
         loss_of: Callable[[int, Any], Tensor | Nothing],
         plans: Sequence[FramePlan],
@@ -328,33 +348,25 @@ class TrainingStep:
         *,
         draws_alike: bool = False,
     ) -> Compute:
-        """Return the forward of a stage: the step until the body, its layers, or the step around its last layers.
+        """Return the forward of a stage: the part of the step that the step program gives it, and the loss.
 
         Args:
-            microbatches: The microbatches.
-            arguments: Of the user's `training_step`, beside the batch.
-            step: The number of the batch since training began.
+            calls: The user's step with each microbatch.
             precision: The precision plugin's context.
-            loss_of: Makes the loss of a microbatch of the value of the step; :data:`NOTHING` if it has none.
-            plans: What stages do in the step of each microbatch, if it is followed.
-            term_weights: What terms of the loss count, if microbatches do not count alike in all of them.
-            draws_alike: If True, all microbatches draw the same random numbers, and each is a step by itself.
+            loss_of: Makes the loss of a microbatch from the result of the step; :data:`NOTHING` if it has none.
+            plans: The plan of each step; none if steps are not traced.
+            term_weights: Weights of terms of the loss, if microbatches do not count alike in all of them.
+            draws_alike: If True, each microbatch is a step by itself.
         """
-        context, zero, user_step = self._context, self._grad_sync.zero, self._context.module.training_step
-        frame, casts = context.frame, self._casts
-        fetched = frame.fetch_parameters("training_step", plans, warns=not draws_alike) if plans else {}
-        skipped = [()] * len(plans) if draws_alike or not plans else skipped_writes(plans)
+        context, zero, program, casts = self._context, self._grad_sync.zero, self._context.program, self._casts
+        parts = program.parts("training_step", plans, is_rehearsal=draws_alike) if plans else ()
+        watches_writes = self._writes.watches and not parts  # a plan says who writes
 
         def compute(stage: int, microbatch: int, inputs: Any) -> Any:
             if zero.is_active:
                 zero.forward_begins(stage)
             is_last = stage == context.num_stages - 1
-            number, count = (0, 1) if draws_alike else (microbatch, len(microbatches))
-            coordinates = _TRAINING, step, number
-            plan = plans[microbatch] if plans else None
-            runs_layers_alone = frame.body_cut is not None and stage > 0 and not is_last
-            writes = nullcontext() if runs_layers_alone else self._prepare_writes(plan, number, count)
-            run_layers = partial(context.run_layers, stage, context.streams.layers(stage, *coordinates))
+            number, count = (0, 1) if draws_alike else (microbatch, len(calls))
             if inputs is NOTHING:
                 zero.forward_ends_early(stage)
                 if not is_last:
@@ -364,86 +376,49 @@ class TrainingStep:
             weighed: AbstractContextManager[None] = nullcontext()
             if term_weights is not None and is_last:
                 weighed = term_weights.of_microbatch(microbatch)
+            writes = self._writes.around(number, count) if watches_writes else nullcontext()
             with precision(), nullcontext() if casts is None else casts.forward(stage), weighed, writes:
-                if runs_layers_alone:
-                    return run_layers(inputs)
-                context.enter_user_code(*coordinates, keep=is_last)
-                of_microbatch = self._to_device(microbatches[microbatch]), *arguments
-                if frame.body_cut is not None:
-                    value = frame.body_cut.run(
-                        user_step, of_microbatch, run_layers, inputs, unwinds=stage == 0, may_skip=True
-                    )
-                    if value is NOTHING:
-                        if not self._may_skip:
-                            raise WrongUseError(_UNEXPECTED_NONE)
-                        zero.forward_ends_early(stage)
-                        return NOTHING
-                elif plan is not None:
-                    part = stage, user_step, of_microbatch, context.received(inputs)
-                    value = frame.run_frame(plan, *part, *coordinates, fetched=fetched, skipped=skipped[microbatch])
-                else:
-                    value = user_step(*of_microbatch)
-                value = context.plain(value, to_stage=not is_last)
+                part = parts[microbatch] if parts else None
+                value = program.forward(stage, calls[microbatch], inputs, part)()
+                if value is NOTHING:  # the step has returned None before the layers
+                    if not self._may_skip:
+                        raise WrongUseError(_UNEXPECTED_NONE)
+                    zero.forward_ends_early(stage)
+                    return NOTHING
+                if context.shards_activations:
+                    value = context.plain(value, to_stage=not is_last)
                 return loss_of(microbatch, value) if is_last else value
 
         return compute
 
-    def _prepare_writes(self, plan: FramePlan | None, number: int, count: int) -> AbstractContextManager[None]:
-        """Return the context of a step that may write parameters, with those in place that its code uses.
+    def _settle(
+        self, calls: list[StepCall], precision: Callable[[], AbstractContextManager[None]], *, backward: bool
+    ) -> None:
+        """Find out, before the first batch, how the step calls the layers and where parameters outside them live.
 
         Args:
-            plan: Of the step, if it is followed.
-            number: The microbatch.
-            count: How many microbatches write the same.
+            calls: The user's step with each microbatch.
+            precision: The precision plugin's context.
+            backward: True if gradients are wanted.
         """
-        if plan is None:
-            return self._writes.around(number, count) if self._writes.watches else nullcontext()
-        if plan.of_layers:
-            self._grad_sync.zero.unshard_layers()
-        for name in plan.rewritten:
-            self._grad_sync.zero.note_write(self._context.module.get_parameter(name))
-        return nullcontext()
+        context, self._is_settled = self._context, True
+        if context.program.is_open("training_step"):
+            with self._around_trace(1, backward=backward), precision():
+                context.program.settle(calls[0])
+        if context.program.places_parameters:
+            with self._around_trace(len(calls), backward=backward):
+                uses = context.program.find_uses(calls, precision)
+            self._place_parameters(uses)
 
-    def _settle(
-        self,
-        microbatch: Any,
-        arguments: Sequence[Any],
-        step: int,
-        precision: Callable[[], AbstractContextManager[None]],
-        *,
-        backward: bool,
-    ) -> None:
-        """Before the first batch, find out how the step calls the layers."""
-        context = self._context
+    @contextmanager
+    def _around_trace(self, num_microbatches: int, *, backward: bool) -> Iterator[None]:
+        """Enter the context of a step that is traced and does not run."""
         with (
-            context.step(num_microbatches=1),
-            torch.set_grad_enabled(backward),
-            self._grad_sync.step(),
-            precision(),
-        ):
-            given = self._to_device(microbatch), *arguments
-            context.frame.settle(context.module.training_step, given, _TRAINING, step, 0)
-
-    def _place(
-        self,
-        microbatches: Sequence[Any],
-        arguments: Sequence[Any],
-        step: int,
-        precision: Callable[[], AbstractContextManager[None]],
-        *,
-        backward: bool,
-    ) -> None:
-        """Before the first batch, place parameters outside of the layers where it or an evaluation uses them."""
-        self._is_placed = True
-        context, plans = self._context, list[FramePlan]()
-        with (
-            context.step(num_microbatches=len(microbatches)),
+            self._context.step(num_microbatches=num_microbatches),
             torch.set_grad_enabled(backward),
             self._grad_sync.step(),
         ):
-            if context.frame.is_followed:
-                plans = self._frame_plans(list(map(self._to_device, microbatches)), arguments, step, precision)
-        self._place_parameters(context.frame.take_uses(plans))
+            yield
 
     def _compare(
         self,
@@ -497,22 +472,22 @@ class TrainingStep:
         Returns:
             The losses, on the last stage and if each batch has one; and what each batch logged.
         """
-        context, plans = self._context, list[FramePlan]()
-        batches = list(map(self._to_device, batches))
+        context, parts = self._context, signatures(batches)
         with (
             self._grad_sync.step(),
             context.step(num_microbatches=len(batches), counts=counts) as records,
             context.metrics.only_seen(),
             nullcontext() if self._casts is None else self._casts.schedule(),
         ):
-            if context.frame.is_followed:
-                choice = FOLLOW if self._comparison.repeats else None
-                plans = self._frame_plans(batches, others, step, precision, draws_alike=True, choose=lambda _: choice)
+            choice = FOLLOW if self._comparison.repeats else None
+            version = context.version(gradients=torch.is_grad_enabled())
+            calls = self._calls(batches, others, step, version, parts, draws_alike=True)
+            plans = context.program.plan(calls, precision, lambda _: choice)
 
             def loss_of_value(number: int, value: Any) -> Tensor | Nothing:
                 return NOTHING if value is None else loss_of(number, _loss_of(value))
 
-            forward = self._make_compute(batches, others, step, precision, loss_of_value, plans, draws_alike=True)
+            forward = self._make_compute(calls, precision, loss_of_value, plans, draws_alike=True)
 
             def compute(stage: int, number: int, inputs: Any) -> Any:
                 num_records = len(records)
@@ -524,41 +499,9 @@ class TrainingStep:
                 # Nothing is needed of the graph of what it returns, which the step may have used.
                 return _map_tensors(_without_graph, run(number, forward_of_stage))
 
-            keys = context.keys(("comparison", context.version(gradients=True)), signatures(batches), plans)
+            keys = context.keys(("comparison", context.version(gradients=True)), parts, plans)
             losses = context.engine.run(self._find_schedule(keys, (True, True), backward=False), compute, keys)
         return [] if any(loss is NOTHING for loss in losses) else losses, records
-
-    def _frame_plans(
-        self,
-        microbatches: Sequence[Any],
-        arguments: Sequence[Any],
-        step: int,
-        precision: Callable[[], AbstractContextManager[None]],
-        *,
-        draws_alike: bool = False,
-        choose: Callable[[int], int | None] | None = None,
-    ) -> list[FramePlan]:
-        """Return what the stages do of the user's step, which is followed, for each microbatch; none around a chain.
-
-        Arguments are those of :meth:`_make_compute`, and what gives the number of the plan that is chosen for a
-        microbatch, ``FOLLOW``, or ``None`` for what is remembered.
-        """
-        context, plans = self._context, list[FramePlan]()
-        user_step, of_others = context.module.training_step, signature(arguments)
-        version = context.version(gradients=torch.is_grad_enabled())
-        with precision():
-            for number, (microbatch, part) in enumerate(zip(microbatches, signatures(microbatches), strict=True)):
-                coordinates, key = (_TRAINING, step, 0 if draws_alike else number), (version, part, of_others)
-                given = microbatch, *arguments
-                choice = None if choose is None else choose(number)
-                plan = context.frame.find_plan(user_step, given, *coordinates, key=key, choice=choice)
-                if plan is not None:
-                    if plan.computed_layers and not self._grad_sync.zero.keeps_layers:
-                        raise WrongUseError(shard_text(plan.computed_layers))
-                    plans.append(plan)
-                else:
-                    context.frame.note_use(user_step, given, *coordinates, key=key)
-        return plans
 
     def backward(self, loss: Tensor | None, run: Callable[[Tensor], None] | None = None, *, reduce: bool) -> bool:
         """Do nothing: the schedule has run it.
@@ -649,8 +592,11 @@ class UncutTrainingStep:
         around_forwards: Around forwards: what layers keep for backward, and where.
 
     Attributes:
+        has_gradients: False: Lightning calls backward after the step.
         anomaly: Looks at values that are not finite; ``None`` if nobody asks.
     """
+
+    has_gradients = False
 
     def __init__(
         self,

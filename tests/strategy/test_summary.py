@@ -185,14 +185,15 @@ def test_the_layout_without_a_pipeline() -> None:
 
 def test_the_effective_batch_in_one_line() -> None:
     expected = "Effective batch: 10 samples x 2 replicas x 3 accumulated batches = 60 per optimizer step"
-    assert batch_text(10, 2, 3, num_microbatches=None) == expected
-    assert batch_text(10, 2, 3, num_microbatches=4) == f"{expected}; microbatches of 3"
+    assert batch_text(10, 2, 3, num_microbatches=1, requested=1) == expected
     assert batch_text(10, 2, 3, num_microbatches=4, requested=4) == f"{expected}; microbatches of 3"
     fewer = batch_text(10, 2, 3, num_microbatches=16, requested=16)
     assert fewer == f"{expected}; 10 instead of 16 microbatches, 1 sample each", "a batch has no more samples"
     assert "4 instead of 8 microbatches, 3 samples each" in batch_text(10, 2, 3, num_microbatches=4, requested=8)
-    assert batch_text(None, 2, 3, num_microbatches=4).startswith("Effective batch: the loader's batch x 2 replicas")
-    assert "8 samples x 1 replica x 1 accumulated batch = 8 per" in batch_text(8, 1, 1, num_microbatches=None)
+    assert batch_text(None, 2, 3, num_microbatches=4, requested=4).startswith(
+        "Effective batch: the loader's batch x 2 replicas"
+    )
+    assert "8 samples x 1 replica x 1 accumulated batch = 8 per" in batch_text(8, 1, 1, num_microbatches=1, requested=1)
 
 
 def pair() -> nn.Sequential:

@@ -215,7 +215,7 @@ class ModuleProfile:
 
     def num_layers(self, layout: Layout) -> Sequence[int]:
         """As :class:`~lightning_hybrid.strategy.auto_layout.cost_model.Profile` says."""
-        return [len(positions) for positions in self._record(layout.sharing).cut(layout).positions]
+        return [len(positions) for positions in self._record(layout.sharing).division(layout).positions]
 
     def _stage_cost(self, content: _Content, samples: int) -> StageCost:
         """Add up the labels of a stage, for a microbatch of so many samples."""
@@ -267,7 +267,7 @@ class ModuleProfile:
 
     def _find_contents(self, layout: Layout) -> Iterator[_Content]:
         record = self._record(layout.sharing)
-        positions = record.cut(layout).positions
+        positions = record.division(layout).positions
         for stage, labels in enumerate(labels_of_stages(positions)):
             parts = [
                 StagePart.of(part, of_part, record.traces(part))

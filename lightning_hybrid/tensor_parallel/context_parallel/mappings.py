@@ -90,13 +90,13 @@ class Shares:
             Their shares, which may have other lengths, and where this rank's begins in its share of the sequence.
         """
 
-        def cut(first: int, size: int) -> tuple[int, int]:
+        def overlap(first: int, size: int) -> tuple[int, int]:
             begin, end = max(first, start), min(first + size, start + length)
             return min(begin - start, length), max(end - begin, 0)
 
         made = copy.copy(self)
         made.total = length
-        made.pieces = [[cut(*piece) for piece in of_rank] for of_rank in self.pieces]
+        made.pieces = [[overlap(*piece) for piece in of_rank] for of_rank in self.pieces]
         made.lengths = [sum(size for _, size in of_rank) for of_rank in made.pieces]
         made.length = made.lengths[self.group.rank]
         before = sum(min(max(start - first, 0), size) for first, size in self.pieces[self.group.rank])

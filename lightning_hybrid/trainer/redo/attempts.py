@@ -12,9 +12,9 @@ from lightning_hybrid.pipeline_parallel.frame.frame import FrameCut
 from lightning_hybrid.pipeline_parallel.frame.path_change import FOLLOW, Choice, PathChangedError, find_fitting
 from lightning_hybrid.pipeline_parallel.frame.plan import FramePlan
 from lightning_hybrid.pipeline_parallel.p2p import BlankMessageError
+from lightning_hybrid.trainer.program.step_context import StepContext
 from lightning_hybrid.trainer.redo.path_changes import PathChanges
 from lightning_hybrid.trainer.redo.step_state import StepState, cannot_text
-from lightning_hybrid.trainer.step_context import StepContext
 
 #: Errors that end a run of the schedule, after which its step may be repeated.
 BREAKS_OFF = (PathChangedError, BlankMessageError)
@@ -37,20 +37,21 @@ class Redo:
         self._state: StepState | None = None
         self._state_of: Any = None
 
-    def __call__(self, step: int, *, is_first: bool) -> Attempts | None:
+    def __call__(self, cut: FrameCut, step: int, *, is_first: bool) -> Attempts | None:
         """Return the attempts at a step with a backward; ``None`` if the step cannot be repeated.
 
         Args:
+            cut: Makes the plans of the step.
             step: The number of the batch since training began.
             is_first: Whether the step is the first of its window of accumulated gradients.
         """
-        context, grad_sync, cut = self._context, self._grad_sync, self._context.frame.cut
+        context, grad_sync = self._context, self._grad_sync
         # Replicas wait for each other in collectives that a failed attempt skips or cannot undo: ZeRO's gathers,
         # statistics of SyncBatchNorm, early reductions. On a GPU a rank reduces gradients before it can read the marks
         # of a failed attempt in them.
         meets = grad_sync.zero.is_active or grad_sync.has_sync_batch_norm
         meets |= grad_sync.reduces_early and context.engine.posts_kernels
-        if cut is None or not context.frame.remembers or meets:
+        if meets or not context.remembers:
             return None
         epoch = context.module.trainer.current_epoch  # hooks at the start of an epoch may replace metrics
         if self._state is None or self._state_of != (cut, epoch):
@@ -58,7 +59,7 @@ class Redo:
             self._state = StepState(context.module, grad_sync.local_parameters(), cut.layers, own)
             self._state_of = cut, epoch
         copies = not is_first and self._changes.have_been
-        return Attempts(context, grad_sync, self._changes, step, self._state, copies_gradients=copies)
+        return Attempts(context, grad_sync, cut, self._changes, step, self._state, copies_gradients=copies)
 
 
 class Attempts:
@@ -76,6 +77,7 @@ class Attempts:
     Args:
         context: The state that steps share.
         grad_sync: Holds the gradients.
+        cut: Makes the plans of the step.
         changes: The record of changing paths.
         step: The number of the batch since training began.
         state: The state to restore before another attempt.
@@ -87,13 +89,15 @@ class Attempts:
         self,
         context: StepContext,
         grad_sync: GradientSync,
+        cut: FrameCut,
         changes: PathChanges,
         step: int,
         state: StepState,
         *,
         copies_gradients: bool,
     ) -> None:
-        self._context, self._grad_sync, self._changes, self._step = context, grad_sync, changes, step
+        self._context, self._grad_sync, self._cut = context, grad_sync, cut
+        self._changes, self._step = changes, step
         self._state, self._copies_gradients = state, copies_gradients
         self._choice: Choice | None = None
         self._plans: Sequence[FramePlan] = ()
@@ -163,12 +167,6 @@ class Attempts:
         if fitting is None:
             self._followed |= set(range(microbatch, len(self._plans) if follows_rest else microbatch + 1))
         return Choice(microbatch, FOLLOW if fitting is None else fitting.number, follows_rest)
-
-    @property
-    def _cut(self) -> FrameCut:
-        cut = self._context.frame.cut
-        assert cut is not None
-        return cut
 
     def end(self, value: Any) -> bool:
         """End an attempt, and return whether the step needs another one.

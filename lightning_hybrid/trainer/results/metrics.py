@@ -207,15 +207,11 @@ class MetricsAcrossStages:
                 with torch.no_grad():
                     internals.set_forward_value(self._metrics[name], metric.compute())
 
-    def next_microbatch(self, *, keep: bool) -> None:
-        """A microbatch begins.
-
-        Args:
-            keep: Whether its metrics count. Code before the body also runs on the first stage, where they do not.
-        """
+    def next_microbatch(self) -> None:
+        """Begin a microbatch on the last stage, where its metrics count."""
         batch = self._batch
-        batch.weight = batch.weights[batch.counted] if keep and batch.counted < len(batch.weights) else None
-        batch.counted += keep
+        batch.weight = batch.weights[batch.counted] if batch.counted < len(batch.weights) else None
+        batch.counted += 1
 
     @contextmanager
     def only_seen(self) -> Iterator[None]:
@@ -228,7 +224,7 @@ class MetricsAcrossStages:
             self._only_seen = False
 
     def uncounted_microbatch(self) -> None:
-        """The user's step runs where its metrics do not count, and must do the same as where they do."""
+        """Begin a microbatch on another stage, where metrics do not count but must do the same."""
         self._batch.weight = self._batch.weights[0] if self._batch.weights else None
 
     def _update(self, name: str) -> Callable[[nn.Module, Any, Any], None]:

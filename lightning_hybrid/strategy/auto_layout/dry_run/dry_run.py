@@ -34,7 +34,6 @@ from lightning_hybrid.pipeline_parallel.batch_norm import batch_norms, limit_mic
 from lightning_hybrid.pipeline_parallel.body import Body
 from lightning_hybrid.pipeline_parallel.frame.alike import first_alike
 from lightning_hybrid.pipeline_parallel.frame.fake_tensors import FakeTensor
-from lightning_hybrid.pipeline_parallel.frame.plan import stages_by_parameter
 from lightning_hybrid.pipeline_parallel.links.step_schedules import find_schedule
 from lightning_hybrid.pipeline_parallel.splitting.microbatch import find_batch_size, split_into
 from lightning_hybrid.pipeline_parallel.stage_map import StageMap
@@ -66,8 +65,8 @@ from lightning_hybrid.tensor_parallel.plan import Plan
 from lightning_hybrid.tensor_parallel.vocab_parallel import to_plain_tensors
 from lightning_hybrid.trainer.lightning_internals import set_device_mesh
 from lightning_hybrid.trainer.precision import keeps_gradients
+from lightning_hybrid.trainer.program.make_program import find_uses
 from lightning_hybrid.trainer.results.logging import LogRecorder
-from lightning_hybrid.trainer.step_frame import make_chain_use, make_frame
 
 Fake: Any
 try:
@@ -333,18 +332,16 @@ class DryRunStrategy(SingleDeviceStrategy):
     def _place_outside(self, microbatches: Sequence[Any], args: Sequence[Any]) -> None:
         """Find where parameters outside of the layers will live once the first batch has been seen, and say it."""
         module, reason = self._module, ""
-        if self._stage_map.is_followed:
+        if self._stage_map.places_outside:
             try:
                 outside = layout.find_outside(module, self._stage_map, self._find_use(microbatches[0], args))
                 self._stage_map = replace(self._stage_map, outside=outside)
             except Exception as error:  # whatever it is, it is said
-                self._stage_map = replace(self._stage_map, is_followed=not self._stage_map.is_chain)
+                where = "are assigned to stages by an estimate"
+                if self._stage_map.is_chain:
+                    where = "stay on the first and the last stage"
+                    self._stage_map = replace(self._stage_map, places_outside=False)
                 text = " ".join(f"{type(error).__name__}: {error}".split())
-                where = (
-                    "stay on the first and the last stage"
-                    if self._stage_map.is_chain
-                    else "are assigned to stages by an estimate"
-                )
                 reason = f"The step cannot be traced, so parameters outside the pipelined layers {where}. {text}"
         table = layout.stages_text(
             module,
@@ -352,7 +349,7 @@ class DryRunStrategy(SingleDeviceStrategy):
             self.sizes,
             self._body,
             self._stage_map,
-            is_followed=not reason,
+            is_placed=not reason,
             num_microbatches=len(microbatches),
         )
         self.layout = "\n".join(filter(None, [table, reason, self._plan_table]))
@@ -369,14 +366,9 @@ class DryRunStrategy(SingleDeviceStrategy):
             with original_classes(module), _real_buffers(module), LogRecorder(module)():
                 yield
 
-        given = module, self._body, self._stage_map, torch.device("cpu")
-        step = module.training_step, (microbatch, *args), lambda number: None
+        step = module.training_step, (microbatch, *args)
         with self.precision_plugin.train_step_context():
-            if self._body.chain is not None:
-                return stages_by_parameter([make_chain_use(*given, around_discovery=around_discovery).find(*step)])
-            frame = make_frame(*given, remembers=False, around_discovery=around_discovery)
-            with frame():
-                return stages_by_parameter([frame.find_plan(0, *step).parameters])
+            return find_uses(module, self._body, self._stage_map, *step, around_discovery)
 
     def _activations(self, microbatch: Any, args: Sequence[Any]) -> Activations | None:
         """The bytes that autograd saves of a microbatch, and of a step."""

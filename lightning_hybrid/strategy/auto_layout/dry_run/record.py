@@ -86,11 +86,11 @@ class Record:
 
     def trace_error(self, layout: Layout) -> str:
         """Return why the layers cannot run again; empty if they can."""
-        if self.cut(layout).names is None and layout.recompute:
+        if self.division(layout).names is None and layout.recompute:
             return "there are no layers to recompute: the module has no list of layers"
         return self.share_error(layout)
 
-    def cut(self, layout: Layout) -> Cut:
+    def division(self, layout: Layout) -> Cut:
         """Return how layers go to stages."""
         found = self.cuts[layout.pipeline, layout.num_chunks]
         assert isinstance(found, Cut)
@@ -98,13 +98,13 @@ class Record:
 
     def traces(self, layout: Layout) -> tuple[Trace, ...]:
         """Return the forwards with a larger and a smaller microbatch."""
-        found = self.runs[self.cut(layout).names, (layout.context, layout.context_kind)]
+        found = self.runs[self.division(layout).names, (layout.context, layout.context_kind)]
         assert not isinstance(found, str)
         return found
 
     def timings(self, layout: Layout) -> tuple[Timing, ...]:
         """Return what forwards took."""
-        return self.times[self.cut(layout).names]
+        return self.times[self.division(layout).names]
 
     def held(self, layout: Layout, *, master_weights: bool) -> tuple[MemoryUsage, ...]:
         """Return what each pipeline rank holds, apart from activations.

@@ -9,6 +9,7 @@ from itertools import count
 from typing import Any
 
 import torch
+from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import LightningModule
 from lightning.pytorch.profilers import PassThroughProfiler, Profiler
 
@@ -33,11 +34,11 @@ from lightning_hybrid.tensor_parallel.vocab_parallel import to_plain_tensors
 from lightning_hybrid.trainer.debug.desync import StepDesync
 from lightning_hybrid.trainer.debug.position import place_text
 from lightning_hybrid.trainer.lightning_internals import attached_trainer
+from lightning_hybrid.trainer.program.program import StepCall, StepProgram
 from lightning_hybrid.trainer.results.logger_proxy import LoggerProxy, make_calls, pack_calls
 from lightning_hybrid.trainer.results.logging import Log, LogRecorder, pack_logs, replay, unpack_logs
 from lightning_hybrid.trainer.results.metrics import MetricsAcrossStages
 from lightning_hybrid.trainer.results.module_attributes import assign_scalars, pack_scalars, scalars
-from lightning_hybrid.trainer.step_frame import StepFrame
 
 _KEYS = count()  # channels outlive a run: what they have learnt for a key of one must not be taken for another's
 
@@ -59,14 +60,15 @@ class StepContext:
         around_forwards: Around forwards: what layers keep for backward, and where.
         context_parallel: Gives layers their share of a sequence; ``None`` if sequences are not shared.
         remembers: Whether what is found out about a step holds for later ones with equal shapes.
-        frees_early: Whether a layer's parameters are let go of after each call.
-        opens_chain: Whether the layers of a chain may serve as units, as :class:`~.step_frame.StepFrame` says.
 
     Attributes:
         num_stages: The number of stages, over all ranks.
         is_first: Whether this rank has the first stage.
         is_last: Whether this rank has the last stage.
-        frame: What the ranks that run the user's step do of it.
+        program: The step program, which the run chooses before the first step.
+        remembers: True if findings about a step hold for later steps with equal shapes.
+        all_layers: The layers of all stages.
+        shards_activations: True if layers may return activations that are sharded over ranks, see :meth:`plain`.
         layers: The layers of each stage of this rank.
         desync: Compares what this rank does with others.
         in_step: Whether a step runs that is cut, so that the user's code does not run on every rank.
@@ -76,6 +78,7 @@ class StepContext:
     """
 
     counts: Sequence[int] = ()
+    program: StepProgram
 
     def __init__(
         self,
@@ -93,21 +96,16 @@ class StepContext:
         around_forwards: Callable[[], AbstractContextManager[None]],
         context_parallel: ContextParallel | None,
         remembers: bool,
-        frees_early: bool,
-        opens_chain: bool = False,
     ) -> None:
         self.module, self.mesh, self.device = module, mesh, device
         self.streams, self.engine = streams, engine
         self.placement = stage_map.placement
         self.num_stages = self.placement.num_stages
-        self.is_first = mesh.pipeline_rank == self.placement.ranks[0]
-        self.is_last = mesh.pipeline_rank == self.placement.ranks[-1]
-        given = module, body, stage_map, mesh, device, streams
-        around = self._around_discovery
-        self.frame = StepFrame(
-            *given, remembers=remembers, frees_early=frees_early, opens=opens_chain, around_discovery=around
-        )
+        self.is_first: bool = mesh.pipeline_rank == self.placement.ranks[0]
+        self.is_last: bool = mesh.pipeline_rank == self.placement.ranks[-1]
+        self.remembers = remembers
         self._has_shared_layers, self._context_parallel = mesh.sizes.tensor > 1, context_parallel
+        self.shards_activations = self._has_shared_layers or context_parallel is not None
         self.in_step, self.is_following = False, False
         self.recorder: Recorder | None = None
         self._failures, self._abandon = failures, abandon
@@ -127,11 +125,12 @@ class StepContext:
             self._recorder.remember_value,
             is_last=self._results.is_source,
             unfollowed=self.unfollowed,
-            plain=self.plain if self._has_shared_layers or context_parallel is not None else None,
+            plain=self.plain if self.shards_activations else None,
         )
         self._keys: defaultdict[Hashable, int] = defaultdict(_KEYS.__next__)
         self._steps: set[Hashable] = set()  # that have been run, where that matters
         self._parameters = list(module.parameters())
+        self.all_layers = body.layers if body else ()
         own = self.placement.stages_of(mesh.pipeline_rank)
         self.layers = {
             stage: [body.layers[index] for index in stage_map.stages[stage]] if body else [] for stage in own
@@ -146,7 +145,7 @@ class StepContext:
         Args:
             stage_map: Which stage holds what.
         """
-        self.frame.place_parameters(stage_map)
+        self.program.place_parameters(stage_map)
         self._parameters = list(self.module.parameters())
 
     def run_layers(self, stage: int, random: AbstractContextManager[None], x: Any) -> Any:
@@ -268,14 +267,14 @@ class StepContext:
             self._around_forwards(),
             local,
             plain_factories() if self._has_shared_layers else nullcontext(),
-            self.frame(repeats=num_microbatches > 1),
+            self.program.entered(repeats=num_microbatches > 1),
             self._logger_proxy(),
             self._recorder() as records,
         ):
             if self._watch is not None:
                 self._watch.check()
             self._scalars = scalars(self.module) if self.is_last else {}
-            self.in_step = self.frame.body_cut is not None or self.frame.cut is not None
+            self.in_step = self.num_stages > 1
             try:
                 yield records
             finally:
@@ -287,22 +286,23 @@ class StepContext:
         """Search the module again for everything that a step has found in it: its state has been restored."""
         self._epoch = None
 
-    def enter_user_code(self, *coordinates: int, keep: bool) -> None:
-        """The user's step is about to run, for one microbatch.
+    def enter_user_code(self, call: StepCall, *, keep: bool) -> tuple[Any, ...]:
+        """Prepare logs, metrics and random numbers for the user's step, and return its arguments on the device.
 
         Args:
-            coordinates: Of the random numbers that it draws.
-            keep: Whether its logs and metrics count: code before the body also runs on the first stage, where they do
-                not.
+            call: The step that is about to run.
+            keep: True if its logs and metrics count; False on other stages than the last one.
         """
         if self.metrics.exist:
-            if self.frame.cut is not None and not keep:
+            if keep:
+                self.metrics.next_microbatch()
+            else:
                 self.metrics.uncounted_microbatch()
-            elif self.is_last:
-                self.metrics.next_microbatch(keep=keep)
         if self.is_last:
             self._recorder.next_microbatch(keep=keep)
-        self.streams.seed_user(*coordinates)
+        self.streams.seed_user(*call.coordinates)
+        batch = call.batch if call.device is None else move_data_to_device(call.batch, call.device)
+        return batch, *call.others
 
     @property
     def is_source(self) -> bool:
@@ -311,10 +311,10 @@ class StepContext:
 
     def unfollowed(self) -> AbstractContextManager[None]:
         """Inside, nothing that runs is part of the user's step."""
-        return self.frame.unfollowed()
+        return self.program.unfollowed()
 
     @contextmanager
-    def _around_discovery(self) -> Iterator[None]:
+    def around_discovery(self) -> Iterator[None]:
         """Around a step that is followed: what it logs is seen, and comes nowhere; layers have full parameters."""
         seen = self._recorder.only_seen(), self._logger_proxy.only_seen(), self.metrics.only_seen()
         whole = nullcontext() if self._context_parallel is None else self._context_parallel.paused()
@@ -417,7 +417,7 @@ class StepContext:
         about_memory = isinstance(error, torch.OutOfMemoryError)
         if len(self.counts) < 2 or about_memory or isinstance(error, WrongUseError) or is_transport(error):
             return
-        position, number = self.engine.position, self.frame.microbatch
+        position, number = self.engine.position, self.program.microbatch
         if position is not None and position.kind.is_compute:
             number = position.microbatch
         if number is not None and number < len(self.counts) and self.module.trainer.training:

@@ -1,0 +1,319 @@
+"""The program of a chain of layers that the step calls once, as a whole: stages between the ends run only layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager, suppress
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import nn
+
+from lightning_hybrid.data_parallel.grad_sync import GradientSync
+from lightning_hybrid.distributed.messages.tree_broadcast import broadcast_object
+from lightning_hybrid.pipeline_parallel.body import Body, BodyCut
+from lightning_hybrid.pipeline_parallel.chain import ChainCalls, ChainUse, CodeBefore, NotFollowedError, stays_text
+from lightning_hybrid.pipeline_parallel.frame.plan import stages_by_parameter
+from lightning_hybrid.pipeline_parallel.schedules import build_forward
+from lightning_hybrid.pipeline_parallel.splitting.microbatch import JoinError, find_batch_size, join, signature, slicing
+from lightning_hybrid.pipeline_parallel.stage_map import StageMap
+from lightning_hybrid.trainer.program.frame_program import FrameProgram
+from lightning_hybrid.trainer.program.program import StepCall, StepPart, StepProgram, Trial
+from lightning_hybrid.trainer.program.step_context import StepContext
+
+# At most so many steps around a chain are traced, of a sanity check and the first training batch.
+_MOST_USES = 16
+_OTHERWISE, _WRITES = "does not call {} exactly once as a whole", "changes parameters outside {}"
+
+
+class ChainProgram(StepProgram):
+    """The first and the last stage run the user's step around the chain, the stages between them only layers.
+
+    In an evaluation step, code around the chain sees the whole batch, and the layers see microbatches::
+
+        first stage   step with the whole batch, until body(x) --> x is split --> layers, microbatch by microbatch
+        middle        layers
+        last stage    layers --> y is joined --> step with the whole batch, in which body(x) returns y
+
+    So metrics see what they see in one process. If x or y cannot be split without doubt, the batch runs as one
+    microbatch; the ranks agree on that at the first batch of each signature, and remember it.
+
+    A step that turns out to call the layers in another way opens the chain: from then on the layers are units of a
+    :class:`FrameProgram`, on every rank of the model group. That is not undone.
+
+    Args:
+        context: The state that steps share.
+        body: The chain.
+        stage_map: The stages of the module's tensors.
+        grad_sync: Has the parameters that ZeRO shards.
+        num_microbatches: The requested number of microbatches of an evaluation step.
+        frees_early: True if the full parameters of a layer are freed after each call.
+        can_open: True if the layers of the chain may be called one by one.
+    """
+
+    def __init__(
+        self,
+        context: StepContext,
+        body: Body,
+        stage_map: StageMap,
+        grad_sync: GradientSync,
+        *,
+        num_microbatches: int,
+        frees_early: bool,
+        can_open: bool,
+    ) -> None:
+        self._context = context
+        assert body.chain is not None
+        self._body, self._chain, self._stage_map, self._grad_sync = body, body.chain, stage_map, grad_sync
+        self._num_microbatches, self._frees_early = num_microbatches, frees_early
+        self._cut = BodyCut(body.name, body.chain, body.lists)
+        self.places_parameters = stage_map.places_outside
+        # A chain that the user has named opens only for a step that writes parameters, such as those of a teacher.
+        self._can_open, self._opens_for_calls = can_open, can_open and body.is_found
+        self._settled = set[str]()
+        self._unsettled: str | None = None  # the step that was not traced to its end, until it has run
+        self._tracer: ChainUse | None = None
+        self._uses: dict[Hashable, tuple[frozenset[str], ...]] = {}
+        self._is_traceable = True
+        self._find_code_before(stage_map)
+        if self.places_parameters and not stage_map.outside and (context.is_first or context.is_last):
+            self._tracer = make_chain_use(
+                context.module, body, stage_map, context.device, around_discovery=context.around_discovery
+            )
+        self._counts: dict[Hashable, tuple[int, ...]] = {}  # the samples of each microbatch in evaluation
+
+    def entered(self, *, repeats: bool) -> AbstractContextManager[None]:
+        """Redirect calls of the chain to the cut; see :meth:`StepProgram.entered`."""
+        return self._cut()
+
+    def unfollowed(self) -> AbstractContextManager[None]:
+        """Return a context for code that is not part of the user's step."""
+        if self._cut.code_before is not None:
+            return self._cut.code_before.paused()
+        return super().unfollowed() if self._tracer is None else self._tracer.unfollowed()
+
+    @property
+    def has_code(self) -> bool:
+        """Return whether this rank has the first or the last stage."""
+        return self._context.is_first or self._context.is_last
+
+    # -- what is found out before a step runs ------------------------------------------------------------------------
+
+    def is_open(self, step: str) -> bool:
+        """Return whether it is still unknown how a step calls the chain.
+
+        Args:
+            step: The name of the step.
+        """
+        is_asked = self._opens_for_calls or (self._can_open and step == "training_step")
+        return is_asked and step not in self._settled
+
+    def settle(self, call: StepCall) -> None:
+        """Trace a step once, and open the chain if the step does not call it as a whole.
+
+        ::
+
+            x = self.body(x)                              the chain stays closed
+            two calls of it; for layer in self.body       the chain opens
+            parameters are written (a teacher)            the chain opens, also if the user has named it
+
+        Parameters around the chain stay where they are; buffers are sent to all stages. Replicas may decide
+        differently, but the ranks of a model group decide together.
+
+        Args:
+            call: The step.
+        """
+        context, body = self._context, self._body
+        self._settled.add(call.name)
+        found = torch.zeros(3, dtype=torch.int)  # calls it in another way, writes parameters, is not traced to its end
+        if context.mesh.pipeline_rank == 0:  # ranks between the ends lack what is around the chain
+            context.streams.seed_user(*call.coordinates)
+            calls = ChainCalls(context.module, body.names, self._chain, context.device, context.around_discovery)
+            seed = context.streams.of_calls(*call.coordinates)
+            found += torch.tensor(calls.look(call.step, call.arguments, seed))
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=context.mesh.control_group)
+        is_other, writes, stops = found.tolist()
+        if writes or (is_other and self._opens_for_calls):
+            self.opened(call.name, _OTHERWISE if is_other else _WRITES)
+        self._unsettled = call.name if stops and self._opens_for_calls else None
+
+    def opened(self, step: str, why: str = _OTHERWISE) -> FrameProgram:
+        """Let any code call the layers from now on, on every rank of the model group, and return the new program.
+
+        Args:
+            step: The name of the step that does.
+            why: What it does, with a placeholder for the name of the chain.
+        """
+        program = FrameProgram(
+            self._context,
+            self._body,
+            self._stage_map,
+            self._grad_sync,
+            frees_early=self._frees_early,
+            places_parameters=self.places_parameters,
+            uses=list(self._uses.values()) if self._is_traceable else None,
+        )
+        program.share_buffers()
+        self._context.program = program
+        rank_zero_info(
+            f"`{step}` {why.format(repr(self._body.name))}. From now on, the layers of {self._body.name!r} can be"
+            f" called one by one, as with HybridStrategy(body=[{self._body.name!r}])."
+        )
+        return program
+
+    def find_uses(
+        self, calls: list[StepCall], precision: Callable[[], AbstractContextManager[None]]
+    ) -> dict[str, set[int]] | None:
+        """Return the stages that use each parameter outside the chain; see :meth:`StepProgram.find_uses`."""
+        with precision():
+            for call in calls:
+                self._note_use(call, (call.key, signature(call.others)))
+        self._tracer, self.places_parameters = None, False
+        return stages_by_parameter(self._uses.values()) if self._is_traceable else None
+
+    def _note_use(self, call: StepCall, key: Hashable) -> None:
+        """Trace a step to find out which parameters around the chain it uses on which stage.
+
+        Args:
+            call: The step.
+            key: Steps with equal keys use the same parameters.
+        """
+        key = call.name, key
+        if self._tracer is None or key in self._uses or len(self._uses) == _MOST_USES:
+            return
+        streams = self._context.streams
+        streams.seed_user(*call.coordinates)
+        try:
+            self._uses[key] = self._tracer.find(call.step, call.arguments, streams.of_calls(*call.coordinates))
+        except NotFollowedError as error:
+            self._tracer, self._is_traceable = None, False
+            rank_zero_info(stays_text(call.name, error))
+
+    def place_parameters(self, stage_map: StageMap) -> None:
+        """Take note of the stages on which parameters outside the chain live from now on."""
+        self._stage_map = stage_map
+        self._find_code_before(stage_map)
+
+    def _find_code_before(self, stage_map: StageMap) -> None:
+        """Find out whether this rank, if it runs the step, lacks parameters around the chain."""
+        stage = 0 if self._context.mesh.pipeline_rank == 0 else len(stage_map.stages) - 1
+        lacks = any(stage not in stages for stages in stage_map.outside.values())
+        self._cut.code_before = CodeBefore(self._context.device) if lacks else None
+
+    # -- a step ------------------------------------------------------------------------------------------------------
+
+    def forward(self, stage: int, call: StepCall, inputs: Any, part: StepPart | None) -> Callable[[], Any]:
+        """Prepare the forward of a stage; see :meth:`StepProgram.forward`."""
+        context, is_last = self._context, stage == self._context.num_stages - 1
+        run_layers = partial(context.run_layers, stage, context.streams.layers(stage, *call.coordinates))
+        if stage > 0 and not is_last:
+            return partial(run_layers, inputs)
+        arguments = context.enter_user_code(call, keep=is_last)
+        return partial(self._cut.run, call.step, arguments, run_layers, inputs, unwinds=stage == 0, may_skip=True)
+
+    def evaluate(self, call: StepCall, trial: Trial) -> Any:
+        """Run an evaluation step, with the layers in microbatches; see :meth:`StepProgram.evaluate`."""
+        context = self._context
+        self._unsettled = None
+        if self._tracer is not None and context.module.trainer.state.fn == TrainerFn.FITTING:
+            self._note_use(call, call.key)
+        (key,) = context.keys(call.key, [None])
+        total = None if key in self._counts else find_batch_size(call.arguments[0])
+        x: Any = None
+        if context.is_first:
+            arguments = context.enter_user_code(call, keep=False)
+            x = self._cut.run(call.step, arguments, _unchanged, unwinds=True)
+        y = self._run_body(key, x, total, call.coordinates)
+        if not context.is_last:
+            return None
+        arguments = context.enter_user_code(call, keep=True)
+        return trial.run(lambda: context.plain(self._cut.run(call.step, arguments, _unchanged, y, unwinds=False)))
+
+    def _run_body(self, key: Hashable, x: Any, total: int | None, coordinates: tuple[int, ...]) -> Any:
+        """Return the output of the chain for the whole batch, on the last stage."""
+        known = self._counts.get(key)
+        if known is not None:
+            return self._run_microbatches(key, x, known, coordinates)
+        context = self._context
+        control = context.mesh.control_group
+        last = context.mesh.model_group_rank(context.placement.ranks[-1], 0)
+        counts = broadcast_object(self._split(x, total)[1] if context.is_first else None, 0, control)
+        y, is_joined = None, False
+        with suppress(JoinError):
+            y, is_joined = self._run_microbatches(key, x, counts, coordinates, strict=True), True
+        if not broadcast_object(is_joined, last, control):
+            counts = (total or 1,)
+            y = self._run_microbatches(key, x, counts, coordinates)
+        if context.remembers:
+            self._counts[key] = counts
+        return y
+
+    def _split(self, x: Any, total: int | None) -> tuple[list[Any], tuple[int, ...]]:
+        """Return the input of the chain in microbatches, and the number of samples of each."""
+        user_split = getattr(self._context.module, "split_body_input", None)
+        if user_split is not None:
+            parts = list(user_split(x, self._num_microbatches))
+            return parts, (1,) * len(parts)
+        plan = slicing(x, total, self._num_microbatches)
+        return plan.apply(x), plan.counts
+
+    def _run_microbatches(
+        self, key: Hashable, x: Any, counts: tuple[int, ...], coordinates: tuple[int, ...], *, strict: bool = False
+    ) -> Any:
+        context = self._context
+        parts = self._split(x, sum(counts))[0] if context.is_first and len(counts) > 1 else [x]
+        if context.is_first and len(parts) != len(counts):
+            raise ValueError(
+                f"The input of the body was split into {len(counts)} microbatches for an earlier batch, but into"
+                f" {len(parts)} for this batch of the same shapes. If the shape of the input depends on values in the"
+                " batch, set HybridStrategy(dynamic_shapes=True). [LH447]"
+            )
+
+        def compute(stage: int, microbatch: int, inputs: Any) -> Any:
+            random = context.streams.layers(stage, *coordinates, microbatch)
+            return context.run_layers(stage, random, parts[microbatch] if stage == 0 else inputs)
+
+        # Parts that the user's hook makes may differ in shape even if they have the same number of samples.
+        marks = range(len(counts)) if getattr(context.module, "split_body_input", None) else counts
+        keys = context.keys((key, counts), marks)
+        schedule = build_forward(context.placement, len(counts), posts_early=context.may_post_early(keys))
+        outputs = context.engine.run(schedule, compute, keys, profile=context.profile)
+        if not context.is_last:
+            return None
+        user_join = getattr(context.module, "join_body_output", None)
+        return join(outputs, counts, strict=strict) if user_join is None or len(outputs) == 1 else user_join(outputs)
+
+    # -- steps in lockstep -------------------------------------------------------------------------------------------
+
+    def may_run_again(self, call: StepCall) -> bool:
+        """Return whether a step was not traced to its end, so that it may call the layers one by one after all."""
+        is_possible = not torch.is_grad_enabled() and self._context.mesh.sizes.context == 1
+        return is_possible and self._unsettled == call.name
+
+
+def _unchanged(x: Any) -> Any:
+    """Stand in for the layers, which run apart, for each microbatch."""
+    return x
+
+
+def make_chain_use(
+    module: nn.Module, body: Body, stage_map: StageMap, device: torch.device, **arguments: Any
+) -> ChainUse:
+    """Return the tracer of the parameters that a step uses around a chain.
+
+    Args:
+        module: The user's module.
+        body: The chain.
+        stage_map: The stages of the module's tensors.
+        device: The device of this rank.
+        arguments: Other arguments of :class:`ChainUse`.
+    """
+    assert body.chain is not None
+    names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+    holders = {name: stage_map.stages_of(name) for name in names if stage_map.is_outside(name)}
+    stages = len(stage_map.stages)
+    return ChainUse(module, body.name, body.chain, stages, device, holders=holders, remembers=False, **arguments)

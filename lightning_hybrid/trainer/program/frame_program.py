@@ -1,0 +1,371 @@
+"""The program of steps that are traced: code of the user runs on every stage, around the layers of that stage."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from itertools import zip_longest
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+from lightning_hybrid.data_parallel.broadcast import broadcast_tensors
+from lightning_hybrid.data_parallel.grad_sync import GradientSync
+from lightning_hybrid.distributed.failure import WrongUseError, is_transport
+from lightning_hybrid.error_codes.entry import without_code
+from lightning_hybrid.pipeline_parallel.body import Body
+from lightning_hybrid.pipeline_parallel.frame.discovery import GENERATION
+from lightning_hybrid.pipeline_parallel.frame.frame import FrameCut
+from lightning_hybrid.pipeline_parallel.frame.path_change import PathChangedError
+from lightning_hybrid.pipeline_parallel.frame.plan import FramePlan, shard_text, skipped_writes, stages_by_parameter
+from lightning_hybrid.pipeline_parallel.frame.routes import Travel, travel_text
+from lightning_hybrid.pipeline_parallel.schedules import build_forward
+from lightning_hybrid.pipeline_parallel.splitting.microbatch import signature
+from lightning_hybrid.pipeline_parallel.stage_map import StageMap
+from lightning_hybrid.tensor_parallel.layers import ParallelLayer
+from lightning_hybrid.trainer.layer_exchange import DifferentStepsError, LayerExchange
+from lightning_hybrid.trainer.program.program import StepCall, StepPart, StepProgram, Trial
+from lightning_hybrid.trainer.program.step_context import StepContext
+
+_CALLED_ONCE = (
+    "but zero_stage=3 frees its full parameters after each call. Set"
+    " HybridStrategy(tuning=Tuning(reshard_after_forward=False))."
+)
+
+
+class FrameProgram(StepProgram):
+    """The user's step runs on every stage; layers of other stages return absent values.
+
+    Args:
+        context: The state that steps share.
+        body: The layers that are divided into stages.
+        stage_map: The stages of the module's tensors.
+        grad_sync: Has the parameters that ZeRO shards.
+        frees_early: True if the full parameters of a layer are freed after each call.
+        places_parameters: True if the first training batch decides where parameters outside the layers live.
+        uses: The parameters that each stage uses in steps that were traced before; ``None`` if a step could not be
+            traced.
+    """
+
+    def __init__(
+        self,
+        context: StepContext,
+        body: Body,
+        stage_map: StageMap,
+        grad_sync: GradientSync,
+        *,
+        frees_early: bool,
+        places_parameters: bool,
+        uses: Sequence[Sequence[frozenset[str]]] | None = (),
+    ) -> None:
+        self._context = context
+        self.places_parameters = places_parameters
+        self._module, self._mesh, self._streams = context.module, context.mesh, context.streams
+        self._stage_map, self._grad_sync, self._uses = stage_map, grad_sync, uses
+        self.cut = self._cut = make_frame(
+            context.module,
+            body,
+            stage_map,
+            context.device,
+            remembers=context.remembers,
+            around_discovery=context.around_discovery,
+            compare=self._compare_calls,
+            once=_CALLED_ONCE if frees_early else None,
+            agrees=self._agrees,
+            metrics=[part for part in context.module.modules() if isinstance(part, Metric)],
+        )
+        self._warned: set[Hashable] = set()
+        self._exchange = LayerExchange(context.mesh, context.device, type(context.module).__name__)
+        self._in_lockstep: dict[str, set[Hashable]] = {}  # the keys of steps that run in lockstep, by name
+
+    def entered(self, *, repeats: bool) -> AbstractContextManager[None]:
+        """Redirect calls of layers to the cut; see :meth:`StepProgram.entered`."""
+        return self._cut(repeats=repeats)
+
+    def unfollowed(self) -> AbstractContextManager[None]:
+        """Return a context for code that is not part of the user's step."""
+        return self._cut.unfollowed()
+
+    # -- what is found out before a step runs ------------------------------------------------------------------------
+
+    def find_uses(
+        self, calls: list[StepCall], precision: Callable[[], AbstractContextManager[None]]
+    ) -> dict[str, set[int]] | None:
+        """Return the stages that use each parameter outside the layers; see :meth:`StepProgram.find_uses`."""
+        plans, self.places_parameters = self.plan(calls, precision), False
+        if self._uses is None:
+            return None
+        known = [*plans, *self._cut.plans]  # an evaluation may have come before
+        return stages_by_parameter([*self._uses, *(plan.parameters for plan in known)])
+
+    def place_parameters(self, stage_map: StageMap) -> None:
+        """Take note of the stages on which parameters outside the layers live from now on."""
+        self._stage_map = stage_map
+        self._cut.place_parameters(find_holders(self._module, stage_map))
+        self.share_buffers()  # placeholders have replaced them again
+
+    def share_buffers(self) -> None:
+        """Send the buffers around a chain to the ranks between its ends, which run the code around the layers now."""
+        mesh = self._mesh
+        source = mesh.model_group_rank(0, 0)
+        for name, buffer in list(self._module.named_buffers()):
+            held = self._stage_map.ranks_of(name)
+            if not self._stage_map.is_outside(name) or len(held) == mesh.sizes.pipeline:
+                continue
+            is_source = mesh.model_group.rank() == source
+            # A tensor that is made like a placeholder would be a placeholder.
+            value = buffer if is_source else torch.empty(buffer.shape, dtype=buffer.dtype, device=self._context.device)
+            broadcast_tensors([value], mesh.model_group, source)
+            if mesh.pipeline_rank not in held:
+                owner, _, key = name.rpartition(".")
+                self._module.get_submodule(owner)._buffers[key] = value
+
+    def plan(
+        self,
+        calls: list[StepCall],
+        precision: Callable[[], AbstractContextManager[None]],
+        choose: Callable[[int], int | None] | None = None,
+    ) -> list[FramePlan]:
+        """Return the plan of each step, tracing those that are new; see :meth:`StepProgram.plan`."""
+        plans: list[FramePlan] = []
+        of_others = signature(calls[0].others)
+        with precision():
+            for number, call in enumerate(calls):
+                call = calls[number] = call.moved()  # tracing needs its values, and its forward comes soon
+                plan = self._find_plan(call, (call.key, of_others), None if choose is None else choose(number))
+                if plan.computed_layers and not self._grad_sync.zero.keeps_layers:
+                    raise WrongUseError(shard_text(plan.computed_layers))
+                plans.append(plan)
+        return plans
+
+    def _find_plan(self, call: StepCall, key: Hashable, choice: int | None = None) -> FramePlan:
+        seeds = self._streams.of_calls(*call.coordinates), partial(self._streams.seed_user, *call.coordinates)
+        self.microbatch = call.coordinates[-1]
+        plan = self._cut.find_plan((call.name, key), call.step, call.arguments, *seeds, choice=choice)
+        self.microbatch = None
+        return plan
+
+    def _compare_calls(self, calls: list[str]) -> None:
+        """Check that a traced step makes the same calls on every rank of the model group.
+
+        Raises:
+            WrongUseError: If it does not.
+        """
+        group = self._mesh.control_group
+        digests: list[Any] = [None] * group.size()
+        dist.all_gather_object(digests, hashlib.sha256("\n".join(calls).encode()).hexdigest(), group=group)
+        if len(set(digests)) == 1:
+            return
+        found: list[Any] = [None] * group.size()
+        dist.all_gather_object(found, calls, group=group)
+        rows = list(zip_longest(*found, fillvalue="the end"))
+        number = next(number for number, row in enumerate(rows) if len(set(row)) > 1)
+        ranks = dist.get_process_group_ranks(group)
+        names = ", ".join(f"{name} on rank {rank}" for rank, name in zip(ranks, rows[number], strict=True))
+        raise DifferentStepsError(
+            f"The step of {type(self._module).__name__} is not the same on every rank: call {number} is"
+            f" {names}. Every stage runs this code, so the code must not depend on the rank. [LH433]"
+        )
+
+    def _agrees(self, number: int) -> bool:
+        """Return whether a number is the same on every rank of the model group."""
+        extremes = torch.tensor([number, -number])
+        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=self._mesh.control_group)
+        return int(extremes.sum()) == 0
+
+    def parts(self, step: str, plans: Sequence[FramePlan], *, is_rehearsal: bool = False) -> Sequence[StepPart]:
+        """Fetch parameters, and return the parts of the steps; see :meth:`StepProgram.parts`."""
+        fetched = self._fetch_parameters(step, plans, warns=not is_rehearsal)
+        skipped: Sequence[Collection[int]] = [()] * len(plans) if is_rehearsal else skipped_writes(plans)
+        return [StepPart(plan, fetched, of_plan) for plan, of_plan in zip(plans, skipped, strict=True)]
+
+    def _fetch_parameters(self, step: str, plans: Sequence[FramePlan], *, warns: bool) -> dict[str, Tensor]:
+        """Return values of parameters for stages before those that have them; only a step without gradients has any.
+
+        Args:
+            step: The name of the step.
+            plans: The plan of each microbatch.
+            warns: True to tell the user once about each tensor that stages send to each other.
+
+        Returns:
+            The values by name, on every rank of the model group.
+        """
+        mesh = self._mesh
+        if warns:
+            self._warn_of_travels(step, [travel for plan in plans for travel in plan.travels])
+        fetched: dict[str, Tensor] = {}
+        for name, stage in {name: stage for plan in plans for name, stage in plan.fetched.items()}.items():
+            rank = self._stage_map.placement.ranks[stage]
+            parameter, source = self._module.get_parameter(name), mesh.model_group_rank(rank, 0)
+            is_source = mesh.model_group.rank() == source
+            fetched[name] = (
+                parameter.detach() if is_source else torch.empty_like(parameter, device=self._context.device)
+            )
+            broadcast_tensors([fetched[name]], mesh.model_group, source)
+        return fetched
+
+    def _warn_of_travels(self, step: str, travels: Iterable[Travel]) -> None:
+        new = [travel for travel in travels if (step, travel.names, travel.stages) not in self._warned]
+        if not new:
+            return
+        num_bytes = 0
+        for travel in new:
+            trained = any(self._module.get_parameter(name).requires_grad for name in travel.names)
+            num_bytes += travel.num_bytes * (2 if trained and torch.is_grad_enabled() else 1)
+        rank_zero_warn(travel_text(step, new, self._cut.all_holders, num_bytes))
+        self._warned |= {(step, travel.names, travel.stages) for travel in new}
+
+    # -- a step ------------------------------------------------------------------------------------------------------
+
+    def forward(self, stage: int, call: StepCall, inputs: Any, part: StepPart | None) -> Callable[[], Any]:
+        """Prepare the forward of a stage; see :meth:`StepProgram.forward`."""
+        assert part is not None
+        context, plan, streams, coordinates = self._context, part.plan, self._streams, call.coordinates
+        if plan.of_layers:
+            self._grad_sync.zero.unshard_layers()
+        for name in plan.rewritten:
+            self._grad_sync.zero.note_write(self._module.get_parameter(name))
+        arguments = context.enter_user_code(call, keep=stage == context.num_stages - 1)
+        return partial(
+            self._cut.run,
+            plan,
+            stage,
+            call.step,
+            arguments,
+            context.received(inputs),
+            seed=streams.of_calls(*coordinates),
+            random=lambda number: streams.layers(0, *coordinates, number),  # the same numbers under every layout
+            fetched=part.fetched,
+            skipped=part.skipped,
+        )
+
+    def evaluate(self, call: StepCall, trial: Trial) -> Any:
+        """Run an evaluation step, whose batch is one microbatch; see :meth:`StepProgram.evaluate`."""
+        context = self._context
+        if call.key in self._in_lockstep.get(call.name, ()):
+            return self._lockstep(call)
+        plan = self._find_plan_if_any(call)
+        if plan is None:
+            return self.run_in_lockstep(call)
+        if plan.graph.needed is None:
+            trial.state = None  # all of it is known
+        elif trial.state is not None:
+            trial.state.keep_new()
+        if plan.of_layers:
+            if not self._grad_sync.zero.keeps_layers:
+                raise WrongUseError(shard_text(plan.of_layers))
+            self._grad_sync.zero.unshard_layers()  # before parameters are fetched
+        (part,) = self.parts(call.name, [plan])
+
+        def compute(stage: int, microbatch: int, inputs: Any) -> Any:
+            forward, is_last = self.forward(stage, call, inputs, part), stage == context.num_stages - 1
+
+            def run() -> Any:
+                return context.plain(forward(), to_stage=not is_last)
+
+            return trial.run(run) if is_last else run()
+
+        keys = context.keys(call.key, [plan.number])
+        schedule = build_forward(context.placement, 1, posts_early=context.may_post_early(keys))
+        try:
+            values = context.engine.run(schedule, compute, keys, profile=context.profile)
+        except PathChangedError as error:
+            if plan.graph.needed is None or self.may_run_again(call):
+                raise
+            raise WrongUseError(f"{without_code(error)} {GENERATION} [LH426]") from None
+        return values[0] if values else None
+
+    def _find_plan_if_any(self, call: StepCall) -> FramePlan | None:
+        """Return the plan of an evaluation step; ``None`` if it has to run in lockstep, on every rank.
+
+        Raises:
+            WrongUseError: If the step can neither be divided nor run in lockstep.
+        """
+        try:
+            return self._find_plan(call, call.key)
+        except Exception as error:  # of the user's code too, which without values may do anything
+            if isinstance(error, DifferentStepsError) or is_transport(error) or not self.may_run_again(call):
+                raise
+            self.microbatch = None
+            self._compare_calls([f"the end of the traceable part of `{call.name}`"])
+            return None
+
+    # -- steps in lockstep -------------------------------------------------------------------------------------------
+
+    def may_run_again(self, call: StepCall) -> bool:
+        """Return whether steps may run in lockstep: they have no gradients, and sequences are not sharded."""
+        return not torch.is_grad_enabled() and self._mesh.sizes.context == 1
+
+    def run_in_lockstep(self, call: StepCall) -> Any:
+        """Run an evaluation step in lockstep, now and whenever it has the same key, and return its result.
+
+        Raises:
+            DifferentStepsError: If the ranks of the model group do different things.
+        """
+        if call.name not in self._in_lockstep:
+            self._in_lockstep[call.name] = set()
+            rank_zero_info(
+                f"Results of layers decide which layers `{call.name}` calls, so the stages run it in lockstep: only"
+                " one stage computes at a time."
+            )
+        if self._context.remembers:
+            self._in_lockstep[call.name].add(call.key)
+        return self._lockstep(call)
+
+    def _lockstep(self, call: StepCall) -> Any:
+        context, coordinates = self._context, call.coordinates
+        self._grad_sync.zero.unshard_layers()  # before layers wait for each other: replicas may call other ones
+        arguments = context.enter_user_code(call, keep=context.is_last)
+        value = self._cut.run_in_lockstep(
+            call.step,
+            arguments,
+            self._mesh.pipeline_rank,
+            self._exchange,
+            random=lambda number: self._streams.layers(0, *coordinates, number),
+            plain=context.plain,
+            is_tensor_parallel=self._mesh.sizes.tensor > 1,
+        )
+        return context.plain(value)
+
+
+def make_frame(module: nn.Module, body: Body, stage_map: StageMap, device: torch.device, **arguments: Any) -> FrameCut:
+    """Return the cut of steps at the layers of a body that any code may call.
+
+    Args:
+        module: The user's module.
+        body: The layers that are divided into stages.
+        stage_map: The stages of the module's tensors.
+        device: The device of this rank.
+        arguments: Other arguments of :class:`FrameCut`.
+    """
+    of_units = {part for unit in body.layers for part in unit.modules()}
+    around = [(name, part) for name, part in module.named_modules() if part not in of_units]
+    return FrameCut(
+        module,
+        list(zip(body.names, body.layers, strict=True)),
+        stage_map.stages,
+        stage_map.placement,
+        device,
+        holders=find_holders(module, stage_map),
+        leaf_modules=[each for each in around if isinstance(each[1], ParallelLayer)],
+        **arguments,
+    )
+
+
+def find_holders(module: nn.Module, stage_map: StageMap) -> Mapping[str, Collection[int]]:
+    """Return the stages of parameters outside the layers that not all stages have, by name.
+
+    Args:
+        module: The user's module.
+        stage_map: The stages of the module's tensors.
+    """
+    named = list(module.named_parameters(remove_duplicate=False))
+    inside = {id(parameter) for name, parameter in named if not stage_map.is_outside(name)}
+    stages = {name: stage_map.stages_of(name) for name, parameter in named if id(parameter) not in inside}
+    return {name: held for name, held in stages.items() if len(held) < len(stage_map.stages)}

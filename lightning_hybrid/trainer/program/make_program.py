@@ -1,0 +1,93 @@
+"""The choice of the step program, which nothing else repeats."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_hybrid.data_parallel.grad_sync import GradientSync
+from lightning_hybrid.pipeline_parallel.body import Body
+from lightning_hybrid.pipeline_parallel.frame.plan import stages_by_parameter
+from lightning_hybrid.pipeline_parallel.stage_map import StageMap
+from lightning_hybrid.trainer.program.chain_program import ChainProgram, make_chain_use
+from lightning_hybrid.trainer.program.frame_program import FrameProgram, make_frame
+from lightning_hybrid.trainer.program.program import StepProgram
+from lightning_hybrid.trainer.program.step_context import StepContext
+from lightning_hybrid.trainer.program.whole_program import WholeProgram
+
+
+def make_program(
+    context: StepContext,
+    body: Body | None,
+    stage_map: StageMap,
+    grad_sync: GradientSync,
+    *,
+    num_microbatches: int,
+    frees_early: bool,
+    can_open: bool,
+) -> StepProgram:
+    """Return the program of the steps of a run.
+
+    Args:
+        context: The state that steps share.
+        body: The layers that are divided into stages; ``None`` if there is one stage.
+        stage_map: The stages of the module's tensors.
+        grad_sync: Has the parameters that ZeRO shards.
+        num_microbatches: The requested number of microbatches of an evaluation step.
+        frees_early: True if the full parameters of a layer are freed after each call.
+        can_open: True if the layers of a chain may be called one by one.
+    """
+    if body is None:
+        return WholeProgram(context)
+    if body.chain is None:
+        return FrameProgram(
+            context,
+            body,
+            stage_map,
+            grad_sync,
+            frees_early=frees_early,
+            places_parameters=stage_map.places_outside,
+        )
+    return ChainProgram(
+        context,
+        body,
+        stage_map,
+        grad_sync,
+        num_microbatches=num_microbatches,
+        frees_early=frees_early,
+        can_open=can_open,
+    )
+
+
+def find_uses(
+    module: nn.Module,
+    body: Body,
+    stage_map: StageMap,
+    step: Callable[..., Any],
+    arguments: Sequence[Any],
+    around_discovery: Callable[[], AbstractContextManager[object]],
+) -> dict[str, set[int]]:
+    """Return the stages that use each parameter outside the layers in a step, in a process without other ranks.
+
+    Args:
+        module: The user's module, whole.
+        body: The layers that are divided into stages.
+        stage_map: The stages of the module's tensors.
+        step: The user's step.
+        arguments: Its arguments.
+        around_discovery: Makes the context of a step that is traced.
+
+    Raises:
+        NotFollowedError, WrongUseError: If the step cannot be traced.
+    """
+    host, seed = torch.device("cpu"), lambda number: None
+    if body.chain is not None:
+        tracer = make_chain_use(module, body, stage_map, host, around_discovery=around_discovery)
+        return stages_by_parameter([tracer.find(step, arguments, seed)])
+    frame = make_frame(module, body, stage_map, host, remembers=False, around_discovery=around_discovery)
+    with frame():
+        return stages_by_parameter([frame.find_plan(0, step, arguments, seed).parameters])

@@ -1,0 +1,34 @@
+"""The program of a module that is one stage: the user's step runs as it is, with each microbatch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from lightning_hybrid.trainer.program.program import StepCall, StepPart, StepProgram, Trial
+from lightning_hybrid.trainer.program.step_context import StepContext
+
+
+class WholeProgram(StepProgram):
+    """The only stage runs all of the user's step.
+
+    Args:
+        context: The state that steps share.
+    """
+
+    def __init__(self, context: StepContext) -> None:
+        self._context = context
+
+    @property
+    def is_plain(self) -> bool:
+        """Return whether an evaluation step runs as it is: no other rank of the model group takes part in it."""
+        return self._context.mesh.model_group.size() == 1
+
+    def forward(self, stage: int, call: StepCall, inputs: Any, part: StepPart | None) -> Callable[[], Any]:
+        """Prepare the forward; see :meth:`StepProgram.forward`."""
+        return partial(call.step, *self._context.enter_user_code(call, keep=True))
+
+    def evaluate(self, call: StepCall, trial: Trial) -> Any:
+        """Run an evaluation step; see :meth:`StepProgram.evaluate`."""
+        return self._context.plain(self.forward(0, call, None, None)())
