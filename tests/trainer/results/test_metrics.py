@@ -251,8 +251,8 @@ def by_shares() -> dict[str, list[float]]:
         for values in ((1.0, 4.0), (7.0, 1.0)):
             with batches.across.step(num_microbatches=2, counts=[2, 1]):
                 for value, count in zip(values, [2, 1], strict=True):
-                    batches.across.next_microbatch(keep=False)
-                    batches.across.next_microbatch(keep=True)
+                    batches.across.uncounted_microbatch()
+                    batches.across.next_microbatch()
                     update(batches.module["metric"], value, count)
         value = batches.across.batch_value("metric", on_step=True)
         found[kind] = [round(value.item(), 6), round(batches.module["metric"].compute().item(), 6)]
@@ -267,7 +267,7 @@ class Own(MeanMetric):
 def outside_of_steps() -> float:
     batches = Batches(MeanMetric())
     with batches.across.step(num_microbatches=2, counts=[2, 1]):
-        batches.across.next_microbatch(keep=True)
+        batches.across.next_microbatch()
     batches.module["metric"].update(5.0)
     return batches.module["metric"].weight.item()
 
