@@ -117,7 +117,7 @@ class ConfigParser(Parser):
         super().__init__(
             command,
             description=description,
-            epilog="This command also accepts all options of `fit`, so you can reuse the command line of a run."
+            epilog="This command also accepts all options of `fit`."
             f" Example: {PROGRAM} {command} --config FILE {example}",
         )
         self.group("configuration").add_argument(
@@ -125,7 +125,7 @@ class ConfigParser(Parser):
             required=True,
             action="append",
             metavar="FILE",
-            help="configuration file; if you repeat this option, later files override earlier files",
+            help="configuration file; later files override earlier files",
         )
 
 
