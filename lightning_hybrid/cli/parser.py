@@ -17,6 +17,8 @@ from typing_extensions import override
 PROGRAM = "lightning-hybrid"
 #: The greatest width of what commands print, of a terminal on a laptop.
 COLUMNS = 100
+#: Begins the last lines of the help of commands that take a configuration.
+OPTIONS_OF_FIT = "This command also accepts all options of `fit`."
 
 
 def did_you_mean(word: str, words: Iterable[str]) -> str:
@@ -117,8 +119,7 @@ class ConfigParser(Parser):
         super().__init__(
             command,
             description=description,
-            epilog="This command also accepts all options of `fit`."
-            f" Example: {PROGRAM} {command} --config FILE {example}",
+            epilog=f"{OPTIONS_OF_FIT} Example: {PROGRAM} {command} --config FILE {example}",
         )
         self.group("configuration").add_argument(
             "--config",

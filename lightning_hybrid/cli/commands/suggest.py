@@ -149,8 +149,8 @@ def _add_search(group: Any) -> None:
         "--max-context",
         type=positive,
         metavar="N",
-        help="largest context-parallel size to try (default: the number of ranks in a node, if each rank gets at least"
-        " 1024 positions of a sequence)",
+        help="largest context-parallel size to try (default: the number of ranks in a node, with at least 1024"
+        " positions per rank)",
     )
     group.add_argument(
         "--measure",
