@@ -36,8 +36,8 @@ class ModuleHooks(Protocol):
         Returns:
             The weight, at least 0, as a number or a tensor with one element. Each weight is divided by the sum of the
             weights of all microbatches in an optimizer step, over all replicas and accumulated batches. Gradients then
-            equal those of a single process with all samples in one batch. Mean values that `training_step` logs are
-            weighted in the same way. The loss must be finite even if the weight is 0, so a step that divides by the
+            equal the gradients of a single process with all samples in one batch. Mean values that `training_step` logs
+            are weighted in the same way. The loss must be finite even if the weight is 0, so a step that divides by the
             weight must divide by at least 1.
         """
 

@@ -13,8 +13,7 @@ from lightning_hybrid.cli.parser import ConfigParser, positive, print_json, quan
 from lightning_hybrid.strategy.auto_layout.machine import Machine
 
 _DESCRIPTION = (
-    "Estimate the memory and step time of every layout (sizes, tensor-parallel mode, context parallelism, microbatches,"
-    " schedule, ZeRO stage, activation checkpointing) for a given number of ranks. Print the fastest layouts that fit"
+    "Estimate the memory and step time of many layouts for a given number of ranks. Print the fastest layouts that fit"
     " in memory, and why the other layouts were rejected. No run is started, and no GPU is needed: the training step"
     " runs on fake tensors. Describe the hardware with the options (default: A100 with 80 GiB)."
 )
