@@ -28,9 +28,9 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 import lightning_hybrid  # noqa: E402
-from lightning_hybrid import Faults, HybridStrategy, Launch, ModuleHooks, Tuning  # noqa: E402
+from lightning_hybrid import Faults, HybridStrategy, Launch, Tuning  # noqa: E402
 from lightning_hybrid.cli.main import COMMANDS, LIGHTNING_COMMANDS  # noqa: E402
-from lightning_hybrid.cli.parser import PROGRAM, Parser  # noqa: E402
+from lightning_hybrid.cli.parser import OPTIONS_OF_FIT, PROGRAM, Parser  # noqa: E402
 from lightning_hybrid.error_codes import AREAS  # noqa: E402
 from lightning_hybrid.error_codes.entry import CODE  # noqa: E402
 
@@ -167,44 +167,37 @@ def listed(items: dict[str, str]) -> str:
     return "\n".join(f"- {name}: {text}" for name, text in items.items())
 
 
-def hooks(page: Path) -> Iterator[str]:
-    """The optional hooks of a module, one row each."""
-    attributes = Docstring(ModuleHooks, page).items("Attributes")
-    rows = [f"| [`{name}`](#{name}) | {first_sentence(text)} |" for name, text in attributes.items()]
-    for name, method in vars(ModuleHooks).items():
-        if not name.startswith("_") and inspect.isfunction(method):
-            rows.append(
-                f"| [`{name}{call(method)}`](#{name}) | {first_sentence(Docstring(method, page).paragraphs()[0])} |"
-            )
-    yield "\n".join(["| hook | what it is |", "|---|---|", *rows])
-
-
 def commands(page: Path) -> Iterator[str]:
     """All commands of the program."""
-    rows = []
-    for name, (text, example) in {**LIGHTNING_COMMANDS, **COMMANDS}.items():
-        link = f"[`{name}`](#{name})" if name in COMMANDS else f"`{name}`"
-        rows.append(f"| {link} | {text} | `{PROGRAM} {name} {example}` |")
-    yield "\n".join(["| command | what it does | example |", "|---|---|---|", *rows])
+    texts = {**LIGHTNING_COMMANDS, **COMMANDS}
+    yield listed(
+        {f"[`{name}`](#{name})" if name in COMMANDS else f"`{name}`": text for name, (text, _) in texts.items()}
+    )
 
 
 def command(page: Path, name: str) -> Iterator[str]:
     """What a command does, and its options."""
     parser = parser_of(name)
     yield parser.description or ""
-    rows = []
+    options = {}
     for action in parser._actions:
-        if isinstance(action, argparse._HelpAction):
+        if isinstance(action, argparse._HelpAction) or is_common(action):
             continue
         value = "" if action.nargs == 0 or not action.option_strings else f" {action.metavar or action.dest.upper()}"
         words = "`, `".join(option + value for option in action.option_strings) or action.metavar or action.dest.upper()
         text = (action.help or "") % vars(action)
         if action.required and action.option_strings:
             text += "; required"
-        rows.append(f"| `{words}` | {text} |")
-    yield "\n".join(["| option | meaning |", "|---|---|", *rows])
+        options[f"`{words}`"] = text
+    if options:
+        yield listed(options)
     if parser.epilog:
-        yield re.sub(rf"({PROGRAM} .*)", r"`\1`", parser.epilog)
+        yield re.sub(rf"({PROGRAM} .*)", r"`\1`", parser.epilog.removeprefix(OPTIONS_OF_FIT).lstrip())
+
+
+def is_common(action: argparse.Action) -> bool:
+    """Whether several commands have an option: the top of the page describes it."""
+    return "--json" in action.option_strings or (action.required and "--config" in action.option_strings)
 
 
 def output(page: Path, *words: str) -> Iterator[str]:
@@ -258,7 +251,7 @@ def errors(page: Path, area: str) -> Iterator[str]:
 
 WRITERS: dict[str, Callable[..., Iterator[str]]] = {
     writer.__name__: writer
-    for writer in (arguments, argument_table, members, hooks, commands, command, output, versions, errors)
+    for writer in (arguments, argument_table, members, commands, command, output, versions, errors)
 }
 
 # -- names, types, values ----------------------------------------------------------------------------------------------

@@ -17,6 +17,8 @@ from typing_extensions import override
 PROGRAM = "lightning-hybrid"
 #: The greatest width of what commands print, of a terminal on a laptop.
 COLUMNS = 100
+#: Begins the last lines of the help of commands that take a configuration.
+OPTIONS_OF_FIT = "This command also accepts all options of `fit`."
 
 
 def did_you_mean(word: str, words: Iterable[str]) -> str:
@@ -117,15 +119,14 @@ class ConfigParser(Parser):
         super().__init__(
             command,
             description=description,
-            epilog="This command also accepts all options of `fit`, so you can reuse the command line of a run."
-            f" Example: {PROGRAM} {command} --config FILE {example}",
+            epilog=f"{OPTIONS_OF_FIT} Example: {PROGRAM} {command} --config FILE {example}",
         )
         self.group("configuration").add_argument(
             "--config",
             required=True,
             action="append",
             metavar="FILE",
-            help="configuration file; if you repeat this option, later files override earlier files",
+            help="configuration file; later files override earlier files",
         )
 
 

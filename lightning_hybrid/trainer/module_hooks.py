@@ -35,10 +35,10 @@ class ModuleHooks(Protocol):
 
         Returns:
             The weight, at least 0, as a number or a tensor with one element. Each weight is divided by the sum of the
-            weights of all microbatches in an optimizer step, including those of other replicas and accumulated batches,
-            so that gradients equal the gradients of a single process with all samples in one batch. Mean values that
-            `training_step` logs are weighted in the same way. The loss must be finite even if the weight is 0. If the
-            step divides by the weight, it must divide by at least 1 instead.
+            weights of all microbatches in an optimizer step, over all replicas and accumulated batches. Gradients then
+            equal the gradients of a single process with all samples in one batch. Mean values that `training_step` logs
+            are weighted in the same way. The loss must be finite even if the weight is 0, so a step that divides by the
+            weight must divide by at least 1.
         """
 
     def split_batch(self, batch: Any, num_microbatches: int) -> Sequence[Any]:
@@ -53,9 +53,8 @@ class ModuleHooks(Protocol):
             num_microbatches: The requested number of microbatches.
 
         Returns:
-            The microbatches: at least one, and the same number on every rank of a model group (the ranks of one
-            replica). The weight of a microbatch is the result of :meth:`microbatch_weight` or, without that method, its
-            number of samples (or graphs).
+            The microbatches: at least one, and the same number on every rank of a replica. The weight of a microbatch
+            is the result of :meth:`microbatch_weight` or, without that method, its number of samples (or graphs).
         """
 
     def split_body_input(self, x: Any, num_microbatches: int) -> Sequence[Any]:

@@ -15,7 +15,7 @@ def run(args: Sequence[str]) -> None:
         " be larger than RAM, and it can also come from Lightning's FSDPStrategy or ModelParallelStrategy.",
         epilog="The command unpickles the checkpoint, which can run code. Use only checkpoints that you trust.",
     )
-    parser.add_argument("directory", metavar="DIR", help="checkpoint directory: a path, or a URL such as s3://...")
+    parser.add_argument("directory", metavar="DIR", help="checkpoint directory; can be a URL such as s3://...")
     parser.add_argument("file", type=on_disk, metavar="FILE", help="file to write")
     parser.add_argument(
         "--weights-only", action="store_true", help="omit the states of optimizers, schedulers and callbacks"

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from lightning_hybrid.cli.parser import PROGRAM, Parser, positive
+from lightning_hybrid.cli.parser import OPTIONS_OF_FIT, PROGRAM, Parser, positive
 
 _CONFIG = Path(__file__).parent.parent / "demo" / "vit.yaml"
 
@@ -15,11 +15,10 @@ def run(args: Sequence[str]) -> None:
     """Train the demo."""
     parser = Parser(
         "demo",
-        description="Train a Vision Transformer on handwritten digits on the CPU of this machine. If the"
-        " number of ranks is even, the model is split into 2 pipeline stages. If it is a multiple of 4, the weights of"
-        " each layer are also sharded over 2 tensor-parallel ranks. The remaining ranks train additional replicas of"
-        " the model. Nothing is downloaded.",
-        epilog="This command also accepts all options of `fit`; `--print_config` prints the configuration. Example:"
+        description="Train a Vision Transformer on handwritten digits on the CPU of this machine, without a download."
+        " If the number of ranks is even, the model is split into 2 pipeline stages. If it is a multiple of 4, the"
+        " layers are also sharded over 2 tensor-parallel ranks. The remaining ranks train additional replicas.",
+        epilog=f"{OPTIONS_OF_FIT} `--print_config` prints the configuration. Example:"
         f" {PROGRAM} demo --ranks 2 --trainer.max_steps 20",
     )
     parser.add_argument(

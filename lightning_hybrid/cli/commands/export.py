@@ -25,7 +25,7 @@ def run(args: Sequence[str]) -> None:
         epilog="The command unpickles the checkpoint, which can run code. Use only checkpoints that you trust.",
     )
     parser.add_argument(
-        "checkpoint", metavar="CHECKPOINT", help="checkpoint file or directory: a path, or a URL such as s3://..."
+        "checkpoint", metavar="CHECKPOINT", help="checkpoint file or directory; can be a URL such as s3://..."
     )
     parser.add_argument("folder", type=on_disk, metavar="FOLDER", help="output folder; it must be new or empty")
     parser.add_argument(

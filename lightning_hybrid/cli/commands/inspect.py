@@ -16,7 +16,7 @@ def run(args: Sequence[str]) -> None:
         epilog="The command does not run code from the checkpoint. For objects other than tensors and plain"
         " containers, it shows only the class.",
     )
-    parser.add_argument("path", metavar="PATH", help="checkpoint file or directory: a path, or a URL such as s3://...")
+    parser.add_argument("path", metavar="PATH", help="checkpoint file or directory; can be a URL such as s3://...")
     parser.add_argument("--every-name", action="store_true", help="print a separate line for each tensor")
     parser.add_json()
     options = parser.parse_args(args)

@@ -13,11 +13,9 @@ from lightning_hybrid.cli.parser import ConfigParser, positive, print_json, quan
 from lightning_hybrid.strategy.auto_layout.machine import Machine
 
 _DESCRIPTION = (
-    "Estimate the memory and step time of every layout (sizes, tensor-parallel mode, context parallelism, microbatches,"
-    " schedule, ZeRO stage, activation checkpointing) for a given number of ranks. Print the fastest layouts that fit"
-    " in memory, and why the other layouts were rejected. The remaining settings of the configuration are the same in"
-    " every layout. No run is started, and no GPU is needed: the training step runs on fake tensors. Use the options"
-    " below to describe the hardware (default: A100 with 80 GiB)."
+    "Estimate the memory and step time of many layouts for a given number of ranks. Print the fastest layouts that fit"
+    " in memory, and why the other layouts were rejected. No run is started, and no GPU is needed: the training step"
+    " runs on fake tensors. Describe the hardware with the options (default: A100 with 80 GiB)."
 )
 # The sizes of the configuration give way to those that are tried.
 _UNDIVIDED = {
@@ -137,8 +135,8 @@ def _add_search(group: Any) -> None:
     samples.add_argument(
         "--keep-batch",
         action="store_true",
-        help="in every layout, train each replica on one batch of the loader, and sort layouts by the time per"
-        " sample, as HybridStrategy(layout='auto') does",
+        help="train each replica on one batch of the loader, and sort layouts by the time per sample, as"
+        " HybridStrategy(layout='auto') does",
     )
     group.add_argument(
         "--max-tensor",
@@ -150,13 +148,13 @@ def _add_search(group: Any) -> None:
         "--max-context",
         type=positive,
         metavar="N",
-        help="largest context-parallel size to try (default: the number of ranks in a node, if each rank gets at least"
-        " 1024 positions of a sequence)",
+        help="largest context-parallel size to try (default: the number of ranks in a node, with at least 1024"
+        " positions per rank)",
     )
     group.add_argument(
         "--measure",
         action="store_true",
-        help="measure the time of forward passes in one process on this CPU, instead of counting their operations",
+        help="time forward passes on this CPU instead of counting their operations",
     )
 
 
