@@ -1,10 +1,11 @@
-"""Nested containers of values, taken apart and put together, and what a receiver must know of one to receive it."""
+"""Nested containers of values: taken apart, put together, described, and as the bytes of one message between ranks."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
 import pickle
+import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -198,7 +199,7 @@ class ValueMeta(NamedTuple):
 
     def load(self) -> Any:
         """The value; one that could be changed is a copy of the receiver's own."""
-        return pickle.loads(self.value) if self.kind is bytes else self.value
+        return decode(self.value) if self.kind is bytes else self.value
 
     def equals(self, other: Any) -> bool:
         """Whether the values are equal: pickles of equal values may differ."""
@@ -292,12 +293,128 @@ def _value_meta(leaf: Any) -> ValueMeta:
     if type(leaf) in _PLAIN:
         return ValueMeta(type(leaf), leaf)
     try:
-        return ValueMeta(bytes, pickle.dumps(leaf))
+        return ValueMeta(bytes, encode(leaf))
     except Exception as error:  # the pickle protocol lets classes raise anything
         raise TypeError(
             f"a value of type {type(leaf).__qualname__} cannot be sent to another rank, because it cannot be pickled "
             f"({error}) [LH726]"
         ) from error
+
+
+#: Bytes of the first part of a message whose length the receiver does not know; fewer bytes take as long.
+FIRST_PART = 4096
+_HEADER = struct.Struct("qqqq")  # of a message: its code, the bytes of its value and of all of it, and its subject
+_ALIGNED = 16  # bytes: the longest number of torch, complex128, which can begin at its multiples
+
+
+def encode(value: Any) -> bytes:
+    """Return a value as bytes, for another rank or process of this job.
+
+    Raises:
+        Exception: Anything, if the value cannot be pickled: classes may raise what they like.
+    """
+    return pickle.dumps(value)
+
+
+def decode(encoded: bytes) -> Any:
+    """Return the value that :func:`encode` was given."""
+    return pickle.loads(encoded)
+
+
+class Message(NamedTuple):
+    """A value, and tensors that the receiver has a description of, as the bytes that travel.
+
+    ::
+
+        [code | bytes of the value | bytes of all | subject]  [value]  [tensor]  [tensor] ...  [padding]
+
+    Every message whose length the receiver cannot know has this form, over each kind of connection. The receiver asks
+    for as many bytes as both sides know, and then for those that are missing, as the header says.
+
+    Attributes:
+        code: What it is, by a number that the sender and the receiver agree on.
+        subject: What it is about, by such a number.
+        num_bytes: The length without padding.
+        encoded: The value's bytes; none if there is no value.
+        parts: All of it as uint8 tensors on the host: the first part, and the rest if there is any.
+    """
+
+    code: int
+    subject: int
+    num_bytes: int
+    encoded: bytes
+    parts: tuple[Tensor, ...]
+
+    @classmethod
+    def make(
+        cls,
+        encoded: bytes = b"",
+        tensors: Sequence[Tensor] = (),
+        *,
+        code: int = 0,
+        subject: int = 0,
+        size: int = _HEADER.size,
+    ) -> Message:
+        """Write a message.
+
+        Args:
+            encoded: A value, by :func:`encode`.
+            tensors: Tensors of the host.
+            code: What the message is.
+            subject: What it is about.
+            size: The bytes of the first part.
+        """
+        places = _places(len(encoded), tensors)
+        length = places[-1].stop
+        header = _HEADER.pack(code, len(encoded), length, subject)
+        data = torch.frombuffer(bytearray((header + encoded).ljust(max(length, size), b"\0")), dtype=torch.uint8)
+        for tensor, place in zip(tensors, places[1:], strict=True):
+            _like(tensor, data[place]).copy_(tensor)
+        return cls(code, subject, length, encoded, (data[:size], data[size:]) if length > size else (data,))
+
+    @classmethod
+    def read(cls, data: Tensor) -> Message:
+        """Read a message, or its first part: then the value is cut off."""
+        view = data.numpy().data
+        code, num_encoded, length, subject = _HEADER.unpack_from(view)
+        return cls(code, subject, length, view[_HEADER.size : _HEADER.size + num_encoded].tobytes(), (data,))
+
+    @classmethod
+    def receive(cls, receive: Callable[[int], Tensor], size: int = _HEADER.size) -> Message:
+        """Receive a message in one part, or in two if it is longer.
+
+        Args:
+            receive: Returns the next so many bytes, a uint8 tensor on the host.
+            size: The bytes of the first part.
+        """
+        message = cls.read(receive(size))
+        if message.num_bytes <= size:
+            return message
+        return cls.read(torch.cat([*message.parts, receive(message.num_bytes - size)]))
+
+    def value(self) -> Any:
+        """Return the value; ``None`` if there is none."""
+        return decode(self.encoded) if self.encoded else None
+
+    def tensors(self, likes: Sequence[Tensor]) -> list[Tensor]:
+        """Return the tensors of a received message, which share its memory, by others of their dtypes and shapes."""
+        [data] = self.parts
+        places = _places(len(self.encoded), likes)[1:]
+        return [_like(like, data[place]) for like, place in zip(likes, places, strict=True)]
+
+
+def _places(num_encoded: int, tensors: Sequence[Tensor]) -> list[slice]:
+    """Return where the value of a message is, and its tensors, each where any dtype may begin."""
+    places = [slice(_HEADER.size, _HEADER.size + num_encoded)]
+    for tensor in tensors:
+        begin = -(-places[-1].stop // _ALIGNED) * _ALIGNED
+        places.append(slice(begin, begin + tensor.nbytes))
+    return places
+
+
+def _like(tensor: Tensor, data: Tensor) -> Tensor:
+    """Return bytes as a tensor of another one's dtype and shape: no backend knows every dtype, but bytes are bytes."""
+    return data.view(tensor.dtype).view(tensor.shape)
 
 
 #: Types of values that are not copied, because a layer cannot change them or (tensors) they are handled elsewhere.
