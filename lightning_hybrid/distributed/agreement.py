@@ -73,10 +73,9 @@ def agree(check: Callable[[], _T], group: dist.ProcessGroup | None = None) -> _T
     dist.all_reduce(failed, dist.ReduceOp.MAX, group=group)  # a third of the time that texts take
     if not failed.item():
         return result
-    errors: list[Any] = [None] * dist.get_world_size(group)
     kind = next((number for number, kind in enumerate(_AGREED) if isinstance(error, kind)), len(_AGREED) - 1)
     text = str(error) if isinstance(error, _AGREED) else f"{type(error).__name__}: {error}"
-    dist.all_gather_object(errors, None if error is None else (kind, text), group=group)
+    errors = all_gather_values(None if error is None else (kind, text), group)
     first = next(found for found in errors if found is not None)
     if error is not None and text == first[1]:
         raise error
@@ -101,8 +100,7 @@ def check_equal(values: Mapping[str, str], advice: str, own: bytes = b"") -> lis
     told = all_gather_bytes(digest + own)
     if len({of_rank[: len(digest)] for of_rank in told}) == 1:
         return [of_rank[len(digest) :] for of_rank in told]
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, dict(values))
+    found = all_gather_values(dict(values))
     for name in dict.fromkeys(name for of_rank in found for name in of_rank):
         of_name = {rank: other.get(name, "nothing") for rank, other in enumerate(found)}
         if len(set(of_name.values())) > 1:

@@ -283,10 +283,8 @@ class ModuleParallelizer:
     def _agree_on_following(self) -> None:
         """Around a chain layers that are shared are not followed; a rank that has placeholders cannot see them all."""
         if self._mesh.sizes.tensor > 1:
-            found: list[Any] = [None] * dist.get_world_size()
             stage_map = layout.with_plan(self.stage_map, self.body, self.plan, self._module)
-            dist.all_gather_object(found, stage_map.is_followed)
-            self.stage_map = replace(self.stage_map, is_followed=all(found))
+            self.stage_map = replace(self.stage_map, is_followed=all(all_gather_values(stage_map.is_followed)))
 
     def _find_plan(self, size: int) -> Plan:
         """The plan, the same on every rank: the automatic one is the first rank's, whose trials of blocks count."""

@@ -14,6 +14,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from lightning_hybrid.distributed.agreement import all_gather_values
 from lightning_hybrid.distributed.dtensor import full_tensor
 from lightning_hybrid.distributed.messages.tree_broadcast import broadcast_object
 from lightning_hybrid.distributed.process_group import GroupRef
@@ -153,8 +154,7 @@ class EpochSync(RunCallback):
         module, group = self._module, self._group()
         before, now = self._versions or {}, attribute_versions(module, self._layers)
         packed = {name: pack_attribute(module, name) for name in now if before.get(name) != now[name]}
-        everyone: list[Any] = [None] * group.size()
-        dist.all_gather_object(everyone, {name: digest(data) for name, data in packed.items()}, group=group)
+        everyone = all_gather_values({name: digest(data) for name, data in packed.items()}, group)
         changed = sorted(set().union(*everyone))
         different = [name for name in changed if len({digests.get(name) for digests in everyone}) > 1]
         self._versions = now
