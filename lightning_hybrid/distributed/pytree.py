@@ -36,7 +36,7 @@ class TreeSpec(NamedTuple):
 
     @classmethod
     def of(cls, kind: type, names: tuple[Any, ...], children: tuple[TreeSpec, ...]) -> TreeSpec:
-        """The spec of a container."""
+        """Return the spec of a container."""
         return cls(kind, names, children, sum([child.num_leaves for child in children]))
 
     def __repr__(self) -> str:
@@ -75,21 +75,27 @@ def flatten(tree: Any) -> tuple[list[Any], TreeSpec]:
 
 
 def _flatten(tree: Any, leaves: list[Any]) -> TreeSpec:
-    names: tuple[Any, ...]
-    if type(tree) is Tensor:  # most leaves are, and to ask what else they might be takes ten times as long
+    # Most leaves are tensors, and to ask what else they might be takes ten times as long.
+    found = None if type(tree) is Tensor else contents(tree)
+    if found is None:
         leaves.append(tree)
         return LEAF
+    names, values = found
+    before = len(leaves)
+    children = tuple([_flatten(value, leaves) for value in values])
+    return TreeSpec(type(tree), names, children, len(leaves) - before)
+
+
+def contents(tree: Any) -> tuple[tuple[Any, ...], Sequence[Any]] | None:
+    """Return what is directly in a container: its names, none in a sequence, and the values; ``None`` for a leaf."""
     if isinstance(tree, (list, tuple)):
-        names, values = (), tuple(tree)
-    elif isinstance(tree, Mapping):
-        names, values = tuple(tree), tuple(tree.values())
-    elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        names = tuple(field.name for field in dataclasses.fields(tree))
-        values = tuple(getattr(tree, name) for name in names)
-    else:
-        leaves.append(tree)
-        return LEAF
-    return TreeSpec.of(type(tree), names, tuple([_flatten(value, leaves) for value in values]))
+        return (), tree
+    if isinstance(tree, Mapping):
+        return tuple(tree), tuple(tree.values())
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        names = tuple([field.name for field in dataclasses.fields(tree)])
+        return names, [getattr(tree, name) for name in names]
+    return None
 
 
 def unflatten(leaves: list[Any], spec: TreeSpec) -> Any:
@@ -162,10 +168,34 @@ def flatten_with_path(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -
         >>> flatten_with_path({"x": 1, "y": (2, None)})
         [(('x',), 1), (('y', 0), 2), (('y', 1), None)]
     """
-    if not isinstance(tree, (dict, list, tuple)) or (is_leaf is not None and is_leaf(tree)):
+    children = children_by_key(tree)
+    if children is None or (is_leaf is not None and is_leaf(tree)):
         return [((), tree)]
-    children = tree.items() if isinstance(tree, dict) else enumerate(tree)
-    return [((key, *path), leaf) for key, child in children for path, leaf in flatten_with_path(child, is_leaf)]
+    return [((key, *path), leaf) for key, child in children.items() for path, leaf in flatten_with_path(child, is_leaf)]
+
+
+def children_by_key(tree: Any) -> dict[Any, Any] | None:
+    """Return what is directly in a dict, a list or a tuple, by key or index; ``None`` for anything else."""
+    if isinstance(tree, dict):
+        return tree
+    return dict(enumerate(tree)) if isinstance(tree, (list, tuple)) else None
+
+
+def walk(values: Sequence[Any], inside: Callable[[Any], Sequence[Any] | None]) -> Iterator[Any]:
+    """Yield values and everything that they hold, each object once; a value comes before what it holds.
+
+    Args:
+        values: The values to begin with.
+        inside: Returns what a value holds, or ``None`` to leave the value out.
+    """
+    waiting, seen = list(reversed(values)), dict[int, Any]()  # which keeps the objects: an identity stays theirs
+    while waiting:
+        value = waiting.pop()
+        held = None if id(value) in seen else inside(value)
+        if held is not None:
+            seen[id(value)] = value
+            yield value
+            waiting += reversed(held)
 
 
 # Types of values that are sent as they are: immutable, and equal when they compare equal. (Not float: NaN differs from
@@ -430,15 +460,15 @@ def copy_object(value: Any, of_tensor: Callable[[Tensor], Tensor] = lambda tenso
     """
     if isinstance(value, _UNCHANGING) or callable(value):
         return value
-    return copy.deepcopy(value, {id(tensor): of_tensor(tensor) for tensor in _tensors_in(value, set())})
+    tensors = (each for each in walk([value], _held) if isinstance(each, Tensor))
+    return copy.deepcopy(value, {id(tensor): of_tensor(tensor) for tensor in tensors})
 
 
-def _tensors_in(value: Any, seen: set[int]) -> Iterator[Tensor]:
-    """Yield the tensors in an object, in its attributes, and in their attributes."""
+def _held(value: Any) -> Sequence[Any] | None:
+    """Return what an object holds in itself and in its attributes; nothing for a tensor, ``None`` for a class."""
     if isinstance(value, Tensor):
-        yield value
-    elif id(value) not in seen and not isinstance(value, type):
-        seen.add(id(value))
-        inside = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple, set)) else ()
-        for each in (*inside, *vars(value).values()) if hasattr(value, "__dict__") else inside:
-            yield from _tensors_in(each, seen)
+        return ()
+    if isinstance(value, type):
+        return None
+    held = list(value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple, set)) else ())
+    return [*held, *vars(value).values()] if hasattr(value, "__dict__") else held
