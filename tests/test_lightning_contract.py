@@ -7,7 +7,7 @@ import copy
 import os
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -179,18 +179,19 @@ def test_replace_next_batch(runs: bool) -> None:
             run()
 
     begun = AtHook("on_train_batch_start", lambda trainer: calls.append("batch"))
-    trainer = make_trainer(
-        begun, AtHook("on_train_start", lambda trainer: internals.replace_next_batch(trainer, action))
-    )
-    trainer.fit(Module())
+    with ExitStack() as undo:
+        trainer = make_trainer(
+            begun,
+            AtHook("on_train_start", lambda trainer: undo.enter_context(internals.replace_next_batch(trainer, action))),
+        )
+        trainer.fit(Module())
     assert calls == ["action", *["batch"] * BATCHES]
 
 
-def test_restore_next_batch() -> None:
+def test_no_batch_is_replaced_after_the_context() -> None:
     trainer = make_trainer()
-    internals.replace_next_batch(trainer, lambda run: pytest.fail("it was restored"))
-    internals.restore_next_batch(trainer)
-    internals.restore_next_batch(trainer)
+    with internals.replace_next_batch(trainer, lambda run: pytest.fail("it was restored")):
+        pass
     trainer.fit(Module())
     assert trainer.global_step == BATCHES
 
@@ -199,17 +200,12 @@ def test_before_validation() -> None:
     calls: list[str] = []
     started = AtHook("on_validation_start", lambda trainer: calls.append("validation"))
     trainer = make_trainer(started, limit_val_batches=1)
-    internals.before_validation(trainer, lambda: calls.append("action"))
-    trainer.fit(Module())
+    with internals.before_validation(trainer, lambda: calls.append("action")):
+        trainer.fit(Module())
     assert calls == ["action", "validation"]
-
-
-def test_restore_validation() -> None:
-    trainer = make_trainer(limit_val_batches=1)
-    internals.before_validation(trainer, lambda: pytest.fail("it was restored"))
-    internals.restore_validation(trainer)
-    internals.restore_validation(trainer)
+    trainer.fit_loop.max_epochs = 2
     trainer.fit(Module())
+    assert calls == ["action", "validation", "validation"]
 
 
 # -- logged values -----------------------------------------------------------------------------------------------------
@@ -392,15 +388,13 @@ def test_results_are_moved_only_where_they_are_not_yet() -> None:
     with mock.patch.object(type(entry), "to", lambda *args: move(*args)):
         log(trainer, torch.tensor(5.0), 2)
         assert move.call_count == 1
-        internals.keep_results_in_place(True)
-        internals.keep_results_in_place(True)  # of another run
-        log(trainer, torch.tensor(7.0), 4)
-        assert move.call_count == 1
-        assert logged(trainer) == 5.5
-        entry.to(torch.device("meta"))
-        assert move.call_count == 2
-        assert entry.value.is_meta
-        internals.keep_results_in_place(False)
+        with internals.keep_results_in_place(), internals.keep_results_in_place():  # of another run
+            log(trainer, torch.tensor(7.0), 4)
+            assert move.call_count == 1
+            assert logged(trainer) == 5.5
+            entry.to(torch.device("meta"))
+            assert move.call_count == 2
+            assert entry.value.is_meta
         entry.to(torch.device("meta"))
         assert move.call_count == 3
 
@@ -669,16 +663,11 @@ def test_set_device_mesh() -> None:
     assert module.device_mesh is None
 
 
-def test_example_input() -> None:
+def test_without_example_input() -> None:
     module, example = Module(), torch.ones(1, 2)
-    assert internals.example_input(module) is None
     module.example_input_array = example
-    assert internals.example_input(module) is example
-
-
-def test_set_example_input() -> None:
-    module, example = Module(), torch.ones(1, 2)
-    internals.set_example_input(module, example)
+    with internals.without_example_input(module):
+        assert module.example_input_array is None
     assert module.example_input_array is example
 
 
@@ -732,16 +721,20 @@ def test_attributes_of_lightning_are_not_taken_for_the_users() -> None:
 
 def test_callbacks_log_through_the_function_that_is_set() -> None:
     recorded: list[Any] = []
+    undo = ExitStack()
 
     class Logging(Callback):
         def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-            internals.set_callback_log(trainer, lambda *args: recorded.append(args))
+            undo.enter_context(internals.replace_callback_log(trainer, lambda *args: recorded.append(args)))
 
         def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
             self.log("x", 1.0)
 
-    quiet_trainer(callbacks=[Logging()]).fit(Small(), samples())
+    trainer, module = quiet_trainer(callbacks=[logging := Logging()]), Small()
+    trainer.fit(module, samples())
     assert recorded == [("x", 1.0)]
+    undo.close()
+    assert logging.log == module.log
 
 
 def test_the_hook_before_the_transfer_runs_inside_the_context() -> None:
@@ -759,10 +752,9 @@ def test_the_hook_before_the_transfer_runs_inside_the_context() -> None:
             return batch
 
     module = Transferring()
-    internals.wrap_before_batch_transfer(module, context)
-    quiet_trainer().fit(module, samples())
+    with internals.wrap_before_batch_transfer(module, context):
+        quiet_trainer().fit(module, samples())
     assert events == ["enter", "hook", "leave"]
-    internals.unwrap_before_batch_transfer(module)
     assert "_on_before_batch_transfer" not in vars(module)
     quiet_trainer().fit(module, samples())
     assert events == ["enter", "hook", "leave", "hook"]
@@ -835,18 +827,17 @@ def synchronised() -> list[float]:
         metric.update(1.0)
         return metric.compute().item()
 
-    for reference in (GroupRef(own), GroupRef(own), None):
-        internals.sync_metrics_over(reference)
+    with internals.sync_metrics_over(GroupRef(own)):
         found.append(total())
+    found.append(total())
     assert Metric.sync is original
-    internals.sync_metrics_over(SimpleNamespace(is_alive=False))  # type: ignore[arg-type]
-    found.append(total())  # groups that are gone leave torchmetrics' own choice
-    internals.sync_metrics_over(None)
+    with internals.sync_metrics_over(SimpleNamespace(is_alive=False)):  # type: ignore[arg-type]
+        found.append(total())  # groups that are gone leave torchmetrics' own choice
     return found
 
 
 def test_metrics_synchronise_over_the_group_until_it_is_taken_back(ranks: Pools) -> None:
-    assert ranks(2).run(synchronised) == [[1.0, 1.0, 2.0, 2.0]] * 2
+    assert ranks(2).run(synchronised) == [[1.0, 2.0, 2.0]] * 2
 
 
 # -- processes ---------------------------------------------------------------------------------------------------------
@@ -919,11 +910,9 @@ def test_choose_checkpoint(tmp_path: Path) -> None:
         return file
 
     again = quiet_trainer(max_steps=3, max_epochs=2)
-    for _ in range(2):  # as by a run that has failed before its end, and the next one
-        internals.choose_checkpoint(again, choose)
-    again.fit(Small(), data)
+    with internals.choose_checkpoint(again, choose):
+        again.fit(Small(), data)
     assert (found, again.ckpt_path, again.global_step) == ([None], file, 3)
-    internals.restore_checkpoint_choice(again)
     again.predict(Small(), data)
     assert len(found) == 1
 
@@ -1099,11 +1088,10 @@ def test_something_is_done_between_the_closure_and_the_step() -> None:
             parameter.grad = None
 
     before = [parameter.clone() for parameter in module.parameters()]
-    internals.replace_after_closure(trainer.precision_plugin, action)
-    trainer.fit(module, samples(2))
+    with internals.replace_after_closure(trainer.precision_plugin, action):
+        trainer.fit(module, samples(2))
     assert module.calls == ["backward", "before SGD", "hook", "clipping", "after", "step"]
     assert all(torch.equal(*pair) for pair in zip(before, module.parameters(), strict=True))
-    internals.restore_after_closure(trainer.precision_plugin)
     module.calls.clear()
     trainer.fit_loop.max_epochs = 2
     trainer.fit(module, samples(2))

@@ -120,8 +120,8 @@ def skip_next_validation(trainer: Trainer, *, skip: bool) -> None:
     trainer.fit_loop.epoch_loop._skip_next_val = skip
 
 
-def replace_next_batch(trainer: Trainer, action: Callable[[Callable[[], None]], None]) -> None:
-    """Do something else, once, where the next batch would be trained with.
+def replace_next_batch(trainer: Trainer, action: Callable[[Callable[[], None]], None]) -> AbstractContextManager[None]:
+    """While entered, do something else, once, where the next batch would be trained with.
 
     Lightning's way of restarting in the middle of an epoch is taken up to that batch.
 
@@ -136,24 +136,15 @@ def replace_next_batch(trainer: Trainer, action: Callable[[Callable[[], None]], 
     loop = trainer.fit_loop.epoch_loop
 
     def advance(data_fetcher: Any) -> None:
-        restore_next_batch(trainer)
+        del attributes["advance"]
         action(partial(loop.advance, data_fetcher))
 
-    loop.__dict__["advance"] = advance
+    attributes: dict[str, Any] = loop.__dict__
+    return replaced_entries([(attributes, {"advance": advance})])
 
 
-def restore_next_batch(trainer: Trainer) -> None:
-    """Undo :func:`replace_next_batch`, if no batch has come.
-
-    Touches: as there.
-
-    Without: a Trainer whose run failed at its start begins the next one in the middle of an epoch.
-    """
-    trainer.fit_loop.epoch_loop.__dict__.pop("advance", None)
-
-
-def before_validation(trainer: Trainer, action: Callable[[], None]) -> None:
-    """Do something before each validation of a fit, ahead of loaders and hooks.
+def before_validation(trainer: Trainer, action: Callable[[], None]) -> AbstractContextManager[None]:
+    """While entered, do something before each validation of a fit, ahead of loaders and hooks.
 
     Touches: the method ``run`` of the private class ``_EvaluationLoop``, on one object.
 
@@ -167,17 +158,7 @@ def before_validation(trainer: Trainer, action: Callable[[], None]) -> None:
         action()
         return run()
 
-    loop.__dict__["run"] = run_after_action
-
-
-def restore_validation(trainer: Trainer) -> None:
-    """Undo :func:`before_validation`.
-
-    Touches: as there.
-
-    Without: the action of a run that is over is done in the next one.
-    """
-    trainer.fit_loop.epoch_loop.val_loop.__dict__.pop("run", None)
+    return replaced_entries([(vars(loop), {"run": run_after_action})])
 
 
 # -- logged values -----------------------------------------------------------------------------------------------------
@@ -234,24 +215,18 @@ def intercept_results(trainer: Trainer | None, record: Callable[..., None]) -> I
         yield
 
 
-def keep_results_in_place(keep: bool) -> None:
-    """Let `self.log` move what was logged before to the device of what is logged only where it is not there yet.
+def keep_results_in_place() -> AbstractContextManager[None]:
+    """While entered, let `self.log` move what was logged before to the device of what is logged only if it must.
 
     Lightning moves it at every call, and copies all that belongs to it on the way, which takes as long as the rest of
     the call.
-
-    Args:
-        keep: Whether to do so; ``False`` is Lightning's way again.
 
     Touches:
         `_ResultMetric.to`, which is replaced for all.
     Without:
         Each log of a step would take twice the time.
     """
-    original = getattr(_ResultMetric.to, "original", _ResultMetric.to)
-    if not keep:
-        _ResultMetric.to = original  # type: ignore[method-assign]
-        return
+    original = _ResultMetric.to
 
     def to(metric: _ResultMetric, *args: Any, **kwargs: Any) -> _ResultMetric:
         device = args[0] if len(args) == 1 and not kwargs else None
@@ -261,8 +236,7 @@ def keep_results_in_place(keep: bool) -> None:
                 return moved
         return metric
 
-    to.original = original  # type: ignore[attr-defined]
-    _ResultMetric.to = to  # type: ignore[assignment, method-assign]
+    return replaced_attributes(_ResultMetric, to=to)
 
 
 _METADATA = (
@@ -769,20 +743,22 @@ def lightning_attributes() -> frozenset[str]:
     return frozenset([*vars(LightningModule()), "_log_hyperparams", "_hparams", "_hparams_initial", "_hparams_name"])
 
 
-def set_callback_log(trainer: Trainer, log: Callable[..., None]) -> None:
-    """Let the Trainer's callbacks log through this function.
+def replace_callback_log(trainer: Trainer, log: Callable[..., None]) -> AbstractContextManager[None]:
+    """While entered, the Trainer's callbacks log through this function.
 
     Touches:
         The attribute `log` of callbacks, which Lightning sets to the module's method.
     Without:
         What callbacks log in hooks would differ between the stages.
     """
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        callback.log = log
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    return replaced_entries([(vars(callback), {"log": log}) for callback in callbacks])
 
 
-def wrap_before_batch_transfer(module: LightningModule, context: Callable[[], AbstractContextManager[None]]) -> None:
-    """Enter a context around the hook `on_before_batch_transfer`, which no method of a strategy surrounds.
+def wrap_before_batch_transfer(
+    module: LightningModule, context: Callable[[], AbstractContextManager[None]]
+) -> AbstractContextManager[None]:
+    """While entered, the hook `on_before_batch_transfer`, which no method of a strategy surrounds, runs in a context.
 
     Touches:
         `LightningModule._on_before_batch_transfer`
@@ -796,18 +772,7 @@ def wrap_before_batch_transfer(module: LightningModule, context: Callable[[], Ab
         with context():
             return transfer(*args, **kwargs)
 
-    vars(module)["_on_before_batch_transfer"] = wrapped
-
-
-def unwrap_before_batch_transfer(module: LightningModule) -> None:
-    """Undo :func:`wrap_before_batch_transfer`.
-
-    Touches:
-        `LightningModule._on_before_batch_transfer`
-    Without:
-        As there.
-    """
-    vars(module).pop("_on_before_batch_transfer", None)
+    return replaced_entries([(vars(module), {"_on_before_batch_transfer": wrapped})])
 
 
 def set_device_mesh(module: LightningModule, mesh: DeviceMesh | None) -> None:
@@ -820,28 +785,18 @@ def set_device_mesh(module: LightningModule, mesh: DeviceMesh | None) -> None:
     module._device_mesh = mesh
 
 
-def example_input(module: LightningModule) -> Any:
-    """The example that was assigned to a module, and not the one of a property or class attribute of the user's.
+def without_example_input(module: LightningModule) -> AbstractContextManager[None]:
+    """While entered, a module has no example that was assigned to it; one of its class stays.
 
     Touches: ``LightningModule._example_input_array``.
 
     Without: `ModelSummary` runs a module of which this rank has some layers only.
     """
-    return module._example_input_array
+    return replaced_entries([(vars(module), {"_example_input_array": None})])
 
 
-def set_example_input(module: LightningModule, example: Any) -> None:
-    """Put another example in the place of :func:`example_input`.
-
-    Touches: as there.
-
-    Without: as there.
-    """
-    module._example_input_array = example
-
-
-def choose_checkpoint(trainer: Trainer, choose: Callable[[Any], Any]) -> None:
-    """Have runs go on from another checkpoint than the one that the Trainer has found for ``ckpt_path``, or from none.
+def choose_checkpoint(trainer: Trainer, choose: Callable[[Any], Any]) -> AbstractContextManager[None]:
+    """While entered, have a run go on from another checkpoint than the Trainer has found for ``ckpt_path``, or none.
 
     Args:
         trainer: The Trainer.
@@ -857,17 +812,7 @@ def choose_checkpoint(trainer: Trainer, choose: Callable[[Any], Any]) -> None:
     def resume_start(checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
         type(connector).resume_start(connector, choose(checkpoint_path), weights_only=weights_only)
 
-    connector.__dict__["resume_start"] = resume_start
-
-
-def restore_checkpoint_choice(trainer: Trainer) -> None:
-    """Undo :func:`choose_checkpoint`.
-
-    Touches: as there.
-
-    Without: the next run asks ranks of a former one.
-    """
-    trainer._checkpoint_connector.__dict__.pop("resume_start", None)
+    return replaced_entries([(vars(connector), {"resume_start": resume_start})])
 
 
 def find_last_remotely(dated: Callable[[str], str | None], strategy: type) -> None:
@@ -985,29 +930,25 @@ def update_arguments(metric: Metric, kwargs: dict[str, Any]) -> dict[str, Any]:
     return metric._filter_kwargs(**kwargs)
 
 
-def sync_metrics_over(group: GroupRef | None) -> None:
-    """Let every metric of this process that names no group of its own synchronise over a group.
+def sync_metrics_over(group: GroupRef) -> AbstractContextManager[None]:
+    """While entered, every metric of this process that names no group of its own synchronizes over a group.
 
     Args:
-        group: The ranks; ``None`` for torchmetrics' own choice, which is WORLD.
+        group: The ranks. Once they are gone, torchmetrics' own choice counts, which is WORLD.
 
     Touches:
         `Metric.sync`, which is replaced for all metrics.
     Without:
         Each sample would count once for every stage, in metrics of callbacks and those that hooks make too.
     """
-    original = getattr(Metric.sync, "original", Metric.sync)
-    if group is None:
-        Metric.sync = original  # type: ignore[method-assign]
-        return
+    original = Metric.sync
 
     def sync(metric: Metric, dist_sync_fn: Any = None, process_group: Any = None, *args: Any, **kwargs: Any) -> None:
         if dist_sync_fn is None and process_group is None and metric.process_group is None and group.is_alive:
             process_group = group()
         original(metric, dist_sync_fn, process_group, *args, **kwargs)
 
-    sync.original = original  # type: ignore[attr-defined]
-    Metric.sync = sync  # type: ignore[method-assign, assignment]
+    return replaced_attributes(Metric, sync=sync)
 
 
 def set_update_count(metric: Metric, count: int) -> None:
@@ -1258,8 +1199,10 @@ def set_time_to_validate(trainer: Trainer, *, is_due: bool) -> None:
     vars(trainer)["_last_val_time"] = -math.inf if is_due else math.inf
 
 
-def replace_after_closure(plugin: Precision, action: Callable[[Callable[[], None], Optimizer], None]) -> None:
-    """Let another function run between the closure of an optimizer step and the step.
+def replace_after_closure(
+    plugin: Precision, action: Callable[[Callable[[], None], Optimizer], None]
+) -> AbstractContextManager[None]:
+    """While entered, let another function run between the closure of an optimizer step and the step.
 
     Args:
         plugin: The precision plugin.
@@ -1273,17 +1216,7 @@ def replace_after_closure(plugin: Precision, action: Callable[[Callable[[], None
     def after_closure(model: LightningModule, optimizer: Optimizer) -> None:
         action(partial(type(plugin)._after_closure, plugin, model, optimizer), optimizer)
 
-    plugin.__dict__["_after_closure"] = after_closure
-
-
-def restore_after_closure(plugin: Precision) -> None:
-    """Undo :func:`replace_after_closure`.
-
-    Touches: as there.
-
-    Without: the next run would look at gradients of a former one.
-    """
-    plugin.__dict__.pop("_after_closure", None)
+    return replaced_entries([(vars(plugin), {"_after_closure": after_closure})])
 
 
 def detects_anomaly(trainer: Trainer) -> bool:

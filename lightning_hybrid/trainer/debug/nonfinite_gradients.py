@@ -20,7 +20,7 @@ from lightning_hybrid.data_parallel.grad_clip import find_nonfinite
 from lightning_hybrid.distributed.agreement import all_gather_values
 from lightning_hybrid.distributed.process_group import GroupRef
 from lightning_hybrid.pipeline_parallel.placeholders import absent_gradients
-from lightning_hybrid.trainer.lightning_internals import replace_after_closure, restore_after_closure
+from lightning_hybrid.trainer.lightning_internals import replace_after_closure
 from lightning_hybrid.trainer.run_callback import RunCallback
 
 _MOST = 3  # parameters in one text
@@ -40,11 +40,10 @@ class GradientWatch(ABC):
         def look(hooks_and_clipping: Callable[[], None], optimizer: Optimizer) -> None:
             self(absent_gradients()(hooks_and_clipping), optimizer)
 
-        replace_after_closure(trainer.precision_plugin, look)
         try:
-            yield
+            with replace_after_closure(trainer.precision_plugin, look):
+                yield
         finally:
-            restore_after_closure(trainer.precision_plugin)
             self.finish()
 
     @abstractmethod

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from numbers import Number, Real
 from typing import Any
 
@@ -19,8 +20,9 @@ from lightning_hybrid.distributed.dtensor import full_tensor
 from lightning_hybrid.distributed.messages.tree_broadcast import broadcast_object
 from lightning_hybrid.distributed.process_group import GroupRef
 from lightning_hybrid.distributed.pytree import Message, encode
+from lightning_hybrid.distributed.replaced import replaced_entries
 from lightning_hybrid.pipeline_parallel.placeholders import without_value_text
-from lightning_hybrid.trainer.lightning_internals import forward_value, set_callback_log, set_forward_value
+from lightning_hybrid.trainer.lightning_internals import forward_value, replace_callback_log, set_forward_value
 from lightning_hybrid.trainer.results.logging import log_arguments
 from lightning_hybrid.trainer.results.module_attributes import (
     assign,
@@ -69,8 +71,9 @@ class EpochSync(RunCallback):
         self._num_logged = 0
         self._warned: set[str] = set()
 
-    def install(self, trainer: Trainer) -> None:
-        """Replace `self.log`, as it is outside of steps, of the module and of callbacks."""
+    @contextmanager
+    def installed(self, trainer: Trainer) -> Iterator[None]:
+        """While entered, replace `self.log`, as it is outside of steps, of the module and of callbacks."""
         module = self._module
 
         def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
@@ -84,13 +87,8 @@ class EpochSync(RunCallback):
                 self._sync_forward_value(name, value)
             return type(module).log(module, name, value, **arguments)
 
-        vars(module)["log"] = log
-        set_callback_log(trainer, log)
-
-    def remove(self, trainer: Trainer) -> None:
-        """Undo :meth:`install`."""
-        vars(self._module).pop("log", None)
-        set_callback_log(trainer, self._module.log)
+        with replaced_entries([(vars(module), {"log": log})]), replace_callback_log(trainer, log):
+            yield
 
     def _from_last_stage(self, name: str, value: Any, *, compares: bool = True) -> Any:
         self._num_logged += 1  # on all ranks alike
