@@ -7,7 +7,7 @@ import copy
 import os
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,6 @@ from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.strategies import Strategy as TrainersStrategy
 from lightning.pytorch.strategies.launchers import subprocess_script
 from lightning.pytorch.trainer.connectors import signal_connector
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
@@ -852,7 +851,7 @@ def test_subprocess_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, os.environ.get(name, ""))
     for name in names[:-1]:
         monkeypatch.delenv(name)
-    launcher = internals.subprocess_launcher(LightningEnvironment(), 2, 1, {"OF_CHILDREN": "1"})
+    launcher = internals.subprocess_launcher(LightningEnvironment(), 2, 1, {"OF_CHILDREN": "1"}, nullcontext)
     assert not launcher.is_interactive_compatible
     assert "OF_CHILDREN" not in os.environ
     assert launcher.launch(lambda: "done") == "done"
@@ -870,7 +869,7 @@ def refuse_workers(start_method: str, device: torch.device) -> None:
 
 
 def test_multiprocessing_launcher(capfd: pytest.CaptureFixture[str]) -> None:
-    launcher = internals.multiprocessing_launcher(Ranks(), "fork", refuse_workers, lambda module: "why")  # type: ignore[arg-type]
+    launcher = internals.multiprocessing_launcher(Ranks(), "fork", refuse_workers, lambda module: "why", nullcontext)  # type: ignore[arg-type]
     assert launcher.is_interactive_compatible
     with pytest.raises(RuntimeError, match="fork on cpu"):
         launcher.launch(lambda: "done")
@@ -921,20 +920,33 @@ def test_find_last_remotely() -> None:
     original, files = ModelCheckpoint._find_last_checkpoints, fsspec.filesystem("memory")
     data = DataLoader(torch.ones(4, 1), 1)
     try:
-        for _ in range(2):  # as by two strategies
-            internals.find_last_remotely(
-                lambda url: f"{url}/inside" if url.endswith("2.ckpt") else None, TrainersStrategy
-            )
         trainer = quiet_trainer(callbacks=[ModelCheckpoint("memory://find")], enable_checkpointing=True)
         for name in ("last-v1.ckpt", "last-v2.ckpt/inside"):
             files.pipe_file(f"/find/{name}", b"")
         (callback,) = trainer.checkpoint_callbacks
-        assert callback._find_last_checkpoints(trainer) == {"memory://find/last-v2.ckpt/inside"}  # type: ignore[attr-defined]
-        with pytest.raises(EOFError):  # it is read
-            trainer.fit(Small(), data, ckpt_path="last")
+        with internals.find_last_remotely(lambda url: f"{url}/inside" if url.endswith("2.ckpt") else None):
+            assert callback._find_last_checkpoints(trainer) == {"memory://find/last-v2.ckpt/inside"}  # type: ignore[attr-defined]
+            with pytest.raises(EOFError):  # it is read
+                trainer.fit(Small(), data, ckpt_path="last")
+        assert ModelCheckpoint._find_last_checkpoints is original
     finally:
-        ModelCheckpoint._find_last_checkpoints = original  # type: ignore[method-assign]
         files.rm("/find", recursive=True)
+
+
+def test_in_place_launcher() -> None:
+    events: list[str] = []
+
+    @contextmanager
+    def around() -> Iterator[None]:
+        events.append("enter")
+        yield
+        events.append("leave")
+
+    launcher = internals.in_place_launcher(around)
+    assert launcher.is_interactive_compatible
+    assert launcher.launch(lambda: events.append("run") or "done", trainer=None) == "done"  # type: ignore[func-returns-value]
+    launcher.kill(signal.SIGTERM)
+    assert events == ["enter", "run", "leave"]
 
 
 def test_connect_processes(monkeypatch: pytest.MonkeyPatch) -> None:

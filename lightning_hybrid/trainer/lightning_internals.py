@@ -39,6 +39,7 @@ from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
+from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.strategies.launchers.multiprocessing import _WorkerOutput
 from lightning.pytorch.trainer.call import _call_strategy_hook
 from lightning.pytorch.trainer.connectors.data_connector import _worker_check
@@ -815,35 +816,32 @@ def choose_checkpoint(trainer: Trainer, choose: Callable[[Any], Any]) -> Abstrac
     return replaced_entries([(vars(connector), {"resume_start": resume_start})])
 
 
-def find_last_remotely(dated: Callable[[str], str | None], strategy: type) -> None:
-    """Have ``ckpt_path="last"`` find checkpoints that are not on a disk, from now on.
+def find_last_remotely(dated: Callable[[str], str | None]) -> AbstractContextManager[None]:
+    """While entered, ``ckpt_path="last"`` finds checkpoints that are not on a disk.
 
     Lightning lists them without their protocol, and then looks on the disk. It takes the one that was changed last, and
     a folder of an object store has no time.
 
     Args:
         dated: For where a checkpoint may be, the place with its time; ``None`` if there is no complete one.
-        strategy: For Trainers with such a strategy; others find what they find.
 
     Touches: ``ModelCheckpoint._find_last_checkpoints`` (replaced in the class, as the Trainer calls it before anything
         of a strategy), ``ModelCheckpoint.__resolve_ckpt_dir``, ``ModelCheckpoint._fs``.
 
     Without: a run with such a folder begins anew, each time.
     """
-    present = ModelCheckpoint._find_last_checkpoints
-    original = getattr(present, "_before_hybrid", present)
+    original = ModelCheckpoint._find_last_checkpoints
 
     @functools.wraps(original)
     def find_last_checkpoints(self: ModelCheckpoint, trainer: Trainer) -> set[str]:
         folder = str(self._ModelCheckpoint__resolve_ckpt_dir(trainer))  # type: ignore[attr-defined]
-        if get_protocol(folder) == "file" or not isinstance(trainer.strategy, strategy):
+        if get_protocol(folder) == "file":
             return original(self, trainer)
         self._fs = url_to_fs(folder)[0]
         names = {path.rpartition("/")[2] for path in original(self, trainer)}
         return {place for name in names if (place := dated(f"{folder.rstrip('/')}/{name}")) is not None}
 
-    find_last_checkpoints._before_hybrid = original  # type: ignore[attr-defined]
-    ModelCheckpoint._find_last_checkpoints = find_last_checkpoints  # type: ignore[method-assign]
+    return replaced_attributes(ModelCheckpoint, _find_last_checkpoints=find_last_checkpoints)
 
 
 def note_saved_step(callback: ModelCheckpoint, step: int) -> None:
@@ -965,10 +963,45 @@ def set_update_count(metric: Metric, count: int) -> None:
 # -- processes ---------------------------------------------------------------------------------------------------------
 
 
-class _Launcher(_SubprocessScriptLauncher):
-    def __init__(self, *arguments: Any, variables: Mapping[str, str]) -> None:
+class _InPlaceLauncher(_Launcher):
+    is_interactive_compatible = True
+
+    def __init__(self, around: Callable[[], AbstractContextManager[None]]) -> None:
+        self._around = around
+
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
+        """Call a function in this process."""
+        return _call_in(self._around, function, *args, **kwargs)
+
+    def kill(self, signum: Any) -> None:
+        """Do nothing: no processes were started."""
+
+
+def in_place_launcher(around: Callable[[], AbstractContextManager[None]]) -> _Launcher:
+    """Return the launcher that starts no processes, and calls functions of the Trainer in this one.
+
+    Args:
+        around: Makes a context, which is entered around each of them: a whole run, from before its checkpoint is chosen
+            until all is over.
+
+    Touches: ``lightning.pytorch.strategies.launchers.launcher._Launcher``.
+
+    Without: what a run changes before anything of a strategy is called stays changed after it.
+    """
+    return _InPlaceLauncher(around)
+
+
+class _ScriptLauncher(_SubprocessScriptLauncher):
+    def __init__(
+        self, *arguments: Any, variables: Mapping[str, str], around: Callable[[], AbstractContextManager[None]]
+    ) -> None:
         super().__init__(*arguments)
-        self._variables = variables
+        self._variables, self._around = variables, around
+
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
+        """Start the other processes, and call a function in this one."""
+        with self._around():
+            return super().launch(function, *args, trainer=trainer, **kwargs)
 
     def _call_children_scripts(self) -> None:
         """Start the processes, which inherit the environment of this one."""
@@ -982,7 +1015,11 @@ class _Launcher(_SubprocessScriptLauncher):
 
 
 def subprocess_launcher(
-    environment: ClusterEnvironment, num_processes: int, num_nodes: int, variables: Mapping[str, str]
+    environment: ClusterEnvironment,
+    num_processes: int,
+    num_nodes: int,
+    variables: Mapping[str, str],
+    around: Callable[[], AbstractContextManager[None]],
 ) -> _SubprocessScriptLauncher:
     """Return the launcher that starts the other processes of this node by running the user's script in each of them.
 
@@ -991,12 +1028,13 @@ def subprocess_launcher(
         num_processes: On this node.
         num_nodes: The number of nodes.
         variables: Environment variables of these processes, which this one does not keep.
+        around: As of :func:`in_place_launcher`.
 
     Touches: ``lightning.pytorch.strategies.launchers._SubprocessScriptLauncher`` and its ``_call_children_scripts``.
 
     Without: several processes have to be started from outside, as by `torchrun`.
     """
-    return _Launcher(environment, num_processes, num_nodes, variables=variables)
+    return _ScriptLauncher(environment, num_processes, num_nodes, variables=variables, around=around)
 
 
 class _WorkerLauncher(_MultiProcessingLauncher):
@@ -1006,14 +1044,16 @@ class _WorkerLauncher(_MultiProcessingLauncher):
         start_method: str,
         check: Callable[[str, torch.device], None],
         why: Callable[[LightningModule], str | None],
+        around: Callable[[], AbstractContextManager[None]],
     ) -> None:
         super().__init__(strategy, start_method)  # type: ignore[arg-type]
-        self._check, self._why = check, why
+        self._check, self._why, self._around = check, why, around
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         """Call a function in worker processes."""
         self._check(self._start_method, self._strategy.root_device)
-        return super().launch(function, *args, trainer=trainer, **kwargs)
+        in_worker = partial(_call_in, self._around, function)
+        return super().launch(in_worker, *args, trainer=trainer, **kwargs)
 
     def _collect_rank_zero_results(self, trainer: Trainer, results: Any) -> _WorkerOutput | None:
         """Return what comes back; weights only if all of them are here."""
@@ -1033,6 +1073,7 @@ def multiprocessing_launcher(
     start_method: str,
     check: Callable[[str, torch.device], None],
     why: Callable[[LightningModule], str | None],
+    around: Callable[[], AbstractContextManager[None]],
 ) -> _MultiProcessingLauncher:
     """Return the launcher that calls functions of the Trainer in worker processes, and brings back what they change.
 
@@ -1041,13 +1082,21 @@ def multiprocessing_launcher(
         start_method: ``"fork"``, ``"spawn"`` or ``"forkserver"``.
         check: Called with it and a device of the strategy before processes start.
         why: Says why the weights of a module cannot come back; ``None`` if they can.
+        around: As of :func:`in_place_launcher`; can be pickled.
 
     Touches: ``lightning.pytorch.strategies.launchers._MultiProcessingLauncher`` and its
         ``_collect_rank_zero_results``, ``_start_method`` and ``_strategy``; ``_WorkerOutput`` beside it.
 
     Without: a notebook trains on one device only, or in processes that `torchrun` has started.
     """
-    return _WorkerLauncher(strategy, start_method, check, why)
+    return _WorkerLauncher(strategy, start_method, check, why, around)
+
+
+def _call_in(
+    around: Callable[[], AbstractContextManager[None]], function: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    with around():
+        return function(*args, **kwargs)
 
 
 def is_interactive() -> bool:
