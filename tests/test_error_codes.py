@@ -46,7 +46,7 @@ WITHOUT_CODE = {
     "pipeline_parallel/timeline.py: simulate": "schedules of the package are valid",
     "strategy/auto_layout/dry_run/recorder.py: _time": "callers have a module with values",
     "strategy/auto_layout/module_profile.py: _record": "the text of another error",
-    "strategy/auto_layout/process_copy.py: result": "a part of the text of a layout that is not found",
+    "strategy/auto_layout/process_copy.py: _read": "a part of the text of a layout that is not found",
     "tensor_parallel/attention.py: forward": "as torch reports it",
     "tensor_parallel/auto_plan/trial.py: _required_arguments": "the reason that a plan leaves a module out",
     "tensor_parallel/auto_plan/trial.py: run": "the reason that a plan leaves a module out",

@@ -7,7 +7,7 @@ import copy
 import os
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,6 @@ from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.strategies import Strategy as TrainersStrategy
 from lightning.pytorch.strategies.launchers import subprocess_script
 from lightning.pytorch.trainer.connectors import signal_connector
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
@@ -179,18 +178,19 @@ def test_replace_next_batch(runs: bool) -> None:
             run()
 
     begun = AtHook("on_train_batch_start", lambda trainer: calls.append("batch"))
-    trainer = make_trainer(
-        begun, AtHook("on_train_start", lambda trainer: internals.replace_next_batch(trainer, action))
-    )
-    trainer.fit(Module())
+    with ExitStack() as undo:
+        trainer = make_trainer(
+            begun,
+            AtHook("on_train_start", lambda trainer: undo.enter_context(internals.replace_next_batch(trainer, action))),
+        )
+        trainer.fit(Module())
     assert calls == ["action", *["batch"] * BATCHES]
 
 
-def test_restore_next_batch() -> None:
+def test_no_batch_is_replaced_after_the_context() -> None:
     trainer = make_trainer()
-    internals.replace_next_batch(trainer, lambda run: pytest.fail("it was restored"))
-    internals.restore_next_batch(trainer)
-    internals.restore_next_batch(trainer)
+    with internals.replace_next_batch(trainer, lambda run: pytest.fail("it was restored")):
+        pass
     trainer.fit(Module())
     assert trainer.global_step == BATCHES
 
@@ -199,17 +199,12 @@ def test_before_validation() -> None:
     calls: list[str] = []
     started = AtHook("on_validation_start", lambda trainer: calls.append("validation"))
     trainer = make_trainer(started, limit_val_batches=1)
-    internals.before_validation(trainer, lambda: calls.append("action"))
-    trainer.fit(Module())
+    with internals.before_validation(trainer, lambda: calls.append("action")):
+        trainer.fit(Module())
     assert calls == ["action", "validation"]
-
-
-def test_restore_validation() -> None:
-    trainer = make_trainer(limit_val_batches=1)
-    internals.before_validation(trainer, lambda: pytest.fail("it was restored"))
-    internals.restore_validation(trainer)
-    internals.restore_validation(trainer)
+    trainer.fit_loop.max_epochs = 2
     trainer.fit(Module())
+    assert calls == ["action", "validation", "validation"]
 
 
 # -- logged values -----------------------------------------------------------------------------------------------------
@@ -392,15 +387,13 @@ def test_results_are_moved_only_where_they_are_not_yet() -> None:
     with mock.patch.object(type(entry), "to", lambda *args: move(*args)):
         log(trainer, torch.tensor(5.0), 2)
         assert move.call_count == 1
-        internals.keep_results_in_place(True)
-        internals.keep_results_in_place(True)  # of another run
-        log(trainer, torch.tensor(7.0), 4)
-        assert move.call_count == 1
-        assert logged(trainer) == 5.5
-        entry.to(torch.device("meta"))
-        assert move.call_count == 2
-        assert entry.value.is_meta
-        internals.keep_results_in_place(False)
+        with internals.keep_results_in_place(), internals.keep_results_in_place():  # of another run
+            log(trainer, torch.tensor(7.0), 4)
+            assert move.call_count == 1
+            assert logged(trainer) == 5.5
+            entry.to(torch.device("meta"))
+            assert move.call_count == 2
+            assert entry.value.is_meta
         entry.to(torch.device("meta"))
         assert move.call_count == 3
 
@@ -669,16 +662,11 @@ def test_set_device_mesh() -> None:
     assert module.device_mesh is None
 
 
-def test_example_input() -> None:
+def test_without_example_input() -> None:
     module, example = Module(), torch.ones(1, 2)
-    assert internals.example_input(module) is None
     module.example_input_array = example
-    assert internals.example_input(module) is example
-
-
-def test_set_example_input() -> None:
-    module, example = Module(), torch.ones(1, 2)
-    internals.set_example_input(module, example)
+    with internals.without_example_input(module):
+        assert module.example_input_array is None
     assert module.example_input_array is example
 
 
@@ -732,16 +720,20 @@ def test_attributes_of_lightning_are_not_taken_for_the_users() -> None:
 
 def test_callbacks_log_through_the_function_that_is_set() -> None:
     recorded: list[Any] = []
+    undo = ExitStack()
 
     class Logging(Callback):
         def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-            internals.set_callback_log(trainer, lambda *args: recorded.append(args))
+            undo.enter_context(internals.replace_callback_log(trainer, lambda *args: recorded.append(args)))
 
         def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
             self.log("x", 1.0)
 
-    quiet_trainer(callbacks=[Logging()]).fit(Small(), samples())
+    trainer, module = quiet_trainer(callbacks=[logging := Logging()]), Small()
+    trainer.fit(module, samples())
     assert recorded == [("x", 1.0)]
+    undo.close()
+    assert logging.log == module.log
 
 
 def test_the_hook_before_the_transfer_runs_inside_the_context() -> None:
@@ -759,10 +751,9 @@ def test_the_hook_before_the_transfer_runs_inside_the_context() -> None:
             return batch
 
     module = Transferring()
-    internals.wrap_before_batch_transfer(module, context)
-    quiet_trainer().fit(module, samples())
+    with internals.wrap_before_batch_transfer(module, context):
+        quiet_trainer().fit(module, samples())
     assert events == ["enter", "hook", "leave"]
-    internals.unwrap_before_batch_transfer(module)
     assert "_on_before_batch_transfer" not in vars(module)
     quiet_trainer().fit(module, samples())
     assert events == ["enter", "hook", "leave", "hook"]
@@ -835,18 +826,17 @@ def synchronised() -> list[float]:
         metric.update(1.0)
         return metric.compute().item()
 
-    for reference in (GroupRef(own), GroupRef(own), None):
-        internals.sync_metrics_over(reference)
+    with internals.sync_metrics_over(GroupRef(own)):
         found.append(total())
+    found.append(total())
     assert Metric.sync is original
-    internals.sync_metrics_over(SimpleNamespace(is_alive=False))  # type: ignore[arg-type]
-    found.append(total())  # groups that are gone leave torchmetrics' own choice
-    internals.sync_metrics_over(None)
+    with internals.sync_metrics_over(SimpleNamespace(is_alive=False)):  # type: ignore[arg-type]
+        found.append(total())  # groups that are gone leave torchmetrics' own choice
     return found
 
 
 def test_metrics_synchronise_over_the_group_until_it_is_taken_back(ranks: Pools) -> None:
-    assert ranks(2).run(synchronised) == [[1.0, 1.0, 2.0, 2.0]] * 2
+    assert ranks(2).run(synchronised) == [[1.0, 2.0, 2.0]] * 2
 
 
 # -- processes ---------------------------------------------------------------------------------------------------------
@@ -861,7 +851,7 @@ def test_subprocess_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, os.environ.get(name, ""))
     for name in names[:-1]:
         monkeypatch.delenv(name)
-    launcher = internals.subprocess_launcher(LightningEnvironment(), 2, 1, {"OF_CHILDREN": "1"})
+    launcher = internals.subprocess_launcher(LightningEnvironment(), 2, 1, {"OF_CHILDREN": "1"}, nullcontext)
     assert not launcher.is_interactive_compatible
     assert "OF_CHILDREN" not in os.environ
     assert launcher.launch(lambda: "done") == "done"
@@ -879,7 +869,7 @@ def refuse_workers(start_method: str, device: torch.device) -> None:
 
 
 def test_multiprocessing_launcher(capfd: pytest.CaptureFixture[str]) -> None:
-    launcher = internals.multiprocessing_launcher(Ranks(), "fork", refuse_workers, lambda module: "why")  # type: ignore[arg-type]
+    launcher = internals.multiprocessing_launcher(Ranks(), "fork", refuse_workers, lambda module: "why", nullcontext)  # type: ignore[arg-type]
     assert launcher.is_interactive_compatible
     with pytest.raises(RuntimeError, match="fork on cpu"):
         launcher.launch(lambda: "done")
@@ -919,11 +909,9 @@ def test_choose_checkpoint(tmp_path: Path) -> None:
         return file
 
     again = quiet_trainer(max_steps=3, max_epochs=2)
-    for _ in range(2):  # as by a run that has failed before its end, and the next one
-        internals.choose_checkpoint(again, choose)
-    again.fit(Small(), data)
+    with internals.choose_checkpoint(again, choose):
+        again.fit(Small(), data)
     assert (found, again.ckpt_path, again.global_step) == ([None], file, 3)
-    internals.restore_checkpoint_choice(again)
     again.predict(Small(), data)
     assert len(found) == 1
 
@@ -932,20 +920,33 @@ def test_find_last_remotely() -> None:
     original, files = ModelCheckpoint._find_last_checkpoints, fsspec.filesystem("memory")
     data = DataLoader(torch.ones(4, 1), 1)
     try:
-        for _ in range(2):  # as by two strategies
-            internals.find_last_remotely(
-                lambda url: f"{url}/inside" if url.endswith("2.ckpt") else None, TrainersStrategy
-            )
         trainer = quiet_trainer(callbacks=[ModelCheckpoint("memory://find")], enable_checkpointing=True)
         for name in ("last-v1.ckpt", "last-v2.ckpt/inside"):
             files.pipe_file(f"/find/{name}", b"")
         (callback,) = trainer.checkpoint_callbacks
-        assert callback._find_last_checkpoints(trainer) == {"memory://find/last-v2.ckpt/inside"}  # type: ignore[attr-defined]
-        with pytest.raises(EOFError):  # it is read
-            trainer.fit(Small(), data, ckpt_path="last")
+        with internals.find_last_remotely(lambda url: f"{url}/inside" if url.endswith("2.ckpt") else None):
+            assert callback._find_last_checkpoints(trainer) == {"memory://find/last-v2.ckpt/inside"}  # type: ignore[attr-defined]
+            with pytest.raises(EOFError):  # it is read
+                trainer.fit(Small(), data, ckpt_path="last")
+        assert ModelCheckpoint._find_last_checkpoints is original
     finally:
-        ModelCheckpoint._find_last_checkpoints = original  # type: ignore[method-assign]
         files.rm("/find", recursive=True)
+
+
+def test_in_place_launcher() -> None:
+    events: list[str] = []
+
+    @contextmanager
+    def around() -> Iterator[None]:
+        events.append("enter")
+        yield
+        events.append("leave")
+
+    launcher = internals.in_place_launcher(around)
+    assert launcher.is_interactive_compatible
+    assert launcher.launch(lambda: events.append("run") or "done", trainer=None) == "done"  # type: ignore[func-returns-value]
+    launcher.kill(signal.SIGTERM)
+    assert events == ["enter", "run", "leave"]
 
 
 def test_connect_processes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1099,11 +1100,10 @@ def test_something_is_done_between_the_closure_and_the_step() -> None:
             parameter.grad = None
 
     before = [parameter.clone() for parameter in module.parameters()]
-    internals.replace_after_closure(trainer.precision_plugin, action)
-    trainer.fit(module, samples(2))
+    with internals.replace_after_closure(trainer.precision_plugin, action):
+        trainer.fit(module, samples(2))
     assert module.calls == ["backward", "before SGD", "hook", "clipping", "after", "step"]
     assert all(torch.equal(*pair) for pair in zip(before, module.parameters(), strict=True))
-    internals.restore_after_closure(trainer.precision_plugin)
     module.calls.clear()
     trainer.fit_loop.max_epochs = 2
     trainer.fit(module, samples(2))

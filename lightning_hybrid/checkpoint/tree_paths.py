@@ -8,13 +8,13 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_hybrid.distributed.pytree import TreePath, flatten_with_path
+from lightning_hybrid.distributed.pytree import TreePath, children_by_key, flatten_with_path
 
 
 def value_at(tree: Any, path: TreePath) -> Any:
     """What is at this path, or nothing."""
     for key in path:
-        tree = _children(tree).get(key)
+        tree = (children_by_key(tree) or {}).get(key)
     return tree
 
 
@@ -22,7 +22,7 @@ def replaced(tree: Any, values: Mapping[TreePath, Any], path: TreePath = ()) -> 
     """The tree with other values at some paths; it stays as it is, and parts without changes are shared."""
     if path in values:
         return values[path]
-    old = _children(tree)
+    old = children_by_key(tree) or {}
     children = {key: replaced(child, values, (*path, key)) for key, child in old.items()}
     if all(children[key] is child for key, child in old.items()):
         return tree
@@ -80,9 +80,3 @@ def tree_of(values: Mapping[TreePath, Any]) -> Any:
     if all(isinstance(key, int) for key in children):
         return [tree_of(children[key]) for key in sorted(children)]
     return {key: tree_of(child) for key, child in children.items()}
-
-
-def _children(tree: Any) -> dict[Any, Any]:
-    if isinstance(tree, dict):
-        return tree
-    return dict(enumerate(tree)) if isinstance(tree, (list, tuple)) else {}

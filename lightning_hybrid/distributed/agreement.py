@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import pickle
 import socket
 import struct
 from collections.abc import Callable, Mapping
@@ -13,10 +12,11 @@ import torch
 import torch.distributed as dist
 
 from lightning_hybrid.distributed.process_group import all_gather_bytes, num_groups, world_device
-from lightning_hybrid.distributed.tensor_bytes import first_message, read_first, room
+from lightning_hybrid.distributed.pytree import Message, encode
+from lightning_hybrid.distributed.tensor_bytes import bytes_tensor
 
 _T = TypeVar("_T")
-_SMALL = 512  # bytes that each rank tells all others in one collective
+_SMALL = 544  # bytes that each rank tells all others in one collective
 _RANK_INFO = struct.Struct("64sqQ")  # names of hosts have at most 64 bytes (HOST_NAME_MAX of Linux)
 
 
@@ -73,10 +73,9 @@ def agree(check: Callable[[], _T], group: dist.ProcessGroup | None = None) -> _T
     dist.all_reduce(failed, dist.ReduceOp.MAX, group=group)  # a third of the time that texts take
     if not failed.item():
         return result
-    errors: list[Any] = [None] * dist.get_world_size(group)
     kind = next((number for number, kind in enumerate(_AGREED) if isinstance(error, kind)), len(_AGREED) - 1)
     text = str(error) if isinstance(error, _AGREED) else f"{type(error).__name__}: {error}"
-    dist.all_gather_object(errors, None if error is None else (kind, text), group=group)
+    errors = all_gather_values(None if error is None else (kind, text), group)
     first = next(found for found in errors if found is not None)
     if error is not None and text == first[1]:
         raise error
@@ -101,8 +100,7 @@ def check_equal(values: Mapping[str, str], advice: str, own: bytes = b"") -> lis
     told = all_gather_bytes(digest + own)
     if len({of_rank[: len(digest)] for of_rank in told}) == 1:
         return [of_rank[len(digest) :] for of_rank in told]
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, dict(values))
+    found = all_gather_values(dict(values))
     for name in dict.fromkeys(name for of_rank in found for name in of_rank):
         of_name = {rank: other.get(name, "nothing") for rank, other in enumerate(found)}
         if len(set(of_name.values())) > 1:
@@ -117,12 +115,13 @@ def all_gather_values(value: Any, group: dist.ProcessGroup | None = None) -> lis
         value: Of this rank; anything that can be pickled.
         group: As of :func:`~.process_group.all_gather_bytes`.
     """
-    own = pickle.dumps(value)
-    told = [read_first(of_rank) for of_rank in all_gather_bytes(first_message(own, _SMALL), group)]
-    longest = max(length for _, length in told)
-    rest = all_gather_bytes(own[room(_SMALL) :].ljust(longest), group) if longest else [b""] * len(told)
-    # What is behind a pickle is not read.
-    return [pickle.loads(beginning + more) for (beginning, _), more in zip(told, rest, strict=True)]
+    first, *rest = [part.numpy().tobytes() for part in Message.make(encode(value), size=_SMALL).parts]
+    told = all_gather_bytes(first, group)
+    longest = max(Message.read(bytes_tensor(of_rank)).num_bytes for of_rank in told)
+    if longest > _SMALL:
+        rests = all_gather_bytes(b"".join(rest).ljust(longest - _SMALL), group)
+        told = [beginning + more for beginning, more in zip(told, rests, strict=True)]
+    return [Message.read(bytes_tensor(of_rank)).value() for of_rank in told]
 
 
 def unequal_text(name: str, values: Mapping[int, str]) -> str:

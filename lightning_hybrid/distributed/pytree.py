@@ -1,10 +1,11 @@
-"""Nested containers of values, taken apart and put together, and what a receiver must know of one to receive it."""
+"""Nested containers of values: taken apart, put together, described, and as the bytes of one message between ranks."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
 import pickle
+import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -35,7 +36,7 @@ class TreeSpec(NamedTuple):
 
     @classmethod
     def of(cls, kind: type, names: tuple[Any, ...], children: tuple[TreeSpec, ...]) -> TreeSpec:
-        """The spec of a container."""
+        """Return the spec of a container."""
         return cls(kind, names, children, sum([child.num_leaves for child in children]))
 
     def __repr__(self) -> str:
@@ -74,21 +75,27 @@ def flatten(tree: Any) -> tuple[list[Any], TreeSpec]:
 
 
 def _flatten(tree: Any, leaves: list[Any]) -> TreeSpec:
-    names: tuple[Any, ...]
-    if type(tree) is Tensor:  # most leaves are, and to ask what else they might be takes ten times as long
+    # Most leaves are tensors, and to ask what else they might be takes ten times as long.
+    found = None if type(tree) is Tensor else contents(tree)
+    if found is None:
         leaves.append(tree)
         return LEAF
+    names, values = found
+    before = len(leaves)
+    children = tuple([_flatten(value, leaves) for value in values])
+    return TreeSpec(type(tree), names, children, len(leaves) - before)
+
+
+def contents(tree: Any) -> tuple[tuple[Any, ...], Sequence[Any]] | None:
+    """Return what is directly in a container: its names, none in a sequence, and the values; ``None`` for a leaf."""
     if isinstance(tree, (list, tuple)):
-        names, values = (), tuple(tree)
-    elif isinstance(tree, Mapping):
-        names, values = tuple(tree), tuple(tree.values())
-    elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        names = tuple(field.name for field in dataclasses.fields(tree))
-        values = tuple(getattr(tree, name) for name in names)
-    else:
-        leaves.append(tree)
-        return LEAF
-    return TreeSpec.of(type(tree), names, tuple([_flatten(value, leaves) for value in values]))
+        return (), tree
+    if isinstance(tree, Mapping):
+        return tuple(tree), tuple(tree.values())
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        names = tuple([field.name for field in dataclasses.fields(tree)])
+        return names, [getattr(tree, name) for name in names]
+    return None
 
 
 def unflatten(leaves: list[Any], spec: TreeSpec) -> Any:
@@ -161,10 +168,34 @@ def flatten_with_path(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -
         >>> flatten_with_path({"x": 1, "y": (2, None)})
         [(('x',), 1), (('y', 0), 2), (('y', 1), None)]
     """
-    if not isinstance(tree, (dict, list, tuple)) or (is_leaf is not None and is_leaf(tree)):
+    children = children_by_key(tree)
+    if children is None or (is_leaf is not None and is_leaf(tree)):
         return [((), tree)]
-    children = tree.items() if isinstance(tree, dict) else enumerate(tree)
-    return [((key, *path), leaf) for key, child in children for path, leaf in flatten_with_path(child, is_leaf)]
+    return [((key, *path), leaf) for key, child in children.items() for path, leaf in flatten_with_path(child, is_leaf)]
+
+
+def children_by_key(tree: Any) -> dict[Any, Any] | None:
+    """Return what is directly in a dict, a list or a tuple, by key or index; ``None`` for anything else."""
+    if isinstance(tree, dict):
+        return tree
+    return dict(enumerate(tree)) if isinstance(tree, (list, tuple)) else None
+
+
+def walk(values: Sequence[Any], inside: Callable[[Any], Sequence[Any] | None]) -> Iterator[Any]:
+    """Yield values and everything that they hold, each object once; a value comes before what it holds.
+
+    Args:
+        values: The values to begin with.
+        inside: Returns what a value holds, or ``None`` to leave the value out.
+    """
+    waiting, seen = list(reversed(values)), dict[int, Any]()  # which keeps the objects: an identity stays theirs
+    while waiting:
+        value = waiting.pop()
+        held = None if id(value) in seen else inside(value)
+        if held is not None:
+            seen[id(value)] = value
+            yield value
+            waiting += reversed(held)
 
 
 # Types of values that are sent as they are: immutable, and equal when they compare equal. (Not float: NaN differs from
@@ -198,7 +229,7 @@ class ValueMeta(NamedTuple):
 
     def load(self) -> Any:
         """The value; one that could be changed is a copy of the receiver's own."""
-        return pickle.loads(self.value) if self.kind is bytes else self.value
+        return decode(self.value) if self.kind is bytes else self.value
 
     def equals(self, other: Any) -> bool:
         """Whether the values are equal: pickles of equal values may differ."""
@@ -292,12 +323,128 @@ def _value_meta(leaf: Any) -> ValueMeta:
     if type(leaf) in _PLAIN:
         return ValueMeta(type(leaf), leaf)
     try:
-        return ValueMeta(bytes, pickle.dumps(leaf))
+        return ValueMeta(bytes, encode(leaf))
     except Exception as error:  # the pickle protocol lets classes raise anything
         raise TypeError(
             f"a value of type {type(leaf).__qualname__} cannot be sent to another rank, because it cannot be pickled "
             f"({error}) [LH726]"
         ) from error
+
+
+#: Bytes of the first part of a message whose length the receiver does not know; fewer bytes take as long.
+FIRST_PART = 4096
+_HEADER = struct.Struct("qqqq")  # of a message: its code, the bytes of its value and of all of it, and its subject
+_ALIGNED = 16  # bytes: the longest number of torch, complex128, which can begin at its multiples
+
+
+def encode(value: Any) -> bytes:
+    """Return a value as bytes, for another rank or process of this job.
+
+    Raises:
+        Exception: Anything, if the value cannot be pickled: classes may raise what they like.
+    """
+    return pickle.dumps(value)
+
+
+def decode(encoded: bytes) -> Any:
+    """Return the value that :func:`encode` was given."""
+    return pickle.loads(encoded)
+
+
+class Message(NamedTuple):
+    """A value, and tensors that the receiver has a description of, as the bytes that travel.
+
+    ::
+
+        [code | bytes of the value | bytes of all | subject]  [value]  [tensor]  [tensor] ...  [padding]
+
+    Every message whose length the receiver cannot know has this form, over each kind of connection. The receiver asks
+    for as many bytes as both sides know, and then for those that are missing, as the header says.
+
+    Attributes:
+        code: What it is, by a number that the sender and the receiver agree on.
+        subject: What it is about, by such a number.
+        num_bytes: The length without padding.
+        encoded: The value's bytes; none if there is no value.
+        parts: All of it as uint8 tensors on the host: the first part, and the rest if there is any.
+    """
+
+    code: int
+    subject: int
+    num_bytes: int
+    encoded: bytes
+    parts: tuple[Tensor, ...]
+
+    @classmethod
+    def make(
+        cls,
+        encoded: bytes = b"",
+        tensors: Sequence[Tensor] = (),
+        *,
+        code: int = 0,
+        subject: int = 0,
+        size: int = _HEADER.size,
+    ) -> Message:
+        """Write a message.
+
+        Args:
+            encoded: A value, by :func:`encode`.
+            tensors: Tensors of the host.
+            code: What the message is.
+            subject: What it is about.
+            size: The bytes of the first part.
+        """
+        places = _places(len(encoded), tensors)
+        length = places[-1].stop
+        header = _HEADER.pack(code, len(encoded), length, subject)
+        data = torch.frombuffer(bytearray((header + encoded).ljust(max(length, size), b"\0")), dtype=torch.uint8)
+        for tensor, place in zip(tensors, places[1:], strict=True):
+            _like(tensor, data[place]).copy_(tensor)
+        return cls(code, subject, length, encoded, (data[:size], data[size:]) if length > size else (data,))
+
+    @classmethod
+    def read(cls, data: Tensor) -> Message:
+        """Read a message, or its first part: then the value is cut off."""
+        view = data.numpy().data
+        code, num_encoded, length, subject = _HEADER.unpack_from(view)
+        return cls(code, subject, length, view[_HEADER.size : _HEADER.size + num_encoded].tobytes(), (data,))
+
+    @classmethod
+    def receive(cls, receive: Callable[[int], Tensor], size: int = _HEADER.size) -> Message:
+        """Receive a message in one part, or in two if it is longer.
+
+        Args:
+            receive: Returns the next so many bytes, a uint8 tensor on the host.
+            size: The bytes of the first part.
+        """
+        message = cls.read(receive(size))
+        if message.num_bytes <= size:
+            return message
+        return cls.read(torch.cat([*message.parts, receive(message.num_bytes - size)]))
+
+    def value(self) -> Any:
+        """Return the value; ``None`` if there is none."""
+        return decode(self.encoded) if self.encoded else None
+
+    def tensors(self, likes: Sequence[Tensor]) -> list[Tensor]:
+        """Return the tensors of a received message, which share its memory, by others of their dtypes and shapes."""
+        [data] = self.parts
+        places = _places(len(self.encoded), likes)[1:]
+        return [_like(like, data[place]) for like, place in zip(likes, places, strict=True)]
+
+
+def _places(num_encoded: int, tensors: Sequence[Tensor]) -> list[slice]:
+    """Return where the value of a message is, and its tensors, each where any dtype may begin."""
+    places = [slice(_HEADER.size, _HEADER.size + num_encoded)]
+    for tensor in tensors:
+        begin = -(-places[-1].stop // _ALIGNED) * _ALIGNED
+        places.append(slice(begin, begin + tensor.nbytes))
+    return places
+
+
+def _like(tensor: Tensor, data: Tensor) -> Tensor:
+    """Return bytes as a tensor of another one's dtype and shape: no backend knows every dtype, but bytes are bytes."""
+    return data.view(tensor.dtype).view(tensor.shape)
 
 
 #: Types of values that are not copied, because a layer cannot change them or (tensors) they are handled elsewhere.
@@ -313,15 +460,15 @@ def copy_object(value: Any, of_tensor: Callable[[Tensor], Tensor] = lambda tenso
     """
     if isinstance(value, _UNCHANGING) or callable(value):
         return value
-    return copy.deepcopy(value, {id(tensor): of_tensor(tensor) for tensor in _tensors_in(value, set())})
+    tensors = (each for each in walk([value], _held) if isinstance(each, Tensor))
+    return copy.deepcopy(value, {id(tensor): of_tensor(tensor) for tensor in tensors})
 
 
-def _tensors_in(value: Any, seen: set[int]) -> Iterator[Tensor]:
-    """Yield the tensors in an object, in its attributes, and in their attributes."""
+def _held(value: Any) -> Sequence[Any] | None:
+    """Return what an object holds in itself and in its attributes; nothing for a tensor, ``None`` for a class."""
     if isinstance(value, Tensor):
-        yield value
-    elif id(value) not in seen and not isinstance(value, type):
-        seen.add(id(value))
-        inside = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple, set)) else ()
-        for each in (*inside, *vars(value).values()) if hasattr(value, "__dict__") else inside:
-            yield from _tensors_in(each, seen)
+        return ()
+    if isinstance(value, type):
+        return None
+    held = list(value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple, set)) else ())
+    return [*held, *vars(value).values()] if hasattr(value, "__dict__") else held

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from typing import Any
 
 import torch
@@ -48,31 +47,6 @@ def tell_autograd(written: Any) -> None:
             torch.autograd.graph.increment_version(tensor)
 
 
-def first_message(payload: bytes, size: int) -> bytes:
-    """The first message of a payload whose length its receiver does not know: the length, and what there is room for.
-
-    Args:
-        payload: Of any length.
-        size: Bytes of the message. What is left of the payload, ``payload[room(size):]``, is a second one.
-    """
-    return _LENGTH.pack(len(payload)) + payload[: room(size)].ljust(room(size))
-
-
-def read_first(message: bytes) -> tuple[bytes, int]:
-    """What a first message says: the beginning of the payload, and the length of what is left."""
-    (length,) = _LENGTH.unpack_from(message)
-    return message[_LENGTH.size :][:length], max(0, length - room(len(message)))
-
-
-def room(size: int) -> int:
-    """How many bytes of its payload a first message of so many bytes has."""
-    return size - _LENGTH.size
-
-
 def bytes_tensor(payload: bytes) -> Tensor:
     """Bytes on the host, shape (number of them)."""
     return torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-
-
-_LENGTH = struct.Struct("q")
-FIRST_MESSAGE = 4096  # bytes that are sent as fast as fewer

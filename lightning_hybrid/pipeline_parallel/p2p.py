@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections import deque
 from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple, cast
@@ -14,15 +13,8 @@ from torch.distributed import ProcessGroup
 from lightning_hybrid.distributed.mesh import STAGE_TAGS, Mesh
 from lightning_hybrid.distributed.messages.host_messages import HostMessages, Work
 from lightning_hybrid.distributed.process_group import GroupRef, device_backends
-from lightning_hybrid.distributed.pytree import TensorMeta, TreeMeta, TreeSpec
-from lightning_hybrid.distributed.tensor_bytes import (
-    FIRST_MESSAGE,
-    as_bytes,
-    bytes_tensor,
-    first_message,
-    read_first,
-    room,
-)
+from lightning_hybrid.distributed.pytree import FIRST_PART, Message, TensorMeta, TreeMeta, TreeSpec, encode
+from lightning_hybrid.distributed.tensor_bytes import as_bytes
 from lightning_hybrid.pipeline_parallel.schedules import ChannelKey, Placement
 
 # The first number of a message that stands for one that is not made, as an integer of the same size: no computation
@@ -96,9 +88,10 @@ class Recv:
         Raises:
             BlankMessageError: If it is seen to stand for a message that is not made.
         """
-        meta, _, has_values, _ = self.format or self._channel.read_metas_until(self)
-        if meta is _BLANK_META:
+        format = self.format or self._channel.read_metas_until(self)
+        if format is _BLANK_FORMAT:
             raise BlankMessageError
+        meta, _, has_values, _ = format
         leaves = meta.values() if has_values else [None] * len(meta.leaves)
         for wire, tensor, work in self.pending:
             if work is not None:
@@ -233,7 +226,9 @@ class Channel:
         known = None if self._dynamic else self._formats.get(key)
         try:
             if known is None:
-                known = self._remember(key, self._send_meta(TreeMeta.of(leaves, spec), send))
+                meta = TreeMeta.of(leaves, spec)
+                self._send_meta(Message.make(encode(meta), size=FIRST_PART), send)
+                known = self._remember(key, _Format.of(meta, self._wire))
             elif not known.meta.fits(leaves, spec):
                 _check_equal(known.meta, TreeMeta.of(leaves, spec))
         except TypeError as error:
@@ -256,7 +251,7 @@ class Channel:
         send = Send()
         known = None if self._dynamic else self._formats.get(key)
         if known is None:
-            self._send_meta(_BLANK_META, send)
+            self._send_meta(Message.make(code=_BLANK_META, size=FIRST_PART), send)
             self.num_messages += 1
             return send
         leaves: list[Any] = [None] * len(known.meta.leaves)
@@ -304,11 +299,11 @@ class Channel:
             first = self._unread.popleft()
             known = None if self._dynamic else self._formats.get(first.key)
             if known is None:
-                meta = self._receive_meta()
-                if meta == _BLANK_META:
-                    known = _Format.of(_BLANK_META, self._wire)
+                message = Message.receive(self._receive_host, FIRST_PART)
+                if message.code == _BLANK_META:
+                    known = _BLANK_FORMAT
                 else:
-                    known = self._remember(first.key, _Format.of(meta, self._wire))
+                    known = self._remember(first.key, _Format.of(message.value(), self._wire))
             self._start(first, known)
         # Behind a meta that has just been read, up to the next unknown one.
         while self._unread and not self._dynamic:
@@ -345,16 +340,13 @@ class Channel:
                     work = group.recv(parts, self._peer, self._tag)
             recv.pending.append((wire, tensor, work))
 
-    def _send_meta(self, meta: TreeMeta, send: Send) -> _Format:
-        payload = pickle.dumps(meta)
+    def _send_meta(self, message: Message, send: Send) -> None:
         group: Any = self._host_group()
-        rest = payload[room(FIRST_MESSAGE) :]
-        for message in (first_message(payload, FIRST_MESSAGE), *([rest] if rest else [])):
-            tensor = bytes_tensor(message).to(self._host_wire)
+        for part in message.parts:
+            tensor = part.to(self._host_wire)
             work = group.send([tensor], self._host_peer, self._host_tag)
             if work is not None:
                 send.pending.append((work, tensor))
-        return _Format.of(meta, self._wire)
 
     def _to_wire(self, tensor: Tensor) -> Tensor:
         """A contiguous tensor, in a dtype and in a memory that the backend can send."""
@@ -367,17 +359,10 @@ class Channel:
         torch.cuda.current_stream(tensor.device).synchronize()  # gloo reads the memory at once
         return host
 
-    def _receive_meta(self) -> TreeMeta:
-        group = self._host_group()
-        first = torch.empty(FIRST_MESSAGE, dtype=torch.uint8, device=self._host_wire)
-        group.recv([first], self._host_peer, self._host_tag).wait()
-        payload, length = read_first(bytes(first.cpu().numpy()))
-        if length:
-            rest = torch.empty(length, dtype=torch.uint8, device=self._host_wire)
-            group.recv([rest], self._host_peer, self._host_tag).wait()
-            payload += bytes(rest.cpu().numpy())
-        meta: TreeMeta = pickle.loads(payload)
-        return meta
+    def _receive_host(self, size: int) -> Tensor:
+        part = torch.empty(size, dtype=torch.uint8, device=self._host_wire)
+        self._host_group().recv([part], self._host_peer, self._host_tag).wait()
+        return part.cpu()
 
 
 def make_channels(
@@ -503,8 +488,7 @@ class _WireTensor:
         return torch.empty_like(self._template, memory_format=torch.contiguous_format)
 
 
-#: The meta of a message that is not made: it has no tensors.
-_BLANK_META = TreeMeta.of(["a blank message"], None)
+_BLANK_META = 1  # the code of a meta that says: this message is not made
 
 
 class _Format(NamedTuple):
@@ -519,6 +503,9 @@ class _Format(NamedTuple):
     def of(cls, meta: TreeMeta, wire: torch.device) -> _Format:
         tensors = [_WireTensor(index, tensor, wire) for index, tensor in meta.tensors()]
         return cls(meta, tensors, meta.has_values, sum(each.num_bytes for each in tensors))
+
+
+_BLANK_FORMAT = _Format(TreeMeta(None, ()), [], has_values=False, num_bytes=0)
 
 
 def _check_equal(known: TreeMeta, meta: TreeMeta) -> None:

@@ -16,7 +16,6 @@ from typing import Any
 
 import lightning
 import torch
-import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelPruning
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, CheckpointIO, TorchCheckpointIO
@@ -29,7 +28,7 @@ from torch.optim import LBFGS, Optimizer
 
 from lightning_hybrid.axes import AXES, Sizes
 from lightning_hybrid.config import HybridConfig, Settings, choices
-from lightning_hybrid.distributed.agreement import RankInfo, agree, check_equal
+from lightning_hybrid.distributed.agreement import RankInfo, agree, all_gather_values, check_equal
 from lightning_hybrid.distributed.arrangement import check_arrangement
 from lightning_hybrid.distributed.dtensor import is_sharded
 from lightning_hybrid.distributed.mesh import Mesh
@@ -321,8 +320,7 @@ def check_own_parts(module: nn.Module, before: Collection[Tensor], mesh: Mesh) -
         if id(parameter) not in known and not parameter.is_meta and not isinstance(parameter, DTensor)
         if not is_lazy(parameter)
     }
-    found: list[Any] = [None] * mesh.model_group.size()
-    dist.all_gather_object(found, sums, group=mesh.control_group)
+    found = all_gather_values(sums, mesh.control_group)
     names = [name for name, own in sums.items() if any(other.get(name) != own for other in found)]
     has_seed = "PL_GLOBAL_SEED" in os.environ
     text = (

@@ -8,6 +8,7 @@ import sys
 import threading
 from abc import abstractmethod
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,6 +25,7 @@ from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.distributed.messages.tree_broadcast import broadcast_object, reduce_over
 from lightning_hybrid.distributed.process_group import has_nccl
+from lightning_hybrid.distributed.replaced import replaced_attributes
 from lightning_hybrid.distributed.tensor_bytes import tell_autograd
 from lightning_hybrid.trainer.program.step_context import StepContext
 
@@ -88,22 +90,13 @@ class StepCollectives:
         self._context = context
         everyone = range(dist.get_world_size())
         self._stage = {rank for rank in everyone if mesh.pipeline_rank_of(rank) == mesh.pipeline_rank}
-        self._originals: dict[str, Callable[..., Any]] = {}
         self._thread = 0
 
-    def install(self) -> None:
-        """Take the places of torch's functions, for the thread that calls, which runs steps."""
+    def installed(self) -> AbstractContextManager[None]:
+        """While entered, take the places of torch's functions, for the thread that calls, which runs steps."""
         self._thread = threading.get_ident()
-        for name in _WRITES:
-            if hasattr(dist, name):
-                self._originals[name] = getattr(dist, name)
-                setattr(dist, name, self._checked(name, self._originals[name]))
-
-    def remove(self) -> None:
-        """Give them back."""
-        for name, original in self._originals.items():
-            setattr(dist, name, original)
-        self._originals.clear()
+        functions = {name: getattr(dist, name) for name in _WRITES if hasattr(dist, name)}
+        return replaced_attributes(dist, **{name: self._checked(name, each) for name, each in functions.items()})
 
     def _checked(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)

@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -24,9 +24,12 @@ from lightning.pytorch.utilities import rank_zero as pytorch_rank_zero
 from torch.distributed.constants import default_pg_timeout
 
 from lightning_hybrid.checkpoint.parts import is_part
+from lightning_hybrid.checkpoint.storage.remote import dated
 from lightning_hybrid.strategy.rendezvous import Stores, choose_interface, make_stores
 from lightning_hybrid.trainer.lightning_internals import (
     connect_processes,
+    find_last_remotely,
+    in_place_launcher,
     is_interactive,
     multiprocessing_launcher,
     subprocess_launcher,
@@ -39,7 +42,7 @@ _PR_SET_PDEATHSIG = 1  # of Linux
 def make_launcher(
     strategy: ParallelStrategy, environment: ClusterEnvironment, num_processes: int, num_nodes: int, start_method: str
 ) -> Any:
-    """Return what starts the other processes; ``None`` if there are none, or if they have been started.
+    """Return what starts the other processes, if there are any and they have not been started, and surrounds each run.
 
     Args:
         strategy: Whose processes they are.
@@ -50,14 +53,20 @@ def make_launcher(
     """
     if environment.creates_processes_externally:
         end_with_parent()
-        return None
+        return in_place_launcher(_around_run)
     if num_processes * num_nodes == 1:
-        return None
+        return in_place_launcher(_around_run)
     if start_method == "auto":
         start_method = "fork" if is_interactive() else "popen"
     if start_method == "popen":
-        return subprocess_launcher(environment, num_processes, num_nodes, {_STARTED_BY: str(os.getpid())})
-    return multiprocessing_launcher(strategy, start_method, check_copying, why_parts_stay)
+        variables = {_STARTED_BY: str(os.getpid())}
+        return subprocess_launcher(environment, num_processes, num_nodes, variables, _around_run)
+    return multiprocessing_launcher(strategy, start_method, check_copying, why_parts_stay, _around_run)
+
+
+def _around_run() -> AbstractContextManager[None]:
+    """Return what surrounds a run, its choice of a checkpoint too, which comes before anything of a strategy."""
+    return find_last_remotely(dated)
 
 
 def check_copying(start_method: str, device: torch.device) -> None:

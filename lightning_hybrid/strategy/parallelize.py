@@ -283,10 +283,8 @@ class ModuleParallelizer:
     def _agree_on_tracing(self) -> None:
         """Agree whether steps are traced: not around a chain with tensor-parallel layers outside of it."""
         if self._mesh.sizes.tensor > 1:
-            found: list[Any] = [None] * dist.get_world_size()
             stage_map = layout.with_plan(self.stage_map, self.body, self.plan, self._module)
-            dist.all_gather_object(found, stage_map.places_outside)
-            self.stage_map = replace(self.stage_map, places_outside=all(found))
+            self.stage_map = replace(self.stage_map, places_outside=all(all_gather_values(stage_map.places_outside)))
 
     def _find_plan(self, size: int) -> Plan:
         """The plan, the same on every rank: the automatic one is the first rank's, whose trials of blocks count."""

@@ -5,7 +5,7 @@ What is replaced, and where:
 ===============================================  =====================================  ===============================
 `trainer.callbacks`                              ours before the user's                 :func:`add_callbacks`
 hooks of the module, once                        divided after `configure_model`        :class:`AfterHook`
-`ThroughputMonitor`, inference mode, example     one process is not the whole model     :class:`Patches`
+`ThroughputMonitor`, inference mode, example     one process is not the whole model     :func:`patches`
 input, TensorBoard's `SummaryWriter.add_*`
 between closure and optimizer's step             gradients that are not finite          `trainer.debug`
 a hook after an optimizer's first step           what half precision is too coarse for  `trainer.debug`
@@ -15,7 +15,7 @@ the loop's automatic optimization                gradients zeroed before the ste
 `_on_before_batch_transfer`                      seeded                                 `trainer.batch_hooks`
 signal handlers, the broadcast of SIGTERM        no collective in a handler             `strategy.watch.signals`
 `self.log`, `self.print`, `trainer.loggers`      recorded during a step                 `trainer.results`
-`_ResultMetric.to`                               moves what is not there yet            :class:`Patches`
+`_ResultMetric.to`                               moves what is not there yet            :func:`patches`
 Lightning's console handlers, `showwarning`      lines beside progress bars             `trainer.results.terminal`
 `Metric.sync`, `compute`, `update`               over the replicas, on the last stage   `trainer.results.metrics`
 `torch.distributed.all_reduce`, ...              not in a step over stages              `strategy.collectives`
@@ -31,8 +31,8 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -42,15 +42,15 @@ from torch import Tensor, nn
 
 from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.distributed.pytree import flatten
+from lightning_hybrid.distributed.replaced import replaced_attributes
 from lightning_hybrid.memory.report import MemoryReport
 from lightning_hybrid.trainer.batch_hooks import SeededBatchHooks
 from lightning_hybrid.trainer.debug.nonfinite_gradients import SkippedSteps
 from lightning_hybrid.trainer.exceptions import ExceptionCallback
 from lightning_hybrid.trainer.lightning_internals import (
-    example_input,
     keep_results_in_place,
-    set_example_input,
     throughputs,
+    without_example_input,
 )
 from lightning_hybrid.trainer.optimization import GlobalBatch
 from lightning_hybrid.trainer.results.epoch_sync import EpochSync
@@ -110,8 +110,9 @@ class AfterHook:
         vars(self._module).pop(self._name, None)
 
 
-class Patches:
-    """What is changed at the start of a run and changed back at its end.
+@contextmanager
+def patches(trainer: Trainer, module: LightningModule, mesh: Mesh) -> Iterator[None]:
+    """While entered, some things in the Trainer, the module and TensorBoard are others.
 
     - `ThroughputMonitor` multiplies what it counts on rank 0 by the number of processes. Ranks of one model group work
       on the same samples: the number of replicas is right, and a "device" of its peak is a model group.
@@ -124,47 +125,34 @@ class Patches:
       is given of parameters of other stages is left out, with a warning.
 
     Args:
+        trainer: The Trainer.
         module: The user's module.
         mesh: The ranks.
     """
-
-    def __init__(self, module: LightningModule, mesh: Mesh) -> None:
-        self._module, self._mesh = module, mesh
-        self._undo = ExitStack()
-
-    def install(self, trainer: Trainer) -> None:
-        """Change what has to be changed."""
+    with ExitStack() as undo:
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             for throughput in throughputs(callback) if isinstance(callback, ThroughputMonitor) else ():
-                self._set(throughput, "world_size", self._mesh.num_replicas)
-                if throughput.available_flops is not None:
-                    flops = throughput.available_flops * self._mesh.model_group.size()
-                    self._set(throughput, "available_flops", flops)
-        keep_results_in_place(True)
-        self._undo.callback(keep_results_in_place, False)
+                flops = throughput.available_flops and throughput.available_flops * mesh.model_group.size()
+                values = {"world_size": mesh.num_replicas, "available_flops": flops}
+                undo.enter_context(replaced_attributes(throughput, **values))
+        undo.enter_context(keep_results_in_place())
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
-            self._set(loop, "inference_mode", False)
-        if self._mesh.sizes.pipeline > 1:
-            self._undo.callback(set_example_input, self._module, example_input(self._module))
-            set_example_input(self._module, None)
-            self._leave_out_placeholders()
+            undo.enter_context(replaced_attributes(loop, inference_mode=False))
+        if mesh.sizes.pipeline > 1:
+            undo.enter_context(without_example_input(module))
+            undo.enter_context(_without_placeholders())
+        yield
 
-    def _set(self, owner: Any, name: str, value: Any) -> None:
-        self._undo.callback(setattr, owner, name, getattr(owner, name))
-        setattr(owner, name, value)
 
-    def _leave_out_placeholders(self) -> None:
-        tensorboard = sys.modules.get("torch.utils.tensorboard")  # loggers have made their writers before a run
-        if tensorboard is None:
-            return
-        warnings = WarningCache()
-        for name, method in list(vars(tensorboard.SummaryWriter).items()):
-            if name.startswith("add_"):
-                self._set(tensorboard.SummaryWriter, name, _with_values_only(method, warnings))
-
-    def remove(self) -> None:
-        """Change it back."""
-        self._undo.close()
+def _without_placeholders() -> AbstractContextManager[None]:
+    """While entered, writers of TensorBoard leave placeholders out."""
+    tensorboard = sys.modules.get("torch.utils.tensorboard")  # loggers have made their writers before a run
+    if tensorboard is None:
+        return nullcontext()
+    methods = {name: method for name, method in vars(tensorboard.SummaryWriter).items() if name.startswith("add_")}
+    warnings = WarningCache()
+    checked = {name: _with_values_only(method, warnings) for name, method in methods.items()}
+    return replaced_attributes(tensorboard.SummaryWriter, **checked)
 
 
 def _with_values_only(method: Callable[..., Any], warnings: WarningCache) -> Callable[..., Any]:

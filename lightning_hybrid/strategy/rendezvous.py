@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import os
 import socket
-import struct
 import sys
 import threading
 import time
@@ -130,7 +129,7 @@ def _interface_of(address: str) -> str | None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         for _, name in socket.if_nameindex():
             with suppress(OSError):  # it has no address
-                answer = fcntl.ioctl(any_socket, _SIOCGIFADDR, struct.pack("256s", name.encode()))
+                answer = fcntl.ioctl(any_socket, _SIOCGIFADDR, name.encode().ljust(256, b"\0"))
                 if socket.inet_ntoa(answer[20:24]) == address:
                     return name
     return None

@@ -52,7 +52,7 @@ from lightning_hybrid.strategy.collectives import StepCollectives
 from lightning_hybrid.strategy.gather import AFTER_ERROR, NOT_ASKED, RefusedStep, why_not_gathered
 from lightning_hybrid.strategy.layout import is_cut, misplaced_text
 from lightning_hybrid.strategy.parallelize import ModuleParallelizer
-from lightning_hybrid.strategy.patches import AfterHook, Patches, add_callbacks, remove_callbacks
+from lightning_hybrid.strategy.patches import AfterHook, add_callbacks, patches, remove_callbacks
 from lightning_hybrid.strategy.summary import memory_table, placed_text
 from lightning_hybrid.strategy.watch.run_watch import RunWatch
 from lightning_hybrid.strategy.watch.start_watch import StartWatch
@@ -179,7 +179,7 @@ class World:
         self.watch.close()
         self._mixed_operations.close()
         self.loaders.detach(trainer)
-        self.resume.close(trainer)
+        self.resume.close()
         remove_callbacks(trainer)
         self.exceptions.close(trainer)
 
@@ -520,8 +520,7 @@ class Run:
         undo.enter_context(desync.noting_reductions(trainer))
         undo.enter_context(warning_of_half_precision(trainer, module))
         if gradient_functions is not None:
-            gradient_functions.install()
-            undo.callback(gradient_functions.remove)
+            undo.enter_context(gradient_functions.installed())
         if nonfinite is not None:
             undo.enter_context(nonfinite.in_steps(trainer))
         if isinstance(nonfinite, NonfiniteGuard):
@@ -530,25 +529,18 @@ class Run:
         self._detect_anomaly(trainer)
         if self.context is None:
             return
-        patches = Patches(module, world.mesh)
-        patches.install(trainer)
-        undo.callback(patches.remove)
+        undo.enter_context(patches(trainer, module, world.mesh))
         if world.mesh.sizes.pipeline > 1:
-            step_collectives = StepCollectives(world.mesh, self.context)
-            step_collectives.install()
-            undo.callback(step_collectives.remove)
-        self.context.metrics.install()
-        undo.callback(self.context.metrics.remove)
+            undo.enter_context(StepCollectives(world.mesh, self.context).installed())
+        undo.enter_context(self.context.metrics.installed())
         source = world.mesh.model_group_rank(self.context.placement.ranks[-1], 0)
         body = self._attached.parallelizer.body
         epoch_sync = EpochSync(module, world.mesh.control_group, source=source, layers=body.layers if body else ())
         add_callbacks(trainer, epoch_sync)
-        epoch_sync.install(trainer)
-        undo.callback(epoch_sync.remove, trainer)
+        undo.enter_context(epoch_sync.installed(trainer))
         if world.mesh.model_group.size() > 1:
             add_callbacks(trainer, world.batch_hooks)
-        world.batch_hooks.install(module)
-        undo.callback(world.batch_hooks.remove, module)
+        undo.enter_context(world.batch_hooks.installed(module))
 
     def _detect_anomaly(self, trainer: Trainer) -> None:
         if not lightning_internals.detects_anomaly(trainer) or isinstance(self.training_step, RefusedStep):

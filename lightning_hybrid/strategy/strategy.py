@@ -26,7 +26,6 @@ from typing_extensions import override
 from lightning_hybrid.axes import Sizes
 from lightning_hybrid.checkpoint.file_io import FileIO
 from lightning_hybrid.checkpoint.ownership import Ownership
-from lightning_hybrid.checkpoint.storage.remote import dated
 from lightning_hybrid.checkpoint.weights.weights import Source
 from lightning_hybrid.config import HybridConfig, Settings, explains_errors, takes, usual_microbatches
 from lightning_hybrid.data_parallel.grad_clip import clip_by_total_norm, total_norm
@@ -203,7 +202,6 @@ class HybridStrategy(ReplicaCollectives):
         self._global_batch: GlobalBatch | None = None
         self._sync_blocked = False
         self.num_nodes = 1
-        lightning_internals.find_last_remotely(dated, HybridStrategy)
         super().__init__()
 
     @override

@@ -14,7 +14,7 @@ from lightning_hybrid.distributed import tensor_bytes
 from lightning_hybrid.distributed.messages.lazy_tensor import LazyTensor
 from lightning_hybrid.distributed.pytree import map_leaves
 from lightning_hybrid.distributed.random import RandomStreams
-from lightning_hybrid.trainer.lightning_internals import unwrap_before_batch_transfer, wrap_before_batch_transfer
+from lightning_hybrid.trainer.lightning_internals import wrap_before_batch_transfer
 from lightning_hybrid.trainer.run_callback import RunCallback
 
 # These tell random numbers of hooks from those of steps, 0 to 3.
@@ -78,15 +78,15 @@ class SeededBatchHooks(RunCallback):
         self._alone = alone
         self._draws: bool | None = None  # whether there are transfer hooks that might
 
-    def install(self, module: LightningModule) -> None:
-        """Seed for the hook before the transfer, which Lightning calls itself."""
+    @contextmanager
+    def installed(self, module: LightningModule) -> Iterator[None]:
+        """While entered, seed for the hook before the transfer, which Lightning calls itself."""
         self._draws = None
-        wrap_before_batch_transfer(module, lambda: self.transfer(module, before=True))
-
-    def remove(self, module: LightningModule) -> None:
-        """Undo :meth:`install`, and leave the hooks at the start of a batch."""
-        self.close()
-        unwrap_before_batch_transfer(module)
+        with wrap_before_batch_transfer(module, lambda: self.transfer(module, before=True)):
+            try:
+                yield
+            finally:
+                self.close()
 
     def close(self) -> None:
         """The hooks at the start of a batch are over."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-import pickle
 import zlib
 from collections.abc import Iterable, Iterator, Sized
 from contextlib import suppress
@@ -27,7 +26,7 @@ from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.distributed.messages.leaf_readers import LeafFetch, LeafReaders
 from lightning_hybrid.distributed.messages.tree_broadcast import TreeBroadcast, broadcast_object
 from lightning_hybrid.distributed.process_group import GroupRef
-from lightning_hybrid.distributed.pytree import flatten
+from lightning_hybrid.distributed.pytree import encode, flatten
 from lightning_hybrid.distributed.tensor_bytes import as_bytes
 from lightning_hybrid.trainer import lightning_internals as internals
 from lightning_hybrid.trainer.batch_hooks import batch_reading_hooks
@@ -433,5 +432,5 @@ def checksum(batch: Any) -> int:
             value = zlib.crc32(repr((leaf.shape, leaf.dtype)).encode(), value)
             value = zlib.crc32(as_bytes(leaf.cpu()).numpy().data, value)
         else:
-            value = zlib.crc32(pickle.dumps(leaf), value)  # not its `repr`, which may be an address
+            value = zlib.crc32(encode(leaf), value)  # not its `repr`, which may be an address
     return value + 1

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import FunctionType
 from typing import Any
@@ -73,10 +73,10 @@ class GradientFunctions:
 
     def __init__(self, grad_sync: GradientSync, norm_arguments: Callable[[], Mapping[str, Any]]) -> None:
         self._grad_sync, self._norm_arguments = grad_sync, norm_arguments
-        self._undo = ExitStack()
 
-    def install(self) -> None:
-        """Replace the functions, until :meth:`remove`."""
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """While entered, replace the functions."""
         routes: dict[_Function, _Function] = {
             utils.get_total_norm: self._total_norm,
             utils.clip_grad_norm_: self._clip_norm,
@@ -84,12 +84,10 @@ class GradientFunctions:
             utils.clip_grad_value_: self._change,
             grad_norm: self._norm_by_name,
         }
-        for function, to in routes.items():
-            self._undo.callback(route(function, to))
-
-    def remove(self) -> None:
-        """Restore the functions."""
-        self._undo.close()
+        with ExitStack() as undo:
+            for function, to in routes.items():
+                undo.callback(route(function, to))
+            yield
 
     def _clip_norm(self, before: _Function, parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Any:
         return before(self._optimized(_listed(parameters)), *args, **kwargs)

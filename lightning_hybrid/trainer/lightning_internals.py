@@ -39,6 +39,7 @@ from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
+from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.strategies.launchers.multiprocessing import _WorkerOutput
 from lightning.pytorch.trainer.call import _call_strategy_hook
 from lightning.pytorch.trainer.connectors.data_connector import _worker_check
@@ -120,8 +121,8 @@ def skip_next_validation(trainer: Trainer, *, skip: bool) -> None:
     trainer.fit_loop.epoch_loop._skip_next_val = skip
 
 
-def replace_next_batch(trainer: Trainer, action: Callable[[Callable[[], None]], None]) -> None:
-    """Do something else, once, where the next batch would be trained with.
+def replace_next_batch(trainer: Trainer, action: Callable[[Callable[[], None]], None]) -> AbstractContextManager[None]:
+    """While entered, do something else, once, where the next batch would be trained with.
 
     Lightning's way of restarting in the middle of an epoch is taken up to that batch.
 
@@ -136,24 +137,15 @@ def replace_next_batch(trainer: Trainer, action: Callable[[Callable[[], None]], 
     loop = trainer.fit_loop.epoch_loop
 
     def advance(data_fetcher: Any) -> None:
-        restore_next_batch(trainer)
+        del attributes["advance"]
         action(partial(loop.advance, data_fetcher))
 
-    loop.__dict__["advance"] = advance
+    attributes: dict[str, Any] = loop.__dict__
+    return replaced_entries([(attributes, {"advance": advance})])
 
 
-def restore_next_batch(trainer: Trainer) -> None:
-    """Undo :func:`replace_next_batch`, if no batch has come.
-
-    Touches: as there.
-
-    Without: a Trainer whose run failed at its start begins the next one in the middle of an epoch.
-    """
-    trainer.fit_loop.epoch_loop.__dict__.pop("advance", None)
-
-
-def before_validation(trainer: Trainer, action: Callable[[], None]) -> None:
-    """Do something before each validation of a fit, ahead of loaders and hooks.
+def before_validation(trainer: Trainer, action: Callable[[], None]) -> AbstractContextManager[None]:
+    """While entered, do something before each validation of a fit, ahead of loaders and hooks.
 
     Touches: the method ``run`` of the private class ``_EvaluationLoop``, on one object.
 
@@ -167,17 +159,7 @@ def before_validation(trainer: Trainer, action: Callable[[], None]) -> None:
         action()
         return run()
 
-    loop.__dict__["run"] = run_after_action
-
-
-def restore_validation(trainer: Trainer) -> None:
-    """Undo :func:`before_validation`.
-
-    Touches: as there.
-
-    Without: the action of a run that is over is done in the next one.
-    """
-    trainer.fit_loop.epoch_loop.val_loop.__dict__.pop("run", None)
+    return replaced_entries([(vars(loop), {"run": run_after_action})])
 
 
 # -- logged values -----------------------------------------------------------------------------------------------------
@@ -234,24 +216,18 @@ def intercept_results(trainer: Trainer | None, record: Callable[..., None]) -> I
         yield
 
 
-def keep_results_in_place(keep: bool) -> None:
-    """Let `self.log` move what was logged before to the device of what is logged only where it is not there yet.
+def keep_results_in_place() -> AbstractContextManager[None]:
+    """While entered, let `self.log` move what was logged before to the device of what is logged only if it must.
 
     Lightning moves it at every call, and copies all that belongs to it on the way, which takes as long as the rest of
     the call.
-
-    Args:
-        keep: Whether to do so; ``False`` is Lightning's way again.
 
     Touches:
         `_ResultMetric.to`, which is replaced for all.
     Without:
         Each log of a step would take twice the time.
     """
-    original = getattr(_ResultMetric.to, "original", _ResultMetric.to)
-    if not keep:
-        _ResultMetric.to = original  # type: ignore[method-assign]
-        return
+    original = _ResultMetric.to
 
     def to(metric: _ResultMetric, *args: Any, **kwargs: Any) -> _ResultMetric:
         device = args[0] if len(args) == 1 and not kwargs else None
@@ -261,8 +237,7 @@ def keep_results_in_place(keep: bool) -> None:
                 return moved
         return metric
 
-    to.original = original  # type: ignore[attr-defined]
-    _ResultMetric.to = to  # type: ignore[assignment, method-assign]
+    return replaced_attributes(_ResultMetric, to=to)
 
 
 _METADATA = (
@@ -769,20 +744,22 @@ def lightning_attributes() -> frozenset[str]:
     return frozenset([*vars(LightningModule()), "_log_hyperparams", "_hparams", "_hparams_initial", "_hparams_name"])
 
 
-def set_callback_log(trainer: Trainer, log: Callable[..., None]) -> None:
-    """Let the Trainer's callbacks log through this function.
+def replace_callback_log(trainer: Trainer, log: Callable[..., None]) -> AbstractContextManager[None]:
+    """While entered, the Trainer's callbacks log through this function.
 
     Touches:
         The attribute `log` of callbacks, which Lightning sets to the module's method.
     Without:
         What callbacks log in hooks would differ between the stages.
     """
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        callback.log = log
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    return replaced_entries([(vars(callback), {"log": log}) for callback in callbacks])
 
 
-def wrap_before_batch_transfer(module: LightningModule, context: Callable[[], AbstractContextManager[None]]) -> None:
-    """Enter a context around the hook `on_before_batch_transfer`, which no method of a strategy surrounds.
+def wrap_before_batch_transfer(
+    module: LightningModule, context: Callable[[], AbstractContextManager[None]]
+) -> AbstractContextManager[None]:
+    """While entered, the hook `on_before_batch_transfer`, which no method of a strategy surrounds, runs in a context.
 
     Touches:
         `LightningModule._on_before_batch_transfer`
@@ -796,18 +773,7 @@ def wrap_before_batch_transfer(module: LightningModule, context: Callable[[], Ab
         with context():
             return transfer(*args, **kwargs)
 
-    vars(module)["_on_before_batch_transfer"] = wrapped
-
-
-def unwrap_before_batch_transfer(module: LightningModule) -> None:
-    """Undo :func:`wrap_before_batch_transfer`.
-
-    Touches:
-        `LightningModule._on_before_batch_transfer`
-    Without:
-        As there.
-    """
-    vars(module).pop("_on_before_batch_transfer", None)
+    return replaced_entries([(vars(module), {"_on_before_batch_transfer": wrapped})])
 
 
 def set_device_mesh(module: LightningModule, mesh: DeviceMesh | None) -> None:
@@ -820,28 +786,18 @@ def set_device_mesh(module: LightningModule, mesh: DeviceMesh | None) -> None:
     module._device_mesh = mesh
 
 
-def example_input(module: LightningModule) -> Any:
-    """The example that was assigned to a module, and not the one of a property or class attribute of the user's.
+def without_example_input(module: LightningModule) -> AbstractContextManager[None]:
+    """While entered, a module has no example that was assigned to it; one of its class stays.
 
     Touches: ``LightningModule._example_input_array``.
 
     Without: `ModelSummary` runs a module of which this rank has some layers only.
     """
-    return module._example_input_array
+    return replaced_entries([(vars(module), {"_example_input_array": None})])
 
 
-def set_example_input(module: LightningModule, example: Any) -> None:
-    """Put another example in the place of :func:`example_input`.
-
-    Touches: as there.
-
-    Without: as there.
-    """
-    module._example_input_array = example
-
-
-def choose_checkpoint(trainer: Trainer, choose: Callable[[Any], Any]) -> None:
-    """Have runs go on from another checkpoint than the one that the Trainer has found for ``ckpt_path``, or from none.
+def choose_checkpoint(trainer: Trainer, choose: Callable[[Any], Any]) -> AbstractContextManager[None]:
+    """While entered, have a run go on from another checkpoint than the Trainer has found for ``ckpt_path``, or none.
 
     Args:
         trainer: The Trainer.
@@ -857,48 +813,35 @@ def choose_checkpoint(trainer: Trainer, choose: Callable[[Any], Any]) -> None:
     def resume_start(checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
         type(connector).resume_start(connector, choose(checkpoint_path), weights_only=weights_only)
 
-    connector.__dict__["resume_start"] = resume_start
+    return replaced_entries([(vars(connector), {"resume_start": resume_start})])
 
 
-def restore_checkpoint_choice(trainer: Trainer) -> None:
-    """Undo :func:`choose_checkpoint`.
-
-    Touches: as there.
-
-    Without: the next run asks ranks of a former one.
-    """
-    trainer._checkpoint_connector.__dict__.pop("resume_start", None)
-
-
-def find_last_remotely(dated: Callable[[str], str | None], strategy: type) -> None:
-    """Have ``ckpt_path="last"`` find checkpoints that are not on a disk, from now on.
+def find_last_remotely(dated: Callable[[str], str | None]) -> AbstractContextManager[None]:
+    """While entered, ``ckpt_path="last"`` finds checkpoints that are not on a disk.
 
     Lightning lists them without their protocol, and then looks on the disk. It takes the one that was changed last, and
     a folder of an object store has no time.
 
     Args:
         dated: For where a checkpoint may be, the place with its time; ``None`` if there is no complete one.
-        strategy: For Trainers with such a strategy; others find what they find.
 
     Touches: ``ModelCheckpoint._find_last_checkpoints`` (replaced in the class, as the Trainer calls it before anything
         of a strategy), ``ModelCheckpoint.__resolve_ckpt_dir``, ``ModelCheckpoint._fs``.
 
     Without: a run with such a folder begins anew, each time.
     """
-    present = ModelCheckpoint._find_last_checkpoints
-    original = getattr(present, "_before_hybrid", present)
+    original = ModelCheckpoint._find_last_checkpoints
 
     @functools.wraps(original)
     def find_last_checkpoints(self: ModelCheckpoint, trainer: Trainer) -> set[str]:
         folder = str(self._ModelCheckpoint__resolve_ckpt_dir(trainer))  # type: ignore[attr-defined]
-        if get_protocol(folder) == "file" or not isinstance(trainer.strategy, strategy):
+        if get_protocol(folder) == "file":
             return original(self, trainer)
         self._fs = url_to_fs(folder)[0]
         names = {path.rpartition("/")[2] for path in original(self, trainer)}
         return {place for name in names if (place := dated(f"{folder.rstrip('/')}/{name}")) is not None}
 
-    find_last_checkpoints._before_hybrid = original  # type: ignore[attr-defined]
-    ModelCheckpoint._find_last_checkpoints = find_last_checkpoints  # type: ignore[method-assign]
+    return replaced_attributes(ModelCheckpoint, _find_last_checkpoints=find_last_checkpoints)
 
 
 def note_saved_step(callback: ModelCheckpoint, step: int) -> None:
@@ -985,29 +928,25 @@ def update_arguments(metric: Metric, kwargs: dict[str, Any]) -> dict[str, Any]:
     return metric._filter_kwargs(**kwargs)
 
 
-def sync_metrics_over(group: GroupRef | None) -> None:
-    """Let every metric of this process that names no group of its own synchronise over a group.
+def sync_metrics_over(group: GroupRef) -> AbstractContextManager[None]:
+    """While entered, every metric of this process that names no group of its own synchronizes over a group.
 
     Args:
-        group: The ranks; ``None`` for torchmetrics' own choice, which is WORLD.
+        group: The ranks. Once they are gone, torchmetrics' own choice counts, which is WORLD.
 
     Touches:
         `Metric.sync`, which is replaced for all metrics.
     Without:
         Each sample would count once for every stage, in metrics of callbacks and those that hooks make too.
     """
-    original = getattr(Metric.sync, "original", Metric.sync)
-    if group is None:
-        Metric.sync = original  # type: ignore[method-assign]
-        return
+    original = Metric.sync
 
     def sync(metric: Metric, dist_sync_fn: Any = None, process_group: Any = None, *args: Any, **kwargs: Any) -> None:
         if dist_sync_fn is None and process_group is None and metric.process_group is None and group.is_alive:
             process_group = group()
         original(metric, dist_sync_fn, process_group, *args, **kwargs)
 
-    sync.original = original  # type: ignore[attr-defined]
-    Metric.sync = sync  # type: ignore[method-assign, assignment]
+    return replaced_attributes(Metric, sync=sync)
 
 
 def set_update_count(metric: Metric, count: int) -> None:
@@ -1024,10 +963,45 @@ def set_update_count(metric: Metric, count: int) -> None:
 # -- processes ---------------------------------------------------------------------------------------------------------
 
 
-class _Launcher(_SubprocessScriptLauncher):
-    def __init__(self, *arguments: Any, variables: Mapping[str, str]) -> None:
+class _InPlaceLauncher(_Launcher):
+    is_interactive_compatible = True
+
+    def __init__(self, around: Callable[[], AbstractContextManager[None]]) -> None:
+        self._around = around
+
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
+        """Call a function in this process."""
+        return _call_in(self._around, function, *args, **kwargs)
+
+    def kill(self, signum: Any) -> None:
+        """Do nothing: no processes were started."""
+
+
+def in_place_launcher(around: Callable[[], AbstractContextManager[None]]) -> _Launcher:
+    """Return the launcher that starts no processes, and calls functions of the Trainer in this one.
+
+    Args:
+        around: Makes a context, which is entered around each of them: a whole run, from before its checkpoint is chosen
+            until all is over.
+
+    Touches: ``lightning.pytorch.strategies.launchers.launcher._Launcher``.
+
+    Without: what a run changes before anything of a strategy is called stays changed after it.
+    """
+    return _InPlaceLauncher(around)
+
+
+class _ScriptLauncher(_SubprocessScriptLauncher):
+    def __init__(
+        self, *arguments: Any, variables: Mapping[str, str], around: Callable[[], AbstractContextManager[None]]
+    ) -> None:
         super().__init__(*arguments)
-        self._variables = variables
+        self._variables, self._around = variables, around
+
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
+        """Start the other processes, and call a function in this one."""
+        with self._around():
+            return super().launch(function, *args, trainer=trainer, **kwargs)
 
     def _call_children_scripts(self) -> None:
         """Start the processes, which inherit the environment of this one."""
@@ -1041,7 +1015,11 @@ class _Launcher(_SubprocessScriptLauncher):
 
 
 def subprocess_launcher(
-    environment: ClusterEnvironment, num_processes: int, num_nodes: int, variables: Mapping[str, str]
+    environment: ClusterEnvironment,
+    num_processes: int,
+    num_nodes: int,
+    variables: Mapping[str, str],
+    around: Callable[[], AbstractContextManager[None]],
 ) -> _SubprocessScriptLauncher:
     """Return the launcher that starts the other processes of this node by running the user's script in each of them.
 
@@ -1050,12 +1028,13 @@ def subprocess_launcher(
         num_processes: On this node.
         num_nodes: The number of nodes.
         variables: Environment variables of these processes, which this one does not keep.
+        around: As of :func:`in_place_launcher`.
 
     Touches: ``lightning.pytorch.strategies.launchers._SubprocessScriptLauncher`` and its ``_call_children_scripts``.
 
     Without: several processes have to be started from outside, as by `torchrun`.
     """
-    return _Launcher(environment, num_processes, num_nodes, variables=variables)
+    return _ScriptLauncher(environment, num_processes, num_nodes, variables=variables, around=around)
 
 
 class _WorkerLauncher(_MultiProcessingLauncher):
@@ -1065,14 +1044,16 @@ class _WorkerLauncher(_MultiProcessingLauncher):
         start_method: str,
         check: Callable[[str, torch.device], None],
         why: Callable[[LightningModule], str | None],
+        around: Callable[[], AbstractContextManager[None]],
     ) -> None:
         super().__init__(strategy, start_method)  # type: ignore[arg-type]
-        self._check, self._why = check, why
+        self._check, self._why, self._around = check, why, around
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         """Call a function in worker processes."""
         self._check(self._start_method, self._strategy.root_device)
-        return super().launch(function, *args, trainer=trainer, **kwargs)
+        in_worker = partial(_call_in, self._around, function)
+        return super().launch(in_worker, *args, trainer=trainer, **kwargs)
 
     def _collect_rank_zero_results(self, trainer: Trainer, results: Any) -> _WorkerOutput | None:
         """Return what comes back; weights only if all of them are here."""
@@ -1092,6 +1073,7 @@ def multiprocessing_launcher(
     start_method: str,
     check: Callable[[str, torch.device], None],
     why: Callable[[LightningModule], str | None],
+    around: Callable[[], AbstractContextManager[None]],
 ) -> _MultiProcessingLauncher:
     """Return the launcher that calls functions of the Trainer in worker processes, and brings back what they change.
 
@@ -1100,13 +1082,21 @@ def multiprocessing_launcher(
         start_method: ``"fork"``, ``"spawn"`` or ``"forkserver"``.
         check: Called with it and a device of the strategy before processes start.
         why: Says why the weights of a module cannot come back; ``None`` if they can.
+        around: As of :func:`in_place_launcher`; can be pickled.
 
     Touches: ``lightning.pytorch.strategies.launchers._MultiProcessingLauncher`` and its
         ``_collect_rank_zero_results``, ``_start_method`` and ``_strategy``; ``_WorkerOutput`` beside it.
 
     Without: a notebook trains on one device only, or in processes that `torchrun` has started.
     """
-    return _WorkerLauncher(strategy, start_method, check, why)
+    return _WorkerLauncher(strategy, start_method, check, why, around)
+
+
+def _call_in(
+    around: Callable[[], AbstractContextManager[None]], function: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    with around():
+        return function(*args, **kwargs)
 
 
 def is_interactive() -> bool:
@@ -1258,8 +1248,10 @@ def set_time_to_validate(trainer: Trainer, *, is_due: bool) -> None:
     vars(trainer)["_last_val_time"] = -math.inf if is_due else math.inf
 
 
-def replace_after_closure(plugin: Precision, action: Callable[[Callable[[], None], Optimizer], None]) -> None:
-    """Let another function run between the closure of an optimizer step and the step.
+def replace_after_closure(
+    plugin: Precision, action: Callable[[Callable[[], None], Optimizer], None]
+) -> AbstractContextManager[None]:
+    """While entered, let another function run between the closure of an optimizer step and the step.
 
     Args:
         plugin: The precision plugin.
@@ -1273,17 +1265,7 @@ def replace_after_closure(plugin: Precision, action: Callable[[Callable[[], None
     def after_closure(model: LightningModule, optimizer: Optimizer) -> None:
         action(partial(type(plugin)._after_closure, plugin, model, optimizer), optimizer)
 
-    plugin.__dict__["_after_closure"] = after_closure
-
-
-def restore_after_closure(plugin: Precision) -> None:
-    """Undo :func:`replace_after_closure`.
-
-    Touches: as there.
-
-    Without: the next run would look at gradients of a former one.
-    """
-    plugin.__dict__.pop("_after_closure", None)
+    return replaced_entries([(vars(plugin), {"_after_closure": after_closure})])
 
 
 def detects_anomaly(trainer: Trainer) -> bool:

@@ -30,7 +30,7 @@ SHARDED: dict[str, Any] = {**PP2, "save_distributed_checkpoint": True}
 
 def said(folders: list[str], hosts: list[str]) -> tuple[str, int]:
     """What a rank is told of its folder, and how many gathers that takes."""
-    gathers = mock.patch.object(dist, "all_gather_object", wraps=dist.all_gather_object)
+    gathers = mock.patch.object(disks, "all_gather_values", wraps=disks.all_gather_values)
     with mock.patch.object(atomic, "_LOOKS", 2), gathers as gather:
         text = ""
         try:

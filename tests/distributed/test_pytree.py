@@ -11,7 +11,7 @@ import torch
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils import _pytree as torch_pytree
 
-from lightning_hybrid.distributed.pytree import LEAF, flatten, flatten_with_path, map_leaves, unflatten
+from lightning_hybrid.distributed.pytree import LEAF, contents, flatten, flatten_with_path, map_leaves, unflatten, walk
 
 
 class Point(NamedTuple):
@@ -210,3 +210,32 @@ def test_paths_lead_to_the_leaves() -> None:
         (("a", 1), (2, None)),
         ((3,), tree[3]),
     ]
+
+
+def test_a_walk_meets_each_object_once_and_in_order() -> None:
+    shared = ["shared"]
+    tree = {"a": [shared, 1], "b": (shared, None), "c": {}}
+    tree["c"]["self"] = tree  # type: ignore[call-overload, index]
+
+    def inside(value: Any) -> list[Any] | None:
+        if value is None:
+            return None
+        return list(value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ())
+
+    assert [id(value) for value in walk([tree], inside)] == [
+        *map(id, (tree, tree["a"], shared, shared[0], 1, tree["b"], tree["c"])),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("tree", "found"),
+    [
+        ([1, 2], ((), [1, 2])),
+        ((), ((), ())),
+        ({"x": 1, 2: "y"}, (("x", 2), (1, "y"))),
+        ("text", None),
+        (torch.zeros(2), None),
+    ],
+)
+def test_the_contents_of_a_container(tree: Any, found: Any) -> None:
+    assert contents(tree) == found

@@ -10,8 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_hybrid.distributed.pytree import flatten, unflatten
-from lightning_hybrid.distributed.tensor_bytes import FIRST_MESSAGE
+from lightning_hybrid.distributed.pytree import FIRST_PART, flatten, unflatten
 from lightning_hybrid.pipeline_parallel import p2p
 from lightning_hybrid.pipeline_parallel.p2p import Channel
 from tests.pipeline_parallel.channels import open_channel
@@ -106,7 +105,7 @@ def test_the_meta_travels_once_per_key(ranks: Pools) -> None:
     (_, sent), (received, posted) = ranks(2).run(exchange, messages)
     assert [tensor.numel() for tensor in received] == [2, 2, 5, 2, 5]
     sizes = [size for _, size in sent]
-    assert sizes == [FIRST_MESSAGE, 2, 2, FIRST_MESSAGE, 5, 2, 5]
+    assert sizes == [FIRST_PART, 2, 2, FIRST_PART, 5, 2, 5]
     assert [size for _, size in posted] == sizes, "the k-th send meets the k-th receive"
     (_, sent), _ = ranks(2).run(exchange, messages, True)
     assert len(sent) == 2 * len(messages)
@@ -118,7 +117,7 @@ def test_a_long_meta_is_two_messages(ranks: Pools) -> None:
     assert list(received[1]) == list(names)
     first, second, *numbers = [size for _, size in sent]
     assert [size for _, size in posted] == [first, second, *numbers]
-    assert first == FIRST_MESSAGE
+    assert first == FIRST_PART
     assert second > 4000
     assert numbers == [1] * 2 * len(names)
 

@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import LightningEnvironment, TorchElasticEnvironment
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from lightning_hybrid import HybridStrategy
@@ -28,14 +30,24 @@ from tests.strategy import quick_exits
 
 
 @pytest.mark.parametrize(("num_processes", "num_nodes", "launches"), [(1, 1, False), (2, 1, True), (1, 2, True)])
-def test_a_launcher_is_there_for_several_processes(num_processes: int, num_nodes: int, launches: bool) -> None:
-    """A launcher of nobody would keep the Trainer out of notebooks, and a thread that watches nobody."""
+def test_several_processes_are_launched(num_processes: int, num_nodes: int, launches: bool) -> None:
+    """A launcher of scripts for one process would keep the Trainer out of notebooks, and watch nobody."""
     launcher = make_launcher(HybridStrategy(), LightningEnvironment(), num_processes, num_nodes, "auto")
-    assert (launcher is not None) == launches
+    assert launcher.is_interactive_compatible != launches
+    assert isinstance(launcher, _SubprocessScriptLauncher) == launches
 
 
 def test_processes_that_are_there_are_not_launched() -> None:
-    assert make_launcher(HybridStrategy(), TorchElasticEnvironment(), 4, 1, "auto") is None
+    """The run has what it changes in Lightning before anything of a strategy is called, and only the run."""
+    launcher, original = make_launcher(HybridStrategy(), TorchElasticEnvironment(), 4, 1, "auto"), _find_last()
+    found = launcher.launch(lambda: (os.getpid(), _find_last()), trainer=None)
+    assert found[0] == os.getpid()
+    assert found[1] is not original
+    assert _find_last() is original
+
+
+def _find_last() -> Any:
+    return ModelCheckpoint._find_last_checkpoints
 
 
 def test_the_rank_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:

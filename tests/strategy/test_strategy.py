@@ -256,7 +256,8 @@ def test_one_process_is_not_distributed() -> None:
     """Lightning refuses to tune the batch size otherwise, and notebooks refuse strategies that launch."""
     trainer = one_process()
     assert not trainer.strategy.is_distributed
-    assert trainer.strategy.launcher is None
+    assert trainer.strategy.launcher is not None
+    assert trainer.strategy.launcher.is_interactive_compatible
 
 
 def test_a_strategy_without_groups_has_nobody_to_ask() -> None:

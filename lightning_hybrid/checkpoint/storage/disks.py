@@ -12,7 +12,6 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from lightning_hybrid.checkpoint.storage.atomic import reserve, wait_for
 from lightning_hybrid.checkpoint.storage.remote import Place, is_directory
-from lightning_hybrid.distributed.agreement import agree
+from lightning_hybrid.distributed.agreement import agree, all_gather_values
 
 NOT_SHARED = (
     "Every rank writes its part of a sharded checkpoint, so the directory must be on a disk that all nodes share. Set"
@@ -57,8 +56,7 @@ def check_shared(folders: Sequence[Path], hosts: Sequence[str], group: dist.Proc
     name = f".{uuid.uuid4().hex}.seen" if hosts.index(hosts[rank]) == rank else None
     marks = [folder / name for folder in folders] if name is not None else []
     try:
-        found: list[Any] = [None] * len(hosts)
-        dist.all_gather_object(found, (name, _failure_of_writing(marks)), group=group)
+        found = all_gather_values((name, _failure_of_writing(marks)), group)
         agree(lambda: _look_for(found, folders, hosts) if rank == 0 else None)
     finally:
         for mark in marks:
@@ -147,8 +145,7 @@ def at_hand(place: Place, hosts: Sequence[str], group: dist.ProcessGroup) -> Ite
     with ExitStack() as stack:
         folder = partial(tempfile.TemporaryDirectory, prefix="lightning_hybrid-", ignore_cleanup_errors=True)
         own = agree(lambda: _look(place, Path(stack.enter_context(folder())), fetches=fetches))
-        views: list[Any] = [None] * len(hosts)
-        dist.all_gather_object(views, own, group=group)
+        views = all_gather_values(own, group)
         _check_directories(place, views, hosts)
         source = next((view for view in views if view.file is not None), None)
         if source is None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
-import struct
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -15,22 +13,12 @@ from torch.distributed import broadcast  # torch's own, also while the user's co
 from lightning_hybrid.distributed.failure import PeerFailedError, WrongUseError
 from lightning_hybrid.distributed.messages.posted_broadcast import PostedBroadcast
 from lightning_hybrid.distributed.process_group import GroupRef, device_backends
-from lightning_hybrid.distributed.pytree import TreeMeta, flatten, split_values, unflatten
-from lightning_hybrid.distributed.tensor_bytes import (
-    FIRST_MESSAGE,
-    as_bytes,
-    bytes_tensor,
-    first_message,
-    read_first,
-    room,
-    tell_autograd,
-)
+from lightning_hybrid.distributed.pytree import FIRST_PART, Message, TreeMeta, encode, flatten, split_values, unflatten
+from lightning_hybrid.distributed.tensor_bytes import as_bytes, tell_autograd
 
 _NEW, _FAILED, _END = -1, -2, 0  # what comes, if it is no tree whose meta is known; the numbers of metas begin at 1
-_HEADER = struct.Struct("qqqq")  # of a packet: what comes, the bytes of its pickle, and of all, and what it is about
-_FIRST = 12 << 10  # bytes of the first packet: TCP sends so many at once (RFC 6928)
-_LEAST = 1 << 10  # bytes of a packet
-_ALIGNED = 16  # bytes: the longest number of torch, complex128, which can begin at its multiples
+_FIRST = 12 << 10  # bytes of the first part of the first message: TCP sends so many at once (RFC 6928)
+_LEAST = 1 << 10  # bytes of the first part of a message
 SMALL = 1 << 20  # bytes of a tensor, up to which it is worth a second copy to save a message
 _MOST_METAS = 4096  # that are remembered
 
@@ -45,15 +33,17 @@ def broadcast_object(value: Any, source: int, group: dist.ProcessGroup) -> Any:
     """
     is_source, root = dist.get_rank(group) == source, dist.get_global_rank(group, source)
     device = "cpu" if "cpu" in device_backends(group) else f"cuda:{torch.cuda.current_device()}"
-    payload = pickle.dumps(value) if is_source else b""
-    first = bytes_tensor(first_message(payload, FIRST_MESSAGE)).to(device)
-    broadcast(first, src=root, group=group)
-    pickled, length = read_first(bytes(first.cpu().numpy()))
-    if length:
-        rest = bytes_tensor(payload[room(FIRST_MESSAGE) :] or bytes(length)).to(device)
-        broadcast(rest, src=root, group=group)
-        pickled += bytes(rest.cpu().numpy())
-    return value if is_source else pickle.loads(pickled)
+
+    def receive(size: int) -> Tensor:
+        part = torch.empty(size, dtype=torch.uint8, device=device)
+        broadcast(part, src=root, group=group)
+        return part.cpu()
+
+    if not is_source:
+        return Message.receive(receive, FIRST_PART).value()
+    for part in Message.make(encode(value), size=FIRST_PART).parts:
+        broadcast(part.to(device), src=root, group=group)
+    return value
 
 
 def reduce_over(tensor: Tensor, group: dist.ProcessGroup, operation: Any) -> Tensor:
@@ -126,18 +116,19 @@ class Selection(Protocol):
 class TreeBroadcast:
     """Broadcasts a tree of tensors and plain values from one rank to all of a group, again and again.
 
-    What is small travels together, in a packet that is as long as that of the tree before, so that a tree like it
-    takes one message; a longer one takes a second message for the rest::
+    What is small travels together, in a :class:`~.pytree.Message` whose first part is as long as that of the tree
+    before, so that a tree like it takes one part::
 
         source                                                                      the others
-        [what comes | lengths | pickle of what is new and of values | small tensors | padding]  ---->
+        [header | what is new, and values | small tensors | padding]                            ---->
         [the rest, if it is longer]                                                             ---->
         larger tensors, and those of a device, one message each; numbers of a device together   ---->
         (on the host: only to ranks that read it)
 
     The meta of a tree is sent when it is new, and then known by its number. What is on the host stays there: it travels
     through the host, so a number can be read where it arrives, and nobody waits for a device. The receive of the first
-    packet is posted here, that of the next one as soon as a tree has come. The source copies what it sends and goes on.
+    message is posted here, that of the next one as soon as a tree has come. The source copies what it sends and goes
+    on.
 
     Args:
         messages: From the rank that has the trees to the others: for decisions, and for what is on the host.
@@ -166,7 +157,7 @@ class TreeBroadcast:
         self._pins = pin_memory
         self.is_source = messages.is_source
         self._is_sending = False
-        self._length = _FIRST  # of the next packet, as far as it is one message
+        self._length = _FIRST  # of the first part of the next message
         self.about = 0
         self._numbers: dict[tuple[TreeMeta, Readers | None], int] = {}
         self._metas: list[tuple[TreeMeta, Readers | None]] = []
@@ -200,11 +191,11 @@ class TreeBroadcast:
         """
         if not self._is_sending:
             text = f"Rank {dist.get_rank()} failed: {type(error).__name__}: {error}"
-            self._send_packet(_FAILED, pickle.dumps(text))
+            self._send_message(_FAILED, encode(text))
 
     def end(self) -> None:
         """On the source, instead of a tree: the others raise `StopIteration`."""
-        self._send_packet(_END)
+        self._send_message(_END)
 
     def _send(self, tree: Any, selection: Selection | None) -> None:
         self._messages.retire()  # of the tree before, which the others have used since
@@ -214,11 +205,12 @@ class TreeBroadcast:
         readers = None if selection is None else selection.choose(meta, leaves)
         number = self._numbers.get((meta, readers))
         is_new = number is None
-        # Pickled before anything is sent: after an error :meth:`fail` still reaches the others.
-        pickled = pickle.dumps(((meta, readers) if is_new else None, values)) if is_new or meta.has_values else b""
+        has_values = any(value is not None for value in values)
+        # Encoded before anything is sent: after an error :meth:`fail` still reaches the others.
+        encoded = encode(((meta, readers) if is_new else None, values)) if is_new or has_values else b""
         tensors, selected = self._sort(leaves, readers)
         self._is_sending = True
-        self._send_packet(_NEW if number is None else number, pickled, list(filter(_is_small, tensors)))
+        self._send_message(_NEW if number is None else number, encoded, list(filter(_is_small, tensors)))
         if is_new:
             if len(self._numbers) == _MOST_METAS:
                 self._numbers.clear()
@@ -242,23 +234,23 @@ class TreeBroadcast:
             PeerFailedError: If the source failed; the text is the source's.
             WrongUseError: If the tree is about something else.
         """
-        code, pickled, packet = self._receive_packet()
-        if code in (_END, _FAILED):
+        message = self._receive_message()
+        if message.code in (_END, _FAILED):
             self._messages.post_ahead(self._length)
-            raise StopIteration if code == _END else PeerFailedError(pickle.loads(pickled))
-        new, values = pickle.loads(pickled) if len(pickled) else (None, None)
+            raise StopIteration if message.code == _END else PeerFailedError(message.value())
+        new, values = message.value() or (None, None)
         if new is not None:
             if len(self._metas) == _MOST_METAS:
                 self._metas.clear()
             self._metas.append(new)
-        meta, readers = self._metas[-1 if new is not None else code - 1]
+        meta, readers = self._metas[-1 if new is not None else message.code - 1]
         assert meta.spec is not None
         leaves = values or [None] * len(meta.leaves)
         comes = [self._messages.passes(each) for each in readers or ()]
         _allocate(meta, leaves, self._device, pin_memory=self._pins, comes=comes)
         tensors, selected = self._sort(leaves, readers)
         small = list(filter(_is_small, tensors))
-        for tensor, part in zip(small, _parts(packet, len(pickled), small), strict=True):
+        for tensor, part in zip(small, message.tensors(small), strict=True):
             tensor.copy_(part)
         self._exchange_tensors([tensor for tensor in tensors if not _is_small(tensor)])
         self._exchange_selected(selected)
@@ -277,34 +269,25 @@ class TreeBroadcast:
         ]
         return [leaf for leaf, to in pairs if to is None], [(leaf, to) for leaf, to in pairs if to is not None]
 
-    def _send_packet(self, code: int, pickled: bytes = b"", tensors: Sequence[Tensor] = ()) -> None:
-        length = _places(len(pickled), tensors)[-1].stop
-        first = _HEADER.pack(code, len(pickled), length, self.about) + pickled
-        packet = torch.frombuffer(bytearray(first.ljust(max(length, self._length), b"\0")), dtype=torch.uint8)
-        for tensor, part in zip(tensors, _parts(packet, len(pickled), tensors), strict=True):
-            part.copy_(tensor)
-        self._messages.send(packet[: self._length])
-        if length > self._length:
-            self._messages.send(packet[self._length :])
-        self._length = max(_LEAST, length)
+    def _send_message(self, code: int, encoded: bytes = b"", tensors: Sequence[Tensor] = ()) -> None:
+        message = Message.make(encoded, tensors, code=code, subject=self.about, size=self._length)
+        for part in message.parts:
+            self._messages.send(part)
+        self._length = max(_LEAST, message.num_bytes)
 
-    def _receive_packet(self) -> tuple[int, bytes, Tensor]:
-        """What comes, its pickle, and the packet, in which its small tensors are."""
-        packet = self._messages.receive(self._length)
-        code, num_pickled, length, about = _HEADER.unpack(packet[: _HEADER.size].numpy().tobytes())
-        if length > self._length:
-            packet = torch.cat([packet, self._messages.receive(length - self._length)])
-        if about != self.about:
+    def _receive_message(self) -> Message:
+        message = Message.receive(self._messages.receive, self._length)
+        if message.subject != self.about:
             raise WrongUseError(
-                f"Ranks of a model group are out of step: rank {self._messages.source} sent {about}, but this rank"
-                f" expected {self.about}. Some ranks iterate a loader or compute a metric, but other ranks do not."
+                f"Ranks of a model group are out of step: rank {self._messages.source} sent {message.subject}, but this"
+                f" rank expected {self.about}. Some ranks iterate a loader or compute a metric, but other ranks do not."
                 " Iterate each loader and compute each metric on all ranks, or on none. [LH702]"
             )
-        self._length = max(_LEAST, length)
-        return code, packet[_HEADER.size : _HEADER.size + num_pickled].numpy().tobytes(), packet
+        self._length = max(_LEAST, message.num_bytes)
+        return message
 
     def _exchange_tensors(self, tensors: list[Tensor]) -> None:
-        """Send or receive those that are not in the packet, in place."""
+        """Send or receive those that are not in the message, in place."""
         on_host = [tensor for tensor in tensors if tensor.is_cpu]
         numbers = [tensor for tensor in tensors if not tensor.is_cpu and _fits_float64(tensor)]
         for tensor in on_host:
@@ -336,21 +319,6 @@ class TreeBroadcast:
 
     def _broadcast(self, tensor: Tensor) -> None:
         broadcast(tensor, group_src=self._messages.source, group=self._group())
-
-
-def _places(num_pickled: int, tensors: Sequence[Tensor]) -> list[slice]:
-    """Where the pickle of a packet is, and its tensors, each where any dtype may begin."""
-    places = [slice(_HEADER.size, _HEADER.size + num_pickled)]
-    for tensor in tensors:
-        begin = -(-places[-1].stop // _ALIGNED) * _ALIGNED
-        places.append(slice(begin, begin + tensor.nbytes))
-    return places
-
-
-def _parts(packet: Tensor, num_pickled: int, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The places of tensors in a packet, as tensors like these: no backend knows every dtype, but bytes are bytes."""
-    places = _places(num_pickled, tensors)[1:]
-    return [packet[place].view(like.dtype).view(like.shape) for place, like in zip(places, tensors, strict=True)]
 
 
 def _is_small(tensor: Tensor) -> bool:

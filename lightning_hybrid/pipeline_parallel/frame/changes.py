@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_hybrid.distributed.failure import WrongUseError
+from lightning_hybrid.distributed.pytree import walk
 from lightning_hybrid.pipeline_parallel.frame.stage_states import ATOMS, CONTAINERS, is_object, refill
 from lightning_hybrid.pipeline_parallel.placeholders import PlaceholderBuffer, is_placeholder
 
@@ -76,8 +77,8 @@ class Arguments:
     """
 
     def __init__(self, values: Any) -> None:
-        self._nodes, self._numbers = list[Any](), dict[int, int]()
-        self._find(values)
+        self._nodes = list(walk([values], _inside))
+        self._numbers = {id(node): number for number, node in enumerate(self._nodes)}
         self._before: list[Any] = []
 
     def watch(self, is_absent: Callable[[Tensor], bool]) -> None:
@@ -88,18 +89,6 @@ class Arguments:
         """
         nodes = self._nodes
         self._before = [None if isinstance(node, Tensor) and is_absent(node) else _copied(node) for node in nodes]
-
-    def _find(self, values: Any) -> None:
-        waiting = [values]
-        while waiting:
-            value = waiting.pop()
-            if type(value) in ATOMS or id(value) in self._numbers:
-                continue
-            inside = _inside(value)
-            if inside is not None:
-                self._numbers[id(value)] = len(self._nodes)
-                self._nodes.append(value)
-                waiting += reversed(inside)
 
     def pack(self, result: Any) -> Packed:
         """Return a result, with the changes since :meth:`watch`.
@@ -131,15 +120,8 @@ class Arguments:
 
     def _tensors_of(self, result: Any) -> list[Tensor]:
         """Return the tensors in a result that the receiver does not have."""
-        tensors, seen, waiting = list[Tensor](), dict[int, Any](), [result]
-        while waiting:
-            value = waiting.pop()
-            inside = None if id(value) in self._numbers or id(value) in seen else _inside(value)
-            if inside is not None:
-                seen[id(value)] = value
-                tensors += [value] if isinstance(value, Tensor) else []
-                waiting += reversed(inside)
-        return tensors
+        new = walk([result], lambda value: None if id(value) in self._numbers else _inside(value))
+        return [value for value in new if isinstance(value, Tensor)]
 
     def unpack(self, payload: bytes, tensors: Sequence[Tensor], device: torch.device) -> tuple[Any, list[Tensor]]:
         """Make the changes of another rank here.
@@ -218,6 +200,8 @@ class _Unpickler(pickle.Unpickler):
 
 def _inside(value: Any) -> Sequence[Any] | None:
     """Return the values in an object or a container, none for an array or a tensor; ``None`` for anything else."""
+    if type(value) in ATOMS:
+        return None
     if isinstance(value, (Tensor, np.ndarray)):
         return ()
     if isinstance(value, (list, tuple)):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -57,7 +56,7 @@ def fake_module(
 
     def finish() -> bool:
         for name, generator, state in generators:
-            if generator_state(generator) != state:
+            if not _is_equal(generator_state(generator), state):
                 raise WrongUseError(
                     f"The step draws random numbers from its own generator, {name}. Stages run different parts of the"
                     " step, so they would draw different numbers. Draw the numbers without `generator=`: each call then"
@@ -115,22 +114,27 @@ def _held(part: Any) -> dict[str, Any]:
     return {name: value for table in tables_of(part) for name, value in table.items()}
 
 
-def generator_state(generator: Any) -> bytes:
-    """The state of a generator, as bytes that can be compared."""
+def generator_state(generator: Any) -> Any:
+    """Return the state of a generator: a copy."""
     if isinstance(generator, torch.Generator):
-        return bytes(generator.get_state().numpy().tobytes())
+        return generator.get_state().numpy()
     if isinstance(generator, np.random.Generator):
-        return pickle.dumps(generator.bit_generator.state)
-    return pickle.dumps(generator.getstate() if isinstance(generator, random.Random) else generator.get_state())
+        return generator.bit_generator.state
+    return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
 
 
-def set_generator_state(generator: Any, state: bytes) -> None:
+def _is_equal(state: Any, other: Any) -> bool:
+    """Return whether two states of a generator are equal; both may have arrays."""
+    return all(np.array_equal(one, another) for one, another in zip(flatten(state)[0], flatten(other)[0], strict=True))
+
+
+def set_generator_state(generator: Any, state: Any) -> None:
     """Put a generator into a state that :func:`generator_state` gave."""
     if isinstance(generator, torch.Generator):
-        generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+        generator.set_state(torch.from_numpy(state))
     elif isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = pickle.loads(state)
+        generator.bit_generator.state = state
     elif isinstance(generator, random.Random):
-        generator.setstate(pickle.loads(state))
+        generator.setstate(state)
     else:
-        generator.set_state(pickle.loads(state))
+        generator.set_state(state)

@@ -19,7 +19,7 @@ from torch.utils.data import Dataset
 
 from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.distributed.module_names import join_names
-from lightning_hybrid.distributed.pytree import flatten, unflatten
+from lightning_hybrid.distributed.pytree import flatten, unflatten, walk
 
 ATOMS = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size})
 CONTAINERS = frozenset({list, dict, set, deque, Counter, OrderedDict, defaultdict})
@@ -100,16 +100,18 @@ def find_places(owners: Mapping[str, Any], ids: Collection[int]) -> dict[int, li
 
 def _inside(value: Any, most: int | None = None) -> Iterator[Any]:
     """A value, and what it holds in containers; not what those hold that have more entries than ``most``."""
-    waiting, seen = [value], set()
-    while waiting:
-        value = waiting.pop()
-        if type(value) in ATOMS or id(value) in seen:
-            continue
-        is_container = isinstance(value, (list, tuple)) or type(value) in CONTAINERS
-        seen.add(id(value))
-        yield value
-        if is_container and (most is None or len(value) <= most):
-            waiting += value.values() if isinstance(value, dict) else value
+
+    def held(container: Any) -> Sequence[Any] | None:
+        kind = type(container)
+        if kind in ATOMS:
+            return None
+        is_container = isinstance(container, (list, tuple)) or kind in CONTAINERS
+        if not is_container or (most is not None and len(container) > most):
+            return ()
+        entries = container.values() if isinstance(container, dict) else container
+        return [entry for entry in entries if type(entry) not in ATOMS]
+
+    return walk([value], held)
 
 
 def containers_in(owners: Sequence[Any]) -> list[Any]:

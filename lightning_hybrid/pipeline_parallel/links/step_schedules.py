@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import median
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
-import torch.distributed as dist
 
 from lightning_hybrid.config import Settings
+from lightning_hybrid.distributed.agreement import all_gather_values
 from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.distributed.messages.tree_broadcast import broadcast_object
 from lightning_hybrid.pipeline_parallel.engine import Engine, Profile
@@ -188,9 +188,7 @@ class StepSchedules(dict[int, Schedule]):
         return spare_microbatches(room, peak - torch.cuda.memory_allocated(self._device), in_flight)
 
     def _gather(self, own: Measured) -> list[Measured]:
-        found: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, own, group=self._mesh.decision_group)
-        return found
+        return all_gather_values(own, self._mesh.decision_group)
 
 
 def medians(ranges: Sequence[Range]) -> dict[tuple[int, str], float]:

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch.distributed as dist
 from rich import filesize
 
 from lightning_hybrid.axes import AXES, DATA, LAYERS, PIPELINE, TENSOR, Sizes
+from lightning_hybrid.distributed.agreement import all_gather_values
 from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.distributed.process_group import has_nccl
 from lightning_hybrid.distributed.watch.flight_recorder import read_bytes
@@ -128,8 +128,7 @@ class TrafficWatch:
         if self._num_steps <= _COUNTED:
             return None
         self.is_counting = False
-        found: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, self._measured(), group=self._mesh.decision_group)
+        found = all_gather_values(self._measured(), self._mesh.decision_group)
         if any(each is None for each in found):
             return None
         return traffic_text(self._mesh.sizes, self._rank_order, self._mesh.hosts, most_traffic(found))

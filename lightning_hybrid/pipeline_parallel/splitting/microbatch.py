@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
-from lightning_hybrid.distributed.pytree import LEAF, TreeSpec, flatten, unflatten
+from lightning_hybrid.distributed.pytree import LEAF, TreeSpec, contents, flatten, unflatten
 from lightning_hybrid.pipeline_parallel.splitting.batch_contents import (
     Entry,
     children,
@@ -115,7 +115,7 @@ class _Samples(NamedTuple):
 
     total: int | None
     tensor: Any = None
-    fields: tuple[TreeSpec, list[Any]] | None = None
+    fields: tuple[TreeSpec, Sequence[Any]] | None = None
 
 
 def _find_samples(batch: Any) -> _Samples:
@@ -124,7 +124,7 @@ def _find_samples(batch: Any) -> _Samples:
     graphs = count_graphs(batch)
     if graphs is not None:
         return _Samples(graphs)
-    fields = _children(batch, flatten(batch)[1])
+    fields = _children(batch)
     found = [entry for entry in entries(batch) if entry.holder is None and entry.length is not None]
     listed = _listed_samples(fields, found)
     if listed is not None:
@@ -135,7 +135,7 @@ def _find_samples(batch: Any) -> _Samples:
     return _Samples(length, next(entry.value for entry in found if entry.length == length))
 
 
-def _listed_samples(fields: list[Any], found: Sequence[Entry]) -> int | None:
+def _listed_samples(fields: Sequence[Any], found: Sequence[Entry]) -> int | None:
     """The number of samples of a batch like ``((image, image), ({"boxes": ...}, {"boxes": ...}))``."""
     lists = [field for field in fields if type(field) in (list, tuple) and field]
     tensors = {len(field) for field in lists if all(isinstance(entry, Tensor) for entry in field)}
@@ -148,7 +148,7 @@ def _listed_samples(fields: list[Any], found: Sequence[Entry]) -> int | None:
 def _first_list_length(tree: Any) -> int | None:
     if type(tree) is list and tree and all(isinstance(value, (str, bytes, int, float)) for value in tree):
         return len(tree)
-    lengths = (_first_list_length(child) for child in _children(tree, flatten(tree)[1]))
+    lengths = (_first_list_length(child) for child in _children(tree))
     return next((length for length in lengths if length is not None), None)
 
 
@@ -327,9 +327,8 @@ def _split(tree: Any, counts: list[int], samples: Any) -> list[Any]:
     spec = flatten(tree)[1]
     if spec.kind is None:
         return [tree] * len(counts)
-    children = _children(tree, spec)
-    parts = [_split(child, counts, samples) for child in children]
-    level = _level(spec, len(children))
+    parts = [_split(child, counts, samples) for child in _children(tree)]
+    level = _level(spec, len(parts))
     return [unflatten([part[i] for part in parts], level) for i in range(len(counts))]
 
 
@@ -364,19 +363,14 @@ def _has_entry_for_each_sample(listed: list[Any] | tuple[Any, ...], samples: Any
     return alike and not any(leaf is samples for leaf in flatten(listed)[0] if samples is not None)
 
 
-def _children(tree: Any, spec: TreeSpec) -> list[Any]:
-    """What is directly in a container; nothing in a leaf."""
-    if spec.kind is None:
-        return []
-    if not spec.names:
-        return list(tree)
-    if isinstance(tree, Mapping):
-        return [tree[name] for name in spec.names]
-    return [getattr(tree, name) for name in spec.names]
+def _children(tree: Any) -> Sequence[Any]:
+    """Return what is directly in a container; nothing for a leaf."""
+    found = contents(tree)
+    return [] if found is None else found[1]
 
 
 def _level(spec: TreeSpec, num_children: int) -> TreeSpec:
-    """The container of a tree alone, whose children are its leaves."""
+    """Return the spec of a container alone, whose children are its leaves."""
     assert spec.kind is not None
     return TreeSpec.of(spec.kind, spec.names, (LEAF,) * num_children)
 

@@ -6,10 +6,8 @@ import ctypes
 import gc
 import math
 import os
-import pickle
 import select
 import signal
-import struct
 import sys
 import time
 import warnings
@@ -18,14 +16,15 @@ from contextlib import suppress
 from typing import Any, Generic, NoReturn, TypeVar
 
 import torch
+from torch import Tensor
 
 from lightning_hybrid.distributed.process_group import leave_groups_to_parent
+from lightning_hybrid.distributed.pytree import Message, encode
+from lightning_hybrid.distributed.tensor_bytes import bytes_tensor
 
 _K = TypeVar("_K", bound=Hashable)
 _T = TypeVar("_T")
-_LENGTH = struct.Struct("Q")
 _PR_SET_PDEATHSIG = 1  # of Linux
-_CHUNK = 1 << 16  # bytes
 _FOR_PARENT = (signal.SIGTERM, signal.SIGINT)
 _GRACE = 5.0  # seconds after which a copy that nobody ends does it itself
 
@@ -85,18 +84,25 @@ class ProcessCopy(Generic[_T]):
             RuntimeError: If it raised something else or died.
         """
         try:
-            message = _read(self._reading, self._deadline)
+            result, error = Message.receive(self._read).value()
         finally:
             self.end()
-        if message is None:
-            raise TimeoutError(f"The search took longer than {self._time_limit:.0f} s.")
-        if not message:
-            raise RuntimeError("The process that ran the search died.")
-        result, error = pickle.loads(message)
         if error is not None:
             raise error
         value: _T = result
         return value
+
+    def _read(self, size: int) -> Tensor:
+        """Return the next bytes that the copy writes."""
+        received = b""
+        while len(received) < size:
+            if not select.select([self._reading], [], [], max(0.0, self._deadline - time.monotonic()))[0]:
+                raise TimeoutError(f"The search took longer than {self._time_limit:.0f} s.")
+            chunk = os.read(self._reading, size - len(received))
+            if not chunk:
+                raise RuntimeError("The process that ran the search died.")
+            received += chunk
+        return bytes_tensor(received)
 
     def end(self) -> None:
         """End the copy. To be called once."""
@@ -166,19 +172,6 @@ def num_processors() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _read(file: int, deadline: float) -> bytes | None:
-    """The message of the copy: nothing if it died, ``None`` if it took too long."""
-    received = b""
-    while len(received) < _LENGTH.size or len(received) < _LENGTH.size + _LENGTH.unpack_from(received)[0]:
-        if not select.select([file], [], [], max(0.0, deadline - time.monotonic()))[0]:
-            return None
-        chunk = os.read(file, _CHUNK)
-        if not chunk:
-            return b""
-        received += chunk
-    return received[_LENGTH.size :]
-
-
 def _live(function: Callable[[], Any], parent: int, writing: int, time_limit: float) -> NoReturn:
     """The life of the copy."""
     try:
@@ -189,10 +182,10 @@ def _live(function: Callable[[], Any], parent: int, writing: int, time_limit: fl
     except BaseException as raised:
         result, error = None, _other(raised)
     try:
-        message = pickle.dumps((result, error))
-        message = _LENGTH.pack(len(message)) + message
-        while message:
-            message = message[os.write(writing, message) :]
+        for part in Message.make(encode((result, error))).parts:
+            unwritten = part.numpy().data
+            while unwritten:
+                unwritten = unwritten[os.write(writing, unwritten) :]
     finally:
         os._exit(0)  # nothing of the parent is tidied up here
 

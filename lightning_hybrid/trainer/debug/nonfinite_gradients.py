@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_hybrid.data_parallel.grad_clip import find_nonfinite
+from lightning_hybrid.distributed.agreement import all_gather_values
 from lightning_hybrid.distributed.process_group import GroupRef
 from lightning_hybrid.pipeline_parallel.placeholders import absent_gradients
-from lightning_hybrid.trainer.lightning_internals import replace_after_closure, restore_after_closure
+from lightning_hybrid.trainer.lightning_internals import replace_after_closure
 from lightning_hybrid.trainer.run_callback import RunCallback
 
 _MOST = 3  # parameters in one text
@@ -39,11 +40,10 @@ class GradientWatch(ABC):
         def look(hooks_and_clipping: Callable[[], None], optimizer: Optimizer) -> None:
             self(absent_gradients()(hooks_and_clipping), optimizer)
 
-        replace_after_closure(trainer.precision_plugin, look)
         try:
-            yield
+            with replace_after_closure(trainer.precision_plugin, look):
+                yield
         finally:
-            restore_after_closure(trainer.precision_plugin)
             self.finish()
 
     @abstractmethod
@@ -160,10 +160,7 @@ class NonfiniteGuard(GradientWatch):
         """The same on every rank: what is not finite on any of them."""
         flags = [(owners, found.tolist()) for owners, found in find_nonfinite(parameters)]
         own = _names(self._module, (each for owners, found in flags for each in itertools.compress(owners, found)))
-        everyone: list[Any] = [own] * self._group().size()
-        if len(everyone) > 1:
-            dist.all_gather_object(everyone, own, group=self._group())
-        names = list(dict.fromkeys(name for names in everyone for name in names))
+        names = list(dict.fromkeys(name for names in all_gather_values(own, self._group()) for name in names))
         which = f" ({_listed(names)})" if names else ", or their norm overflows"
         return (
             f"Gradients of optimizer step {self._module.trainer.global_step} are not finite{which}. The optimizer has"

@@ -17,6 +17,7 @@ from torchmetrics import Metric
 
 from lightning_hybrid.data_parallel.broadcast import broadcast_tensors
 from lightning_hybrid.data_parallel.grad_sync import GradientSync
+from lightning_hybrid.distributed.agreement import all_gather_values
 from lightning_hybrid.distributed.failure import WrongUseError, is_transport
 from lightning_hybrid.error_codes.entry import without_code
 from lightning_hybrid.pipeline_parallel.body import Body
@@ -158,13 +159,10 @@ class FrameProgram(StepProgram):
             WrongUseError: If it does not.
         """
         group = self._mesh.control_group
-        digests: list[Any] = [None] * group.size()
-        dist.all_gather_object(digests, hashlib.sha256("\n".join(calls).encode()).hexdigest(), group=group)
-        if len(set(digests)) == 1:
+        digest = hashlib.sha256("\n".join(calls).encode()).hexdigest()
+        if len(set(all_gather_values(digest, group))) == 1:
             return
-        found: list[Any] = [None] * group.size()
-        dist.all_gather_object(found, calls, group=group)
-        rows = list(zip_longest(*found, fillvalue="the end"))
+        rows = list(zip_longest(*all_gather_values(calls, group), fillvalue="the end"))
         number = next(number for number, row in enumerate(rows) if len(set(row)) > 1)
         ranks = dist.get_process_group_ranks(group)
         names = ", ".join(f"{name} on rank {rank}" for rank, name in zip(ranks, rows[number], strict=True))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-import pickle
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from numbers import Number, Real
 from typing import Any
 
@@ -15,11 +15,14 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from lightning_hybrid.distributed.agreement import all_gather_values
 from lightning_hybrid.distributed.dtensor import full_tensor
 from lightning_hybrid.distributed.messages.tree_broadcast import broadcast_object
 from lightning_hybrid.distributed.process_group import GroupRef
+from lightning_hybrid.distributed.pytree import Message, encode
+from lightning_hybrid.distributed.replaced import replaced_entries
 from lightning_hybrid.pipeline_parallel.placeholders import without_value_text
-from lightning_hybrid.trainer.lightning_internals import forward_value, set_callback_log, set_forward_value
+from lightning_hybrid.trainer.lightning_internals import forward_value, replace_callback_log, set_forward_value
 from lightning_hybrid.trainer.results.logging import log_arguments
 from lightning_hybrid.trainer.results.module_attributes import (
     assign,
@@ -31,7 +34,7 @@ from lightning_hybrid.trainer.results.module_attributes import (
 from lightning_hybrid.trainer.run_callback import RunCallback
 
 _WITHOUT_VALUE = Ellipsis  # instead of a value that was computed from placeholders
-_MESSAGE, _LENGTH = 256, 4  # bytes: what a logged number needs, with its name, and how its length is written
+_MESSAGE = 288  # bytes: what a logged number needs, with its name
 _COMPARED = 100  # values that hooks log, from the beginning of a run on, which are compared over the stages
 _EQUAL = 1e-5  # relative difference of numbers that stages compute alike
 
@@ -68,8 +71,9 @@ class EpochSync(RunCallback):
         self._num_logged = 0
         self._warned: set[str] = set()
 
-    def install(self, trainer: Trainer) -> None:
-        """Replace `self.log`, as it is outside of steps, of the module and of callbacks."""
+    @contextmanager
+    def installed(self, trainer: Trainer) -> Iterator[None]:
+        """While entered, replace `self.log`, as it is outside of steps, of the module and of callbacks."""
         module = self._module
 
         def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
@@ -83,20 +87,14 @@ class EpochSync(RunCallback):
                 self._sync_forward_value(name, value)
             return type(module).log(module, name, value, **arguments)
 
-        vars(module)["log"] = log
-        set_callback_log(trainer, log)
-
-    def remove(self, trainer: Trainer) -> None:
-        """Undo :meth:`install`."""
-        vars(self._module).pop("log", None)
-        set_callback_log(trainer, self._module.log)
+        with replaced_entries([(vars(module), {"log": log})]), replace_callback_log(trainer, log):
+            yield
 
     def _from_last_stage(self, name: str, value: Any, *, compares: bool = True) -> Any:
         self._num_logged += 1  # on all ranks alike
         compares &= self._num_logged <= _COMPARED
-        described = pickle.dumps((name, _described(value))) if self._is_source or compares else b""
-        messages = self._gather(described)
-        received_name, received = pickle.loads(messages[-1])
+        described = (name, _described(value)) if self._is_source or compares else None
+        *others, (received_name, received) = self._gather(described)
         if received_name != name:
             raise ValueError(
                 f"This rank logs {name!r}, but the last stage logs {received_name!r}. Log the same keys on every rank,"
@@ -105,7 +103,7 @@ class EpochSync(RunCallback):
             )
         if received is _WITHOUT_VALUE:
             raise ValueError(without_value_text(f"the value logged as {name!r}"))
-        self._warn_of_differences(name, received, messages[:-1])
+        self._warn_of_differences(name, received, others)
         if not isinstance(received, tuple):
             return received
         number, dtype, shape = received
@@ -119,33 +117,25 @@ class EpochSync(RunCallback):
         if not self._is_source and received is not None:
             set_forward_value(metric, received)
 
-    def _gather(self, payload: bytes) -> list[bytes]:
-        """The bytes of the other ranks, where they are few; and as the last ones those of the last stage.
+    def _gather(self, described: tuple[str, Any] | None) -> list[tuple[str, Any]]:
+        """Return what the other ranks have, where it is short; and as the last one what the last stage has.
 
         One message of fixed size, as the values of logs are short; by a collective that nothing else does in this
         group: where one rank logs alone, that is found. Of two gathers of different sizes gloo makes an end of the
         process.
         """
-        group, message = self._group(), torch.zeros(_MESSAGE, dtype=torch.uint8)
-        start = len(payload).to_bytes(_LENGTH, "big") + payload[: _MESSAGE - _LENGTH]
-        message[: len(start)] = torch.frombuffer(bytearray(start), dtype=torch.uint8)
-        received = message.new_empty(group.size() * _MESSAGE)
-        dist.all_to_all_single(received, message.repeat(group.size()), group=group)
-        parts = [each.numpy().tobytes() for each in received.chunk(group.size())]
-        sizes = [int.from_bytes(each[:_LENGTH], "big") for each in parts]
-        found = [
-            each[_LENGTH : _LENGTH + size]
-            for rank, (each, size) in enumerate(zip(parts, sizes, strict=True))
-            if rank != self._source and 0 < size <= _MESSAGE - _LENGTH
-        ]
-        size = sizes[self._source]
-        if size > _MESSAGE - _LENGTH:
-            return [*found, broadcast_object(payload, self._source, group)]
-        return [*found, parts[self._source][_LENGTH : _LENGTH + size]]
+        group, message = self._group(), Message.make(b"" if described is None else encode(described), size=_MESSAGE)
+        received = torch.empty(group.size() * _MESSAGE, dtype=torch.uint8)
+        dist.all_to_all_single(received, message.parts[0].repeat(group.size()), group=group)
+        messages = list(map(Message.read, received.chunk(group.size())))
+        of_source = messages.pop(self._source)
+        short = [each.value() for each in messages if each.encoded and each.num_bytes <= _MESSAGE]
+        is_long = of_source.num_bytes > _MESSAGE
+        return [*short, broadcast_object(described, self._source, group) if is_long else of_source.value()]
 
-    def _warn_of_differences(self, name: str, counted: Any, others: Sequence[bytes]) -> None:
+    def _warn_of_differences(self, name: str, counted: Any, others: Sequence[tuple[str, Any]]) -> None:
         """A number that hooks have computed from what a stage has, and that is another one on another stage."""
-        numbers = [_number(described) for other, described in map(pickle.loads, others) if other == name]
+        numbers = [_number(described) for other, described in others if other == name]
         mine = _number(counted)
         different = [each for each in numbers if each is not None and mine is not None and not _is_equal(each, mine)]
         if different and name not in self._warned:
@@ -162,8 +152,7 @@ class EpochSync(RunCallback):
         module, group = self._module, self._group()
         before, now = self._versions or {}, attribute_versions(module, self._layers)
         packed = {name: pack_attribute(module, name) for name in now if before.get(name) != now[name]}
-        everyone: list[Any] = [None] * group.size()
-        dist.all_gather_object(everyone, {name: digest(data) for name, data in packed.items()}, group=group)
+        everyone = all_gather_values({name: digest(data) for name, data in packed.items()}, group)
         changed = sorted(set().union(*everyone))
         different = [name for name in changed if len({digests.get(name) for digests in everyone}) > 1]
         self._versions = now

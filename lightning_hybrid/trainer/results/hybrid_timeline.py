@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_hybrid.distributed.agreement import all_gather_values
 from lightning_hybrid.pipeline_parallel.recorder import Range, Recorder, measured, simulated
 from lightning_hybrid.pipeline_parallel.timeline import Timeline
 
@@ -92,11 +92,10 @@ class HybridTimeline(Callback):
         strategy: Any = trainer.strategy
         mesh = strategy.mesh
         record = (mesh.pipeline_rank, mesh.data_rank, mesh.tensor_rank), recorder.ranges
-        told: list[Any] = [None] * trainer.world_size
         # The first replica's schedule: another one may have fewer microbatches in this step.
         schedule = recorder.schedule if mesh.is_first else None
         is_shown = mesh.data_rank == mesh.tensor_rank == mesh.context_rank == 0
-        dist.all_gather_object(told, (record, is_shown, schedule), group=mesh.decision_group)
+        told = all_gather_values((record, is_shown, schedule), mesh.decision_group)
         records = [of_rank for of_rank, _, _ in told]
         shown = sorted((of_rank for of_rank, is_shown, _ in told if is_shown), key=lambda each: each[0])
         first = [ranges for _, ranges in shown]
@@ -113,7 +112,8 @@ class HybridTimeline(Callback):
             timeline, title=f"{timeline.schedule.name}, simulated", title_of_other="measured"
         )
         (folder / f"{name}.svg").write_text(picture)
-        (folder / f"{name}.json").write_text(json.dumps(_trace(records)))
+        with (folder / f"{name}.json").open("w") as file:
+            json.dump(_trace(records), file)
 
 
 class _Records(Protocol):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 from lightning.pytorch import LightningModule
 from lightning.pytorch.loggers import Logger
 
-from lightning_hybrid.distributed.pytree import map_leaves
+from lightning_hybrid.distributed.pytree import decode, encode, map_leaves
 from lightning_hybrid.distributed.tensor_bytes import to_host
 from lightning_hybrid.trainer.results.logging import LogRecorder
 
@@ -148,7 +147,7 @@ def pack_calls(calls: Sequence[LoggerCall]) -> bytes:
         TypeError: If an argument cannot be sent to rank 0.
     """
     try:
-        return pickle.dumps(list(calls))
+        return encode(list(calls))
     except Exception as error:  # the pickle protocol lets classes raise anything
         raise TypeError(
             "Rank 0 makes all calls of `self.logger` and `self.print` in a step, but an argument of such a call cannot"
@@ -163,7 +162,7 @@ def make_calls(packed: bytes, module: LightningModule) -> None:
         packed: What :func:`pack_calls` made.
         module: The user's module.
     """
-    for index, path, args, kwargs in pickle.loads(packed):
+    for index, path, args, kwargs in decode(packed):
         target: Any = module.print if index is None else module.trainer.loggers[index]
         for kind, name in path:
             target = getattr(target, name) if kind == "attribute" else target[name]

@@ -93,20 +93,18 @@ class MetricsAcrossStages:
         self._logged_on_step: dict[str, bool] = {}
         self._batch = _Batch()
 
-    def install(self) -> None:
-        """Make ``compute()`` of every metric one of all ranks."""
-        internals.sync_metrics_over(self._data_group)
-        self.find()
-
-    def remove(self) -> None:
-        """Undo :meth:`install`."""
-        internals.sync_metrics_over(None)
-        for reference in self._patched:
-            metric = reference()
-            if metric is not None:
-                metric.compute = getattr(metric.compute, "original", metric.compute)  # type: ignore[method-assign]
-                metric.update = getattr(metric.update, "original", metric.update)  # type: ignore[method-assign]
-        self._patched.clear()
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """While entered, ``compute()`` of every metric is one of all ranks."""
+        with internals.sync_metrics_over(self._data_group):
+            self.find()
+            try:
+                yield
+            finally:
+                for metric in filter(None, (reference() for reference in self._patched)):
+                    metric.compute = getattr(metric.compute, "original", metric.compute)  # type: ignore[method-assign]
+                    metric.update = getattr(metric.update, "original", metric.update)  # type: ignore[method-assign]
+                self._patched.clear()
 
     def find(self) -> None:
         """Find the metrics: hooks make new ones (a `MetricTracker` does, at each of its increments)."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,8 +92,8 @@ class LoopState:
         is_there = epoch.processed == self.epochs and (not self.in_epoch or batch.processed == self.batches)
         return has_begun(trainer) and is_there
 
-    def restart(self, trainer: Trainer) -> None:
-        """Let the loops continue; to be called when they have been reset and before the first epoch.
+    def restarted(self, trainer: Trainer) -> AbstractContextManager[None]:
+        """Let the loops continue: enter this when they have been reset and before the first epoch.
 
         In the middle of an epoch Lightning's way of restarting is taken, up to the first batch. From there on nothing
         is a restart any more.
@@ -104,7 +105,7 @@ class LoopState:
                 fit_loop.epoch_progress.current.completed -= 1  # schedulers count the epoch that is ending
                 fit_loop.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
                 fit_loop.epoch_progress.current.completed += 1
-            return
+            return nullcontext()
 
         def first_batch(run: Callable[[], None]) -> None:
             internals.end_restart(trainer)
@@ -115,7 +116,7 @@ class LoopState:
 
         # Otherwise the first batch would be taken for the first of an epoch, and what has been logged be forgotten.
         internals.set_num_logged_batches(trainer, self.batches)
-        internals.replace_next_batch(trainer, first_batch)
+        return internals.replace_next_batch(trainer, first_batch)
 
 
 def has_begun(trainer: Trainer) -> bool:

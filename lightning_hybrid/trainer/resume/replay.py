@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.data import sized_len
 
+from lightning_hybrid.distributed.pytree import walk
 from lightning_hybrid.distributed.random import (
     generator_mark,
     generator_marks,
@@ -313,19 +314,12 @@ _WRAPPED = ("_loader", "sampler", "batch_sampler", "_sampler", "_batch_sampler")
 
 def _own_generators(loader: Any) -> list[torch.Generator]:
     """The generators that a loader and its samplers have of their own, whatever is wrapped around them."""
-    found: list[torch.Generator] = []
-    visited: dict[int, Any] = {}
-    waiting = [loader]
-    while waiting:
-        part = waiting.pop()
-        if part is None or id(part) in visited:
-            continue
-        visited[id(part)] = part
-        generator = getattr(part, "generator", None)
-        if isinstance(generator, torch.Generator) and generator not in found:
-            found.append(generator)
-        waiting += [getattr(part, name, None) for name in _WRAPPED]
-    return found
+
+    def wrapped(part: Any) -> list[Any] | None:
+        return None if part is None else [getattr(part, name, None) for name in _WRAPPED]
+
+    found = (getattr(part, "generator", None) for part in walk([loader], wrapped))
+    return list(dict.fromkeys(each for each in found if isinstance(each, torch.Generator)))
 
 
 def _ignore_state(state: Mapping[str, Any]) -> None:

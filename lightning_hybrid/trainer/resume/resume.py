@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -59,6 +60,7 @@ class ResumeCallback(RunCallback):
     """
 
     def __init__(self, mesh: Mesh, streams: RandomStreams, device: torch.device) -> None:
+        self._changes = ExitStack()  # what a run has changed in the Trainer
         self._mesh = mesh
         self._group = GroupRef(mesh.decision_group)
         self._streams = streams
@@ -207,7 +209,8 @@ class ResumeCallback(RunCallback):
     def restore(self, trainer: Trainer) -> None:
         """After the last hook of the start, before anything of the uninterrupted run: be where the checkpoint was."""
         if not self._has_started:
-            internals.before_validation(trainer, partial(self._snapshot_before_validation, trainer))
+            action = partial(self._snapshot_before_validation, trainer)
+            self._changes.enter_context(internals.before_validation(trainer, action))
         self._ended, self._has_started = (None, {}), True
         record, self._loaded = self._loaded, None
         if record is None:
@@ -240,7 +243,7 @@ class ResumeCallback(RunCallback):
         for callback in trainer.checkpoint_callbacks:
             if isinstance(callback, ModelCheckpoint):
                 internals.note_saved_step(callback, trainer.global_step)
-        loops.restart(trainer)
+        self._changes.enter_context(loops.restarted(trainer))
 
     def _find(self, record: Mapping[str, Any]) -> tuple[int, dict[str, Any], dict[str, Any] | None]:
         """What this rank continues from.
@@ -266,14 +269,13 @@ class ResumeCallback(RunCallback):
 
         A machine with a disk of its own may find another one, or none.
         """
-        internals.choose_checkpoint(trainer, partial(broadcast_object, source=0, group=self._group()))
+        choose = partial(broadcast_object, source=0, group=self._group())
+        self._changes.enter_context(internals.choose_checkpoint(trainer, choose))
 
-    def close(self, trainer: Trainer) -> None:
+    def close(self) -> None:
         """The run is over."""
         self._loaded, self._has_started = None, False
-        internals.restore_checkpoint_choice(trainer)
-        internals.restore_validation(trainer)
-        internals.restore_next_batch(trainer)
+        self._changes.close()
 
 
 def _progress(trainer: Trainer) -> tuple[int, int]:

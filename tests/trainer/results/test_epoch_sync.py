@@ -248,19 +248,18 @@ def log_in_hooks() -> Any:
     boundary, trainer = make(module), mock.Mock()
     other = Callback()
     trainer.callbacks = [other]
-    boundary.install(trainer)
-    assert other.log is module.log
-    rank = dist.get_rank()
-    module.log("tensor", torch.tensor(float(rank)), True, on_epoch=True)
-    module.log("number", rank)
-    module.log("flag", rank == 1)
-    module.log_dict({"half": rank / 2})
-    module.log("long" * 100, rank / 4)  # more than fits the usual message
-    module.log("of_numpy", np.float32(rank))
-    module.log("half_precision", torch.full((1,), 0.1 + rank, dtype=torch.bfloat16))
-    if rank == 0:
-        module.log("mine", rank, rank_zero_only=True)  # not a matter of the others
-    boundary.remove(trainer)
+    with boundary.installed(trainer):
+        assert other.log is module.log
+        rank = dist.get_rank()
+        module.log("tensor", torch.tensor(float(rank)), True, on_epoch=True)
+        module.log("number", rank)
+        module.log("flag", rank == 1)
+        module.log_dict({"half": rank / 2})
+        module.log("long" * 100, rank / 4)  # more than fits the usual message
+        module.log("of_numpy", np.float32(rank))
+        module.log("half_precision", torch.full((1,), 0.1 + rank, dtype=torch.bfloat16))
+        if rank == 0:
+            module.log("mine", rank, rank_zero_only=True)  # not a matter of the others
     assert trainer.callbacks == [other]
     assert "log" not in vars(module)
     module.log("after", rank)
@@ -315,13 +314,12 @@ def log_often() -> list[bool]:
     module = Module()
     boundary, trainer = make(module), mock.Mock()
     trainer.callbacks = []
-    boundary.install(trainer)
-    described = []
-    for number in range(103):
-        with mock.patch.object(epoch_sync, "_described", wraps=epoch_sync._described) as described_value:
-            module.log("x", torch.tensor(float(number + dist.get_rank())))
-        described.append(described_value.called)
-    boundary.remove(trainer)
+    with boundary.installed(trainer):
+        described = []
+        for number in range(103):
+            with mock.patch.object(epoch_sync, "_described", wraps=epoch_sync._described) as described_value:
+                module.log("x", torch.tensor(float(number + dist.get_rank())))
+            described.append(described_value.called)
     assert [float(value) for _, value, *_ in module.logged] == [number + 1 for number in range(103)]
     return described
 
@@ -334,13 +332,12 @@ def log_elsewhere() -> Any:
     module = Module()
     boundary, trainer = make(module), mock.Mock()
     trainer.callbacks = [Callback()]
-    boundary.install(trainer)
-    taken, recorded = module.log, []
-    vars(module)["log"] = lambda *args, **kwargs: recorded.append((args, kwargs))  # as in a step
-    if is_last():  # nobody else is there
-        taken("x", 1.0, True, on_step=True)
-    vars(module)["log"] = taken
-    boundary.remove(trainer)
+    with boundary.installed(trainer):
+        taken, recorded = module.log, []
+        vars(module)["log"] = lambda *args, **kwargs: recorded.append((args, kwargs))  # as in a step
+        if is_last():  # nobody else is there
+            taken("x", 1.0, True, on_step=True)
+        vars(module)["log"] = taken
     taken("y", dist.get_rank())
     return recorded, module.logged
 
@@ -355,15 +352,15 @@ def log_metric() -> Any:
     module.metric = SumMetric()
     boundary, trainer = make(module), mock.Mock()
     trainer.callbacks = []
-    boundary.install(trainer)
-    module.log("unused", module.metric)
-    found = [module.metric._forward_cache]
-    if is_last():
-        module.metric(torch.tensor(3.0))
-    module.log("epoch", module.metric, on_step=False)
-    found.append(None if is_last() else module.metric._forward_cache)
-    module.log("step", module.metric)
-    return [*found, float(module.metric._forward_cache)]
+    with boundary.installed(trainer):
+        module.log("unused", module.metric)
+        found = [module.metric._forward_cache]
+        if is_last():
+            module.metric(torch.tensor(3.0))
+        module.log("epoch", module.metric, on_step=False)
+        found.append(None if is_last() else module.metric._forward_cache)
+        module.log("step", module.metric)
+        return [*found, float(module.metric._forward_cache)]
 
 
 def test_a_metric_that_is_logged_after_the_step_has_the_last_stages_value(ranks: Pools) -> None:

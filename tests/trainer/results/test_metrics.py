@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ def alone() -> dist.ProcessGroup:
 
 
 _MADE: list[PostedBroadcast] = []
+_INSTALLED = ExitStack()  # until the next one is made
 
 
 def make(module: nn.Module, data_group: dist.ProcessGroup | None = None) -> MetricsAcrossStages:
@@ -52,7 +54,8 @@ def make(module: nn.Module, data_group: dist.ProcessGroup | None = None) -> Metr
     across = MetricsAcrossStages(
         module, data_group or alone(), exchange, lambda value, of_batch: None, is_last=dist.get_rank() == last
     )
-    across.install()
+    _INSTALLED.close()
+    _INSTALLED.enter_context(across.installed())
     return across
 
 
@@ -119,7 +122,8 @@ def over_replicas() -> list[float]:
         PostedBroadcast(connect(own, range(own.size()), default_pg_timeout), 0, 1, "results"), own, torch.device("cpu")
     )
     across = MetricsAcrossStages(module, world, exchange, lambda value, of_batch: None, is_last=True)
-    across.install()
+    _INSTALLED.close()
+    _INSTALLED.enter_context(across.installed())
     scores, labels = torch.linspace(0, 1, 8), torch.tensor([0, 1, 0, 0, 1, 0, 1, 1])
     half = slice(dist.get_rank(), None, 2)
     with across.step(num_microbatches=1):
@@ -143,11 +147,11 @@ def own_gather(value: Any, group: Any = None) -> Any:
 
 def taken_back() -> list[Any]:
     module = nn.ModuleDict({"mean": MeanMetric(), "mine": MeanMetric(dist_sync_fn=own_gather)})
-    across = make(module)
+    make(module)
     copied = copy.deepcopy(module)  # by a callback
     replaced, module["mean"] = module["mean"], MeanMetric()
     pickle.dumps(module)
-    across.remove()
+    _INSTALLED.close()
     for metric in (module["mean"], replaced):
         metric.update(float(dist.get_rank()))
     copied["mean"].update(1.0)
