@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import pickle
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -143,6 +144,31 @@ def generator_marks(device: torch.device) -> GeneratorMarks:
 def generator_mark(generator: torch.Generator) -> int:
     """What differs after something has been drawn from a generator of torch."""
     return hash(generator.get_state().numpy().tobytes())
+
+
+#: The types of generators that a module may have of its own.
+GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+
+
+def generator_state(generator: Any) -> bytes:
+    """Return the state of a generator of one of the :data:`GENERATORS`, as bytes that can be compared."""
+    if isinstance(generator, torch.Generator):
+        return bytes(generator.get_state().numpy().tobytes())
+    if isinstance(generator, np.random.Generator):
+        return pickle.dumps(generator.bit_generator.state)
+    return pickle.dumps(generator.getstate() if isinstance(generator, random.Random) else generator.get_state())
+
+
+def set_generator_state(generator: Any, state: bytes) -> None:
+    """Put a generator into a state that :func:`generator_state` gave."""
+    if isinstance(generator, torch.Generator):
+        generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = pickle.loads(state)
+    elif isinstance(generator, random.Random):
+        generator.setstate(pickle.loads(state))
+    else:
+        generator.set_state(pickle.loads(state))
 
 
 def _without_arrays(state: Any) -> Any:

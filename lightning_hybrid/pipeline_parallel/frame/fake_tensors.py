@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.distributed.pytree import flatten, unflatten
+from lightning_hybrid.distributed.replaced import Preserved
 from lightning_hybrid.distributed.watch.watched_thread import READING
 from lightning_hybrid.pipeline_parallel.frame.graph import users_line
 from lightning_hybrid.pipeline_parallel.frame.operators import Operators, Seen, memory_of
@@ -152,20 +153,15 @@ def run_on_zeros(
             zeros[id(value)] = value, nn.Parameter(made) if isinstance(value, nn.Parameter) else made
         return zeros[id(value)][1]
 
-    tables = [table for part in modules for table in (vars(part), part._parameters, part._buffers)]
-    saved = [(table, dict(table)) for table in tables]
+    parts = list(modules)
     objects.put_back()
-    try:
-        for table, values in saved:
-            table.update({name: zero(value) for name, value in values.items()})
+    with Preserved(parts, containers=[part._parameters for part in parts]):
+        for table in (table for part in parts for table in (vars(part), part._parameters, part._buffers)):
+            table.update({name: zero(value) for name, value in table.items()})
         given = [zero(leaf) for leaf in fakes]
         lengths = [made for value, made in zeros.values() if id(value) in known and is_whole(made)]
         with torch.no_grad(), operators.watch(lengths) as seen:
             outputs, spec = flatten(run(given))
-    finally:
-        for table, values in saved:
-            table.clear()
-            table.update(values)
     fake_of = {id(made): value for value, made in zeros.values()}
     seen.written |= {memory_of(value) for value, made in zeros.values() if memory_of(made) in seen.written}
 

@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_hybrid.distributed.pytree import flatten
-from lightning_hybrid.distributed.random import generator_states, seed_generators, set_generator_states
+from lightning_hybrid.distributed.random import seed_generators
+from lightning_hybrid.distributed.replaced import Preserved, copied_buffers, default_dtype
 from lightning_hybrid.tensor_parallel.auto_plan.operations import OperationWatch
 from lightning_hybrid.tensor_parallel.auto_plan.straight_code import not_straight_reason
 from lightning_hybrid.tensor_parallel.layers import NarrowInput, is_per_head, parallelize_layer, restore_layer
@@ -186,14 +187,9 @@ def _doubt(host: nn.Module, block: Block, size: int) -> str | None:
 @contextmanager
 def _isolated() -> Iterator[None]:
     """Inside, random numbers are always the same, and numbers are float32; outside, nothing is noticed."""
-    states, dtype = generator_states(torch.device("cpu")), torch.get_default_dtype()
-    seed_generators(0)
-    torch.set_default_dtype(torch.float32)
-    try:
+    with Preserved(device=torch.device("cpu")), default_dtype(torch.float32):
+        seed_generators(0)
         yield
-    finally:
-        torch.set_default_dtype(dtype)
-        set_generator_states(states, torch.device("cpu"))
 
 
 class _WithoutDropout(TorchFunctionMode):
@@ -260,7 +256,7 @@ class _Trial:
         def remember(*args: Any) -> None:
             random.append(torch.get_rng_state())
 
-        with ExitStack() as hooks, _restored(self.host):
+        with ExitStack() as hooks, Preserved(self.host.modules()), copied_buffers(self.host):
             for path in self._block.columns:
                 column = self.host.get_submodule(path)
                 hooks.callback(column.register_forward_pre_hook(partial(column_is_called, path)).remove)
@@ -333,7 +329,7 @@ class _Trial:
         taken: list[Tensor] = []
         note = self._row.register_forward_pre_hook(lambda layer, args: taken.append(args[0]))
         for rank in range(size):
-            with ExitStack() as hooks, _restored(self.host):
+            with ExitStack() as hooks, Preserved(self.host.modules()), copied_buffers(self.host):
                 for path in block.columns:
                     column = self.host.get_submodule(path)
                     keep = partial(_keep_only, _features_of(column, block.column_style, rank, size))
@@ -418,23 +414,6 @@ def _kept(host: nn.Module) -> dict[str, Tensor]:
         for index, leaf in enumerate(flatten(value)[0])
         if isinstance(leaf, Tensor)
     }
-
-
-@contextmanager
-def _restored(host: nn.Module) -> Iterator[None]:
-    """Afterwards, its modules keep what they kept before."""
-    before = [(module, {**vars(module)}) for module in host.modules()]
-    buffers = [(module, key, value) for module in host.modules() for key, value in module._buffers.items()]
-    for module, key, value in buffers:
-        module._buffers[key] = None if value is None else value.clone()
-    try:
-        yield
-    finally:
-        for module, attributes in before:
-            vars(module).clear()
-            vars(module).update(attributes)
-        for module, key, value in buffers:
-            module._buffers[key] = value
 
 
 def _depend(values: Sequence[Tensor], parameters: Sequence[Tensor]) -> bool:
