@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hybrid.distributed.failure import WrongUseError
+from lightning_hybrid.distributed.modes import FunctionMode, without_modes
 from lightning_hybrid.distributed.pytree import flatten, unflatten
 from lightning_hybrid.distributed.replaced import Preserved
 from lightning_hybrid.distributed.watch.watched_thread import READING
@@ -46,6 +47,31 @@ try:
 
 except ImportError:  # then nothing but a plain chain can be divided
     FakeMode, FakeTensor = None, None
+
+
+def fake_mode() -> Any:
+    """Return a mode for tensors without values, in which operators take tensors with values too."""
+    return FakeMode(allow_non_fake_inputs=True)
+
+
+_READING = frozenset({torch.equal, Tensor.__int__, Tensor.item})
+
+
+def with_single_numbers() -> FunctionMode:
+    """Give a number that is drawn alone a value while entered, and read numbers of tensors that have values.
+
+    Numbers that ranks of a group have in common decide about the random streams of their layers, so a step without
+    values would end there.
+    """
+    return FunctionMode(_call_with_values)
+
+
+def _call_with_values(func: Any, args: Any, kwargs: Any) -> Any:
+    is_single = func is torch.randint and () in (*args, kwargs.get("size"))
+    if is_single or (func in _READING and not any(isinstance(leaf, FakeTensor) for leaf in flatten(args)[0])):
+        with without_modes():
+            return func(*args, **kwargs)
+    return func(*args, **kwargs)
 
 
 def fake_like(mode: Any, tensor: Tensor, device: torch.device) -> Tensor:

@@ -20,8 +20,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
+from lightning_hybrid.distributed.modes import FunctionMode
+from lightning_hybrid.distributed.no_draws import NoDraws
 from lightning_hybrid.distributed.pytree import flatten
 from lightning_hybrid.distributed.random import seed_generators
 from lightning_hybrid.distributed.replaced import Preserved, copied_buffers, default_dtype
@@ -34,6 +35,7 @@ from lightning_hybrid.tensor_parallel.styles import find_style, is_conv1d
 _TOLERANCE = 1e-3  # of float32; a wrong division is wrong by as much as the values
 _SHAPE = (2, 4)  # samples, and positions of each
 _OTHER_SHAPE = (3, 5)
+_WITHOUT_DROPOUT = NoDraws(torch.device("cpu"), only_dropout=True)
 #: Whether the block is in training, and the size of what it gets: its code may ask for them.
 _STATES = ((False, 1.0), (True, 1.0), (True, 10.0))
 
@@ -192,20 +194,6 @@ def _isolated() -> Iterator[None]:
         yield
 
 
-class _WithoutDropout(TorchFunctionMode):
-    """Inside, dropout drops nothing, and draws nothing."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name, kwargs = getattr(func, "__name__", ""), dict(kwargs or {})
-        if name == "scaled_dot_product_attention":
-            names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-            kwargs |= dict(zip(names, args, strict=False))
-            return func(**{**kwargs, "dropout_p": 0.0})
-        if "dropout" in name:
-            return args[0] if args else kwargs["input"]
-        return func(*args, **kwargs)
-
-
 class _Trial:
     """A copy of a block, with random values."""
 
@@ -264,9 +252,10 @@ class _Trial:
             hooks.callback(self._row.register_forward_pre_hook(remember).remove)
             hooks.callback(self._row.register_forward_hook(row_is_called).remove)
             if not drops:
-                hooks.enter_context(_WithoutDropout())
+                hooks.enter_context(FunctionMode(_WITHOUT_DROPOUT))
             x = (scale * self._input).requires_grad_()
-            operations = hooks.enter_context(OperationWatch())
+            operations = OperationWatch()
+            hooks.enter_context(FunctionMode(operations))
             outputs, _ = flatten(self.host.train(training)(x, **self._without))
             kept = _kept(self.host)
         if sorted(calls) != sorted(self._block.columns) or len(rows) != 1 or len(random) != len(calls) + 1:
@@ -334,7 +323,7 @@ class _Trial:
                     column = self.host.get_submodule(path)
                     keep = partial(_keep_only, _features_of(column, block.column_style, rank, size))
                     hooks.callback(column.register_forward_hook(keep).remove)
-                hooks.enter_context(_WithoutDropout())
+                hooks.enter_context(FunctionMode(_WITHOUT_DROPOUT))
                 self.host.train(training)(self._input, **self._without)
         note.remove()
         return not any(each.chunk(size, -1)[rank].isnan().any() for rank, each in enumerate(taken))

@@ -12,14 +12,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_hybrid.distributed.failure import WrongUseError
+from lightning_hybrid.distributed.modes import FunctionMode
+from lightning_hybrid.distributed.no_draws import NoDraws
 from lightning_hybrid.distributed.pytree import copy_object, flatten, unflatten
 from lightning_hybrid.distributed.random import with_seed
 from lightning_hybrid.distributed.replaced import Preserved, copied_buffers, default_dtype, replaced_entries
 from lightning_hybrid.distributed.taps import TappedCall, Taps
-from lightning_hybrid.tensor_parallel.context_parallel.attention import MULTI_HEAD, Region, is_balanced
+from lightning_hybrid.tensor_parallel.context_parallel.attention import Region, is_balanced
 from lightning_hybrid.tensor_parallel.context_parallel.block_attention.block_attention import without_autocast
 from lightning_hybrid.tensor_parallel.context_parallel.division import Division
-from lightning_hybrid.tensor_parallel.context_parallel.draws import NoDraws
 from lightning_hybrid.tensor_parallel.context_parallel.hooks import Along, Place, Places, common_places
 from lightning_hybrid.tensor_parallel.context_parallel.mappings import ContextGroup, Shares
 
@@ -121,7 +122,7 @@ class Trial:
         own = set(map(id, flatten((args, kwargs))[0]))
         with (
             without_trace(self._layer, self._device) as buffers,
-            _Quiet(NoDraws(self._device)),
+            FunctionMode(NoDraws(self._device)),
             self._watched() as by_part,
             self._taps.recording() as calls,
         ):
@@ -233,25 +234,6 @@ class Trial:
 def _like(tensor: Tensor, value: Tensor) -> Tensor:
     """Return a value as a parameter, if it replaces one."""
     return nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
-
-
-class _Quiet(torch.overrides.TorchFunctionMode):
-    """Without random numbers."""
-
-    def __init__(self, draws: NoDraws) -> None:
-        super().__init__()
-        self._draws = draws
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is nn.functional.scaled_dot_product_attention:
-            args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
-            kwargs = {**kwargs, "dropout_p": 0.0} if "dropout_p" in kwargs else kwargs
-        if func is nn.functional.multi_head_attention_forward:
-            call = MULTI_HEAD.bind(*args, **kwargs)
-            call.arguments["dropout_p"] = 0.0
-            return func(*call.args, **call.kwargs)
-        return (self._draws.find(func) or func)(*args, **kwargs)
 
 
 @contextmanager
