@@ -28,15 +28,15 @@ class FunctionMode(TorchFunctionMode):
         return self._call(func, args, kwargs or {})
 
 
-DispatchMode: Any
+TorchDispatchMode: Any
 OperatorMode: Any
 #: Lets calls pass by all modes of operators while entered.
 without_modes: Any
 try:
-    from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
+    from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._python_dispatch import _disable_current_modes as without_modes
 
-    class OperatorMode(DispatchMode):  # type: ignore[no-redef, misc]
+    class OperatorMode(TorchDispatchMode):  # type: ignore[no-redef, misc]
         """Calls operators of torch, below autograd, through another function while entered.
 
         Args:
@@ -52,4 +52,4 @@ try:
             return self._call(func, args, kwargs or {})
 
 except ImportError:  # then nothing is divided but a plain chain, and nothing is counted
-    DispatchMode, OperatorMode, without_modes = None, None, nullcontext
+    TorchDispatchMode, OperatorMode, without_modes = None, None, nullcontext

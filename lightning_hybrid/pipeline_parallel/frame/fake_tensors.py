@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.distributed.modes import FunctionMode, without_modes
 from lightning_hybrid.distributed.pytree import flatten, unflatten
-from lightning_hybrid.distributed.replaced import Preserved
+from lightning_hybrid.distributed.replaced import Preserved, replaced_attributes
 from lightning_hybrid.distributed.watch.watched_thread import READING
 from lightning_hybrid.pipeline_parallel.frame.graph import users_line
 from lightning_hybrid.pipeline_parallel.frame.operators import Operators, Seen, memory_of
@@ -123,15 +123,9 @@ def collect_new() -> None:
         gc.collect(0)  # new objects are young
 
 
-@contextmanager
-def without_torchs_errors() -> Iterator[None]:
-    """Inside, torch does not log that an operator refuses fake tensors: the operator raises an error as well."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    was_disabled, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = was_disabled
+def without_torchs_errors() -> AbstractContextManager[None]:
+    """Keep torch from logging that an operator refuses fake tensors while entered: the operator raises an error too."""
+    return replaced_attributes(logging.getLogger("torch._subclasses.fake_tensor"), disabled=True)
 
 
 def run_on_zeros(

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from lightning_hybrid.data_parallel.zero.param_group import ParameterGroup
 from lightning_hybrid.distributed.dtensor import to_local
+from lightning_hybrid.distributed.modes import OperatorMode
 from lightning_hybrid.distributed.random import GENERATORS
 from lightning_hybrid.distributed.replaced import Preserved, replaced_attributes
 from lightning_hybrid.pipeline_parallel.frame.operators import (
     BATCH_NORMS,
-    DispatchMode,
     computes_only,
     draws,
     memory_of,
@@ -35,7 +35,7 @@ _DRAWN = 0.5
 _LIGHTNINGS = frozenset({"_trainer", "_fabric"})
 
 
-class Untouched(DispatchMode):  # type: ignore[misc]
+class Untouched:
     """Operators whose results depend on their inputs alone, and that leave the module's tensors as they were.
 
     ::
@@ -57,7 +57,7 @@ class Untouched(DispatchMode):  # type: ignore[misc]
     """
 
     def __init__(self, tensors: Callable[[], Iterable[Tensor]]) -> None:
-        super().__init__()
+        self._mode = OperatorMode(self._call)
         self._find, self._tensors = tensors, dict[int, Tensor]()
         self._before: dict[int, Tensor] = {}
         self.has_drawn = False
@@ -73,7 +73,7 @@ class Untouched(DispatchMode):  # type: ignore[misc]
             own = [to_local(tensor) for tensor in self._find() if not tensor.is_meta]
             self._tensors = {memory_of(tensor): tensor for tensor in own}
         try:
-            with self:
+            with self._mode:
                 yield
         finally:
             if restores:
@@ -91,9 +91,8 @@ class Untouched(DispatchMode):  # type: ignore[misc]
         """Return a copy of a tensor from before it was written; ``None`` if it was not."""
         return self._before.get(memory_of(tensor))
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def _call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run an operator, or what stands for it."""
-        kwargs = kwargs or {}
         if computes_only(func):
             with torch._C.DisableTorchFunction():
                 return func(*args, **kwargs)

@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention.bias import causal_lower_right
 
 from lightning_hybrid.distributed.dtensor import is_tensor_parallel
 from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.distributed.modes import FunctionMode, without_modes
 from lightning_hybrid.distributed.no_draws import MULTI_HEAD, NoDraws
 from lightning_hybrid.distributed.pytree import flatten, unflatten
-from lightning_hybrid.distributed.replaced import replaced_entries
+from lightning_hybrid.distributed.replaced import replaced_attributes, replaced_entries
 from lightning_hybrid.distributed.taps import Taps
 from lightning_hybrid.pipeline_parallel.frame.fake_tensors import FakeTensor
 from lightning_hybrid.tensor_parallel.context_parallel import attention
@@ -58,20 +59,14 @@ class AloneContextParallel(ContextParallel):
     @contextmanager
     def around(self, between: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
         """Enter it around forwards, as there."""
-        names = vars(attention)
-        make = names["causal_lower_right"]
 
         def make_without_modes(*size: int) -> Tensor:
             with without_modes():  # torch cannot make such a tensor where a mode sees all operations
-                bias: Tensor = make(*size)
+                bias: Tensor = causal_lower_right(*size)
                 return bias
 
-        names["causal_lower_right"] = make_without_modes
-        try:
-            with super().around(between):
-                yield
-        finally:
-            names["causal_lower_right"] = make
+        with replaced_attributes(attention, causal_lower_right=make_without_modes), super().around(between):
+            yield
 
     def _try(self, layer: nn.Module, forward: Callable[..., Any], division: Division, taps: Taps) -> Places:
         group = self._group
