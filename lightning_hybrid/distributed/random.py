@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from numpy.random.mtrand import get_bit_generator, set_bit_generator
 
+from lightning_hybrid.distributed.pytree import flatten
+
 _MASK = (1 << 64) - 1
 _MT19937_BYTES = 4 * 625  # 624 words and the position among them
 
@@ -143,6 +145,36 @@ def generator_marks(device: torch.device) -> GeneratorMarks:
 def generator_mark(generator: torch.Generator) -> int:
     """What differs after something has been drawn from a generator of torch."""
     return hash(generator.get_state().numpy().tobytes())
+
+
+#: The types of generators that a module may have of its own.
+GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+
+
+def generator_state(generator: Any) -> Any:
+    """Return a copy of the state of a generator of one of the :data:`GENERATORS`; see :func:`equal_states`."""
+    if isinstance(generator, torch.Generator):
+        return generator.get_state().numpy()
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
+
+
+def equal_states(state: Any, other: Any) -> bool:
+    """Return whether two results of :func:`generator_state` are equal; both may contain arrays."""
+    return all(np.array_equal(one, another) for one, another in zip(flatten(state)[0], flatten(other)[0], strict=True))
+
+
+def set_generator_state(generator: Any, state: Any) -> None:
+    """Put a generator into a state that :func:`generator_state` returned."""
+    if isinstance(generator, torch.Generator):
+        generator.set_state(torch.from_numpy(state))
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    else:
+        generator.set_state(state)
 
 
 def _without_arrays(state: Any) -> Any:

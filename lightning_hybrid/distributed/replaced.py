@@ -1,12 +1,23 @@
-"""Attributes, entries of dictionaries, and forwards that are replaced for a while."""
+"""Attributes, entries of dictionaries, and forwards that are replaced for a while; modules that stay as they were."""
 
 from __future__ import annotations
 
+import operator
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from typing_extensions import Self
+
+from lightning_hybrid.distributed.random import (
+    generator_state,
+    generator_states,
+    set_generator_state,
+    set_generator_states,
+)
 
 
 @contextmanager
@@ -56,6 +67,117 @@ def replaced_entries(changes: Iterable[tuple[MutableMapping[Any, Any], Mapping[A
 
 
 _MISSING = object()
+
+
+class Preserved:
+    """The state of modules, and of what is around them, which is put back at the end of a try.
+
+    The state is taken when this is made. It may be entered several times, so that several tries begin with it.
+
+    Args:
+        owners: Modules and objects whose attributes and buffers are put back. Numbers in tensors are not, see
+            :func:`preserved_values`, nor are the entries of `_parameters`, some of which ZeRO exchanges in a step.
+        containers: Lists, sets, deques and dictionaries whose entries are put back.
+        generators: Generators of the user whose states are put back.
+        device: The device of the generators that all code draws from, such as those of torch and numpy; ``None`` leaves
+            them as they are.
+    """
+
+    def __init__(
+        self,
+        owners: Iterable[Any] = (),
+        *,
+        containers: Iterable[Any] = (),
+        generators: Iterable[Any] = (),
+        device: torch.device | None = None,
+    ) -> None:
+        self._tables = [(table, dict(table)) for owner in owners for table in tables_of(owner)]
+        self._contents = [(container, container.copy()) for container in containers]
+        self._generators = [(generator, generator_state(generator)) for generator in generators]
+        self._random = None if device is None else (generator_states(device), device)
+
+    def __enter__(self) -> Self:
+        """Begin a try."""
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Put the state back."""
+        for table, before in self._tables:
+            restore(table, before)
+        for container, before in self._contents:
+            refill(container, before)
+        for generator, state in self._generators:
+            set_generator_state(generator, state)
+        if self._random is not None:
+            set_generator_states(*self._random)
+
+
+@contextmanager
+def preserved_values(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Put back at the end, in place, the numbers that some tensors had. Autograd does not notice."""
+    before = [(tensor, tensor.detach().clone()) for tensor in tensors]
+    try:
+        yield
+    finally:
+        for tensor, value in before:
+            tensor.data.copy_(value)
+
+
+def copied_buffers(module: nn.Module) -> AbstractContextManager[None]:
+    """Let a module write copies of its buffers while entered."""
+    tables = (part._buffers for part in module.modules())
+    return replaced_entries(
+        (table, {name: buffer.clone() for name, buffer in table.items() if buffer is not None}) for table in tables
+    )
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Let `torch.get_default_dtype` be another one while entered."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def tables_of(owner: Any) -> list[dict[str, Any]]:
+    """Return what holds the attributes and the buffers of a module, or the attributes of an object."""
+    return [vars(owner), owner._buffers] if isinstance(owner, nn.Module) else [vars(owner)]
+
+
+def restore(table: dict[str, Any], before: Mapping[str, Any]) -> None:
+    """Make a table what it was; what is the same is not touched, as other threads may look at it."""
+    if list(table) == list(before) and all(map(operator.is_, table.values(), before.values())):
+        return
+    for name in [name for name in table if name not in before]:
+        del table[name]
+    for name, value in before.items():
+        if table.get(name, before) is not value:
+            table[name] = value
+
+
+def refill(container: Any, before: Any) -> None:
+    """Make a container what it was, in place.
+
+    Args:
+        container: The container.
+        before: A copy of it.
+    """
+    same = (
+        container == before
+        if isinstance(before, set)
+        else len(container) == len(before) and all(map(operator.is_, entries_of(container), entries_of(before)))
+    )
+    if not same:
+        container.clear()
+        getattr(container, "extend" if isinstance(before, (list, deque)) else "update")(before)
+
+
+def entries_of(container: Any) -> Iterator[Any]:
+    """Return what a container holds, keys of a dictionary too."""
+    return (part for entry in container.items() for part in entry) if isinstance(container, dict) else iter(container)
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Container, Hashable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import astuple, dataclass, field
 from typing import Any
@@ -17,14 +17,9 @@ from torch.optim import Optimizer
 
 from lightning_hybrid.data_parallel.zero.param import RowShards
 from lightning_hybrid.distributed.dtensor import to_local
+from lightning_hybrid.distributed.modes import OperatorMode
 from lightning_hybrid.distributed.replaced import replaced_attributes
 from lightning_hybrid.pipeline_parallel.schedules import Schedule
-
-Mode: Any
-try:
-    from torch.utils._python_dispatch import TorchDispatchMode as Mode
-except ImportError:  # then copies of weights count for each microbatch
-    Mode = None
 
 
 @dataclass(frozen=True)
@@ -229,7 +224,8 @@ class SavedTensorMeter:
     @contextmanager
     def __call__(self) -> Iterator[None]:
         """Enter it around the forward."""
-        casts = nullcontext() if Mode is None else _CastWatch(self._note_cast)
+        # Without, copies of weights count for each microbatch.
+        casts = nullcontext() if OperatorMode is None else OperatorMode(self._call_operator)
         with casts, saved_tensors_hooks(self._pack, lambda saved: saved.tensor):
             yield
 
@@ -241,6 +237,14 @@ class SavedTensorMeter:
             keeps: An object that lives as long as one of these tensors.
         """
         return replaced_attributes(self, _kind=kind, _keeps=keeps)
+
+    def _call_operator(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Make a call, and note if it makes a trained tensor anew in another dtype, as autocast does with weights."""
+        result = func(*args, **kwargs)
+        is_cast = str(func) == "aten._to_copy.default" and isinstance(result, Tensor)
+        if is_cast and result.dtype != args[0].dtype and args[0].requires_grad:
+            self._note_cast(args[0], result)
+        return result
 
     def _note_cast(self, source: Tensor, copy: Tensor) -> None:
         if all(storage._cdata in self._excluded for storage in storages_of(source)):
@@ -326,21 +330,6 @@ class _Repeated:
 def _sizes(saved: Iterable[_Saved], without: Container[Hashable]) -> dict[Hashable, int]:
     counted = (each.tensor for each in saved if each.kind not in without)
     return {storage._cdata: storage.nbytes() for tensor in counted for storage in storages_of(tensor)}
-
-
-class _CastWatch(Mode or object):  # type: ignore[misc]
-    """Tells of each trained tensor that is made anew in another dtype: what autocast does with weights."""
-
-    def __init__(self, note: Callable[[Tensor, Tensor], None]) -> None:
-        super().__init__()
-        self._note = note
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        is_cast = str(func) == "aten._to_copy.default" and isinstance(result, Tensor)
-        if is_cast and result.dtype != args[0].dtype and args[0].requires_grad:
-            self._note(args[0], result)
-        return result
 
 
 class _Saved:

@@ -17,7 +17,7 @@ from lightning_hybrid.distributed.pytree import flatten, unflatten
 from lightning_hybrid.distributed.replaced import replaced_attributes
 from lightning_hybrid.distributed.tensor_metadata import METADATA, getters
 from lightning_hybrid.pipeline_parallel.frame.decisions import apply
-from lightning_hybrid.pipeline_parallel.frame.fake_tensors import FakeMode, FakeTensor, fake_like
+from lightning_hybrid.pipeline_parallel.frame.fake_tensors import FakeTensor, fake_like, fake_mode
 from lightning_hybrid.pipeline_parallel.frame.frame import FrameCut
 from lightning_hybrid.pipeline_parallel.frame.graph import Graph, function_name
 from lightning_hybrid.pipeline_parallel.frame.operators import Operators, memory_of
@@ -217,7 +217,7 @@ class CodeBefore(TorchFunctionMode):
     @cached_property
     def _fakes(self) -> Any:
         """Made where something is absent: to make it takes as long as some calls."""
-        return FakeMode(allow_non_fake_inputs=True)
+        return fake_mode()
 
     @contextmanager
     def at_layers(self, x: Any) -> Iterator[None]:

@@ -19,6 +19,7 @@ from lightning_hybrid.cli.check_training.dropout import set_dropout_to_zero
 from lightning_hybrid.cli.check_training.step_watch import StepWatch
 from lightning_hybrid.cli.local_ranks import RankError
 from lightning_hybrid.cli.main import main
+from lightning_hybrid.distributed.modes import FunctionMode
 from tests import frame_modules, modules
 from tests.strategy.test_meta_init import FromMeta
 
@@ -260,7 +261,8 @@ def test_what_draws_is_named_and_not_blamed_on_the_layout() -> None:
     ],
 )
 def test_draws_are_seen(draw: Any, *, draws: bool) -> None:
-    with StepWatch() as watch:
+    watch = StepWatch()
+    with FunctionMode(watch):
         draw()
     assert (watch.draws is not None) == draws
     assert watch.float32 is None

@@ -317,7 +317,7 @@ def test_backward_may_come_twice(recompute: Any) -> None:
 def test_a_torch_without_dispatch_modes_recomputes_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     layers: list[nn.Module] = [block(), block()]
     expected = gradients_of(layers, rows, False)
-    monkeypatch.setattr(selective, "Mode", None)
+    monkeypatch.setattr(selective, "TorchDispatchMode", None)
     assert bit_equal(gradients_of(layers, rows, "selective"), expected)
 
 

@@ -8,13 +8,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+
+from lightning_hybrid.distributed import modes
 
 _NARROW = (torch.float32, torch.float16, torch.bfloat16)
 
 
-class StepWatch(TorchFunctionMode):
+class StepWatch:
     """Finds the first call that makes a narrower tensor of one in float64, and the first that draws random numbers.
+
+    Calls are looked at in a :class:`~lightning_hybrid.distributed.modes.FunctionMode` with it.
 
     Attributes:
         float32: The file and line of the one; ``None`` if there was none.
@@ -22,13 +25,13 @@ class StepWatch(TorchFunctionMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
         self.float32: str | None = None
         self.draws: str | None = None
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __call__(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Make a call, and look at it."""
         before = torch.default_generator.get_state()
-        result = func(*args, **(kwargs or {}))
+        result = func(*args, **kwargs)
         if self.draws is None and not torch.equal(torch.default_generator.get_state(), before):
             self.draws = f"at {_caller()}"
         is_narrow = isinstance(result, Tensor) and result.dtype in _NARROW
@@ -39,7 +42,7 @@ class StepWatch(TorchFunctionMode):
 
 def _caller() -> str:
     """The line that called a function of torch."""
-    inside = {str(Path(torch.__file__).parent), __file__}
+    inside = {str(Path(torch.__file__).parent), modes.__file__, __file__}
     frames = (frame for frame in reversed(traceback.extract_stack()) if not frame.filename.startswith(tuple(inside)))
     frame = next(frames)
     return f"{'/'.join(Path(frame.filename).parts[-3:])}:{frame.lineno}"

@@ -25,6 +25,7 @@ from lightning_hybrid.cli.check_training.dropout import set_dropout_to_zero
 from lightning_hybrid.cli.check_training.step_watch import StepWatch
 from lightning_hybrid.config import Settings
 from lightning_hybrid.distributed.agreement import RankInfo
+from lightning_hybrid.distributed.modes import FunctionMode
 from lightning_hybrid.distributed.random import generator_marks, seed_generators
 from lightning_hybrid.pipeline_parallel.splitting.microbatch import split_into
 from lightning_hybrid.strategy.layout import find_frames, requested_plan
@@ -314,7 +315,8 @@ class _OneProcess(_SingleProcess):
         number = next(self._steps)
         if number == 0:
             before = generator_marks(self.root_device)
-            with StepWatch() as watch:
+            watch = StepWatch()
+            with FunctionMode(watch):
                 output = super().training_step(*args, **kwargs)
             self.float32, self.draws = watch.float32, watch.draws
             if self.draws is None and generator_marks(self.root_device) != before:

@@ -17,14 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_hybrid.distributed.modes import TorchDispatchMode
 from lightning_hybrid.distributed.pytree import flatten, unflatten
 from lightning_hybrid.distributed.random import set_torch_states, torch_states
-
-Mode: Any
-try:
-    from torch.utils._python_dispatch import TorchDispatchMode as Mode
-except ImportError:  # then nothing is saved, and all is recomputed
-    Mode = None
 
 _PRODUCTS = frozenset(
     f"aten::{name}"
@@ -60,7 +55,7 @@ class SavedResults:
 
     def __init__(self, device: torch.device, *, enabled: bool) -> None:
         self._device = device
-        self._enabled = enabled and Mode is not None
+        self._enabled = enabled and TorchDispatchMode is not None  # else all is recomputed
         self._results: list[_Result] = []
         self._saved: Any = None
 
@@ -169,7 +164,7 @@ class _Result:
         return lambda: unflatten(leaves, self._spec)
 
 
-class _RecordMode(Mode or object):  # type: ignore[misc]
+class _RecordMode(TorchDispatchMode or object):  # type: ignore[misc]
     """Records results.
 
     Args:
@@ -221,7 +216,7 @@ class _RecordMode(Mode or object):  # type: ignore[misc]
             self._summed = [total, latest] if in_place and latest is not None else [total]
 
 
-class _ReplayMode(Mode or object):  # type: ignore[misc]
+class _ReplayMode(TorchDispatchMode or object):  # type: ignore[misc]
     """Returns saved results.
 
     Args:

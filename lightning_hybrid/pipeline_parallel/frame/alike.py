@@ -15,18 +15,12 @@ from torch.distributed.tensor import DTensor
 
 from lightning_hybrid.distributed.dtensor import to_local
 from lightning_hybrid.distributed.pytree import TreeSpec, flatten, unflatten
+from lightning_hybrid.distributed.replaced import entries_of, tables_of
 from lightning_hybrid.distributed.taps import is_own_hook
 from lightning_hybrid.pipeline_parallel.frame.fake_tensors import FakeTensor, is_whole
 from lightning_hybrid.pipeline_parallel.frame.graph import Call
 from lightning_hybrid.pipeline_parallel.frame.operators import Seen, memory_of
-from lightning_hybrid.pipeline_parallel.frame.stage_states import (
-    CONTAINERS,
-    containers_in,
-    entries_of,
-    find_owners,
-    is_object,
-    tables_of,
-)
+from lightning_hybrid.pipeline_parallel.frame.stage_states import CONTAINERS, containers_in, find_owners, is_object
 
 #: Types of values that are alike if they are equal.
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.distributed.pytree import walk
-from lightning_hybrid.pipeline_parallel.frame.stage_states import ATOMS, CONTAINERS, is_object, refill
+from lightning_hybrid.distributed.replaced import refill
+from lightning_hybrid.pipeline_parallel.frame.stage_states import ATOMS, CONTAINERS, is_object
 from lightning_hybrid.pipeline_parallel.placeholders import PlaceholderBuffer, is_placeholder
 
 # Marks in a pickle: something that the receiver has itself, a tensor that is sent or is not, and a device.

@@ -32,11 +32,11 @@ from lightning_hybrid.pipeline_parallel.frame.decisions import (
     read_values,
 )
 from lightning_hybrid.pipeline_parallel.frame.fake_tensors import (
-    FakeMode,
     FakeTensor,
     as_parameter,
     collect_new,
     fake_like,
+    fake_mode,
     is_whole,
     run_on_zeros,
     without_torchs_errors,
@@ -135,7 +135,7 @@ class Discovery(TorchFunctionMode):
         self._trains = [any(each.requires_grad for each in unit.parameters()) for _, unit in units]
         self.graph = Graph()
         self.is_answering = False
-        self.fakes = FakeMode(allow_non_fake_inputs=True)
+        self.fakes = fake_mode()
         self._device = device
         self._seed = seed
         self._operators = Operators()

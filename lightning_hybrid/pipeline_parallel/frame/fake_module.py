@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.distributed.pytree import flatten
+from lightning_hybrid.distributed.random import GENERATORS, equal_states, generator_state
+from lightning_hybrid.distributed.replaced import Preserved, tables_of
 from lightning_hybrid.distributed.taps import is_own_hook
 from lightning_hybrid.pipeline_parallel.frame.discovery import Discovery
-from lightning_hybrid.pipeline_parallel.frame.stage_states import Copies, find_owners, find_places, restore, tables_of
-
-GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+from lightning_hybrid.pipeline_parallel.frame.stage_states import Copies, find_owners, find_places
 
 
 @contextmanager
@@ -44,19 +42,19 @@ def fake_module(
     owners = find_owners([module])
     given = find_owners(flatten(list(arguments))[0]).values()
     of_batch = [owner for owner in given if not any(owner is other for other in owners.values())]
-    saved = [(part, dict(vars(part))) for part in (*owners.values(), *of_batch)]
+    parts = [*owners.values(), *of_batch]
     generators = [
         (f"{name!r} of {type(part).__name__}", value, generator_state(value))
-        for part, attributes in saved
-        for name, value in attributes.items()
+        for part in parts
+        for name, value in vars(part).items()
         if isinstance(value, GENERATORS)
     ]
-    lazy: dict[int, dict[str, Tensor]] = {}
+    lazy: list[tuple[Any, str, Tensor]] = []
     swapped: list[tuple[Any, dict[str, Any]]] = []
 
     def finish() -> bool:
         for name, generator, state in generators:
-            if not _is_equal(generator_state(generator), state):
+            if not equal_states(generator_state(generator), state):
                 raise WrongUseError(
                     f"The step draws random numbers from its own generator, {name}. Stages run different parts of the"
                     " step, so they would draw different numbers. Draw the numbers without `generator=`: each call then"
@@ -68,33 +66,28 @@ def fake_module(
                 if isinstance(value, Tensor) and value is not before:
                     discovery.note_assigned(part, name, before, value)
                 if before is None and isinstance(value, Tensor) and discovery.has_values(value):
-                    lazy.setdefault(id(part), {})[name] = value
+                    lazy.append((part, name, value))
         discovery.graph.changed = copies.changed()
         return bool(lazy)
 
-    try:  # a signal's handler may raise at any line
+    with Preserved(parts, generators=[generator for _, generator, _ in generators]):
         # What the module's own code uses comes first: what is tied to it is no part of a unit.
-        for part, attributes in sorted(saved, key=lambda entry: id(entry[0]) in of_units):
-            is_given = any(part is other for other in of_batch)
+        for part in sorted(parts, key=lambda part: id(part) in of_units):
+            is_given, table = any(part is other for other in of_batch), vars(part)
             tensor = torch.clone if is_given else partial(fakes, in_unit=id(part) in of_units)
-            for name, value in attributes.items():
-                vars(part)[name] = copies(value, tensor)
-        swapped += [(part, _held(part)) for part, _ in saved]
-        for part, _ in saved:
+            for name, value in table.items():
+                table[name] = copies(value, tensor)
+        swapped += [(part, _held(part)) for part in parts]
+        for part in parts:
             for hooks in (part._forward_pre_hooks, part._forward_hooks) if isinstance(part, nn.Module) else ():
                 for key in [key for key, hook in hooks.items() if is_own_hook(hook)]:
                     del hooks[key]
         yield finish
-    finally:
-        for part, attributes in saved:
-            restore(vars(part), attributes)
-            for name, value in lazy.get(id(part), {}).items():
-                setattr(part, name, value)  # a buffer stays one
-        for _, generator, state in generators:
-            set_generator_state(generator, state)
-        graph = discovery.graph
-        written = graph.changed.union(*((*call.counts, *call.fills) for call in graph.calls))
-        graph.places = find_places(find_owners([module], units), written)
+    for part, name, value in lazy:
+        setattr(part, name, value)  # a buffer stays one
+    graph = discovery.graph
+    written = graph.changed.union(*((*call.counts, *call.fills) for call in graph.calls))
+    graph.places = find_places(find_owners([module], units), written)
 
 
 class _Fakes:
@@ -112,29 +105,3 @@ class _Fakes:
 def _held(part: Any) -> dict[str, Any]:
     """What a module or an object has by name."""
     return {name: value for table in tables_of(part) for name, value in table.items()}
-
-
-def generator_state(generator: Any) -> Any:
-    """Return the state of a generator: a copy."""
-    if isinstance(generator, torch.Generator):
-        return generator.get_state().numpy()
-    if isinstance(generator, np.random.Generator):
-        return generator.bit_generator.state
-    return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
-
-
-def _is_equal(state: Any, other: Any) -> bool:
-    """Return whether two states of a generator are equal; both may have arrays."""
-    return all(np.array_equal(one, another) for one, another in zip(flatten(state)[0], flatten(other)[0], strict=True))
-
-
-def set_generator_state(generator: Any, state: Any) -> None:
-    """Put a generator into a state that :func:`generator_state` gave."""
-    if isinstance(generator, torch.Generator):
-        generator.set_state(torch.from_numpy(state))
-    elif isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = state
-    elif isinstance(generator, random.Random):
-        generator.setstate(state)
-    else:
-        generator.set_state(state)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_hybrid.distributed.failure import WrongUseError
+from lightning_hybrid.distributed.modes import FunctionMode, without_modes
 from lightning_hybrid.distributed.pytree import flatten, unflatten
+from lightning_hybrid.distributed.replaced import Preserved, replaced_attributes
 from lightning_hybrid.distributed.watch.watched_thread import READING
 from lightning_hybrid.pipeline_parallel.frame.graph import users_line
 from lightning_hybrid.pipeline_parallel.frame.operators import Operators, Seen, memory_of
@@ -45,6 +47,31 @@ try:
 
 except ImportError:  # then nothing but a plain chain can be divided
     FakeMode, FakeTensor = None, None
+
+
+def fake_mode() -> Any:
+    """Return a mode for tensors without values, in which operators take tensors with values too."""
+    return FakeMode(allow_non_fake_inputs=True)
+
+
+_READING = frozenset({torch.equal, Tensor.__int__, Tensor.item})
+
+
+def with_single_numbers() -> FunctionMode:
+    """Give a number that is drawn alone a value while entered, and read numbers of tensors that have values.
+
+    Numbers that ranks of a group have in common decide about the random streams of their layers, so a step without
+    values would end there.
+    """
+    return FunctionMode(_call_with_values)
+
+
+def _call_with_values(func: Any, args: Any, kwargs: Any) -> Any:
+    is_single = func is torch.randint and () in (*args, kwargs.get("size"))
+    if is_single or (func in _READING and not any(isinstance(leaf, FakeTensor) for leaf in flatten(args)[0])):
+        with without_modes():
+            return func(*args, **kwargs)
+    return func(*args, **kwargs)
 
 
 def fake_like(mode: Any, tensor: Tensor, device: torch.device) -> Tensor:
@@ -96,15 +123,9 @@ def collect_new() -> None:
         gc.collect(0)  # new objects are young
 
 
-@contextmanager
-def without_torchs_errors() -> Iterator[None]:
-    """Inside, torch does not log that an operator refuses fake tensors: the operator raises an error as well."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    was_disabled, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = was_disabled
+def without_torchs_errors() -> AbstractContextManager[None]:
+    """Keep torch from logging that an operator refuses fake tensors while entered: the operator raises an error too."""
+    return replaced_attributes(logging.getLogger("torch._subclasses.fake_tensor"), disabled=True)
 
 
 def run_on_zeros(
@@ -152,20 +173,15 @@ def run_on_zeros(
             zeros[id(value)] = value, nn.Parameter(made) if isinstance(value, nn.Parameter) else made
         return zeros[id(value)][1]
 
-    tables = [table for part in modules for table in (vars(part), part._parameters, part._buffers)]
-    saved = [(table, dict(table)) for table in tables]
+    parts = list(modules)
     objects.put_back()
-    try:
-        for table, values in saved:
-            table.update({name: zero(value) for name, value in values.items()})
+    with Preserved(parts, containers=[part._parameters for part in parts]):
+        for table in (table for part in parts for table in (vars(part), part._parameters, part._buffers)):
+            table.update({name: zero(value) for name, value in table.items()})
         given = [zero(leaf) for leaf in fakes]
         lengths = [made for value, made in zeros.values() if id(value) in known and is_whole(made)]
         with torch.no_grad(), operators.watch(lengths) as seen:
             outputs, spec = flatten(run(given))
-    finally:
-        for table, values in saved:
-            table.clear()
-            table.update(values)
     fake_of = {id(made): value for value, made in zeros.values()}
     seen.written |= {memory_of(value) for value, made in zeros.values() if memory_of(made) in seen.written}
 

@@ -11,13 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_hybrid.distributed.modes import OperatorMode
 from lightning_hybrid.distributed.pytree import flatten
-
-DispatchMode: Any
-try:
-    from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
-except ImportError:  # then nothing but a plain chain can be divided
-    DispatchMode = object
 
 
 @dataclass
@@ -53,11 +48,11 @@ BATCH_NORMS = frozenset(
 _EFFECTS = {torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
-class Operators(DispatchMode):  # type: ignore[misc]
+class Operators:
     """Watches which operators a call consists of."""
 
     def __init__(self) -> None:
-        super().__init__()
+        self._mode = OperatorMode(self._call)
         self._seen = Seen()
 
     @property
@@ -74,24 +69,23 @@ class Operators(DispatchMode):  # type: ignore[misc]
                 one is read.
         """
         self._seen = Seen(known={memory_of(tensor): tensor for tensor in known})
-        with self:
+        with self._mode:
             yield self._seen
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Watch an operator."""
+    def _call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         seen = self._seen
         if computes_only(func) and not seen.known:
-            return func(*args, **(kwargs or {}))
-        seen.draws |= draws(func, args, kwargs or {})
+            return func(*args, **kwargs)
+        seen.draws |= draws(func, args, kwargs)
         seen.reads |= torch.Tag.data_dependent_output in func.tags
         seen.shapes |= torch.Tag.dynamic_output_shape in func.tags and not _has_fixed_shape(func, args)
-        seen.written |= {memory_of(tensor) for tensor in written_tensors(func, args, kwargs or {})}
+        seen.written |= {memory_of(tensor) for tensor in written_tensors(func, args, kwargs)}
         if func.overloadpacket in BATCH_NORMS and args[5]:
             seen.statistics |= {memory_of(each) for each in args[3:5] if _is_tensor(each)}
             seen.written |= seen.statistics
-        result = func(*args, **(kwargs or {}))
+        result = func(*args, **kwargs)
         if seen.known:
-            self._note_known(func, args, kwargs or {}, result)
+            self._note_known(func, args, kwargs, result)
         return result
 
     def _note_known(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:

@@ -15,6 +15,7 @@ from typing_extensions import Self
 
 from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.distributed.pytree import LEAF, flatten, unflatten
+from lightning_hybrid.distributed.replaced import tables_of
 from lightning_hybrid.distributed.tensor_metadata import METADATA, getters
 from lightning_hybrid.pipeline_parallel.frame.decisions import apply
 from lightning_hybrid.pipeline_parallel.frame.fake_tensors import FakeTensor
@@ -26,7 +27,6 @@ from lightning_hybrid.pipeline_parallel.frame.graph import (
     function_name,
 )
 from lightning_hybrid.pipeline_parallel.frame.plan import Action, Part
-from lightning_hybrid.pipeline_parallel.frame.stage_states import tables_of
 from lightning_hybrid.pipeline_parallel.frame.writes import call_each, is_foreach
 from lightning_hybrid.pipeline_parallel.placeholders import is_placeholder
 

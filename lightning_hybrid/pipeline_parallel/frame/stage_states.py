@@ -20,6 +20,7 @@ from torch.utils.data import Dataset
 from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.distributed.module_names import join_names
 from lightning_hybrid.distributed.pytree import flatten, unflatten, walk
+from lightning_hybrid.distributed.replaced import Preserved, preserved_values, refill, restore, tables_of
 
 ATOMS = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size})
 CONTAINERS = frozenset({list, dict, set, deque, Counter, OrderedDict, defaultdict})
@@ -81,11 +82,6 @@ def _attributes(owner: Any) -> Iterator[tuple[str, Any]]:
     yield from owner._modules.items() if is_module else ()
 
 
-def tables_of(owner: Any) -> list[dict[str, Any]]:
-    """What holds the attributes and the buffers of a module, or the attributes of an object."""
-    return [vars(owner), owner._buffers] if isinstance(owner, nn.Module) else [vars(owner)]
-
-
 def find_places(owners: Mapping[str, Any], ids: Collection[int]) -> dict[int, list[str]]:
     """The paths of the attributes and buffers that hold some tensors, arrays and containers, by their identities."""
     found: dict[int, list[str]] = {}
@@ -119,28 +115,6 @@ def containers_in(owners: Sequence[Any]) -> list[Any]:
     buffers = [owner._buffers for owner in owners if isinstance(owner, nn.Module)]
     held = (inner for owner in owners for _, value in _attributes(owner) for inner in _inside(value))
     return buffers + [inner for inner in held if type(inner) in CONTAINERS]
-
-
-def refill(container: Any, before: Any) -> None:
-    """Make a container what it was, in place.
-
-    Args:
-        container: The container.
-        before: A copy of it.
-    """
-    same = (
-        container == before
-        if isinstance(before, set)
-        else len(container) == len(before) and all(map(operator.is_, entries_of(container), entries_of(before)))
-    )
-    if not same:
-        container.clear()
-        getattr(container, "extend" if isinstance(before, (list, deque)) else "update")(before)
-
-
-def entries_of(container: Any) -> Iterator[Any]:
-    """Return what a container holds, keys of a dictionary too."""
-    return (part for entry in container.items() for part in entry) if isinstance(container, dict) else iter(container)
 
 
 class Copies:
@@ -433,16 +407,13 @@ class StatesOfStages:
 
     @contextmanager
     def _own_parameters(self, stage: int, parameters: Sequence[Tensor]) -> Iterator[None]:
-        before = [parameter.detach().clone() for parameter in parameters]
-        for parameter in parameters:
-            if (stage, id(parameter)) in self._parameters:
-                parameter.data.copy_(self._parameters[stage, id(parameter)])
-        try:
+        with preserved_values(parameters):
+            for parameter in parameters:
+                if (stage, id(parameter)) in self._parameters:
+                    parameter.data.copy_(self._parameters[stage, id(parameter)])
             yield
-        finally:
-            for parameter, value in zip(parameters, before, strict=True):
+            for parameter in parameters:
                 self._parameters[stage, id(parameter)] = parameter.detach().clone()
-                parameter.data.copy_(value)
 
 
 @contextmanager
@@ -458,18 +429,14 @@ def copied_arguments(arguments: Sequence[Any], written: Collection[int]) -> Iter
     """
     leaves, spec = flatten(list(arguments))
     copies = Copies()
-    tables = [vars(owner) for owner in find_owners(leaves).values()]
-    before = [table.copy() for table in tables]
-    for table in tables:
-        table.update({name: copies(value, _clone) for name, value in table.items()})
-    own = [leaf if isinstance(leaf, Tensor) else copies(leaf, _clone) for leaf in leaves]
-    for position in written:
-        own[position] = own[position].clone()
-    try:
+    owners = find_owners(leaves).values()
+    with Preserved(owners):
+        for owner in owners:
+            vars(owner).update({name: copies(value, _clone) for name, value in vars(owner).items()})
+        own = [leaf if isinstance(leaf, Tensor) else copies(leaf, _clone) for leaf in leaves]
+        for position in written:
+            own[position] = own[position].clone()
         yield unflatten(own, spec)
-    finally:
-        for table, values in zip(tables, before, strict=True):
-            _put_back(table, {}, values)
 
 
 def _clone(tensor: Tensor) -> Tensor:
@@ -486,14 +453,3 @@ def _put_back(table: dict[str, Any], own: dict[str, Any], before: Mapping[str, A
     for name in [name for name, value in table.items() if name in own or before.get(name, own) is not value]:
         own[name] = table[name]
     restore(table, before)
-
-
-def restore(table: dict[str, Any], before: Mapping[str, Any]) -> None:
-    """Make a table what it was; what is the same is not touched, as other threads may look at it."""
-    if list(table) == list(before) and all(map(operator.is_, table.values(), before.values())):
-        return
-    for name in [name for name in table if name not in before]:
-        del table[name]
-    for name, value in before.items():
-        if table.get(name, before) is not value:
-            table[name] = value

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from lightning_hybrid.distributed.pytree import flatten
 
@@ -39,8 +38,8 @@ _SHAPES = frozenset(
 OPERATIONS = _VALUES | _SHAPES
 
 
-class OperationWatch(TorchFunctionMode):
-    """Notes the operations of torch that are called while it is entered.
+class OperationWatch:
+    """Notes the operations of torch that are called in a :class:`FunctionMode` with it.
 
     Attributes:
         calls: The names of calls that compute with values, each with its numbers.
@@ -48,12 +47,11 @@ class OperationWatch(TorchFunctionMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
         self.calls: list[tuple[str, tuple[Hashable, ...]]] = []
         self.unknown: str | None = None
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def __call__(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Make a call, and note it."""
         name = _name(func)
         if self.unknown is None and not _is_known(name, args, kwargs):
             self.unknown = name

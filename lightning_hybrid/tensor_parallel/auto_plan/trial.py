@@ -20,10 +20,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
+from lightning_hybrid.distributed.modes import FunctionMode
+from lightning_hybrid.distributed.no_draws import NoDraws
 from lightning_hybrid.distributed.pytree import flatten
-from lightning_hybrid.distributed.random import generator_states, seed_generators, set_generator_states
+from lightning_hybrid.distributed.random import seed_generators
+from lightning_hybrid.distributed.replaced import Preserved, copied_buffers, default_dtype
 from lightning_hybrid.tensor_parallel.auto_plan.operations import OperationWatch
 from lightning_hybrid.tensor_parallel.auto_plan.straight_code import not_straight_reason
 from lightning_hybrid.tensor_parallel.layers import NarrowInput, is_per_head, parallelize_layer, restore_layer
@@ -33,6 +35,7 @@ from lightning_hybrid.tensor_parallel.styles import find_style, is_conv1d
 _TOLERANCE = 1e-3  # of float32; a wrong division is wrong by as much as the values
 _SHAPE = (2, 4)  # samples, and positions of each
 _OTHER_SHAPE = (3, 5)
+_WITHOUT_DROPOUT = NoDraws(torch.device("cpu"), only_dropout=True)
 #: Whether the block is in training, and the size of what it gets: its code may ask for them.
 _STATES = ((False, 1.0), (True, 1.0), (True, 10.0))
 
@@ -186,28 +189,9 @@ def _doubt(host: nn.Module, block: Block, size: int) -> str | None:
 @contextmanager
 def _isolated() -> Iterator[None]:
     """Inside, random numbers are always the same, and numbers are float32; outside, nothing is noticed."""
-    states, dtype = generator_states(torch.device("cpu")), torch.get_default_dtype()
-    seed_generators(0)
-    torch.set_default_dtype(torch.float32)
-    try:
+    with Preserved(device=torch.device("cpu")), default_dtype(torch.float32):
+        seed_generators(0)
         yield
-    finally:
-        torch.set_default_dtype(dtype)
-        set_generator_states(states, torch.device("cpu"))
-
-
-class _WithoutDropout(TorchFunctionMode):
-    """Inside, dropout drops nothing, and draws nothing."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name, kwargs = getattr(func, "__name__", ""), dict(kwargs or {})
-        if name == "scaled_dot_product_attention":
-            names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-            kwargs |= dict(zip(names, args, strict=False))
-            return func(**{**kwargs, "dropout_p": 0.0})
-        if "dropout" in name:
-            return args[0] if args else kwargs["input"]
-        return func(*args, **kwargs)
 
 
 class _Trial:
@@ -260,7 +244,7 @@ class _Trial:
         def remember(*args: Any) -> None:
             random.append(torch.get_rng_state())
 
-        with ExitStack() as hooks, _restored(self.host):
+        with ExitStack() as hooks, Preserved(self.host.modules()), copied_buffers(self.host):
             for path in self._block.columns:
                 column = self.host.get_submodule(path)
                 hooks.callback(column.register_forward_pre_hook(partial(column_is_called, path)).remove)
@@ -268,9 +252,10 @@ class _Trial:
             hooks.callback(self._row.register_forward_pre_hook(remember).remove)
             hooks.callback(self._row.register_forward_hook(row_is_called).remove)
             if not drops:
-                hooks.enter_context(_WithoutDropout())
+                hooks.enter_context(FunctionMode(_WITHOUT_DROPOUT))
             x = (scale * self._input).requires_grad_()
-            operations = hooks.enter_context(OperationWatch())
+            operations = OperationWatch()
+            hooks.enter_context(FunctionMode(operations))
             outputs, _ = flatten(self.host.train(training)(x, **self._without))
             kept = _kept(self.host)
         if sorted(calls) != sorted(self._block.columns) or len(rows) != 1 or len(random) != len(calls) + 1:
@@ -333,12 +318,12 @@ class _Trial:
         taken: list[Tensor] = []
         note = self._row.register_forward_pre_hook(lambda layer, args: taken.append(args[0]))
         for rank in range(size):
-            with ExitStack() as hooks, _restored(self.host):
+            with ExitStack() as hooks, Preserved(self.host.modules()), copied_buffers(self.host):
                 for path in block.columns:
                     column = self.host.get_submodule(path)
                     keep = partial(_keep_only, _features_of(column, block.column_style, rank, size))
                     hooks.callback(column.register_forward_hook(keep).remove)
-                hooks.enter_context(_WithoutDropout())
+                hooks.enter_context(FunctionMode(_WITHOUT_DROPOUT))
                 self.host.train(training)(self._input, **self._without)
         note.remove()
         return not any(each.chunk(size, -1)[rank].isnan().any() for rank, each in enumerate(taken))
@@ -418,23 +403,6 @@ def _kept(host: nn.Module) -> dict[str, Tensor]:
         for index, leaf in enumerate(flatten(value)[0])
         if isinstance(leaf, Tensor)
     }
-
-
-@contextmanager
-def _restored(host: nn.Module) -> Iterator[None]:
-    """Afterwards, its modules keep what they kept before."""
-    before = [(module, {**vars(module)}) for module in host.modules()]
-    buffers = [(module, key, value) for module in host.modules() for key, value in module._buffers.items()]
-    for module, key, value in buffers:
-        module._buffers[key] = None if value is None else value.clone()
-    try:
-        yield
-    finally:
-        for module, attributes in before:
-            vars(module).clear()
-            vars(module).update(attributes)
-        for module, key, value in buffers:
-            module._buffers[key] = value
 
 
 def _depend(values: Sequence[Tensor], parameters: Sequence[Tensor]) -> bool:

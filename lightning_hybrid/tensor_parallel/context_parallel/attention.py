@@ -22,7 +22,6 @@ What a mask or `is_causal` says is meant for the whole sequence.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -36,6 +35,7 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function_unary
 
 from lightning_hybrid.distributed.failure import WrongUseError
+from lightning_hybrid.distributed.no_draws import MULTI_HEAD, NoDraws
 from lightning_hybrid.distributed.replaced import replaced_attributes
 from lightning_hybrid.tensor_parallel.context_parallel.block_attention.all_gather import causal_attention
 from lightning_hybrid.tensor_parallel.context_parallel.block_attention.block_attention import (
@@ -44,7 +44,7 @@ from lightning_hybrid.tensor_parallel.context_parallel.block_attention.block_att
     find_kernel,
 )
 from lightning_hybrid.tensor_parallel.context_parallel.block_attention.ring import Ring, ring_attention
-from lightning_hybrid.tensor_parallel.context_parallel.draws import Draws, NoDraws
+from lightning_hybrid.tensor_parallel.context_parallel.draws import Draws
 from lightning_hybrid.tensor_parallel.context_parallel.mappings import (
     Shares,
     all_gather_shares,
@@ -60,10 +60,6 @@ KINDS = ("ulysses", "ring", "all_gather")
 def is_balanced(kind: str) -> bool:
     """Whether shares are in an order in which a causal mask leaves each rank as much to do."""
     return kind != "ulysses"
-
-
-#: Of what `nn.MultiheadAttention` calls.
-MULTI_HEAD = inspect.signature(F.multi_head_attention_forward)
 
 
 def whole_keys(mask: Tensor) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -13,14 +12,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_hybrid.distributed.failure import WrongUseError
+from lightning_hybrid.distributed.modes import FunctionMode
+from lightning_hybrid.distributed.no_draws import NoDraws
 from lightning_hybrid.distributed.pytree import copy_object, flatten, unflatten
-from lightning_hybrid.distributed.random import generator_states, set_generator_states, with_seed
-from lightning_hybrid.distributed.replaced import replaced_entries
+from lightning_hybrid.distributed.random import with_seed
+from lightning_hybrid.distributed.replaced import Preserved, copied_buffers, default_dtype, replaced_entries
 from lightning_hybrid.distributed.taps import TappedCall, Taps
-from lightning_hybrid.tensor_parallel.context_parallel.attention import MULTI_HEAD, Region, is_balanced
+from lightning_hybrid.tensor_parallel.context_parallel.attention import Region, is_balanced
 from lightning_hybrid.tensor_parallel.context_parallel.block_attention.block_attention import without_autocast
 from lightning_hybrid.tensor_parallel.context_parallel.division import Division
-from lightning_hybrid.tensor_parallel.context_parallel.draws import NoDraws
 from lightning_hybrid.tensor_parallel.context_parallel.hooks import Along, Place, Places, common_places
 from lightning_hybrid.tensor_parallel.context_parallel.mappings import ContextGroup, Shares
 
@@ -122,7 +122,7 @@ class Trial:
         own = set(map(id, flatten((args, kwargs))[0]))
         with (
             without_trace(self._layer, self._device) as buffers,
-            _Quiet(NoDraws(self._device)),
+            FunctionMode(NoDraws(self._device)),
             self._watched() as by_part,
             self._taps.recording() as calls,
         ):
@@ -216,12 +216,9 @@ class Trial:
         halves = [each for each in _tensors_of(self._layer, "_parameters", "_buffers") if each[2].dtype in _HALF]
         wide = [(table, {name: _like(tensor, tensor.detach().float())}) for table, name, tensor in halves]
         default = torch.get_default_dtype()
-        try:
-            torch.set_default_dtype(torch.float32 if default in _HALF else default)
-            with replaced_entries(wide), without_autocast(self._device.type):
-                yield
-        finally:
-            torch.set_default_dtype(default)
+        dtype = torch.float32 if default in _HALF else default
+        with default_dtype(dtype), replaced_entries(wide), without_autocast(self._device.type):
+            yield
 
     def _without_zeros(self) -> AbstractContextManager[None]:
         """Give parameters that are zero small random numbers while entered, the same on every rank."""
@@ -239,25 +236,6 @@ def _like(tensor: Tensor, value: Tensor) -> Tensor:
     return nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
 
 
-class _Quiet(torch.overrides.TorchFunctionMode):
-    """Without random numbers."""
-
-    def __init__(self, draws: NoDraws) -> None:
-        super().__init__()
-        self._draws = draws
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is nn.functional.scaled_dot_product_attention:
-            args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
-            kwargs = {**kwargs, "dropout_p": 0.0} if "dropout_p" in kwargs else kwargs
-        if func is nn.functional.multi_head_attention_forward:
-            call = MULTI_HEAD.bind(*args, **kwargs)
-            call.arguments["dropout_p"] = 0.0
-            return func(*call.args, **call.kwargs)
-        return (self._draws.find(func) or func)(*args, **kwargs)
-
-
 @contextmanager
 def without_trace(layer: nn.Module, device: torch.device) -> Iterator[Buffers]:
     """Afterwards buffers, attributes and random numbers are as before; gives what buffers were in the end.
@@ -266,25 +244,12 @@ def without_trace(layer: nn.Module, device: torch.device) -> Iterator[Buffers]:
         layer: The layer.
         device: Where it draws random numbers.
     """
-    random, buffers, made = generator_states(device), _tensors_of(layer, "_buffers"), Buffers()
-    attributes = [(vars(part), _own_attributes(part)) for part in layer.modules()]
-    grown = [(each, copy.copy(each)) for _, own in attributes for each in own.values() if isinstance(each, _GROW)]
-    try:
-        for table, name, buffer in buffers:
-            table[name] = buffer.clone()
+    held = (value for part in layer.modules() for name, value in vars(part).items() if name not in _OF_MODULES)
+    grown = [each for each in held if isinstance(each, _GROW)]
+    made = Buffers()
+    with Preserved(layer.modules(), containers=grown, device=device), copied_buffers(layer):
         yield made
         made |= layer.named_buffers()
-    finally:
-        for table, name, buffer in buffers:
-            table[name] = buffer
-        for table, own in attributes:
-            for name in table.keys() - own.keys() - _OF_MODULES:
-                del table[name]
-            table.update(own)
-        for each, content in grown:
-            each.clear()
-            (each.update if isinstance(each, (dict, set)) else each.extend)(content)
-        set_generator_states(random, device)
 
 
 def find_places(of_share: Sequence[TappedCall], of_whole: Sequence[TappedCall], shares: Shares) -> Places:
@@ -344,11 +309,6 @@ def _tensors_of(layer: nn.Module, *kinds: str) -> list[tuple[dict[str, Any], str
     """The parameters or buffers of a layer, and where each of them is."""
     tables = [vars(part)[kind] for part in layer.modules() for kind in kinds]
     return [(table, name, tensor) for table in tables for name, tensor in table.items() if tensor is not None]
-
-
-def _own_attributes(part: nn.Module) -> dict[str, Any]:
-    """Those of a part's own code, beside what every module has."""
-    return {name: value for name, value in vars(part).items() if name not in _OF_MODULES}
 
 
 def _is_zero(parameter: Tensor) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,6 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from lightning_hybrid.distributed.dtensor import full_tensor, shard_of, uncompiled
 from lightning_hybrid.distributed.pytree import flatten, unflatten
+from lightning_hybrid.distributed.replaced import replaced_entries
 from lightning_hybrid.tensor_parallel.layers import ParallelLayer
 
 
@@ -38,46 +38,40 @@ class PlacedLayer(ParallelLayer):
         """As the module does."""
         leaves, spec = flatten((args, kwargs))
         args, kwargs = unflatten([_replicated(leaf, self.layout_mesh) for leaf in leaves], spec)
-        with self._placed():
+        buffers: dict[tuple[nn.Module, str], Any] = {}
+        with replaced_entries(self._placed(buffers)):
             result = super().forward(*args, **kwargs)  # type: ignore[misc]
+            made = {(part, name): part._buffers.get(name) for part, name in buffers}
+        for (part, name), value in made.items():
+            if value is not buffers[part, name]:
+                part._buffers[name] = self._kept(part, name, value)
         leaves, spec = flatten(result)
         return unflatten([full_tensor(leaf) for leaf in leaves], spec)
 
-    @contextmanager
-    def _placed(self) -> Iterator[None]:
-        """Inside, the code finds DTensors under the names of parameters and buffers."""
+    def _placed(self, buffers: dict[tuple[nn.Module, str], Any]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+        """Yield the tables in which the code finds parameters and buffers, with DTensors under their names.
+
+        Args:
+            buffers: Gets the DTensor of each buffer, by its module and name: the code may put another in its place.
+        """
         assert isinstance(self, nn.Module)
-        shown: list[tuple[nn.Module, str]] = []
-        buffers: list[tuple[nn.Module, str, Tensor, Tensor]] = []
         for part in self.modules():
+            shown: dict[str, Any] = {}
             for name, parameter in part._parameters.items():
                 if parameter is None:
                     continue
                 if part is self and name in self.layout_dims:
                     placements = [Shard(self.layout_dims[name])]
-                    placed = DTensor.from_local(shard_of(parameter), self.layout_mesh, placements, run_check=False)
+                    shown[name] = DTensor.from_local(shard_of(parameter), self.layout_mesh, placements, run_check=False)
                 else:
-                    placed = _replicated(parameter, self.layout_mesh)
-                vars(part)[name] = placed  # found before what the module itself keeps under this name
-                shown.append((part, name))
-            for name, buffer in part._buffers.items():  # which its code may set anew, and read again
+                    shown[name] = _replicated(parameter, self.layout_mesh)
+            yield vars(part), shown  # found before what the module itself keeps under this name
+            for name, buffer in part._buffers.items():
                 if buffer is not None:
                     kept = self._kept(part, name, buffer) if part is self and name in self.layout_dims else buffer
-                    part._buffers[name] = shared = _replicated(kept, self.layout_mesh)
-                    buffers.append((part, name, kept, shared))
-        made: list[tuple[nn.Module, str, Tensor | None]] = []
-        try:
-            yield
-        finally:
-            for part, name in shown:
-                del vars(part)[name]
-            for part, name, kept, shared in buffers:
-                value = part._buffers.get(name)
-                if value is not shared:
-                    made.append((part, name, value))
-                part._buffers[name] = kept  # in whose memory the other one lies
-        for part, name, value in made:
-            part._buffers[name] = self._kept(part, name, value)
+                    part._buffers[name] = kept
+                    buffers[part, name] = _replicated(kept, self.layout_mesh)  # in whose memory it lies
+            yield part._buffers, {name: buffers[part, name] for name in part._buffers if (part, name) in buffers}
 
     def _kept(self, part: Any, name: str, value: Any) -> Any:
         """A buffer as it lies between calls: this rank's part of one that the plan divides, else all of it.

@@ -7,7 +7,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from lightning_hybrid.data_parallel.grad_clip import find_nonfinite
 from lightning_hybrid.distributed.agreement import all_gather_values
 from lightning_hybrid.distributed.process_group import GroupRef
+from lightning_hybrid.distributed.replaced import replaced_entries
 from lightning_hybrid.pipeline_parallel.placeholders import absent_gradients
 from lightning_hybrid.trainer.lightning_internals import replace_after_closure
 from lightning_hybrid.trainer.run_callback import RunCallback
@@ -112,13 +113,9 @@ class NonfiniteGuard(GradientWatch):
         """Gradients were clipped by their norm, which was this."""
         self._clipped = norm
 
-    @contextmanager
-    def step(self, optimizer: Optimizer) -> Iterator[None]:
-        """Around the step of an optimizer."""
-        try:
-            yield
-        finally:
-            vars(optimizer).pop("found_inf", None)
+    def step(self, optimizer: Optimizer) -> AbstractContextManager[None]:
+        """Let the step of an optimizer read `found_inf` while entered."""
+        return replaced_entries([(vars(optimizer), {"found_inf": None})])
 
     def __call__(self, hooks_and_clipping: Callable[[], None], optimizer: Optimizer) -> None:
         """Look at the gradients; what is not finite has no step.

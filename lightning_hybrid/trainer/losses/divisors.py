@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from lightning_hybrid.distributed.messages.lazy_tensor import LazyTensor
 from lightning_hybrid.distributed.module_names import join_names
 from lightning_hybrid.distributed.pytree import flatten
-from lightning_hybrid.pipeline_parallel.frame.stage_states import find_owners, tables_of
+from lightning_hybrid.distributed.replaced import tables_of
+from lightning_hybrid.pipeline_parallel.frame.stage_states import find_owners
 from lightning_hybrid.pipeline_parallel.splitting.batch_contents import children, is_irregular
 
 __all__ = ["Divisor", "find_class_weights", "fits", "named_leaves", "sizes_of"]

@@ -14,16 +14,17 @@ from torch import Tensor, nn
 
 from lightning_hybrid.data_parallel.zero.param_group import ParameterGroup
 from lightning_hybrid.distributed.dtensor import to_local
-from lightning_hybrid.pipeline_parallel.frame.fake_module import GENERATORS, generator_state, set_generator_state
+from lightning_hybrid.distributed.modes import OperatorMode
+from lightning_hybrid.distributed.random import GENERATORS
+from lightning_hybrid.distributed.replaced import Preserved, replaced_attributes
 from lightning_hybrid.pipeline_parallel.frame.operators import (
     BATCH_NORMS,
-    DispatchMode,
     computes_only,
     draws,
     memory_of,
     written_tensors,
 )
-from lightning_hybrid.pipeline_parallel.frame.stage_states import Copies, containers_in, find_owners, refill, restore
+from lightning_hybrid.pipeline_parallel.frame.stage_states import Copies, containers_in, find_owners
 
 __all__ = ["GraphNeeded", "Untouched", "graph_without_values", "takes_from_iterators", "untouched_attributes"]
 
@@ -34,7 +35,7 @@ _DRAWN = 0.5
 _LIGHTNINGS = frozenset({"_trainer", "_fabric"})
 
 
-class Untouched(DispatchMode):  # type: ignore[misc]
+class Untouched:
     """Operators whose results depend on their inputs alone, and that leave the module's tensors as they were.
 
     ::
@@ -56,7 +57,7 @@ class Untouched(DispatchMode):  # type: ignore[misc]
     """
 
     def __init__(self, tensors: Callable[[], Iterable[Tensor]]) -> None:
-        super().__init__()
+        self._mode = OperatorMode(self._call)
         self._find, self._tensors = tensors, dict[int, Tensor]()
         self._before: dict[int, Tensor] = {}
         self.has_drawn = False
@@ -72,7 +73,7 @@ class Untouched(DispatchMode):  # type: ignore[misc]
             own = [to_local(tensor) for tensor in self._find() if not tensor.is_meta]
             self._tensors = {memory_of(tensor): tensor for tensor in own}
         try:
-            with self:
+            with self._mode:
                 yield
         finally:
             if restores:
@@ -90,9 +91,8 @@ class Untouched(DispatchMode):  # type: ignore[misc]
         """Return a copy of a tensor from before it was written; ``None`` if it was not."""
         return self._before.get(memory_of(tensor))
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def _call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run an operator, or what stands for it."""
-        kwargs = kwargs or {}
         if computes_only(func):
             with torch._C.DisableTorchFunction():
                 return func(*args, **kwargs)
@@ -173,52 +173,30 @@ def untouched_attributes(
         tensors.append(tensor)
         return tensor
 
-    owners = list(find_owners([module]).values())
-    saved = [(owner, dict(vars(owner))) for owner in owners]
-    copies = Copies()
-    generators = [value for _, held in saved for value in held.values() if isinstance(value, GENERATORS)]
-    states = [(generator, generator_state(generator)) for generator in generators]
-    trainer = module.trainer
-    stops = trainer.should_stop
+    owners, copies, trainer = list(find_owners([module]).values()), Copies(), module.trainer
+    attributes = [(vars(owner), name, value) for owner in owners for name, value in vars(owner).items()]
+    generators = [value for _, _, value in attributes if isinstance(value, GENERATORS)]
+    empty = [value for _, _, value in attributes if isinstance(value, dict) and not value]  # a dozen in each module
 
     @cache
-    def before() -> tuple[list[dict[str, Any]], list[tuple[Any, Any]]]:
-        contents = [(container, container.copy()) for container in containers_in(owners)]
-        return [dict(vars(owner)) for owner in owners], contents
+    def before() -> Preserved:
+        return Preserved(owners, containers=containers_in(owners), generators=generators)
 
     @contextmanager
     def one_run(*, restores: bool = True) -> Iterator[None]:
-        attributes, contents = before() if restores else ([], [])
-        try:
-            with redirect_stdout(io.StringIO()):
-                yield
-        finally:
-            for owner, held in zip(owners if restores else (), attributes, strict=True):
-                restore(vars(owner), held)
-            for container, held in contents:
-                refill(container, held)
-            for generator, state in states:
-                set_generator_state(generator, state)
-            trainer.should_stop = stops
+        held = before() if restores else Preserved(generators=generators)
+        stops = replaced_attributes(trainer, should_stop=trainer.should_stop)
+        with held, stops, redirect_stdout(io.StringIO()):
+            yield
 
-    empty = list[dict[str, Any]]()  # a module has a dozen of them
-    try:
-        for owner, held in saved:
-            table = vars(owner)
-            for name, value in held.items():
-                if isinstance(value, dict) and not value:
-                    empty.append(value)
-                elif name not in _LIGHTNINGS:
-                    table[name] = copies(value, keep)
+    with Preserved(owners, containers=empty):
+        for table, name, value in attributes:
+            if name not in _LIGHTNINGS and not (isinstance(value, dict) and not value):
+                table[name] = copies(value, keep)
         for owner in owners:
             if isinstance(owner, nn.SyncBatchNorm) and owner.track_running_stats:
                 owner.training = False
         yield one_run
-    finally:
-        for each in empty:
-            each.clear()
-        for owner, held in saved:
-            restore(vars(owner), held)
 
 
 class GraphNeeded(Exception):  # noqa: N818  # it is no error, but asks for another run

@@ -21,11 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.overrides import TorchFunctionMode
 
 from lightning_hybrid.data_parallel.grad_sync import GradientSync
 from lightning_hybrid.distributed.dtensor import to_local
 from lightning_hybrid.distributed.failure import WrongUseError
+from lightning_hybrid.distributed.modes import FunctionMode
 from lightning_hybrid.distributed.pytree import flatten, unflatten
 from lightning_hybrid.distributed.tensor_metadata import METADATA
 from lightning_hybrid.pipeline_parallel.frame.graph import DETACHES
@@ -80,11 +80,11 @@ class ParameterWrites:
             yield
             return
         self._put_back(microbatch)
-        mode = _Writes(self._grad_sync)
-        with mode, self._uncovered(mode), mode.leaving_out(optimizers):
+        writes = _Writes(self._grad_sync)
+        with writes.mode, self._uncovered(writes), writes.leaving_out(optimizers):
             yield
         if microbatch == 0:
-            self._before = list(mode.before.values()) if number > 1 else []
+            self._before = list(writes.before.values()) if number > 1 else []
             is_new = any(id(parameter) not in self._known for parameter, _ in self._before)
             self._after = [value.clone() for value in self._values()] if is_new else []
             return
@@ -113,12 +113,12 @@ class ParameterWrites:
         return [to_local(parameter) for parameter, _ in self._before]
 
     @contextmanager
-    def _uncovered(self, mode: _Writes) -> Iterator[None]:
+    def _uncovered(self, writes: _Writes) -> Iterator[None]:
         """Let compiled modules run outside of the mode, under which they would run as they were written."""
         calls = [table[name] for table, name in self._compiled]
         try:
             for (table, name), call in zip(self._compiled, calls, strict=True):
-                table[name] = partial(mode.call_outside, call)
+                table[name] = partial(writes.call_outside, call)
             yield
         finally:
             for (table, name), call in zip(self._compiled, calls, strict=True):
@@ -136,7 +136,7 @@ class ParameterWrites:
         )
 
 
-class _Writes(TorchFunctionMode):
+class _Writes:
     """Notes which parameters are written, with the values that they had before.
 
     What is assigned to `data` of a parameter is copied: shards and buckets know its memory. Where ZeRO has not gathered
@@ -146,11 +146,12 @@ class _Writes(TorchFunctionMode):
         grad_sync: As of :class:`ParameterWrites`.
 
     Attributes:
+        mode: Notes writes while entered.
         before: The parameters, each with a copy, by their memory.
     """
 
     def __init__(self, grad_sync: GradientSync) -> None:
-        super().__init__()
+        self.mode = FunctionMode(self._call_function)
         self._grad_sync, self._zero = grad_sync, grad_sync.zero
         self._parameters: dict[int, Tensor] = {}
         self.before: dict[int, tuple[Tensor, Tensor]] = {}
@@ -170,19 +171,16 @@ class _Writes(TorchFunctionMode):
 
     def call_outside(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a function in which nothing is noted."""
-        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        self.mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         try:
             return function(*args, **kwargs)
         finally:
-            self.__enter__()  # type: ignore[no-untyped-call]
+            self.mode.__enter__()  # type: ignore[no-untyped-call]
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Make a call."""
+    def _call_function(self, func: Any, args: Any, kwargs: Any) -> Any:
         if self._is_paused or func in METADATA:
-            return func(*args, **(kwargs or {}))
-        if is_foreach(func):
-            return call_each(self._call, func, args, kwargs or {})
-        return self._call(func, args, kwargs or {})
+            return func(*args, **kwargs)
+        return call_each(self._call, func, args, kwargs) if is_foreach(func) else self._call(func, args, kwargs)
 
     def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
         if self._needs_whole(func):

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_hybrid.distributed.module_names import join_names
-from lightning_hybrid.pipeline_parallel.frame.stage_states import find_owners, tables_of
+from lightning_hybrid.distributed.replaced import tables_of
+from lightning_hybrid.pipeline_parallel.frame.stage_states import find_owners
 
 __all__ = ["Change", "Difference", "WrittenStates", "find_differences", "find_of_batch", "is_used", "state_text"]
 

@@ -18,10 +18,10 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from lightning_hybrid.distributed.no_draws import NoDraws
 from lightning_hybrid.memory.activation_checkpoint.checkpoint import ActivationCheckpointing
 from lightning_hybrid.tensor_parallel.context_parallel.attention import KINDS, Region, is_balanced
 from lightning_hybrid.tensor_parallel.context_parallel.context_parallel import ContextParallel
-from lightning_hybrid.tensor_parallel.context_parallel.draws import NoDraws
 from lightning_hybrid.tensor_parallel.context_parallel.mappings import ContextGroup, Shares
 from lightning_hybrid.tensor_parallel.context_parallel.sharded_sequence import ShardedSequence, plain, shard
 from lightning_hybrid.tensor_parallel.context_parallel.trial import Trial

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from torchmetrics import CatMetric
 
+from lightning_hybrid.distributed.modes import TorchDispatchMode
 from lightning_hybrid.distributed.pytree import flatten
-from lightning_hybrid.pipeline_parallel.frame.operators import DispatchMode
 from tests.pool import Pools
 from tests.tensor_modules import NanoGPT
 from tests.training_jobs import make_trainer
@@ -22,7 +22,7 @@ VOCABULARY, LENGTH, SAMPLES = 254, 64, 2
 CLASSES = {VOCABULARY, VOCABULARY // 2}  # of all ranks, or of one of two
 
 
-class Largest(DispatchMode):  # type: ignore[misc]
+class Largest(TorchDispatchMode):  # type: ignore[misc]
     """Looks for the largest tensor with an entry for each class: logits, as weights are smaller."""
 
     num_bytes = 0

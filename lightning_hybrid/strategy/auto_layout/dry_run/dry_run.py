@@ -33,7 +33,7 @@ from lightning_hybrid.memory.estimate import MemoryEstimator
 from lightning_hybrid.pipeline_parallel.batch_norm import batch_norms, limit_microbatches
 from lightning_hybrid.pipeline_parallel.body import Body
 from lightning_hybrid.pipeline_parallel.frame.alike import first_alike
-from lightning_hybrid.pipeline_parallel.frame.fake_tensors import FakeTensor
+from lightning_hybrid.pipeline_parallel.frame.fake_tensors import FakeMode, FakeTensor, fake_mode, with_single_numbers
 from lightning_hybrid.pipeline_parallel.links.step_schedules import find_schedule
 from lightning_hybrid.pipeline_parallel.splitting.microbatch import find_batch_size, split_into
 from lightning_hybrid.pipeline_parallel.stage_map import StageMap
@@ -44,7 +44,6 @@ from lightning_hybrid.strategy.auto_layout.dry_run.parameters import (
     parameters_with_little_memory,
     parameters_without_memory,
 )
-from lightning_hybrid.strategy.auto_layout.dry_run.real_draws import RealDraws
 from lightning_hybrid.strategy.auto_layout.dry_run.repeated_layers import RepeatedLayers
 from lightning_hybrid.strategy.auto_layout.dry_run.saved_tensors import (
     AFTER,
@@ -68,11 +67,6 @@ from lightning_hybrid.trainer.precision import keeps_gradients
 from lightning_hybrid.trainer.program.make_program import find_uses
 from lightning_hybrid.trainer.results.logging import LogRecorder
 
-Fake: Any
-try:
-    from torch._subclasses.fake_tensor import FakeTensorMode as Fake
-except ImportError:  # then the step is run with numbers
-    Fake = None
 Store: Any
 try:
     from torch.testing._internal.distributed.fake_pg import FakeStore as Store
@@ -168,7 +162,7 @@ def run_first_step(
             " [LH131]"
         )
 
-    if Fake is None:
+    if FakeMode is None:  # then the step is run with numbers
         return attempt(ExitStack())
     making = ExitStack()
     registered = making.enter_context(parameters_without_memory())
@@ -217,7 +211,7 @@ class DryRunStrategy(SingleDeviceStrategy):
     def __init__(self, config: Settings, sizes: Sizes, *, making: ExitStack) -> None:
         super().__init__(device="cpu")
         self._config, self.sizes, self._making = config, sizes, making
-        self._mode = Fake(allow_non_fake_inputs=True) if Fake is not None else None
+        self._mode = None if FakeMode is None else fake_mode()
         self._plan_table = self.layout = ""
         self.memory: list[MemoryUsage] = []
         self._tried: dict[Hashable, Places] = {}
@@ -445,7 +439,7 @@ class DryRunStrategy(SingleDeviceStrategy):
         module = self._module
         layers = layout.find_recomputed(module, config, body, stage_map)
         alike = self._first_alike(body)  # before the step is counted: comparing layers runs operations too
-        with mode, mixed_operations(), RealDraws(), LogRecorder(module)():
+        with mode, mixed_operations(), with_single_numbers(), LogRecorder(module)():
             leaves, spec = flatten(microbatch)
             leaves = [_in_mode(leaf, mode) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
             inputs = (leaf for leaf in leaves if isinstance(leaf, Tensor))

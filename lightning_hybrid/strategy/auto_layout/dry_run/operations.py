@@ -12,17 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import ScriptObject, Tensor
 
+from lightning_hybrid.distributed.modes import OperatorMode
 from lightning_hybrid.distributed.pytree import flatten
 from lightning_hybrid.distributed.replaced import replaced_attributes
 from lightning_hybrid.strategy.auto_layout.machine import NO_MESSAGES, Messages, in_ring
 from lightning_hybrid.tensor_parallel.context_parallel.sharded_sequence import ShardedSequence
 from lightning_hybrid.tensor_parallel.mappings import TensorGroup
 
-Mode: Any
-try:
-    from torch.utils._python_dispatch import TorchDispatchMode as Mode
-except ImportError:
-    Mode = object
 FLOPS: dict[Any, Callable[..., int]]
 try:
     from torch.utils.flop_counter import flop_registry as FLOPS
@@ -106,13 +102,15 @@ class OperationCounter:
         self._place, self._context_group, self._tensor_group = place, context_group, tensor_group
         self.counts = Counts()
         self._is_paused = False
+        self._mode: Any = None
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
         """Enter it around the step."""
-        if Mode is object:
+        if OperatorMode is None:
             raise ValueError(f"torch {torch.__version__} cannot count the operations of a step. [LH135]")
-        with _CountingMode(self._record, self._record_read):
+        self._mode = OperatorMode(self._call)
+        with self._mode:
             yield
 
     def paused(self) -> AbstractContextManager[None]:
@@ -139,6 +137,16 @@ class OperationCounter:
                 back = in_ring(self._context_group.size(), 1 if tensor is hidden else 2, tensor.nbytes)
                 self.counts.context_messages[place].append(Message(back=back))
 
+    def _call(self, function: Any, args: Any, kwargs: Any) -> Any:
+        given = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
+        for tensor in given:
+            if isinstance(tensor, ShardedSequence):
+                with self._mode:  # what an operator of such a sequence does is not seen here
+                    self._record_read(tensor)
+        result = function(*args, **kwargs)
+        self._record(function, args, kwargs, given, result)
+        return result
+
     def _record_read(self, sequence: ShardedSequence) -> None:
         """A sequence in shares is gathered, now if it has not been; its gradient needs no message."""
         messages = self.counts.context_messages[self._place()]
@@ -146,9 +154,8 @@ class OperationCounter:
         sequence.read()
         messages[before:] = [Message(each.there) for each in messages[before:]]
 
-    def _record(self, function: Any, args: Any, kwargs: Any, result: Any) -> None:
+    def _record(self, function: Any, args: Any, kwargs: Any, tensors: list[Tensor], result: Any) -> None:
         namespace, _, name = function._schema.name.partition("::")
-        tensors = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
         if namespace == "c10d":
             self._record_message(name, args, tensors)
             return
@@ -208,21 +215,3 @@ def _count_flops(function: Any, args: Any, kwargs: Any, result: Any) -> int:
         query, key, value, *others = args
         args = query, *(each[:, :1].expand(-1, query.shape[1], -1, -1) for each in (key, value)), *others
     return FLOPS[packet](*args, **kwargs, out_val=result) if packet in FLOPS else 0
-
-
-class _CountingMode(Mode):  # type: ignore[misc]
-    def __init__(
-        self, record: Callable[[Any, Any, Any, Any], None], record_read: Callable[[ShardedSequence], None]
-    ) -> None:
-        super().__init__()
-        self._record, self._record_read = record, record_read
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(kind, ShardedSequence) for kind in types):
-            with self:  # what an operator of such a sequence does is not seen here
-                for leaf in flatten((args, kwargs))[0]:
-                    if isinstance(leaf, ShardedSequence):
-                        self._record_read(leaf)
-        result = function(*args, **(kwargs or {}))
-        self._record(function, args, kwargs or {}, result)
-        return result

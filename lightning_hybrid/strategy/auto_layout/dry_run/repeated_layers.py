@@ -10,18 +10,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from lightning_hybrid.distributed.modes import OperatorMode
 from lightning_hybrid.distributed.pytree import TreeSpec, flatten, unflatten
 from lightning_hybrid.distributed.replaced import replaced_attributes, replaced_forwards
 from lightning_hybrid.memory.account import Repetition, SavedTensorMeter
 from lightning_hybrid.pipeline_parallel.frame.alike import PLAIN
 from lightning_hybrid.pipeline_parallel.frame.fake_tensors import FakeTensor
 from lightning_hybrid.tensor_parallel.context_parallel.sharded_sequence import SequenceLayout, ShardedSequence, wrap
-
-Mode: Any
-try:
-    from torch.utils._python_dispatch import TorchDispatchMode as Mode
-except ImportError:  # then there are no steps on shapes either
-    Mode = object
 
 
 class LeakError(Exception):
@@ -101,7 +96,7 @@ class RepeatedLayers:
         Raises:
             LeakError: If a layer cannot be repeated, as what it makes is used elsewhere.
         """
-        with self._inner(), replaced_forwards(self._alike, self._repeated), self._watch:
+        with self._inner(), replaced_forwards(self._alike, self._repeated), OperatorMode(self._watch):
             yield
 
     def _repeated(self, layer: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -196,7 +191,7 @@ class _LikeOthers(torch.autograd.Function):
         raise NotImplementedError("a step that runs only on shapes has no backward")
 
 
-class _Watch(Mode):  # type: ignore[misc]
+class _Watch:
     """Notes what a layer makes, and sees whether others use it.
 
     Attributes:
@@ -204,7 +199,6 @@ class _Watch(Mode):  # type: ignore[misc]
     """
 
     def __init__(self) -> None:
-        super().__init__()
         self.inside: dict[int, Any] = {}
         self._made: dict[int, Any] | None = None
         self._is_paused = False
@@ -220,8 +214,9 @@ class _Watch(Mode):  # type: ignore[misc]
         """Note nothing while entered."""
         return replaced_attributes(self, _is_paused=True)
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
+    def __call__(self, function: Any, args: Any, kwargs: Any) -> Any:
+        """Make a call, and look at it."""
+        result = function(*args, **kwargs)
         if self._is_paused:
             return result
         given = {key: storage for leaf in flatten((args, kwargs))[0] for key, storage in _storages(leaf).items()}

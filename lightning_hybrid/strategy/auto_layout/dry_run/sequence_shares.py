@@ -9,20 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
+from torch.nn.attention.bias import causal_lower_right
 
 from lightning_hybrid.distributed.dtensor import is_tensor_parallel
 from lightning_hybrid.distributed.failure import WrongUseError
+from lightning_hybrid.distributed.modes import FunctionMode, without_modes
+from lightning_hybrid.distributed.no_draws import MULTI_HEAD, NoDraws
 from lightning_hybrid.distributed.pytree import flatten, unflatten
-from lightning_hybrid.distributed.replaced import replaced_entries
+from lightning_hybrid.distributed.replaced import replaced_attributes, replaced_entries
 from lightning_hybrid.distributed.taps import Taps
 from lightning_hybrid.pipeline_parallel.frame.fake_tensors import FakeTensor
-from lightning_hybrid.strategy.auto_layout.dry_run.real_draws import without_modes
 from lightning_hybrid.tensor_parallel.context_parallel import attention
-from lightning_hybrid.tensor_parallel.context_parallel.attention import MULTI_HEAD
 from lightning_hybrid.tensor_parallel.context_parallel.context_parallel import ContextParallel
 from lightning_hybrid.tensor_parallel.context_parallel.division import Division
-from lightning_hybrid.tensor_parallel.context_parallel.draws import NoDraws
 from lightning_hybrid.tensor_parallel.context_parallel.hooks import Places, common_places
 from lightning_hybrid.tensor_parallel.context_parallel.trial import (
     copied,
@@ -60,20 +59,14 @@ class AloneContextParallel(ContextParallel):
     @contextmanager
     def around(self, between: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
         """Enter it around forwards, as there."""
-        names = vars(attention)
-        make = names["causal_lower_right"]
 
         def make_without_modes(*size: int) -> Tensor:
             with without_modes():  # torch cannot make such a tensor where a mode sees all operations
-                bias: Tensor = make(*size)
+                bias: Tensor = causal_lower_right(*size)
                 return bias
 
-        names["causal_lower_right"] = make_without_modes
-        try:
-            with super().around(between):
-                yield
-        finally:
-            names["causal_lower_right"] = make
+        with replaced_attributes(attention, causal_lower_right=make_without_modes), super().around(between):
+            yield
 
     def _try(self, layer: nn.Module, forward: Callable[..., Any], division: Division, taps: Taps) -> Places:
         group = self._group
@@ -122,7 +115,7 @@ def _is_share(division: Division, forward: Callable[..., Any], whole: Sequence[T
     """Whether a layer makes of this rank's share what it has of the whole results."""
     args, kwargs = division.local()
     try:
-        with _ByPosition(NoDraws(_CPU)):
+        with FunctionMode(_BY_POSITION):
             found = division.result_dims(forward(*args, **kwargs))
     except (RuntimeError, ValueError, IndexError, TypeError) as error:
         if isinstance(error, WrongUseError):
@@ -134,31 +127,23 @@ def _is_share(division: Division, forward: Callable[..., Any], whole: Sequence[T
     return all(is_close(each, division.shares.own(all_of_it, dim)) for (each, dim), all_of_it in pairs)
 
 
-class _ByPosition(TorchFunctionMode):
-    """Each position attends to itself, and nothing is dropped."""
-
-    def __init__(self, draws: NoDraws) -> None:
-        super().__init__()
-        self._draws = draws
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is F.scaled_dot_product_attention:
-            return _attend(*[*args, *(kwargs[name] for name in ("query", "key", "value") if name in kwargs)][:3])
-        if func is F.multi_head_attention_forward:
-            given = MULTI_HEAD.bind(*args, **kwargs).arguments
-            query = given["query"]
-            mixed = sum((each for each in (given["key"], given["value"]) if each.shape == query.shape), query)
-            return F.linear(mixed, given["out_proj_weight"], given["out_proj_bias"]), None
-        return (self._draws.find(func) or func)(*args, **kwargs)
+def _multi_head(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+    given = MULTI_HEAD.bind(*args, **kwargs).arguments
+    query = given["query"]
+    mixed = sum((each for each in (given["key"], given["value"]) if each.shape == query.shape), query)
+    return F.linear(mixed, given["out_proj_weight"], given["out_proj_bias"]), None
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Something of the own query, key and value of each position, in the shape of an attention's result."""
+def _attend(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
+    """Return something of the own query, key and value of each position, in the shape of an attention's result."""
     mixed = query.mean(-1, keepdim=True)
     if key.shape[-2] == query.shape[-2] and query.ndim == 4:
         mixed = mixed + key.mean((1, 3), keepdim=True) + value.mean(1, keepdim=True)
     return mixed.expand(*query.shape[:-1], value.shape[-1])
+
+
+#: Each position attends to itself, and nothing is dropped.
+_BY_POSITION = NoDraws(_CPU, {F.scaled_dot_product_attention: _attend, F.multi_head_attention_forward: _multi_head})
 
 
 def _with_numbers(layer: nn.Module) -> AbstractContextManager[None]:
@@ -195,6 +180,6 @@ def _number(tensor: Tensor) -> Any:
 def _made(forward: Callable[..., Any], args: Any, kwargs: Any) -> list[Tensor]:
     """The tensors that a layer makes, each once."""
     given = set(map(id, flatten((args, kwargs))[0]))
-    with _ByPosition(NoDraws(_CPU)):
+    with FunctionMode(_BY_POSITION):
         leaves = {id(leaf): leaf for leaf in flatten(forward(*args, **kwargs))[0]}
     return [leaf for key, leaf in leaves.items() if isinstance(leaf, Tensor) and key not in given]

@@ -1,0 +1,145 @@
+"""Functions of torch that draw random numbers, and what they give where nothing is drawn."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lightning_hybrid.distributed.random import with_seed
+
+#: The signature of what `nn.MultiheadAttention` calls.
+MULTI_HEAD = inspect.signature(F.multi_head_attention_forward)
+
+
+def _shape_of(input: Any, *_: Any, **__: Any) -> Sequence[int]:
+    return tuple(input.shape)
+
+
+def _of_channels(input: Any, *_: Any, **__: Any) -> Sequence[int]:
+    """Return the shape of the numbers of a function that drops whole channels."""
+    return (*input.shape[:2], *(1 for _ in input.shape[2:]))
+
+
+def _size_of(*size: Any, **options: Any) -> Sequence[int]:
+    """Return the shape that a function is given, as a sequence or number by number; bounds may stand before it."""
+    given = options.get("size", next((each for each in size if isinstance(each, (tuple, list))), size))
+    return tuple(given)
+
+
+def _shape_of_made(*values: Any, **options: Any) -> Sequence[int]:
+    """Return the shape of what `torch.normal` makes, whose mean and deviation may be numbers."""
+    made = [each for each in (*values, *options.values()) if isinstance(each, Tensor)]
+    return max((tuple(each.shape) for each in made), key=len) if made else _size_of(*values, **options)
+
+
+#: Functions that leave out some of what they are given, with the shape of what they draw.
+DROPOUTS: Mapping[Any, Callable[..., Sequence[int]]] = {
+    **dict.fromkeys((F.dropout, F.alpha_dropout, torch.dropout, torch.dropout_), _shape_of),
+    **dict.fromkeys((torch.alpha_dropout, torch.alpha_dropout_), _shape_of),
+    **dict.fromkeys((F.dropout1d, F.dropout2d, F.dropout3d, F.feature_alpha_dropout), _of_channels),
+    **dict.fromkeys((torch.feature_dropout, torch.feature_dropout_), _of_channels),
+    **dict.fromkeys((torch.feature_alpha_dropout, torch.feature_alpha_dropout_), _of_channels),
+}
+#: Functions that draw, likewise.
+DRAWS: Mapping[Any, Callable[..., Sequence[int]]] = {
+    torch.rand: _size_of,
+    torch.randn: _size_of,
+    torch.randint: _size_of,
+    torch.normal: _shape_of_made,
+    F.gumbel_softmax: lambda logits, *_, **__: tuple(logits.shape),
+    **dict.fromkeys(
+        (
+            *(torch.rand_like, torch.randn_like, torch.randint_like, torch.bernoulli, torch.poisson, F.rrelu),
+            *(Tensor.bernoulli, Tensor.bernoulli_, Tensor.uniform_, Tensor.normal_, Tensor.exponential_),
+            *(Tensor.random_, Tensor.geometric_, Tensor.log_normal_, Tensor.cauchy_),
+            *(torch.multinomial, Tensor.multinomial),
+        ),
+        _shape_of,
+    ),
+}
+_BERNOULLI = {torch.bernoulli, Tensor.bernoulli, Tensor.bernoulli_}
+
+
+class NoDraws:
+    """Functions of torch without random numbers, so that two runs can be compared.
+
+    ::
+
+        dropout, in attention too    drops nothing
+        other numbers                are all the same one, however many there are
+
+    Args:
+        device: Where this rank computes.
+        functions: Takes the place of other functions, such as attention.
+        only_dropout: Whether other numbers are drawn as always.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        functions: Mapping[Any, Callable[..., Any]] | None = None,
+        *,
+        only_dropout: bool = False,
+    ) -> None:
+        self._device = device
+        self._functions: dict[Any, Callable[..., Any]] = {
+            **dict.fromkeys(DROPOUTS, lambda input, *_, **__: input),
+            F.scaled_dot_product_attention: _attention,
+            F.multi_head_attention_forward: _multi_head,
+        }
+        if not only_dropout:
+            self._functions |= {func: partial(self._draw, func) for func in DRAWS}
+            self._functions[F.gumbel_softmax], self._functions[F.rrelu] = _softmax, _leaky_relu
+        self._functions |= functions or {}
+
+    def find(self, func: Any, place: object = None) -> Callable[..., Any] | None:
+        """Return what takes the place of a function; ``None`` if it is called as always."""
+        return self._functions.get(func)
+
+    def __call__(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Make a call of a function, see :class:`~lightning_hybrid.distributed.modes.FunctionMode`."""
+        return self._functions.get(func, func)(*args, **kwargs)
+
+    def common(self) -> AbstractContextManager[None]:
+        """Draw numbers of a layer while entered: there are none."""
+        return nullcontext()
+
+    def own(self, place: object) -> AbstractContextManager[None]:
+        """Draw numbers of this rank while entered: there are none."""
+        return nullcontext()
+
+    def _draw(self, func: Any, *args: Any, **kwargs: Any) -> Tensor:
+        with with_seed(0, self._device):
+            made: Tensor = func(*args, **kwargs)
+        if not made.is_floating_point():
+            return made.fill_(made.flatten()[0]) if made.numel() else made
+        return made.fill_(1.0 if func in _BERNOULLI else 0.5)
+
+
+def _attention(*args: Any, **kwargs: Any) -> Tensor:
+    if len(args) > 4:
+        args = *args[:4], 0.0, *args[5:]
+    else:
+        kwargs["dropout_p"] = 0.0
+    return F.scaled_dot_product_attention(*args, **kwargs)
+
+
+def _multi_head(*args: Any, **kwargs: Any) -> Any:
+    call = MULTI_HEAD.bind(*args, **kwargs)
+    call.arguments["dropout_p"] = 0.0
+    return F.multi_head_attention_forward(*call.args, **call.kwargs)
+
+
+def _softmax(logits: Tensor, tau: float = 1.0, *_: Any, dim: int = -1, **__: Any) -> Tensor:
+    return (logits / tau).softmax(dim)
+
+
+def _leaky_relu(input: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, *_: Any, **__: Any) -> Tensor:
+    return F.leaky_relu(input, (lower + upper) / 2)
