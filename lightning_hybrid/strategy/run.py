@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import cached_property, partial
-from types import CodeType
 from typing import Any, Protocol
 from weakref import WeakSet
 
@@ -168,10 +167,10 @@ class World:
         """This rank and where it is, as text."""
         return place_text(self.engine, self.mesh, self.watch.trainer)
 
-    def _position(self, calls: Sequence[CodeType]) -> Position:
+    def _position(self) -> Position:
         """On the watcher's thread."""
         trainer = self.watch.trainer
-        return Position() if trainer is None else find_position(calls, trainer, self.engine, self.mesh)
+        return Position() if trainer is None else find_position(trainer, self.engine, self.mesh)
 
     def close(self, trainer: Trainer) -> None:
         """A run ends."""

@@ -7,11 +7,10 @@ import io
 import json
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from types import CodeType
 from typing import Any
 from unittest import mock
 
@@ -104,7 +103,7 @@ def chain() -> str:
     failures = FailureStore(own, rank=rank, size=size)
     failures.begin()
 
-    def position(calls: Sequence[CodeType]) -> Position:
+    def position() -> Position:
         return Position(batch="train 3", waits_for=[rank + 1])
 
     watch = StallWatch(failures, own, rank=rank, size=size, timeout=TIMEOUT, position=position, patience=1.0)
@@ -164,7 +163,7 @@ def lonely_watch(store: Any, position: Position | None = None) -> tuple[StallWat
     failures = FailureStore(store, rank=0, size=2)
     failures.begin()
     where = Position() if position is None else position
-    watch = StallWatch(failures, store, rank=0, size=2, timeout=100.0, position=lambda calls: where, patience=10.0)
+    watch = StallWatch(failures, store, rank=0, size=2, timeout=100.0, position=lambda: where, patience=10.0)
     return watch, failures
 
 

@@ -12,7 +12,6 @@ from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import CodeType
 from typing import Any
 
 from lightning_hybrid.distributed.failure import FailureStore, Store, print_error
@@ -99,7 +98,7 @@ class StallWatch:
         rank: This rank.
         size: The number of ranks.
         timeout: Seconds in which nothing finishes.
-        position: Says where the rank is; called with the code of its main thread's calls, the innermost first.
+        position: Returns where the rank is.
         patience: Seconds that other watchers may take to answer; by default an eighth of ``timeout``, or a few.
 
     Attributes:
@@ -114,7 +113,7 @@ class StallWatch:
         rank: int,
         size: int,
         timeout: float,
-        position: Callable[[Sequence[CodeType]], Position],
+        position: Callable[[], Position],
         patience: float | None = None,
     ) -> None:
         self._failures, self._store, self._rank, self._size = failures, store, rank, size
@@ -140,7 +139,7 @@ class StallWatch:
 
     def _look(self) -> None:
         now, stack = time.monotonic(), read_stack(self._watched)
-        position = self._position([call.code for call in stack])
+        position = self._position()
         self._follow(now, stack, position)
         is_waiting = may_wait(stack)
         if not self._store.check([self._key("call")]):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from types import CodeType
+from collections.abc import Callable, Collection
 
 import torch
 import torch.distributed as dist
@@ -31,7 +30,7 @@ class RunWatch:
         since: The last collective of before the groups were made.
         desync: Compares what ranks do.
         fetch: Answers what other ranks ask for.
-        position: Says where the rank is, as for `StallWatch`.
+        position: Returns where the rank is, as for `StallWatch`.
 
     Attributes:
         trainer: Whose run is watched; ``None`` outside of one.
@@ -47,7 +46,7 @@ class RunWatch:
         since: int,
         desync: Desync,
         fetch: LeafFetch,
-        position: Callable[[Sequence[CodeType]], Position],
+        position: Callable[[], Position],
     ) -> None:
         self._mesh, self._engine, self._fetch, self._start = mesh, engine, fetch, start
         self._failures = failures = start.failures
