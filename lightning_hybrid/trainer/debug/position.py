@@ -1,4 +1,4 @@
-"""Where this rank is in its work: the Trainer's loops, and the engine's actions, read from another thread."""
+"""The position of this rank in its work: the Trainer's loops, and the engine's actions, read from another thread."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lightning_hybrid.distributed.debug.stall import Position
 from lightning_hybrid.distributed.mesh import Mesh
+from lightning_hybrid.distributed.watch.verdict.stall import Position
 from lightning_hybrid.pipeline_parallel.engine import Engine
 from lightning_hybrid.pipeline_parallel.schedules import Action, ChannelKey
 
 
 def place_text(engine: Engine, mesh: Mesh, trainer: Trainer | None) -> str:
-    """This rank, and its stage and action or else its batch, for what the other ranks are told of a failure.
+    """Return this rank, and its stage and action or else its batch, for the error that the other ranks raise.
 
     Args:
         engine: Runs the actions of schedules.
@@ -32,7 +32,7 @@ def place_text(engine: Engine, mesh: Mesh, trainer: Trainer | None) -> str:
 
 
 def _loop(trainer: Trainer) -> Any:
-    """The loop that runs."""
+    """Return the loop that runs."""
     epoch_loop = trainer.fit_loop.epoch_loop
     if trainer.state.fn == TrainerFn.FITTING:
         return epoch_loop if trainer.training else epoch_loop.val_loop
@@ -42,7 +42,7 @@ def _loop(trainer: Trainer) -> Any:
 
 
 def find_position(trainer: Trainer, engine: Engine, mesh: Mesh) -> Position:
-    """Read where this rank is; nothing in a step is done for that.
+    """Return the position of this rank. A step does nothing for that.
 
     Args:
         trainer: The Trainer.
