@@ -30,7 +30,7 @@ class UnderWay(NamedTuple):
 
     Attributes:
         last: The actions that are done, the latest one last.
-        awaited: The receive whose message the present action works on, if it works on one.
+        awaited: The receive whose message the engine waits for at this moment; ``None`` if it waits for none.
         messages: Sends, and receives that are posted, whose end has not been seen yet.
     """
 
@@ -246,7 +246,9 @@ class Engine:
         schedule, steps = running
         done = next(index for index, step in enumerate(steps) if step.action is position)
         names = [step.name for step in steps[max(0, done - last) : done]]
-        awaited = schedule.receive_for(position) if position.kind.is_compute else None
+        awaited = None
+        if self.awaited is not None:
+            awaited = schedule.receive_for(position) if position.kind.is_compute else position
         receives = [step.action for step in steps[:done] if step.action.kind.is_receive and _is_posted(step)]
         messages = [*map(Action.parse, list(self._sends)), *receives]
         return UnderWay(
@@ -431,9 +433,6 @@ class _Run(NamedTuple):
 
 
 _Handler = Callable[["Engine", "_Step", _Run, Any], None]
-
-#: The code that waits for the message of an action: whether a thread is in it tells what it waits for.
-TAKES = Engine._take.__code__
 
 
 class _Step(NamedTuple):

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import cached_property, partial
-from types import CodeType
 from typing import Any, Protocol
 from weakref import WeakSet
 
@@ -32,15 +31,15 @@ from lightning_hybrid.data_parallel.grad_sync import GradientSync
 from lightning_hybrid.data_parallel.master_weights import MasterWeights, NoMasterWeights
 from lightning_hybrid.distributed.agreement import RankInfo, agree
 from lightning_hybrid.distributed.arrangement import arrange
-from lightning_hybrid.distributed.debug.desync import Desync
-from lightning_hybrid.distributed.debug.stall import Position
 from lightning_hybrid.distributed.dtensor import is_zero_sharded
 from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.distributed.messages.leaf_readers import LeafFetch
 from lightning_hybrid.distributed.mixed_operations import mixed_operations
 from lightning_hybrid.distributed.process_group import equally_many_groups
 from lightning_hybrid.distributed.random import RandomStreams
+from lightning_hybrid.distributed.watch.desync import Desync
 from lightning_hybrid.distributed.watch.flight_recorder import read_collectives
+from lightning_hybrid.distributed.watch.verdict.stall import Position
 from lightning_hybrid.memory.offload import Offload
 from lightning_hybrid.memory.report import MemoryReport
 from lightning_hybrid.pipeline_parallel.engine import Engine
@@ -131,13 +130,12 @@ class World:
             self.mesh = Mesh(sizes, **axes, hosts=hosts)
             channels = make_channels(self.mesh, placement, device, dynamic_shapes=config.dynamic_shapes)
         self.failures, store, watched = start.failures, start.store, start.watched
-        rank = dist.get_rank()
         groups = [self.mesh.model_ranks(replica) for replica in range(self.mesh.num_replicas)]
         limit = config.seconds_to_time_out
-        self.desync = Desync(self.failures, store, watched, rank=rank, model_groups=groups, timeout=limit)
+        self.desync = Desync(self.failures, start.board, start.watched_board, model_groups=groups, timeout=limit)
         self.streams = RandomStreams(self.seed, self.mesh.data_rank, device)
         self.engine = Engine(self.mesh.pipeline_rank, channels)
-        fetch = LeafFetch(store, watched, self.failures.key, lambda: self.failures.failed or self.failures.is_over)
+        fetch = LeafFetch(store, watched, start.board.key, lambda: self.failures.failed or self.failures.is_over)
         seen = self.mesh, self.engine, start
         stall, position = config.seconds_to_stall, self._position
         self.watch = RunWatch(*seen, stall=stall, since=before, desync=self.desync, fetch=fetch, position=position)
@@ -166,13 +164,13 @@ class World:
             self.resume.open(trainer)
 
     def _place(self) -> str:
-        """This rank and where it is, as text."""
+        """Return this rank and its place, as text."""
         return place_text(self.engine, self.mesh, self.watch.trainer)
 
-    def _position(self, calls: Sequence[CodeType]) -> Position:
-        """On the watcher's thread."""
+    def _position(self) -> Position:
+        """Return the position of this rank. Called by the watcher."""
         trainer = self.watch.trainer
-        return Position() if trainer is None else find_position(calls, trainer, self.engine, self.mesh)
+        return Position() if trainer is None else find_position(trainer, self.engine, self.mesh)
 
     def close(self, trainer: Trainer) -> None:
         """A run ends."""

@@ -31,7 +31,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_hybrid.distributed.failure import FailureStore, WrongUseError, is_transport
+from lightning_hybrid.distributed.failure import WrongUseError, is_transport
+from lightning_hybrid.distributed.watch.failures import Failures
 from lightning_hybrid.error_codes.printing import VARIABLE, outlives_the_first, print_once
 from lightning_hybrid.tensor_parallel.layouts.operator_errors import explain_operator_error
 from lightning_hybrid.trainer.run_callback import RunCallback
@@ -57,7 +58,7 @@ class ExceptionCallback(RunCallback):
         why_not_saved: Why nothing can be saved any more, once an exception ends this run; ``None`` before.
     """
 
-    def __init__(self, failures: FailureStore, abandon: Callable[[], None], place: Callable[[], str]) -> None:
+    def __init__(self, failures: Failures, abandon: Callable[[], None], place: Callable[[], str]) -> None:
         self._failures = failures
         self._abandon, self._place = abandon, place
         self._rank, self._is_alone = dist.get_rank(), dist.get_world_size() == 1

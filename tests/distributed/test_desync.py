@@ -15,8 +15,10 @@ import torch.distributed as dist
 from lightning.pytorch import Callback
 
 from lightning_hybrid import Faults
-from lightning_hybrid.distributed.debug.desync import Change, DesyncWatch, Noted, first_difference
-from lightning_hybrid.distributed.failure import CAUSE, FailureStore, WrongUseError
+from lightning_hybrid.distributed.failure import WrongUseError
+from lightning_hybrid.distributed.watch.board import Board
+from lightning_hybrid.distributed.watch.desync import Change, DesyncWatch, Noted, first_difference
+from lightning_hybrid.distributed.watch.failures import Failures
 from tests.pool import Pools
 from tests.training_jobs import PP2, Losses, Regression, assert_same, loader, make_trainer, together, weights
 
@@ -62,8 +64,8 @@ class Interleaved:
 
 
 def desync_watch(store: Any, rank: int, timeout: float = 30.0) -> DesyncWatch:
-    failures = FailureStore(store, rank=rank, size=2)
-    return DesyncWatch(failures, store, store, "both", rank=rank, ranks=[0, 1], advice="Do the same.", timeout=timeout)
+    board = Board(store, rank=rank, size=2)
+    return DesyncWatch(Failures(board), board, board, "both", ranks=[0, 1], advice="Do the same.", timeout=timeout)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +99,7 @@ def test_ranks_that_meet_tell_alike_from_different_in_any_order(
 
     def until_it_waits() -> None:
         other.start()
-        while not store.check(["lightning_hybrid/failure/0/desync/both/1/here 1"]):
+        while not store.check([Board(store, rank=0, size=2).key("meeting/both/1/here")]):
             time.sleep(0.01)
 
     meet(0, desync_watch(Interleaved(store, until_it_waits), 0))
@@ -117,14 +119,8 @@ def test_who_does_not_come_is_named_when_the_time_is_over() -> None:
 
 
 def test_who_takes_no_part_is_not_asked_again() -> None:
-    watch = DesyncWatch(
-        *(FailureStore(store := dist.HashStore(), rank=2, size=3), store, store),
-        "both",
-        rank=2,
-        ranks=[0, 1],
-        advice="",
-        timeout=0.0,
-    )
+    board = Board(dist.HashStore(), rank=2, size=3)
+    watch = DesyncWatch(Failures(board), board, board, "both", ranks=[0, 1], advice="", timeout=0.0)
     watch.note("step", "a", dict)
     assert watch.keys == {"step": "a"}
 
@@ -187,18 +183,18 @@ def test_a_watcher_writes_what_differs_over_its_own_store(steps: tuple[str, str]
             pytest.fail("the watcher would wait")
 
     store = dist.HashStore()
-    first, second = desync_watch(store, 0), desync_watch(store, 1)
-    for watch, step, value in zip((first, second), steps, "ab", strict=True):
+    verdicts = []
+    for rank, step, value in zip(range(2), steps, "ab", strict=True):
+        board = Board(Locked(), rank=rank, size=2)
+        watched = board.over(store)
+        watch = DesyncWatch(Failures(board), board, watched, "both", ranks=[0, 1], advice="", timeout=30.0)
         watch._change(1, step, {"shape": value})
         watch.events = 1
-        watch._failures._store = Locked()
-        for _ in range(2):
-            watch._look()
-    assert store.check([second._failures.key(CAUSE)])
-    second._failures._store = store
-    cause = second._failures.cause(patience=0.0)
-    assert isinstance(cause, ValueError)
-    assert expected in str(cause)
+        verdicts += [watch.look(), watch.look()]
+    assert verdicts[0] is verdicts[1] is None, "the first of the ranks compares with no other"
+    assert verdicts[-1] is not None
+    assert verdicts[-1].exception == "ValueError"
+    assert expected in verdicts[-1].text
 
 
 def files_of_steps() -> list[set[str]]:
@@ -219,8 +215,8 @@ def files_of_steps() -> list[set[str]]:
 
 def test_an_ordinary_step_only_counts(ranks: Pools) -> None:
     for first, second, *_ in ranks(2, lightning=True).run(files_of_steps):
-        assert "distributed/debug/desync.py" in first
-        assert not {"distributed/debug/desync.py", "distributed/failure.py"} & second
+        assert "distributed/watch/desync.py" in first
+        assert not {"distributed/watch/desync.py", "distributed/watch/failures.py"} & second
 
 
 class Differing(Regression):

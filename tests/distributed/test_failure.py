@@ -27,14 +27,17 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from torch import Tensor, nn
 
-from lightning_hybrid.distributed import failure, failure_watch, wait_watch
-from lightning_hybrid.distributed.failure import FailureStore, WrongUseError, close_groups, is_transport
-from lightning_hybrid.distributed.failure_watch import FailureWatch
-from lightning_hybrid.distributed.wait_watch import Meeting, Messages, WaitWatch
+from lightning_hybrid.distributed.failure import WrongUseError, close_groups, is_transport
+from lightning_hybrid.distributed.watch import board as board_module
+from lightning_hybrid.distributed.watch import rank_watch
+from lightning_hybrid.distributed.watch.board import TERMINATE, Board
+from lightning_hybrid.distributed.watch.failures import Failures
 from lightning_hybrid.distributed.watch.process_ends import ProcessEnds, describe_process
-from lightning_hybrid.distributed.watch.sleep import seconds_of_sleep
-from lightning_hybrid.distributed.watch.wait_graph import Waiting
-from lightning_hybrid.distributed.watch.watched_thread import StackCall, WatchedThread, may_wait
+from lightning_hybrid.distributed.watch.rank_watch import RankWatch
+from lightning_hybrid.distributed.watch.record import Waiting, encode
+from lightning_hybrid.distributed.watch.verdict.judge import DESYNCHRONIZED, Verdict
+from lightning_hybrid.distributed.watch.verdict.waits import Meeting, Messages, Waits
+from lightning_hybrid.distributed.watch.watched_thread import StackCall, WatchedThread, may_wait, seconds_of_sleep
 from lightning_hybrid.distributed.watch.watcher import GUARD_NAME, THREAD_NAME, Watcher
 from tests.pool import Pools
 from tests.training_jobs import Losses, Regression, assert_same, loader, make_trainer
@@ -431,8 +434,8 @@ def test_nobody_waits_for_a_checkpoint_of_a_failure(ranks: Pools, tmp_path: Path
 # -- the store --------------------------------------------------------------------------------------------------------
 
 
-def of_rank(store: Any, rank: int) -> FailureStore:
-    return FailureStore(store, rank=rank, size=1)  # nobody else reads
+def of_rank(store: Any, rank: int, size: int = 1) -> Failures:
+    return Failures(Board(store, rank=rank, size=size))  # no other rank reads, if there is one
 
 
 def test_the_first_failure_in_a_store_is_the_cause_for_all() -> None:
@@ -468,39 +471,34 @@ class Thread(WatchedThread):
 WAITS_FOR: dict[str, Callable[[], Any]] = {"messages": lambda: Messages(None, {}), "meetings": list}  # nothing
 
 
-def watched(store: Any, rank: int, size: int = 2, **arguments: Any) -> tuple[FailureStore, FailureWatch]:
-    """A rank's store, and its watch; nothing ends the process of the tests."""
-    failures = FailureStore(store, rank=rank, size=size)
+class Switched:
+    """A store in whose place another one can be put."""
+
+    def __init__(self, store: Any) -> None:
+        self.store = store
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.store, name)
+
+
+def watched(store: Any, rank: int, size: int = 2, **arguments: Any) -> tuple[Failures, RankWatch, Board]:
+    """The failures, the watch and the board of a rank; nothing ends the process of the tests."""
+    board = Board(store, rank=rank, size=size)
+    failures = Failures(board)
     failures.begin()
     thread = arguments.setdefault("thread", Thread())
     messages, meetings = (arguments.pop(name, default) for name, default in WAITS_FOR.items())
-    waits = WaitWatch(
-        failures,
-        store,
-        rank=rank,
-        size=size,
-        thread=thread,
-        messages=messages,
-        state=lambda: f"state {rank}",
-        meetings=meetings,
-    )
-    arguments = {
-        "heartbeats": None,
-        "abort": list,
-        "interrupt": pytest.fail,
-        "end": pytest.fail,
-        "waits": waits,
-        **arguments,
-    }
-    watch = FailureWatch(failures, store, rank=rank, size=size, **arguments)
-    watch.begin()
-    return failures, watch
+    waits = Waits(board, thread=thread, messages=messages, state=lambda: f"state {rank}", meetings=meetings)
+    arguments = {"heartbeats": None, "abort": list, "interrupt": pytest.fail, "end": pytest.fail, **arguments}
+    watch = RankWatch(failures, board, **arguments)
+    watch.open(waits, None, [])
+    return failures, watch, board
 
 
 def test_a_watch_aborts_groups_once_when_another_rank_fails() -> None:
     store, called = dist.HashStore(), []
-    failures, watch = watched(store, 0, abort=lambda: called.append("aborted"))
-    other, _ = watched(store, 1)
+    failures, watch, _ = watched(store, 0, abort=lambda: called.append("aborted"))
+    other, _, _ = watched(store, 1)
     watch.look()
     assert not called
     other.report(TypeError("broken"), "Rank 1", verbatim=True)
@@ -515,14 +513,14 @@ def test_an_interrupt_that_is_lost_while_its_rank_is_woken_is_told_all_the_same(
     """A backward ended with the error that woke it: who had noticed was blamed, and where Ctrl-C came was not said."""
     store, called = dist.HashStore(), []
     thread = mock.Mock(seconds_still=0.0, waits=True)
-    failures, watch = watched(store, 1, thread=thread, abort=lambda: called.append("aborted"))
-    other, _ = watched(store, 0)
+    failures, watch, _ = watched(store, 1, thread=thread, abort=lambda: called.append("aborted"))
+    other, _, _ = watched(store, 0)
     former = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         watch.look([signal.SIGINT])
     finally:
         signal.signal(signal.SIGINT, former)
-    with mock.patch.object(failure_watch, "_INTERRUPTED", 0.0):
+    with mock.patch.object(rank_watch, "_INTERRUPTED", 0.0):
         watch.look()
     assert called == ["aborted"]
     cause = failures.leave(dist.DistError("gloo: Connection closed by peer"), "Rank 1, action 1B2,", lambda: None)
@@ -536,23 +534,24 @@ def test_what_a_watch_has_read_is_known_when_the_store_is_gone() -> None:
             raise dist.DistNetworkError("Connection reset by peer")
 
     store = dist.HashStore()
-    reader, watch = watched(store, 1)
-    failures, _ = watched(store, 0)
+    reader, watch, _ = watched(switched := Switched(store), 1)
+    failures, _, _ = watched(store, 0)
     thread = threading.Thread(target=failures.leave, args=(ArithmeticError("broken"), "Rank 0", lambda: None))
     thread.start()
-    assert wait_for(lambda: watch.look() or reader._known)
+    assert wait_for(lambda: watch.look() or reader.is_known)
     thread.join(timeout=1)
     assert not thread.is_alive(), "rank 0 waits until the others have read, and no longer"
-    reader._store = Store()
+    switched.store = Store()
     assert "Rank 0 failed: ArithmeticError: broken" in str(reader.cause(patience=0.0))
 
 
 def test_rank_0_stays_until_the_others_have_read_the_cause() -> None:
     """The store may end with its process."""
     store = dist.HashStore()
-    failures = {rank: FailureStore(store, rank=rank, size=3) for rank in range(3)}
+    boards = {rank: Board(store, rank=rank, size=3) for rank in range(3)}
+    failures = {rank: Failures(board) for rank, board in boards.items()}
     failures[0].report(ArithmeticError("broken"), "Rank 0")
-    leaving = threading.Thread(target=failures[0].linger, args=[store])
+    leaving = threading.Thread(target=failures[0].linger, args=[boards[0]])
     leaving.start()
     assert "broken" in str(failures[1].cause())
     leaving.join(timeout=0.2)
@@ -561,15 +560,15 @@ def test_rank_0_stays_until_the_others_have_read_the_cause() -> None:
     leaving.join(timeout=1.0)
     assert not leaving.is_alive()
     begin = time.monotonic()
-    failures[1].linger(store)
+    failures[1].linger(boards[1])
     assert time.monotonic() - begin < 0.1, "only whose process has the store stays"
 
 
 def test_a_rank_that_has_gone_is_named_by_the_roll_call() -> None:
     store = dist.HashStore()
-    failures, _ = watched(store, 0, size=3)
-    other, _ = watched(store, 1, size=3)  # nobody looks
-    _, healthy = watched(store, 2, size=3)
+    failures, _, _ = watched(store, 0, size=3)
+    other, _, _ = watched(store, 1, size=3)  # nobody looks
+    _, healthy, _ = watched(store, 2, size=3)
     watcher = Watcher(healthy.look, interval=0.05)
     watcher.start()
     cause = failures.leave(dist.DistError("gloo: Connection reset by peer"), "Rank 0 (stage 0)", lambda: None)
@@ -583,9 +582,9 @@ def test_a_rank_that_has_gone_is_named_by_the_roll_call() -> None:
 def test_a_rank_that_has_gone_is_named_although_nobody_waits_for_it() -> None:
     """Of another machine no process is seen; who saves, or waits for the store, sees that a connection is closed."""
     store, lost, aborted = dist.HashStore(), [0], []
-    failures, watch = watched(store, 0, size=3, num_lost=lambda: lost[0], abort=lambda: aborted.append("aborted"))
-    _, healthy = watched(store, 1, size=3)
-    _, going = watched(store, 2, size=3)
+    failures, watch, _ = watched(store, 0, size=3, num_lost=lambda: lost[0], abort=lambda: aborted.append("aborted"))
+    _, healthy, _ = watched(store, 1, size=3)
+    _, going, _ = watched(store, 2, size=3)
     for own, is_gone in ((1, False), (2, True)):  # a group that is closed on purpose, and a process that ends
         lost[0] = own
         watch.look()
@@ -593,7 +592,7 @@ def test_a_rank_that_has_gone_is_named_although_nobody_waits_for_it() -> None:
             assert not aborted
             for each in (healthy, *([] if is_gone else [going])):
                 each.look()
-            with mock.patch.object(failure_watch, "_ANSWER", 0.0):
+            with mock.patch.object(rank_watch, "_ANSWER", 0.0):
                 watch.look()
     assert aborted
     assert failures.gone == {2}
@@ -602,35 +601,34 @@ def test_a_rank_that_has_gone_is_named_although_nobody_waits_for_it() -> None:
 
 def test_a_rank_that_is_busy_or_not_in_the_run_has_not_gone() -> None:
     """A connection may be closed that says nothing about the ranks, while one of them lets no other thread run."""
-    for late in ("answers the second roll", "sends a heartbeat", "is between two runs"):
+    for late in ("answers the second call", "sends a heartbeat", "is between two runs"):
         store, lost = dist.HashStore(), [0]
-        _, watch = watched(store, 0, num_lost=lambda lost=lost: lost[0], abort=pytest.fail)
-        other, answers = watched(store, 1)
-        store.set(other.key("heartbeat/1"), "1")
+        _, watch, board = watched(store, 0, num_lost=lambda lost=lost: lost[0], abort=pytest.fail)
+        _, answers, other = watched(store, 1)
         if late == "is between two runs":
-            store.delete_key(other.key("process/1"))
+            store.set(board.key("begun"), "0 ")
         lost[0] = 1
         watch.look()
-        with mock.patch.object(failure_watch, "_ANSWER", 0.0):
+        with mock.patch.object(rank_watch, "_ANSWER", 0.0):
             watch.look()  # it has not answered
-            if late == "answers the second roll":
+            if late == "answers the second call":
                 answers.look()
             elif late == "sends a heartbeat":
-                store.set(other.key("heartbeat/1"), "2")
+                other.write()
             for _ in range(3):
                 watch.look()
 
 
 def test_a_rank_that_goes_while_the_roll_is_called_is_missed() -> None:
     store, lost, aborted = dist.HashStore(), [1], []
-    failures, watch = watched(store, 0, num_lost=lambda: lost[0], abort=lambda: aborted.append("aborted"))
-    _, going = watched(store, 1)
+    failures, watch, _ = watched(store, 0, num_lost=lambda: lost[0], abort=lambda: aborted.append("aborted"))
+    _, going, _ = watched(store, 1)
     lost[0] = 2
     watch.look()
     going.look()
     lost[0] = 3
     watch.look()
-    with mock.patch.object(failure_watch, "_ANSWER", 0.0):
+    with mock.patch.object(rank_watch, "_ANSWER", 0.0):
         for _ in range(4):
             watch.look()
     assert aborted
@@ -640,8 +638,8 @@ def test_a_rank_that_goes_while_the_roll_is_called_is_missed() -> None:
 def test_a_roll_that_could_not_be_called_before_is_called_where_it_is_heard() -> None:
     """The store was silent, and answers again."""
     store = dist.HashStore()
-    failures, _ = watched(store, 0)
-    _, healthy = watched(store, 1)
+    failures, _, _ = watched(store, 0)
+    _, healthy, _ = watched(store, 1)
     failures.is_store_silent = True
     watcher = Watcher(healthy.look, interval=0.05)
     watcher.start()
@@ -651,15 +649,15 @@ def test_a_roll_that_could_not_be_called_before_is_called_where_it_is_heard() ->
 
 
 def test_a_rank_that_has_not_begun_the_run_is_not_said_to_be_killed() -> None:
-    failures, _ = watched(dist.HashStore(), 0)
+    failures, _, _ = watched(dist.HashStore(), 0)
     cause = failures.leave(dist.DistError("gloo: Timed out waiting 8000ms for recv"), "Rank 0", lambda: None)
     assert str(cause).startswith("These ranks have already ended this run or are running other code: rank 1 (on ")
 
 
 def test_a_timeout_says_where_every_rank_is() -> None:
     store = dist.HashStore()
-    failures, _ = watched(store, 0)
-    _, sleeping = watched(store, 1, thread=WatchedThread())
+    failures, _, _ = watched(store, 0)
+    _, sleeping, _ = watched(store, 1, thread=WatchedThread())
     watcher = Watcher(sleeping.look, interval=0.05)
     watcher.start()
     cause = failures.leave(dist.DistError("gloo: Timed out waiting 8000ms for recv"), "Rank 0", lambda: None)
@@ -681,12 +679,12 @@ def stuck(how: str) -> tuple[int | None, float, str]:
         codes.append(code)
         own.set("ended", "1")
 
-    failures, watch = watched(own, rank, thread=WatchedThread(), interrupt=lambda error: False, end=end)
+    failures, watch, board = watched(own, rank, thread=WatchedThread(), interrupt=lambda error: False, end=end)
     if rank == 1:
         if how == "failed":
             failures.report(ArithmeticError("broken"), "Rank 1")
         else:
-            failures.finish()
+            board.finish(Waiting(finished=True))
         store.wait(["ended"])
         dist.send(torch.zeros(1), dst=0)
         return None, 0.0, ""
@@ -714,8 +712,8 @@ def test_a_rank_that_talks_to_nobody_is_interrupted_and_one_that_saves_is_not() 
     for is_saving in (False, True):
         store, told, codes = dist.HashStore(), [], []
         thread = type("Saves", (Thread,), {"is_saving": is_saving})()
-        _, watch = watched(store, 0, thread=thread, interrupt=told.append, end=codes.append)
-        other, _ = watched(store, 1)
+        _, watch, _ = watched(store, 0, thread=thread, interrupt=told.append, end=codes.append)
+        other, _, _ = watched(store, 1)
         other.report(ArithmeticError("broken"), "Rank 1")
         watch.look()
         assert not told
@@ -728,18 +726,18 @@ def test_a_rank_that_talks_to_nobody_is_interrupted_and_one_that_saves_is_not() 
         assert codes == ([] if is_saving else [1]), "it has not come to the handler"
 
 
-def register(store: Any, failures: FailureStore, rank: int, pid: int) -> None:
+def register(store: Any, rank: int, pid: int, size: int = 2) -> None:
     """Write what a rank writes that begins a run in this process on this machine."""
     host, machine, _ = describe_process().split()
-    with mock.patch.object(failure, "describe_process", return_value=f"{host} {machine} {pid}"):
-        FailureStore(store, rank=rank, size=failures._size).begin()
+    with mock.patch.object(board_module, "describe_process", return_value=f"{host} {machine} {pid}"):
+        Board(store, rank=rank, size=size).begin()
 
 
 def test_the_process_of_a_rank_that_ends_without_a_word_is_noticed() -> None:
     store, aborted = dist.HashStore(), []
-    failures, watch = watched(store, 0, abort=lambda: aborted.append("aborted"))
+    failures, watch, _ = watched(store, 0, abort=lambda: aborted.append("aborted"))
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
-        register(store, failures, 1, process.pid)
+        register(store, 1, process.pid)
         watch.look()
         assert watch.descriptors()
         assert not aborted
@@ -747,16 +745,16 @@ def test_the_process_of_a_rank_that_ends_without_a_word_is_noticed() -> None:
         assert wait_for(lambda: watch.look() or aborted)
     text = f"Killed or crashed without an error message: rank 1 (on {socket.gethostname()}). [LH221]"
     assert str(failures.cause(patience=0.0)) == text
-    other, _ = watched(store, 2)
+    other, _, _ = watched(store, 2)
     assert str(other.cause(patience=0.0)) == text, "it is written down for all"
 
 
 class Process:
     """Another one on this machine, which is rank 1 of a run."""
 
-    def __init__(self, store: Any, failures: FailureStore) -> None:
+    def __init__(self, store: Any) -> None:
         self.process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-        register(store, failures, 1, self.process.pid)
+        register(store, 1, self.process.pid)
 
     def state(self) -> str:
         """As the kernel names it: T if it is stopped."""
@@ -770,8 +768,8 @@ class Process:
 def test_a_process_that_ends_when_the_cause_is_known_wakes_the_watch_once() -> None:
     """What can be read wakes it: it looked as often as it could, beside a rank that was saving."""
     store = dist.HashStore()
-    failures, watch = watched(store, 0)
-    other = Process(store, failures)
+    failures, watch, _ = watched(store, 0)
+    other = Process(store)
     watch.look()
     failures.report(ArithmeticError("broken"), "Rank 0")
     watch.look()
@@ -783,8 +781,8 @@ def test_a_process_that_ends_when_the_cause_is_known_wakes_the_watch_once() -> N
 
 def test_a_process_that_is_stopped_goes_on_when_the_others_end() -> None:
     store = dist.HashStore()
-    failures, watch = watched(store, 0)
-    other = Process(store, failures)
+    failures, watch, _ = watched(store, 0)
+    other = Process(store)
     watch.look()
     other.process.send_signal(signal.SIGSTOP)
     assert wait_for(lambda: other.state() == "T")
@@ -803,17 +801,18 @@ def test_a_store_that_does_not_answer_ends_who_waits() -> None:
             pytest.fail("it would wait for ever")
 
     aborted, codes = [], []
-    failures, watch = watched(dist.HashStore(), 1, abort=lambda: aborted.append("aborted"), end=codes.append)
-    failures._hosts[0] = "node7"
-    watch._store = failures._store = Silent()
+    store = Switched(dist.HashStore())
+    failures, watch, board = watched(store, 1, abort=lambda: aborted.append("aborted"), end=codes.append)
+    board.learn_host(0, "node7")
+    store.store = Silent()
     watch.end_without_store()
     assert not aborted, "who is stopped goes on first"
     assert failures.is_store_silent
     watch.end_without_store()
     assert aborted
-    first = FailureStore(Silent(), rank=0, size=2)  # of what launched the ranks
+    first = of_rank(Silent(), 0, size=2)  # of what launched the ranks
     first.is_store_silent = True
-    first.linger(Silent())
+    first.linger(Board(Silent(), rank=0, size=2))
     text = "The store through which ranks exchange messages does not respond: rank 0 (on node7) or the launcher"
     assert str(failures.cause(patience=0.0)).startswith(text)
     cause = failures.leave(dist.DistError("gloo: Connection closed by peer"), "Rank 1", lambda: None)
@@ -827,11 +826,11 @@ def test_a_store_that_does_not_answer_ends_who_waits() -> None:
 def test_a_store_that_answers_again_has_why_all_end() -> None:
     """Its process was let go on: the others took the one that found out, and ended, for killed."""
     store = dist.HashStore()
-    failures, watch = watched(store, 1)
+    failures, watch, _ = watched(store, 1)
     watch.end_without_store()
     watch.look()
     assert not failures.is_store_silent
-    other, _ = watched(store, 2)
+    other, _, _ = watched(store, 2)
     text = "The store through which ranks exchange messages does not respond: rank 0 (on "
     assert str(other.cause(patience=0.0)).startswith(text)
 
@@ -847,7 +846,7 @@ def test_a_rank_ends_although_nobody_can_read_why() -> None:
     """What launched the ranks has ended, and with it what read their output."""
     codes: list[int] = []
     store = dist.HashStore()
-    _, watch = watched(store, 0, end=codes.append)
+    _, watch, _ = watched(store, 0, end=codes.append)
     watched(store, 1)[0].report(ArithmeticError("broken"), "Rank 1")
     watch.look()
     watch._known_at -= 4
@@ -858,7 +857,7 @@ def test_a_rank_ends_although_nobody_can_read_why() -> None:
 
 def test_who_is_known_to_have_ended_is_named_and_not_who_answers_late() -> None:
     store = dist.HashStore()
-    failures, _ = watched(store, 0, size=3)
+    failures, _, _ = watched(store, 0, size=3)
     watched(store, 1, size=3)
     watched(store, 2, size=3)  # a busy machine
     failures.gone.add(1)
@@ -882,12 +881,12 @@ def test_errors_of_the_user_do_not_say_that_another_rank_has_left(error: Excepti
 
 def test_a_process_that_ends_after_its_run_is_no_failure() -> None:
     store = dist.HashStore()
-    failures, watch = watched(store, 0, abort=pytest.fail)
-    other, _ = watched(store, 1)
+    failures, watch, _ = watched(store, 0, abort=pytest.fail)
+    _, _, other = watched(store, 1)
     with subprocess.Popen([sys.executable, "-c", "pass"]) as process:
-        register(store, failures, 1, process.pid)
+        register(store, 1, process.pid)
         watch.look()
-        other.finish(Waiting(finished=True).dumps())
+        other.finish(Waiting(finished=True))
     for _ in range(3):
         watch.look()
     assert failures.cause(patience=0.0) is None
@@ -901,15 +900,15 @@ def test_rank_0_may_go_first_when_the_run_is_over(is_told: bool) -> None:
         def __getattr__(self, name: str) -> Any:
             raise dist.DistNetworkError("Connection reset by peer")
 
-    store = dist.HashStore()
-    failures, watch = watched(store, 1, abort=pytest.fail)
-    first, _ = watched(store, 0)
+    store = Switched(dist.HashStore())
+    failures, watch, _ = watched(store, 1, abort=pytest.fail)
+    _, _, first = watched(store, 0)
     if is_told:
-        first.finish(Waiting(finished=True).dumps())
+        first.finish(Waiting(finished=True))
     else:
         failures.is_over = True
     watch.look()
-    watch._store = failures._store = Gone()
+    store.store = Gone()
     failures.gone.add(0)
     for _ in range(3):
         watch.look()
@@ -936,9 +935,9 @@ class Counting:
 
 def test_a_rank_that_ends_while_it_begins_hides_no_other() -> None:
     store = dist.HashStore()
-    failures, watch = watched(store, 0, size=4)
-    store.set(failures.key("process/1"), describe_process())  # it has written no more
-    register(store, failures, 2, os.getpid())
+    _, watch, board = watched(store, 0, size=4)
+    store.set(board.key("record/1"), encode(board.own))  # it has written no more
+    register(store, 2, os.getpid(), size=4)
     watch.look()
     assert len(watch.descriptors()) == 1
     watch.close()
@@ -946,24 +945,26 @@ def test_a_rank_that_ends_while_it_begins_hides_no_other() -> None:
 
 @pytest.mark.parametrize("size", [64, 4096])
 def test_a_look_asks_as_little_of_many_ranks_on_other_machines_as_of_few(size: int) -> None:
-    store = dist.HashStore()
-    failures, watch = watched(store, 1, size=size)
+    store = Switched(dist.HashStore())
+    _, watch, board = watched(store, 1, size=size)
     for rank in range(size):
         if rank != 1:
-            with mock.patch.object(failure, "describe_process", return_value=f"host{rank // 8} m{rank // 8} {rank}"):
-                FailureStore(store, rank=rank, size=size).begin()
-    register(store, failures, 2, os.getpid())
-    watch._store = counting = Counting(store)
+            with mock.patch.object(
+                board_module, "describe_process", return_value=f"host{rank // 8} m{rank // 8} {rank}"
+            ):
+                Board(store, rank=rank, size=size).begin()
+    register(store, 2, os.getpid(), size=size)
+    store.store = counting = Counting(store.store)
     watch.look()
     assert len(watch.descriptors()) == 1
     first, counting.requests = counting.requests, 0
-    failures._tell("something")
+    board.over(counting.store).raise_flag("something")
     watch.look()
     assert first <= 16
     assert counting.requests <= 8
 
 
-class Waits(Thread):
+class Blocked(Thread):
     """Stands in a wait, for long."""
 
     def look(self) -> None:
@@ -971,16 +972,38 @@ class Waits(Thread):
         self.seconds_still += 1.0
 
 
+def test_a_watch_writes_over_its_own_store() -> None:
+    """The store of the run's thread is locked while that waits for a key."""
+
+    class Locked:
+        def __getattr__(self, name: str) -> Any:
+            pytest.fail("the watcher would wait")
+
+    store, aborted = dist.HashStore(), []
+    board = Board(Locked(), rank=0, size=2)
+    watched_board = board.over(store)
+    watched_board.begin()
+    failures = Failures(board)
+    ends: dict[str, Any] = {"abort": lambda: aborted.append("aborted"), "interrupt": pytest.fail, "end": pytest.fail}
+    watch = RankWatch(failures, watched_board, thread=Thread(), heartbeats=None, **ends)
+    waits = Waits(watched_board, thread=Thread(), messages=lambda: Messages(None, {}), state=str)
+    watch.open(waits, None, [mock.Mock(look=lambda: Verdict(DESYNCHRONIZED, "differs", exception="ValueError"))])
+    watch.look()
+    assert aborted
+    assert isinstance(failures.cause(patience=0.0), ValueError)
+    assert "cause" in str(store.list_keys()), "it is written down for all"
+
+
 def test_ranks_that_wait_for_each_other_are_found_by_the_first_of_them_at_the_second_look() -> None:
     store = dist.HashStore()
     moved = [1, 2]
     awaited = [lambda: Messages(("a", 1, moved[0]), {"b": 0}), lambda: Messages(("b", 0, 1), {"a": 0})]
-    each = [watched(store, rank, thread=Waits(), messages=awaited[rank], abort=list) for rank in (0, 1)]
+    each = [watched(store, rank, thread=Blocked(), messages=awaited[rank], abort=list) for rank in (0, 1)]
 
     def look() -> list[str]:
-        for _, watch in each:
+        for _, watch, _ in each:
             watch.look()
-        return [str(failures.cause(patience=0.0)) for failures, _ in each]
+        return [str(failures.cause(patience=0.0)) for failures, *_ in each]
 
     assert look() == ["None", "None"], "rank 0 has not heard of rank 1"
     assert look() == ["None", "None"], "a suspicion"
@@ -1007,24 +1030,23 @@ def test_after_sigterm_a_rank_that_stands_still_ends_all(sleep: float) -> None:
 
     told: list[Exception] = []
     each = [
-        watched(store, 0, thread=Waits(), messages=lambda: Messages(("a", 1, 1), {})),
+        watched(store, 0, thread=Blocked(), messages=lambda: Messages(("a", 1, 1), {})),
         watched(store, 1, thread=Sleeps(), interrupt=told.append),
     ]
 
     def look() -> list[str]:
-        for _, watch in each:
+        for _, watch, _ in each:
             watch.look()
-        return [str(failures.cause(patience=0.0)) for failures, _ in each]
+        return [str(failures.cause(patience=0.0)) for failures, *_ in each]
 
     def wait(seconds: float) -> None:
-        for _, watch in each:
+        for _, watch, _ in each:
             assert watch._sigterm_at is not None
             watch._sigterm_at -= seconds
 
     for _ in range(5):
         assert look() == ["None", "None"], "it may compute"
-    store.set(each[0][0].key("terminate"), "1")
-    store.set(each[0][0].key("event"), "")
+    each[0][2].raise_flag(TERMINATE)
     assert look() == ["None", "None"]
     if sleep < 20:
         wait(15)
@@ -1073,10 +1095,10 @@ def test_a_rank_that_meets_others_over_the_store_is_part_of_a_circle() -> None:
     meetings = [lambda: [Meeting("both", [0, 1], 1, "training_step")], lambda: [Meeting("both", [0, 1], 0)]]
     each = [
         watched(store, rank, thread=thread, messages=messages[rank], meetings=meetings[rank])
-        for rank, thread in enumerate((Thread(), Waits()))
+        for rank, thread in enumerate((Thread(), Blocked()))
     ]
     for _ in range(4):
-        for _, watch in each:
+        for _, watch, _ in each:
             watch.look()
     text = str(each[0][0].cause(patience=0.0))
     assert "rank 0 waits for rank 1 in `training_step` of ranks 0, 1, at" in text
@@ -1128,7 +1150,7 @@ def test_a_look_that_does_not_end_is_noticed_by_another_thread() -> None:
 
 def test_a_thread_that_writes_a_checkpoint_does_not_wait_for_other_ranks() -> None:
     """A disk may take its time to have the bytes: whose run fails meanwhile was ended in the middle."""
-    package = Path(wait_watch.__file__).parents[1]
+    package = Path(rank_watch.__file__).parents[2]
     where = {
         "checkpoint/storage/atomic.py": False,
         "pipeline_parallel/stage.py": False,
@@ -1203,8 +1225,9 @@ def test_who_leaves_twice_without_a_store_tells_the_same() -> None:
         def __getattr__(self, name: str) -> Any:
             raise dist.DistNetworkError("Broken pipe")
 
-    failures = FailureStore(Gone(), rank=1, size=2)
-    failures.learn_host(0, "node7")
+    board = Board(Gone(), rank=1, size=2)
+    failures = Failures(board)
+    board.learn_host(0, "node7")
     first = failures.leave(dist.DistError("gloo: Connection closed by peer"), "Rank 1, action 0F1", lambda: None)
     assert first is not None
     assert str(first).startswith(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from datetime import timedelta
@@ -14,9 +15,11 @@ import pytest
 import torch.distributed as dist
 
 from lightning_hybrid import Faults
-from lightning_hybrid.distributed.failure import FailureStore
-from lightning_hybrid.distributed.watch import heartbeats as module
-from lightning_hybrid.distributed.watch.heartbeats import Heartbeats
+from lightning_hybrid.distributed.watch.board import Board
+from lightning_hybrid.distributed.watch.record import Waiting
+from lightning_hybrid.distributed.watch.verdict import heartbeats as module
+from lightning_hybrid.distributed.watch.verdict.heartbeats import Heartbeats
+from lightning_hybrid.distributed.watch.verdict.judge import Sight, judge
 from tests.pool import Pools
 from tests.training_jobs import PP2, Regression, loader, make_trainer
 
@@ -37,15 +40,12 @@ class Ranks:
 
     def __init__(self, clock: Clock, size: int = 3, *, late: tuple[int, ...] = ()) -> None:
         self._clock, self._store = clock, dist.HashStore()
-        self.failures = [FailureStore(self._store, rank=rank, size=size) for rank in range(size)]
-        for rank, each in enumerate(self.failures):
+        self.boards = [Board(self._store, rank=rank, size=size) for rank in range(size)]
+        for rank, each in enumerate(self.boards):
             if rank not in late:
                 each.begin()
         self._heartbeats = [
-            Heartbeats(
-                self._store, failures.key, rank=rank, size=size, seconds=SECONDS, place=lambda: "step (train.py:3)"
-            )
-            for rank, failures in enumerate(self.failures)
+            Heartbeats(board, seconds=SECONDS, place=lambda: "step (train.py:3)") for board in self.boards
         ]
 
     def pass_time(self, seconds: int, *, without: tuple[int, ...] = ()) -> dict[int, list[int]]:
@@ -54,9 +54,11 @@ class Ranks:
         for _ in range(seconds):
             self._clock.now += 1
             for rank, heartbeats in enumerate(self._heartbeats):
-                silent = heartbeats.look() if rank not in without else []
-                if silent:
-                    found.setdefault(rank, silent)
+                ages = heartbeats.look() if rank not in without else {}
+                finished = self.boards[rank].finished()
+                verdict = judge(Sight(len(self.boards), ages=ages, finished=finished, heartbeat_timeout=SECONDS))
+                if verdict is not None:
+                    found.setdefault(rank, [int(each) for each in re.findall(r"rank (\d+) \(on", verdict.text)])
         return found
 
 
@@ -130,7 +132,7 @@ def test_who_has_begun_is_missed_while_others_have_not(clock: Clock) -> None:
 def test_who_has_come_to_the_end_of_the_run_may_be_silent(clock: Clock) -> None:
     ranks = Ranks(clock)
     ranks.pass_time(10)
-    ranks.failures[1].finish()
+    ranks.boards[1].finish(Waiting(finished=True))
     assert ranks.pass_time(200, without=(1,)) == {}
 
 

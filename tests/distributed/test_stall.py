@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from types import CodeType
 from typing import Any
 from unittest import mock
 
@@ -20,21 +18,16 @@ import torch
 import torch.distributed as dist
 
 from lightning_hybrid import Faults
-from lightning_hybrid.distributed.debug import stall
-from lightning_hybrid.distributed.debug.stall import (
-    IDLES,
-    SILENT,
-    WAITS,
-    WORKS,
-    Answer,
-    Position,
-    StallWatch,
-    find_culprits,
-    stall_text,
-    table,
-)
-from lightning_hybrid.distributed.failure import CAUSE, FailureStore
-from lightning_hybrid.distributed.watch.watched_thread import StackCall
+from lightning_hybrid.distributed.watch import board as board_module
+from lightning_hybrid.distributed.watch.board import POSITIONS, Board
+from lightning_hybrid.distributed.watch.failures import Failures
+from lightning_hybrid.distributed.watch.rank_watch import RankWatch
+from lightning_hybrid.distributed.watch.record import IDLES, SILENT, WAITS, WORKS, Answer
+from lightning_hybrid.distributed.watch.verdict import stall
+from lightning_hybrid.distributed.watch.verdict.stall import Position, StallWatch
+from lightning_hybrid.distributed.watch.verdict.stall_table import find_culprits, stall_text, table
+from lightning_hybrid.distributed.watch.verdict.waits import Messages, Waits
+from lightning_hybrid.distributed.watch.watched_thread import StackCall, WatchedThread
 from lightning_hybrid.distributed.watch.watcher import Watcher
 from lightning_hybrid.strategy import run
 from lightning_hybrid.strategy.watch import run_watch
@@ -96,26 +89,37 @@ def test_the_table_begins_with_whom_the_others_wait_for_and_ranks_at_one_place_s
 TIMEOUT = 1.5
 
 
+def watch_of(board: Board, stall_watch: StallWatch, thread: WatchedThread) -> tuple[RankWatch, Failures]:
+    """The watch of a rank that knows nothing else of its run; it ends nothing."""
+    failures = Failures(board)
+    failures.begin()
+    ends: dict[str, Any] = {"abort": list, "interrupt": lambda error: False, "end": list}
+    watch = RankWatch(failures, board, thread=thread, heartbeats=None, **ends)
+    waits = Waits(board, thread=thread, messages=lambda: Messages(None, {}), state=str)
+    watch.open(waits, stall_watch, [])
+    return watch, failures
+
+
 def chain() -> str:
     """Rank 0 waits for rank 1, and that for rank 2, which computes for a while and then neither does nor answers."""
     rank, size = dist.get_rank(), dist.get_world_size()
     assert dist.group.WORLD is not None
     own = dist.group.WORLD.get_group_store().clone()
-    failures = FailureStore(own, rank=rank, size=size)
-    failures.begin()
+    board = Board(own, rank=rank, size=size)
 
-    def position(calls: Sequence[CodeType]) -> Position:
+    def position() -> Position:
         return Position(batch="train 3", waits_for=[rank + 1])
 
-    watch = StallWatch(failures, own, rank=rank, size=size, timeout=TIMEOUT, position=position, patience=1.0)
-    watcher, text, tensor = Watcher(lambda signals: watch.look(), interval=0.1), io.StringIO(), torch.zeros(1)
+    stall_watch = StallWatch(board, timeout=TIMEOUT, position=position, patience=1.0)
+    watch, failures = watch_of(board, stall_watch, WatchedThread())
+    watcher, text, tensor = Watcher(watch.look, interval=0.1), io.StringIO(), torch.zeros(1)
     with contextlib.redirect_stderr(text):
         watcher.start()
         if rank == 2:
-            while not own.check([failures.key("stall/1/call")]):
+            while not own.check([board.key("call/2")]):
                 torch.randn(100, 100).sum()
             watcher.close()
-            own.wait([failures.key(CAUSE)])
+            own.wait([board.key("cause")])
         else:
             dist.recv(tensor, src=rank + 1)
         if rank > 0:
@@ -159,13 +163,20 @@ class Clock:
         return 0
 
 
-def lonely_watch(store: Any, position: Position | None = None) -> tuple[StallWatch, FailureStore]:
+class Thread(WatchedThread):
+    """That of the run, of which nothing is known."""
+
+    def look(self) -> None:
+        pass
+
+
+def lonely_watch(store: Any, position: Position | None = None) -> tuple[StallWatch, RankWatch, Board]:
     """Of rank 0 of two; the other one never answers."""
-    failures = FailureStore(store, rank=0, size=2)
-    failures.begin()
+    board = Board(store, rank=0, size=2)
     where = Position() if position is None else position
-    watch = StallWatch(failures, store, rank=0, size=2, timeout=100.0, position=lambda calls: where, patience=10.0)
-    return watch, failures
+    stall_watch = StallWatch(board, timeout=100.0, position=lambda: where, patience=10.0)
+    watch, _ = watch_of(board, stall_watch, Thread())
+    return stall_watch, watch, board
 
 
 def stack_in(*files: str) -> list[StackCall]:
@@ -175,7 +186,7 @@ def stack_in(*files: str) -> list[StackCall]:
 
 TORCH, HERE, USERS = str(Path(torch.__file__).parent), str(Path(run.__file__).parents[1]), "/home/me/train.py"
 COLLECTIVE = f"{TORCH}/distributed/distributed_c10d.py"
-IN_STORE = f"{HERE}/distributed/debug/desync.py"
+IN_STORE = f"{HERE}/distributed/watch/desync.py"
 
 
 @pytest.mark.parametrize(
@@ -193,52 +204,52 @@ IN_STORE = f"{HERE}/distributed/debug/desync.py"
     ids=["user", "loader", "compiler", "torch.save", "fsync", "saving together", "collective", "message"],
 )
 def test_who_loads_saves_or_compiles_works_although_it_computes_nothing(stack: list[StackCall], state: str) -> None:
-    watch, failures = lonely_watch(store := dist.HashStore())
+    stall_watch, watch, board = lonely_watch(dist.HashStore())
     with mock.patch.object(stall, "time", clock := Clock()), mock.patch.object(stall, "read_stack", return_value=stack):
-        watch.begin()
-        store.set(failures.key("stall/0/call"), "")
-        clock.now += 3
-        watch.look()  # answers
-        store.set(failures.key("stall/0/continues"), "")
-        for _ in range(20):
+        stall_watch.begin()
+        for _ in range(21):
             clock.now += 3
             watch.look()
-        store.set(failures.key("stall/1/call"), "")
+        board.call(POSITIONS)
         watch.look()
-    assert json.loads(store.get(failures.key("stall/1/answer/0")))["state"] == state
+    record = board.find(0)
+    assert record is not None
+    assert record.answer is not None
+    assert record.answer.state == state
 
 
 def test_who_polls_for_the_others_is_seen_to_wait() -> None:
     """Where it looks again and again whether to go on, its innermost call is now here, now there."""
-    watch, failures = lonely_watch(store := dist.HashStore())
+    stall_watch, watch, board = lonely_watch(dist.HashStore())
     stacks = [stack_in(IN_STORE, USERS), [*(c._replace(position=(1, 2)) for c in stack_in(IN_STORE)), *stack_in(USERS)]]
     with mock.patch.object(stall, "time", clock := Clock()), mock.patch.object(stall, "read_stack") as read:
-        watch.begin()
+        stall_watch.begin()
         for number in range(40):
             read.return_value = stacks[number % 2]
             clock.now += 3
             watch.look()
-    assert store.check([failures.key("stall/0/call")])
+    assert board.own.answered == 1
 
 
 def judged(change: Callable[[Clock, Position], None]) -> tuple[str, list[str]]:
     """What a rank that waits comes to, where something happens before, or while, the others answer."""
     position = Position()
-    watch, failures = lonely_watch(store := dist.HashStore(), position)
-    store.set(failures.key("process/1"), "node7 machine 1")
+    stall_watch, watch, board = lonely_watch(store := dist.HashStore(), position)
+    with mock.patch.object(board_module, "describe_process", return_value="node7 machine 1"):
+        Board(store, rank=1, size=2).begin()
     printed = io.StringIO()
     with (
         contextlib.redirect_stderr(printed),
         mock.patch.object(stall, "time", clock := Clock()),
         mock.patch.object(stall, "read_stack", return_value=stack_in(COLLECTIVE, USERS)),
     ):
-        watch.begin()
+        stall_watch.begin()
         for number in range(50):
             clock.now += 3
             if number == 35:
                 change(clock, position)
             watch.look()
-    return str(failures.cause(patience=0.0)), printed.getvalue().splitlines()
+    return str(Failures(board).cause(patience=0.0)), printed.getvalue().splitlines()
 
 
 def test_who_does_not_answer_is_named_with_its_host() -> None:
@@ -256,37 +267,16 @@ def test_what_finishes_while_others_answer_ends_nothing() -> None:
 
 def test_a_process_that_was_stopped_and_goes_on_ends_nothing() -> None:
     """As where a scheduler suspends a job: what passes meanwhile is nobody's fault."""
-    watch, failures = lonely_watch(store := dist.HashStore())
+    stall_watch, watch, board = lonely_watch(dist.HashStore())
     with (
         mock.patch.object(stall, "time", clock := Clock()),
         mock.patch.object(stall, "read_stack", return_value=stack_in(COLLECTIVE, USERS)),
     ):
-        watch.begin()
+        stall_watch.begin()
         watch.look()
         clock.now += 3600
         watch.look()
-        assert not store.check([failures.key("stall/0/call")])
-
-
-def test_a_watch_writes_over_its_own_store() -> None:
-    """The rank's own is locked while it waits for a key."""
-
-    class Locked:
-        def __getattr__(self, name: str) -> Any:
-            pytest.fail("the watcher would wait")
-
-    watch, failures = lonely_watch(store := dist.HashStore())
-    failures._store = Locked()
-    with (
-        contextlib.redirect_stderr(io.StringIO()),
-        mock.patch.object(stall, "time", clock := Clock()),
-        mock.patch.object(stall, "read_stack", return_value=stack_in(COLLECTIVE, USERS)),
-    ):
-        watch.begin()
-        for _ in range(50):
-            clock.now += 3
-            watch.look()
-    assert store.check([failures.key(CAUSE)])
+        assert board.next_call() is None
 
 
 class Stalling(Regression):

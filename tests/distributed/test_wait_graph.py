@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from lightning_hybrid.distributed.watch.wait_graph import Waiting, find_deadlock
+from lightning_hybrid.distributed.watch.record import Waiting
+from lightning_hybrid.distributed.watch.verdict.wait_graph import find_deadlock
 
 EVERYONE = [0, 1]
 
@@ -109,10 +110,3 @@ def test_ranks_that_run_one_program_are_never_accused(seed: int) -> None:
         slowest = min(range(size), key=done.__getitem__)
         waiting.pop(slowest, None)  # it computes
         assert find_deadlock(waiting) is None
-
-
-def test_notes_travel_as_text() -> None:
-    note = at("a", 3, a=2)
-    note.message = ("c", 1, 4)
-    again = Waiting.loads(note.dumps())
-    assert find_deadlock({0: again, 1: Waiting(finished=True)}) is not None

@@ -22,6 +22,7 @@ from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.distributed.tensor import DTensor
 
+from lightning_hybrid.distributed.watch.board import Board
 from lightning_hybrid.distributed.watch.watcher import THREAD_NAME
 from lightning_hybrid.strategy.watch.signals import SignalAgreement
 from lightning_hybrid.trainer import lightning_internals
@@ -221,7 +222,7 @@ class NoStore:
 def test_the_watcher_survives_a_store_that_is_gone() -> None:
     mesh = mock.Mock(decision_group=_Group())
     with mock.patch.object(dist, "get_rank", return_value=0):
-        signals = SignalAgreement(mesh, NoStore(), str, lambda: None)  # type: ignore[arg-type]
+        signals = SignalAgreement(mesh, Board(NoStore(), rank=0, size=2), lambda: None)
     signals.look()
 
 

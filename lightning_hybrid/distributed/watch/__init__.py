@@ -1,1 +1,1 @@
-"""The thread beside a run, and what it sees: where the run is, what it waits for, which processes have ended."""
+"""The watch of a rank: a thread that writes what the rank does, reads what others do, and ends it after a failure."""

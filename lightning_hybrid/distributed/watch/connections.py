@@ -1,4 +1,4 @@
-"""The connections of process groups: shut down, they wake whoever waits for another rank."""
+"""The connections of process groups; shutting them down wakes a rank that waits for another one."""
 
 from __future__ import annotations
 
@@ -16,16 +16,14 @@ _DESCRIPTORS = Path("/proc/self/fd")
 
 
 class Connections:
-    """The sockets that were opened while process groups were made.
+    """The sockets of process groups.
 
-    A rank that waits in gloo waits in C++, and gloo has no `abort` (torch 2.13). Where its sockets are shut down, the
-    wait ends with "Connection closed by peer", in the line of the user's code that led there: the run ends as after
-    any other exception, instead of with its process.
+    A rank that waits in gloo waits in C++, and gloo has no `abort` (torch 2.13). Shutting its sockets down ends the
+    wait with "Connection closed by peer", at the line of the user's code that led there. The run then ends as after any
+    other exception; otherwise only the end of the process could end the wait.
 
-    A socket is known by its number and by its inode, which no other socket of this machine has: one that was closed in
-    the meantime, and whose number belongs to something else, is left alone. So are the store, and what Python opened:
-    a logger's thread may have connected to its server at the time. Where the system does not list what a process has
-    open (it does on Linux), there are none.
+    A socket is identified by its descriptor and its inode, because descriptors are reused. The sockets of the store and
+    those that Python opened are left alone. On systems without ``/proc`` no sockets are found.
     """
 
     def __init__(self) -> None:
@@ -33,16 +31,18 @@ class Connections:
         self._lasting: set[tuple[int, int]] = set()
 
     def watch_opened(self, store_port: int | None = None) -> None:
-        """Only a process that ends is likely to close what has been opened so far: :meth:`num_lost` counts it.
+        """Count the sockets that are open now in :meth:`num_lost`: only the end of a process is likely to close them.
 
         Args:
-            store_port: Of the store, which is not watched.
+            store_port: The port of the store, which is not watched.
         """
         self._lasting = set(self._connected(store_port))
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Inside, process groups are made, and no other C++ opens sockets."""
+        """Take the sockets that C++ opens inside for those of process groups, which are made there."""
+        # torch has no way to ask a gloo group for its sockets, so the open ones are listed before and after. A logger's
+        # thread may connect to its server at the same time: its socket is a Python object, and those are noted.
         before = _sockets()
         with _python_sockets() as of_python:
             try:
@@ -52,10 +52,9 @@ class Connections:
                 self._sockets |= {each for each in _sockets() - before if each[0] not in numbers}
 
     def num_lost(self) -> int:
-        """How many of those that last have been closed all the same; where the system does not tell, none.
+        """Return how many sockets of :meth:`watch_opened` have been closed, here or by the peer; 0 if it is not known.
 
-        Those of other groups may be closed on purpose, while a rank is busy and cannot say that it is there. Other C++
-        than gloo's may have opened one at the same time: that it is closed says little by itself.
+        Other C++ code than gloo's may have opened one of them, so a closed socket alone is no proof of a failure.
         """
         number, hung_up = 0, getattr(select, "POLLRDHUP", 0)
         lasting = self._lasting if hung_up else set()
@@ -67,11 +66,13 @@ class Connections:
         return len(lasting) - number
 
     def shut_down(self, store_port: int | None = None) -> None:
-        """Wake whoever waits, here and on the other side; the groups are of no use afterwards.
+        """Wake the ranks that wait at either end of a socket; the groups are of no use afterwards.
 
         Args:
-            store_port: Of the store, which the others still read.
+            store_port: The port of the store, which the others still read.
         """
+        # A closed descriptor could be reused while gloo's thread still polls it. `shutdown` on a copy of the descriptor
+        # leaves gloo's own open, and gloo sees what it sees when a peer exits.
         for number, _ in self._connected(store_port):
             with suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
                 connection.shutdown(socket.SHUT_RDWR)
@@ -90,6 +91,7 @@ class Connections:
 
 
 def _sockets() -> set[tuple[int, int]]:
+    """Return the descriptor and inode of each open socket of this process."""
     found: set[tuple[int, int]] = set()
     with suppress(OSError):
         for path in _DESCRIPTORS.iterdir():

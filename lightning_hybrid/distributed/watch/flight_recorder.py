@@ -1,4 +1,4 @@
-"""What this rank's collectives were, out of torch's flight recorder, which notes each of them where it is started."""
+"""The collectives of this rank, from torch's flight recorder, which notes each of them when it is started."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Collectives:
 
     Attributes:
         started: By the name of the group: the number of the first one that is listed, and their kinds in order.
-        pending: Those of one thread that have not ended: (name of the group, number, kind).
+        pending: The collectives of one thread that have not ended: (name of the group, number, kind).
         last: Changes with every collective.
     """
 
@@ -29,15 +29,16 @@ class Collectives:
 
 
 def read_collectives(since: int = -1, thread: int | None = None) -> Collectives:
-    """The collectives that have been started.
+    """Return the collectives that have been started.
 
-    The recorder keeps the last 2,000 or so. Those of gloo are listed, whose ends the host waits for; with NCCL it is
-    the device that waits. Sends and receives are none of them. To read it takes a few milliseconds; torch keeps it
-    anyway. It is private to torch (2.13): where it is missing, or off (``TORCH_FR_BUFFER_SIZE=0``), there are none.
+    The recorder keeps the last 2,000 or so. Only collectives of gloo are returned, since the host waits for their ends;
+    with NCCL the device waits. Sends and receives are left out. Reading takes a few milliseconds; torch keeps the
+    record anyway. It is private to torch (2.13): if it is missing, or off (``TORCH_FR_BUFFER_SIZE=0``), the result is
+    empty.
 
     Args:
-        since: :attr:`Collectives.last` of before, when groups of the same names may have been others.
-        thread: Whose pending collectives are listed, as `threading.get_ident` names it.
+        since: An earlier :attr:`Collectives.last`: groups before it may have had the same names.
+        thread: The `threading.get_ident` of the thread whose pending collectives are returned.
     """
     found = Collectives(last=since)
     for entry in _entries():
@@ -58,13 +59,14 @@ def read_collectives(since: int = -1, thread: int | None = None) -> Collectives:
 
 
 def read_bytes(since: int = -1) -> tuple[dict[str, float], int]:
-    """The bytes of collectives that have been started, by the name of the group.
+    """Return the bytes of collectives that have been started, by the name of the group.
 
-    Those of the whole tensor, as often as it goes around a ring of the group: twice to sum it up, once otherwise. Each
-    rank sends ``(n - 1) / n`` of that. Where more have been started than are listed, the others are taken to be alike.
+    The bytes of the whole tensor count twice for a sum, and once otherwise, as often as it goes around a ring of the
+    group. Each rank sends ``(n - 1) / n`` of them. Collectives that are no longer listed count as the average of the
+    others.
 
     Args:
-        since: The second of what was returned before.
+        since: The second value of an earlier call.
 
     Returns:
         The bytes, and a number that grows with each collective.
@@ -82,26 +84,26 @@ def read_bytes(since: int = -1) -> tuple[dict[str, float], int]:
 
 
 def _num_bytes(shapes: Sequence[Any], dtypes: Sequence[str]) -> int:
-    """Of the tensors of one side of a collective; shapes may be those of a list of tensors."""
+    """Return the bytes of the tensors of one side of a collective; shapes may be those of a list of tensors."""
     return sum(_ITEMSIZES.get(dtype, 4) * math.prod(shape) for shape, dtype in zip(shapes, dtypes, strict=False))
 
 
 def read_progress() -> str | None:
-    """A text that changes with every collective that is started; ``None`` if it is not known. It takes microseconds."""
+    """Return a text that changes with every collective; ``None`` if it is not known. It takes microseconds."""
     dump = getattr(_c10d(), "_dump_fr_trace_json", None)
     try:
-        status: str = json.dumps(json.loads(dump(includeCollectives=False))["pg_status"]) if dump is not None else ""
-    except Exception:  # of a torch whose recorder has another form
+        status = str(json.loads(dump(includeCollectives=False))["pg_status"]) if dump is not None else ""
+    except Exception:  # another version of torch may have another form
         return None
     return status or None
 
 
 def ranks_of(group: str) -> Sequence[int] | None:
-    """The global ranks of a group by its name; ``None`` if it is not known."""
+    """Return the global ranks of a group by its name; ``None`` if it is not known."""
     resolve = getattr(_c10d(), "_resolve_process_group", None)
     try:
         return None if resolve is None else dist.get_process_group_ranks(resolve(group))
-    except Exception:  # of a world that is gone
+    except Exception:  # the groups may be gone
         return None
 
 
@@ -111,7 +113,7 @@ def _entries() -> list[dict[str, Any]]:
         return []
     try:
         entries = json.loads(dump())["entries"]
-    except Exception:  # of a torch whose recorder has another form
+    except Exception:  # another version of torch may have another form
         return []
     return [entry for entry in entries if entry.keys() >= _FIELDS]
 

@@ -1,4 +1,4 @@
-"""The processes of the other ranks on this machine: the kernel says when one of them ends."""
+"""The processes of the other ranks on this machine: the kernel reports the end of each."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from pathlib import Path
 
 
 def describe_process() -> str:
-    """Where this process is: the name of its host, and what another process on the same machine finds it by."""
+    """Return the name of this host, an identifier of this machine, and the number of this process."""
     return f"{socket.gethostname()} {_machine()} {os.getpid()}"
 
 
 def host_of(description: str | None) -> str:
-    """The name of the host in what :func:`describe_process` has made."""
+    """Return the name of the host in a text of :func:`describe_process`."""
     return "an unknown host" if description is None else description.split()[0]
 
 
 def machine_of(description: str) -> str:
-    """What is the same in descriptions of processes on one machine."""
+    """Return the identifier of the machine in a text of :func:`describe_process`."""
     return description.split()[1]
 
 
 @lru_cache(maxsize=1)
 def _machine() -> str:
-    """The same text for processes that know each other's numbers: on one machine, in one container."""
+    """Return a text that is the same for processes that see each other's numbers: on one machine, in one container."""
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{Path('/proc/self/ns/pid').readlink()}"
@@ -37,11 +37,11 @@ def _machine() -> str:
 
 
 class ProcessEnds:
-    """Which of the processes that were given have ended.
+    """The processes of ranks that have ended.
 
-    A rank that is killed says nothing, and who waits for one that waits for it has no connection that breaks. The
-    kernel makes a descriptor of a process readable when it ends, whoever started it (Linux, ``pidfd_open``). Elsewhere,
-    and on other machines, nobody is found here.
+    A rank that is killed sends no message, and a rank that waits for a blocked rank has no connection that breaks. The
+    kernel makes a descriptor of a process readable when it ends (Linux, ``pidfd_open``). On other systems, and for
+    processes on other machines, nothing is found here.
     """
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class ProcessEnds:
 
         Args:
             rank: The rank.
-            description: As its own :func:`describe_process` has made it.
+            description: The text of its :func:`describe_process`.
         """
         _, machine, pid = description.split()
         open_process = getattr(os, "pidfd_open", None)
@@ -66,11 +66,11 @@ class ProcessEnds:
                 return
 
     def descriptors(self) -> Collection[int]:
-        """What can be read when a process ends."""
+        """Return descriptors that can be read when a process ends."""
         return tuple(self._descriptors)
 
     def take(self) -> list[int]:
-        """The ranks whose processes have ended since this was asked before."""
+        """Return the ranks whose processes have ended since the last call."""
         poll = select.poll()
         for descriptor in self._descriptors:
             poll.register(descriptor, select.POLLIN)
@@ -81,13 +81,13 @@ class ProcessEnds:
         return ended
 
     def resume(self) -> None:
-        """Have those that are stopped go on."""
+        """Resume the processes that are stopped."""
         for descriptor in self._descriptors:
             with suppress(OSError):
                 signal.pidfd_send_signal(descriptor, signal.SIGCONT)
 
     def close(self) -> None:
-        """Watch nobody any more."""
+        """Stop watching."""
         for descriptor in self._descriptors:
             os.close(descriptor)
         self._descriptors.clear()

@@ -1,15 +1,18 @@
-"""What the thread of a run is doing, seen from the watcher's: where it is, and whether it moves."""
+"""The thread of a run as the watcher sees it: its stack, and the time in which it has not moved."""
 
 from __future__ import annotations
 
 import linecache
 import os
+import platform
 import signal
+import struct
 import sys
 import sysconfig
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import NamedTuple
@@ -18,7 +21,6 @@ import torch
 import torch.distributed as dist
 
 from lightning_hybrid.distributed.watch.collector import without_collector
-from lightning_hybrid.distributed.watch.sleep import seconds_of_sleep
 
 _TORCH, _PACKAGE = (f"{path}{os.sep}" for path in (Path(dist.__file__).parent, Path(__file__).parents[2]))
 _CHECKPOINT = f"{Path(__file__).parents[2] / 'checkpoint'}{os.sep}"
@@ -33,9 +35,12 @@ _SLOW = (
 _LIBRARIES = (_PACKAGE, *{sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")})
 _COLLECTIVES = "distributed_c10d.py"  # the file of torch's functions for ranks that talk to each other
 _MOST_COMPUTED = 0.05  # seconds in which it does not compute more than this
+_CLOCK_NANOSLEEP = {"x86_64": 230, "aarch64": 115}.get(platform.machine())  # the number of the system call
+_TIMER_ABSTIME = 1  # its flag for a time of the clock, not a number of seconds
+_TIMESPEC = struct.Struct("qq")  # seconds and nanoseconds
 
 
-#: Held while a stack is read: who has the frame of a call has its variables too, and keeps alive what they refer to.
+#: Held while a stack is read: a reference to a frame keeps the variables of the call alive, and all they refer to.
 READING = threading.RLock()  # reentrant: a signal's handler may fork
 # A fork in the middle of a reading would leave the lock held, and the collector off, in the new process.
 os.register_at_fork(before=READING.acquire, after_in_parent=READING.release, after_in_child=READING.release)
@@ -45,8 +50,8 @@ class StackCall(NamedTuple):
     """One of the calls that a thread is in.
 
     Attributes:
-        code: What was called.
-        position: Changes when it goes on; the second number is the place in the code.
+        code: The code of the function.
+        position: Changes when the call continues; the second number is the place in the code.
         ranks: The global ranks of the group, if it is a function of `torch.distributed` and groups were asked for.
     """
 
@@ -56,26 +61,26 @@ class StackCall(NamedTuple):
 
     @property
     def file(self) -> str:
-        """Where its code is."""
+        """The file of the code."""
         return self.code.co_filename
 
     @property
     def line(self) -> int:
-        """The line that runs; searched for where it is told, as a look at a thread takes half as long without."""
+        """The line that runs. It is searched for on demand: a look at a thread takes half as long without it."""
         place = self.position[1]
         return next((line for begin, end, line in self.code.co_lines() if line and begin <= place < end), 0)
 
     def __str__(self) -> str:
-        """For messages."""
+        """Return the function and the line, for messages."""
         return f"{self.code.co_name} ({Path(self.file).name}:{self.line})"
 
 
 def read_stack(thread: int, *, groups: bool = False) -> list[StackCall]:
-    """The calls that a thread is in, the innermost first; nothing if it is gone.
+    """Return the calls that a thread is in, the innermost first; an empty list if it has ended.
 
     Args:
-        thread: As `threading.get_ident` names it.
-        groups: Whether to ask for the groups of functions of `torch.distributed`.
+        thread: The thread's `threading.get_ident`.
+        groups: If True, find the groups of functions of `torch.distributed`.
     """
     calls = list[StackCall]()
     # `f_back` makes a frame object for a call of the other thread. In CPython 3.11 this may first collect garbage, and
@@ -96,16 +101,16 @@ def _ranks_of(frame: FrameType) -> list[int] | None:
 
 
 def may_wait(stack: Sequence[StackCall]) -> bool:
-    """Whether a thread is where it may wait for other ranks: in collectives of torch, or in this package.
+    """Return whether a thread may wait for other ranks: in collectives of torch, or in this package.
 
-    Not where the package reads or writes files, or runs the backward of a stage.
+    The package does not wait for them while it reads or writes files, or runs the backward of a stage.
     """
     file = stack[0].file if stack else ""
     return file.startswith((_TORCH, _PACKAGE)) and not file.startswith((_CHECKPOINT, _BACKWARD))
 
 
 def is_slow(stack: Sequence[StackCall]) -> bool:
-    """Whether a thread does what takes its time, also if it computes nothing: it loads, saves or compiles."""
+    """Return whether a thread loads, saves or compiles: that takes its time, even if it computes nothing."""
     return any(each.file.startswith(_SLOW) for each in stack)
 
 
@@ -114,21 +119,56 @@ def _calls_wait(call: StackCall) -> bool:
     return call.code.co_name.startswith("wait") or ".wait(" in linecache.getline(call.file, call.line)
 
 
+def seconds_of_sleep(thread: int) -> float:
+    """Return the seconds that a thread of this process will sleep unless it is interrupted.
+
+    Python's `time.sleep` (from 3.11) passes the time to wake the thread to the kernel, and the kernel shows the system
+    call that a thread is in (Linux, ``proc_pid_syscall(5)``). A thread that waits for a device, a lock or a message is
+    in another system call.
+
+    Args:
+        thread: The thread's `threading.get_native_id`.
+
+    Returns:
+        Seconds; 0 if it does not sleep, or on a system that does not show system calls.
+    """
+    with suppress(OSError, ValueError, IndexError, struct.error):
+        call = _system_call(thread)
+        number, clock, flags, address = (int(word, 0) for word in call[:4])
+        if number == _CLOCK_NANOSLEEP and clock == time.CLOCK_MONOTONIC and flags == _TIMER_ABSTIME:
+            end = _read(address)
+            if _system_call(thread) == call:  # so that was still its time
+                return max(0.0, end - time.monotonic())
+    return 0.0
+
+
+def _system_call(thread: int) -> list[str]:
+    """Return the number and the arguments of a thread's system call, and two registers; one word if it computes."""
+    return Path(f"/proc/self/task/{thread}/syscall").read_text().split()
+
+
+def _read(address: int) -> float:
+    """Return the time at an address, which is not read by a pointer: the memory may be gone once the thread ends."""
+    with Path("/proc/self/mem").open("rb", buffering=0) as memory:
+        seconds, nanoseconds = _TIMESPEC.unpack(os.pread(memory.fileno(), _TIMESPEC.size, address))
+    return float(seconds + 1e-9 * nanoseconds)
+
+
 class WatchedThread:
-    """The thread that a run is on. :meth:`look` is called again and again; the rest says what was seen.
+    """The thread that a run is on. :meth:`look` is called again and again, and sets the attributes.
 
     Attributes:
-        seconds_still: How long the thread has been at one place and has computed nothing.
-        in_collective: Whether it is in one of torch's functions for ranks that talk to each other.
-        waits: Whether it may wait for other ranks, as :func:`may_wait` says.
-        awaits: Whether it waits in a function of this package for messages or collectives that it started before.
+        seconds_still: The time in which the thread has been at one place and has computed nothing.
+        in_collective: If True, it is in a function of `torch.distributed`.
+        waits: If True, it may wait for other ranks, as :func:`may_wait` says.
+        awaits: If True, it waits in a function of this package for messages or collectives that it started before.
     """
 
     def __init__(self) -> None:
         self.watch_this()
 
     def watch_this(self) -> None:
-        """Watch the thread that calls, which begins a run."""
+        """Watch the calling thread, which begins a run."""
         self._ident, self._native_id = threading.get_ident(), threading.get_native_id()
         self._stack: Sequence[StackCall] = ()
         self._position: object = None
@@ -138,21 +178,21 @@ class WatchedThread:
 
     @property
     def ident(self) -> int:
-        """As `threading.get_ident` names it."""
+        """The thread's `threading.get_ident`."""
         return self._ident
 
     @property
     def is_saving(self) -> bool:
-        """Whether a checkpoint is being written."""
+        """If True, a checkpoint is being written."""
         return any(each.file.startswith(_CHECKPOINT) for each in self._stack)
 
     @property
     def is_slow(self) -> bool:
-        """Whether it does what takes its time, as :func:`is_slow` says."""
+        """If True, it loads, saves or compiles, as :func:`is_slow` says."""
         return is_slow(self._stack)
 
     def look(self) -> None:
-        """See where the thread is."""
+        """Read the stack of the thread."""
         self._stack = stack = read_stack(self._ident)
         if not stack:
             self.watch_nothing()
@@ -167,25 +207,25 @@ class WatchedThread:
         self.seconds_still = now - self._since
 
     def watch_nothing(self) -> None:
-        """The thread is gone."""
+        """Note that the thread has ended."""
         self._stack, self._position, self.seconds_still = (), None, 0.0
         self.in_collective = self.waits = self.awaits = False
 
     def _computed(self) -> float:
-        """The seconds that a processor has worked for it; always 0 where the system does not tell."""
+        """Return the processor time of the thread; always 0 on a system that does not report it."""
         clock_of = getattr(time, "pthread_getcpuclockid", None)
         return 0.0 if clock_of is None else time.clock_gettime(clock_of(self._ident))
 
     def seconds_of_sleep(self) -> float:
-        """How long the thread is going to sleep yet; 0 if it does not, or nobody tells."""
+        """Return the seconds that the thread will sleep; 0 if it does not, or if it is not known."""
         return seconds_of_sleep(self._native_id)
 
     def calls(self) -> str:
-        """The place where the thread is, and the calls that led there."""
+        """Return the innermost calls of the thread."""
         return " < ".join(map(str, read_stack(self._ident)[:6]))
 
     def place(self) -> str:
-        """The place in the user's code that libraries called, such as a hook; or else the innermost calls."""
+        """Return the place in the user's code that libraries called, such as a hook, or else the innermost calls."""
         stack = read_stack(self._ident)
         own = [index for index, each in enumerate(stack) if not each.file.startswith(_LIBRARIES)]
         called = (index for index in own if len(stack) - index > len([each for each in own if each >= index]))
@@ -196,7 +236,7 @@ class WatchedThread:
         return " < ".join(map(str, outside[:3]))
 
     def interrupt(self) -> bool:
-        """Have the handler of SIGTERM called in this thread, whatever it does in Python; whether there is one."""
+        """Have the handler of SIGTERM called in this thread, at any line of Python; return whether it has one."""
         is_main = self._ident == threading.main_thread().ident
         if not is_main or not isinstance(signal.getsignal(signal.SIGTERM), Callable):  # type: ignore[arg-type]
             return False

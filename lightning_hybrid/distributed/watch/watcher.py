@@ -1,4 +1,4 @@
-"""A thread beside a run: it looks at the store of all ranks while the run itself may wait for another rank."""
+"""The watcher: a thread that looks at the store of all ranks while the run itself may wait for another rank."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from contextlib import suppress
 THREAD_NAME, GUARD_NAME = "lightning_hybrid-watcher", "lightning_hybrid-guard"
 
 
-_LAST_LOOK = 3.0  # seconds for one that has not ended when the process does
+_LAST_LOOK = 3.0  # seconds for a look that has not ended when the process does
 
 _hearing: set[int] = set()  # files into which this process writes its signals
-_threads: set[threading.Thread] = set()  # that may still look, though their watcher is closed
+_threads: set[threading.Thread] = set()  # threads that may still look, though their watcher is closed
 
 
 def _wait_for_last_looks() -> None:
-    """An interpreter that ends would end a thread in the middle of the store's C++, and the process by SIGABRT."""
+    """Wait for threads in the store's C++: if the interpreter ended them there, the process would end by SIGABRT."""
     for thread in tuple(_threads):
         if thread is not threading.current_thread():
             thread.join(_LAST_LOOK)
@@ -30,30 +30,30 @@ def _wait_for_last_looks() -> None:
 atexit.register(_wait_for_last_looks)
 
 
-def _be_deaf() -> None:
-    """In a process that was forked: its signals are not ours."""
+def _detach_after_fork() -> None:
+    """Forget the watchers in a process that was forked: its signals are its own."""
     if _hearing:
         signal.set_wakeup_fd(-1)
         _hearing.clear()
     _threads.clear()
 
 
-os.register_at_fork(after_in_child=_be_deaf)
+os.register_at_fork(after_in_child=_detach_after_fork)
 
 
 class Watcher:
     """Calls a function every now and then from a thread, and at once when it is woken.
 
-    Signals that have a handler in Python wake it too. The handler itself runs in the main thread, and only when that
-    comes out of whatever it waits for in C++; the thread hears of the signal at once.
+    A signal that has a handler in Python wakes it too. The handler itself runs in the main thread, once that has left
+    the C++ code that it waits in; this thread learns of the signal at once.
 
     Args:
-        look: What is called, with the numbers of the signals that have come. It must not touch what the run uses: a
-            store that waits for a key is locked, so the thread has a clone of its own.
+        look: The function, which gets the numbers of the signals that have come. It must not touch the objects of the
+            run: a store that waits for a key is locked, so the thread has a clone of its own.
         interval: Seconds between two calls.
         descriptors: Files that wake the thread when they can be read.
-        patience: Seconds that a call may take; ``None`` if it does not matter.
-        stuck: What another thread calls, again and again, while a call takes longer.
+        patience: Seconds that a call may take; ``None`` for any time.
+        stuck: Another thread calls this, again and again, while a call takes longer.
 
     Attributes:
         look: As given; another function may take its place while the thread runs.
@@ -113,7 +113,7 @@ class Watcher:
             self._num_looks += 1
             try:
                 self.look([number for number in woken if number])
-            except Exception:  # whatever it is, the next look may succeed, and nobody else would
+            except Exception:  # the next look may succeed, and no other thread looks
                 if not has_failed:
                     traceback.print_exc()
                 has_failed = True
@@ -122,7 +122,7 @@ class Watcher:
         _threads.discard(threading.current_thread())
 
     def _guard(self, closed: threading.Event, patience: float) -> None:
-        """Count how long the same look takes: not by the clock, since all threads may have been stopped."""
+        """Count how long one look takes: not by the clock, since all threads may have been stopped."""
         seen, count = 0, 0
         while not closed.wait(self._interval):
             count = count + 1 if self._num_looks % 2 and self._num_looks == seen else 0
@@ -131,13 +131,13 @@ class Watcher:
                 self._stuck()
 
     def wake(self) -> None:
-        """Have the function called at once. A signal handler may do this: it takes no lock."""
+        """Have the function called at once. A signal handler may call this: it takes no lock."""
         if self._wake_fd >= 0:
             with suppress(OSError):  # full: it has been woken
                 os.write(self._wake_fd, b"\0")
 
     def close(self) -> None:
-        """End the threads, and wait for the end of the first one unless it is the one that calls."""
+        """End the threads, and wait for the end of the first one unless it is the calling thread."""
         thread, self._thread = self._thread, None
         if thread is None:
             return

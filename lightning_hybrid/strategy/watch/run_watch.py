@@ -1,20 +1,20 @@
-"""The thread beside a run, and all that it looks at: signals, failures, ranks that wait for each other."""
+"""The watch of a run: signals, requests for tensors, and all that `RankWatch` looks at."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from types import CodeType
+from collections.abc import Callable, Collection
+from contextlib import suppress
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lightning_hybrid.distributed.debug.desync import Desync
-from lightning_hybrid.distributed.debug.stall import Position, StallWatch
 from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.distributed.messages.leaf_readers import LeafFetch
-from lightning_hybrid.distributed.wait_watch import Messages, WaitWatch
+from lightning_hybrid.distributed.watch.desync import Desync
+from lightning_hybrid.distributed.watch.verdict.stall import Position, StallWatch
+from lightning_hybrid.distributed.watch.verdict.waits import Messages, Waits
 from lightning_hybrid.pipeline_parallel.engine import Engine
 from lightning_hybrid.strategy.watch.signals import SignalAgreement
 from lightning_hybrid.strategy.watch.start_watch import StartWatch
@@ -25,16 +25,16 @@ class RunWatch:
 
     Args:
         mesh: The ranks.
-        engine: Whose messages are looked at.
-        start: What has watched this rank until now.
-        stall: Seconds in which nothing may finish; ``None`` if it may.
-        since: The last collective of before the groups were made.
+        engine: The engine, whose messages are looked at.
+        start: The watch of this rank until now.
+        stall: Seconds after which a run in which nothing finishes has stalled; ``None`` if it may take any time.
+        since: The last collective before the groups were made.
         desync: Compares what ranks do.
-        fetch: Answers what other ranks ask for.
-        position: Says where the rank is, as for `StallWatch`.
+        fetch: Sends tensors that other ranks ask for.
+        position: Returns where the rank is, as for `StallWatch`.
 
     Attributes:
-        trainer: Whose run is watched; ``None`` outside of one.
+        trainer: The Trainer whose run is watched; ``None`` outside of a run.
     """
 
     def __init__(
@@ -47,54 +47,48 @@ class RunWatch:
         since: int,
         desync: Desync,
         fetch: LeafFetch,
-        position: Callable[[Sequence[CodeType]], Position],
+        position: Callable[[], Position],
     ) -> None:
-        self._mesh, self._engine, self._fetch, self._start = mesh, engine, fetch, start
-        self._failures = failures = start.failures
-        self._watcher, self._failure_watch, self._thread = start.watcher, start.failure_watch, start.thread
-        store = start.watched
-        self._others: list[Desync | StallWatch | LeafFetch] = [desync, fetch]
-        rank, size = dist.get_rank(), dist.get_world_size()
-        if stall is not None:
-            watch = StallWatch(failures, store, rank=rank, size=size, timeout=stall, position=position)
-            self._others.append(watch)
-        self._waits = WaitWatch(
-            failures,
-            store,
-            rank=rank,
-            size=size,
+        self._mesh, self._engine, self._desync, self._fetch, self._start = mesh, engine, desync, fetch, start
+        self._failures, self._board, self._thread = start.failures, start.board, start.thread
+        self._watcher, self._rank_watch = start.watcher, start.rank_watch
+        watched = start.watched_board
+        self._stall = None if stall is None else StallWatch(watched, timeout=stall, position=position)
+        self._waits = Waits(
+            watched,
             thread=self._thread,
             messages=self._messages,
             state=self._state,
             meetings=desync.meetings,
             since=since,
         )
-        self._signals = SignalAgreement(mesh, store, failures.key, self._watcher.wake)
+        self._signals = SignalAgreement(mesh, watched, self._watcher.wake)
         self.trainer: Trainer | None = None
 
     def open(self, trainer: Trainer) -> None:
-        """A run begins."""
+        """Begin a run."""
         self.trainer = trainer
         if not self._start.is_first_run:  # which has begun with the store
             self._failures.begin()
-            self._failure_watch.begin()
-        for other in (self._waits, *self._others):
-            other.begin()
+            self._rank_watch.begin()
+        self._desync.begin()
+        self._fetch.begin()
         self._signals.install(trainer)
-        self._failure_watch.waits, self._failure_watch.interrupt = self._waits, self._interrupt
+        self._rank_watch.open(self._waits, self._stall, [self._desync])
+        self._rank_watch.ladder.interrupt = self._interrupt
         self._watcher.look = self._look
         self._watcher.start()
         self._watcher.wake()
 
     def close(self) -> None:
-        """The Trainer is given back."""
+        """Give the Trainer back."""
         self._signals.remove()
 
     def end_together(self) -> None:
         """Wait for the others at the end of a run without a failure: none has succeeded where another one fails.
 
-        By a collective that is of no use to anybody else: a barrier or the like that a rank has called alone before
-        would be taken for this one.
+        No other code calls the collective that is used: a barrier that a rank has called alone before would be taken
+        for this one.
         """
         is_in_run = self.trainer is not None and dist.is_initialized()
         if is_in_run and not self._failures.failed and not self._failures.is_leaving:
@@ -105,9 +99,9 @@ class RunWatch:
             self._failures.is_over = True
 
     def finish(self) -> None:
-        """The last collectives of a run are behind this rank."""
+        """End a run, after its last collectives."""
         if self.trainer is not None and not self._failures.failed:
-            self._failures.finish(self._waits.final_note())
+            self._board.finish(self._waits.final())
         self.trainer, self._start.is_first_run = None, False
         self._start.close()
 
@@ -116,12 +110,12 @@ class RunWatch:
     def _look(self, signals: Collection[int]) -> None:
         if not self._failures.is_known:  # otherwise there is nothing left to find, and the store may be gone
             self._signals.look(signals)
-            for other in self._others:
-                other.look()
-        self._failure_watch.look(signals)
+            with suppress(dist.DistError, OSError):  # the store is gone: then the run ends for that reason
+                self._fetch.look()
+        self._rank_watch.look(signals)
 
     def _messages(self) -> Messages:
-        """Messages between stages, and those of batches and results."""
+        """Return the messages between stages, and those of batches and results."""
         mesh, counts, awaited = self._mesh, self._engine.num_messages(), self._engine.awaited_message()
         name_of = {}
         for key in counts:
@@ -135,7 +129,7 @@ class RunWatch:
         return Messages(next((each for each in of_others if each is not None), None), sent)
 
     def _state(self) -> str:
-        """Where the Trainer is."""
+        """Return the state of the Trainer."""
         trainer = self.trainer
         if trainer is None or trainer.state.fn is None:
             return ""
@@ -146,5 +140,5 @@ class RunWatch:
         return f"{stage}, epoch {trainer.current_epoch}, global_step {trainer.global_step}{stops}"
 
     def _interrupt(self, exception: Exception) -> bool:
-        """Raise in the thread of the run."""
+        """Raise an exception in the thread of the run; return whether that is possible."""
         return self._signals.interrupt(exception, self._thread.interrupt)

@@ -12,48 +12,47 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_hybrid.distributed.failure import EVENT, Store
 from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.distributed.process_group import GroupRef
+from lightning_hybrid.distributed.watch.board import REQUEUE, TERMINATE, Board
 from lightning_hybrid.trainer import lightning_internals as internals
 
 _TERMINATE, _REQUEUE = 1, 2  # bits: both may have come
-_VALIDATE = 4  # no signal, but told in the same message: `Trainer(val_check_interval="00:10:00")`
+_VALIDATE = 4  # not a signal, but sent in the same message: `Trainer(val_check_interval="00:10:00")`
 
 
 class SignalAgreement:
-    """Signals that any rank got are acted upon by all ranks before the same batch.
+    """All ranks act on a signal of any rank before the same batch.
 
     ::
 
-        rank 3   signal --> watcher: a note, into the store
-        rank 0              watcher: out of the store, a note --.
+        rank 3   signal --> watcher: a flag on the board
+        rank 0              watcher: from the board, a note ----.
         all                              before each batch: rank 0's notes come to all ranks --> act
 
-    The watcher hears of a signal also while the run waits in C++, where no handler of Python is called. What the
-    handler does is the same, for the case that there is no watcher that hears.
+    The watcher learns of a signal even while the run waits in C++, where no handler of Python is called. The handler
+    does the same, in case the watcher cannot receive signals.
 
-    Lightning's handlers run collectives, wherever the other ranks are; and only rank 0's SIGTERM ends its loops. This
-    is in the place of Lightning's own broadcast. Before the next batch a checkpoint can be saved: all ranks stop
-    there with `SIGTERMException`, or requeue the job and go on until SLURM ends it. The time to validate
-    (`Trainer(val_check_interval="00:10:00")`), by the clock of rank 0, is told with them.
+    Lightning's handlers run collectives, wherever the other ranks are, and only rank 0's SIGTERM ends its loops. This
+    class replaces Lightning's broadcast. Before the next batch a checkpoint can be saved: all ranks stop there with
+    `SIGTERMException`, or requeue the job and continue until SLURM ends it. The time to validate
+    (`Trainer(val_check_interval="00:10:00")`), by the clock of rank 0, is sent with the signals.
 
-    In one replica rank 0's notes are messages, for which nobody waits that would not wait for the batch. Where there
-    are several, they are a broadcast, which has a second use: replicas that have not equally many batches meet in it,
-    by collectives of different kinds, which is found. Of two sums of different sizes gloo makes an end of the process
-    (fault 31 of ``tests/faults``).
+    In one replica rank 0's notes are messages, and a rank that waits for one would wait for the batch anyway. With
+    several replicas they are a broadcast, which has a second use: replicas with different numbers of batches call
+    collectives of different kinds there, and the watch finds that. Gloo aborts the process if two ranks reduce tensors
+    of different sizes (fault 31 of ``tests/faults``).
 
     Args:
         mesh: The ranks.
-        store: What all ranks see, for the watcher alone.
-        key: The key of something in the store that belongs to this run.
+        board: The board, over the store of the watcher.
         wake: Wakes the watcher.
     """
 
-    def __init__(self, mesh: Mesh, store: Store, key: Callable[[str], str], wake: Callable[[], None]) -> None:
+    def __init__(self, mesh: Mesh, board: Board, wake: Callable[[], None]) -> None:
         self._group = GroupRef(mesh.decision_group)
         self._messages = mesh.posted_broadcast("signals", 0) if mesh.num_replicas == 1 else None
-        self._store, self._key, self._wake = store, key, wake
+        self._board, self._wake = board, wake
         self._is_first = dist.get_rank() == 0
         self._noted = 0  # by this rank's handlers; of rank 0 by those of all ranks
         self._told = self._done = 0
@@ -64,7 +63,7 @@ class SignalAgreement:
         self._is_interrupted = False
 
     def install(self, trainer: Trainer) -> None:
-        """A run begins."""
+        """Begin a run."""
         self._noted = self._told = self._done = 0
         self._exception, self._is_interrupted = None, False
         self._trainer = trainer
@@ -73,18 +72,18 @@ class SignalAgreement:
         internals.replace_sigterm_broadcast(trainer, self._agree)
 
     def remove(self) -> None:
-        """A run ends."""
+        """End a run."""
         if self._trainer is not None:
             internals.restore_signal_handlers(self._trainer)
             internals.restore_sigterm_broadcast(self._trainer)
             self._trainer = None
 
     def interrupt(self, exception: Exception, send: Callable[[], bool]) -> bool:
-        """Have the handler raise, in the thread of the run.
+        """Have the handler raise an exception in the thread of the run; return whether that is possible.
 
         Args:
-            exception: What it raises.
-            send: Sends SIGTERM there, if there is a handler.
+            exception: The exception.
+            send: Sends SIGTERM to that thread, if it has a handler; returns whether it has.
         """
         self._exception, self._is_interrupted = exception, True
         return send()
@@ -115,10 +114,10 @@ class SignalAgreement:
         self._wake()
 
     def look(self, signals: Collection[int] = ()) -> None:
-        """On the watcher's thread: tell rank 0 what this rank has got, and on rank 0 hear it.
+        """Raise flags for the signals of this rank, and on rank 0 note those of all ranks. Called by the watcher.
 
         Args:
-            signals: What has come since.
+            signals: The signals since the last look.
         """
         if signal.SIGTERM in signals and not self._is_interrupted:
             self._note_terminate(signal.SIGTERM)
@@ -126,19 +125,15 @@ class SignalAgreement:
             self._exchange()
 
     def _exchange(self) -> None:
-        for number in (_TERMINATE, _REQUEUE):
-            key = self._key(f"signal/{number}")
-            if self._is_first and not self._noted & number and self._store.check([key]):
+        for number, flag in ((_TERMINATE, TERMINATE), (_REQUEUE, REQUEUE)):
+            if self._is_first and not self._noted & number and self._board.has_flag(flag):
                 self._noted |= number
             if self._noted & number and not self._told & number:
-                self._store.set(key, "1")
+                self._board.raise_flag(flag)
                 self._told |= number
-                if number == _TERMINATE:
-                    self._store.set(self._key("terminate"), "1")
-                    self._store.set(self._key(EVENT), "")
 
     def _agree(self) -> None:
-        """Before each batch of training, on all ranks."""
+        """Act on the notes of rank 0, before each batch of training, on all ranks."""
         trainer = self._trainer
         assert trainer is not None
         notes = self._notes_of_first(self._noted | self._note_of_time(trainer))

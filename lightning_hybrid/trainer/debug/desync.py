@@ -1,4 +1,4 @@
-"""What steps do is compared over the ranks; with `Faults(detect_desync=True)` also numbers, to the last bit."""
+"""The comparison of steps over the ranks; with `Faults(detect_desync=True)` also of numbers, to the last bit."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from lightning_hybrid.data_parallel.zero.param import is_shard
 from lightning_hybrid.distributed.agreement import unequal_text
-from lightning_hybrid.distributed.debug.desync import Desync, DesyncWatch
 from lightning_hybrid.distributed.dtensor import is_tensor_parallel, to_local
 from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.distributed.random import RandomStreams
+from lightning_hybrid.distributed.watch.desync import Desync, DesyncWatch
 from lightning_hybrid.pipeline_parallel.splitting.microbatch import signature_text
 from lightning_hybrid.trainer.dataloader import checksum
 from lightning_hybrid.trainer.lightning_internals import before_log_reductions
@@ -33,7 +33,7 @@ Shared = tuple[str, tuple[str | int, ...]]
 
 @contextmanager
 def refusing() -> Iterator[None]:
-    """Make what ranks that differ are told a plain `ValueError`, where no step is cut whose ranks have to be told."""
+    """Turn a `WrongUseError` into a plain `ValueError`, for code outside of a step that is divided."""
     try:
         yield
     except WrongUseError as error:
@@ -50,7 +50,7 @@ class StepDesync:
         guard: Turns a failure inside of it into one of all ranks.
 
     Attributes:
-        has_replicas: Whether there is something to compare of what is logged.
+        has_replicas: If True, logged values are compared over replicas.
     """
 
     def __init__(
@@ -66,11 +66,11 @@ class StepDesync:
         self._last_key = ""
 
     def note_batch(self, step: str, version: Hashable, parts: Sequence[Hashable], counts: Sequence[int] = ()) -> None:
-        """A batch is about to run: what decides the messages in a model group is compared over it.
+        """Compare all that decides the messages of a batch over the model group, before the batch runs.
 
         Args:
             step: The user's step.
-            version: What decides which tensors need gradients, beside the batch.
+            version: Changes when other tensors need gradients.
             parts: The signature of each microbatch.
             counts: The number of samples of each microbatch.
         """
@@ -86,23 +86,25 @@ class StepDesync:
             }
 
         if self._has_peers:
-            alike = tuple([(part, len(list(equal))) for part, equal in groupby(parts)])  # what is kept for each batch
+            alike = tuple(
+                [(part, len(list(equal))) for part, equal in groupby(parts)]
+            )  # short, as one is kept per batch
             self._note(self._desync.model_group, step, (version, alike, tuple(counts)), describe)
 
     def note_logs(self, logs: Sequence[Log]) -> None:
-        """A step of training has logged: what replicas reduce of it at once is compared over them."""
+        """Compare the values that replicas reduce at once, after a training step has logged them."""
         reduced = (log for log in logs if log.metric is not None or log.arguments.get("sync_dist"))
         names = tuple([log.name for log in reduced if log.arguments.get("on_step") is not False])
         self._note(self._desync.replicas, "training_step", names, lambda: {"logged keys": str(list(names))})
 
     def noting_reductions(self, trainer: Trainer) -> AbstractContextManager[None]:
-        """While entered, compare what replicas are about to reduce of what is logged, in steps, epochs and hooks."""
+        """While entered, compare the logged values that replicas are about to reduce, in steps, epochs and hooks."""
         if not self.has_replicas:
             return nullcontext()
         return before_log_reductions(trainer, self._note_reduction, self._note_epoch_end)
 
     def _note_reduction(self, key: str) -> None:
-        """A value is logged that replicas reduce at once, or that a hook outside of batches logs.
+        """Compare a value that replicas reduce at once, or that a hook outside of batches logs.
 
         Args:
             key: The hook and the name.
@@ -112,7 +114,7 @@ class StepDesync:
         self._note(self._desync.replicas, where, key, lambda: {"key": key})
 
     def _note_epoch_end(self, keys: Sequence[str]) -> None:
-        """An epoch of training or evaluation ends.
+        """Compare the values that are reduced at the end of an epoch of training or evaluation.
 
         Args:
             keys: The hook and the name of each value that is about to be reduced, in order.
@@ -173,7 +175,7 @@ class DesyncDetector:
             )
 
     def _parameters(self) -> dict[Shared, int]:
-        """Of each parameter that this rank has: what replicas, and all stages that hold it, must have alike."""
+        """Return a checksum of each parameter of this rank, by the ranks that must have the same one."""
         mesh = self._mesh
         found: dict[Shared, Tensor] = {}
         for name, parameter in self._module.named_parameters():
@@ -190,7 +192,7 @@ class DesyncDetector:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """The sum of the bits as integers, shape ``()``, on the tensor's device: it is another one if one bit is."""
+    """Return the sum of the bits as integers, shape ``()``, on the tensor's device: it changes with each bit."""
     flat = tensor.detach().contiguous().flatten()
     if flat.is_complex():
         flat = torch.view_as_real(flat).flatten()

@@ -1,22 +1,20 @@
-"""Where this rank is in its work: the Trainer's loops, and the engine's actions, read from another thread."""
+"""The position of this rank in its work: the Trainer's loops, and the engine's actions, read from another thread."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from types import CodeType
 from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lightning_hybrid.distributed.debug.stall import Position
 from lightning_hybrid.distributed.mesh import Mesh
-from lightning_hybrid.pipeline_parallel.engine import TAKES, Engine
+from lightning_hybrid.distributed.watch.verdict.stall import Position
+from lightning_hybrid.pipeline_parallel.engine import Engine
 from lightning_hybrid.pipeline_parallel.schedules import Action, ChannelKey
 
 
 def place_text(engine: Engine, mesh: Mesh, trainer: Trainer | None) -> str:
-    """This rank, and its stage and action or else its batch, for what the other ranks are told of a failure.
+    """Return this rank, and its stage and action or else its batch, for the error that the other ranks raise.
 
     Args:
         engine: Runs the actions of schedules.
@@ -34,7 +32,7 @@ def place_text(engine: Engine, mesh: Mesh, trainer: Trainer | None) -> str:
 
 
 def _loop(trainer: Trainer) -> Any:
-    """The loop that runs."""
+    """Return the loop that runs."""
     epoch_loop = trainer.fit_loop.epoch_loop
     if trainer.state.fn == TrainerFn.FITTING:
         return epoch_loop if trainer.training else epoch_loop.val_loop
@@ -43,11 +41,10 @@ def _loop(trainer: Trainer) -> Any:
     return trainer.predict_loop if trainer.state.fn == TrainerFn.PREDICTING else trainer.validate_loop
 
 
-def find_position(calls: Sequence[CodeType], trainer: Trainer, engine: Engine, mesh: Mesh) -> Position:
-    """Read where this rank is; nothing in a step is done for that.
+def find_position(trainer: Trainer, engine: Engine, mesh: Mesh) -> Position:
+    """Return the position of this rank. A step does nothing for that.
 
     Args:
-        calls: The code of the calls of the main thread, the innermost first.
         trainer: The Trainer.
         engine: Runs the actions of schedules.
         mesh: The ranks.
@@ -77,7 +74,7 @@ def find_position(calls: Sequence[CodeType], trainer: Trainer, engine: Engine, m
     under_way = engine.under_way()
     position.action, position.last = str(action), under_way.last
     position.pending = [told(*each) for each in under_way.messages]
-    if under_way.awaited is not None and TAKES in calls:
+    if under_way.awaited is not None:
         position.pending.insert(0, told(*under_way.awaited))
         position.waits_for = [mesh.peer(under_way.awaited[1][0])]
     return position

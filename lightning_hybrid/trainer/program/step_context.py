@@ -13,12 +13,13 @@ from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import LightningModule
 from lightning.pytorch.profilers import PassThroughProfiler, Profiler
 
-from lightning_hybrid.distributed.debug.desync import Desync
 from lightning_hybrid.distributed.factories import plain_factories
-from lightning_hybrid.distributed.failure import FailureStore, WrongUseError, add_note, is_transport
+from lightning_hybrid.distributed.failure import WrongUseError, add_note, is_transport
 from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.distributed.process_group import torch_profiles
 from lightning_hybrid.distributed.random import RandomStreams
+from lightning_hybrid.distributed.watch.desync import Desync
+from lightning_hybrid.distributed.watch.failures import Failures
 from lightning_hybrid.pipeline_parallel.body import Body, BodyWatch
 from lightning_hybrid.pipeline_parallel.engine import Engine
 from lightning_hybrid.pipeline_parallel.frame.path_change import Choice
@@ -88,7 +89,7 @@ class StepContext:
         mesh: Mesh,
         *,
         streams: RandomStreams,
-        failures: FailureStore,
+        failures: Failures,
         abandon: Callable[[], None],
         desync: Desync,
         device: torch.device,

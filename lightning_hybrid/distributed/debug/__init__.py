@@ -1,1 +1,0 @@
-"""Whether all ranks do the same, and where they stand when nothing happens any more."""

@@ -1,0 +1,209 @@
+"""The first failure of a run: every rank ends with it, quickly."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+
+from lightning_hybrid.distributed.failure import close_groups, is_transport, notes_of
+from lightning_hybrid.distributed.watch.board import Board
+from lightning_hybrid.distributed.watch.record import name_of
+from lightning_hybrid.distributed.watch.verdict.judge import Sight, judge, store_gone_text
+from lightning_hybrid.distributed.watch.verdict.wait_graph import MOST
+
+_PATIENCE = 1.5  # seconds that watchers of other ranks may take to answer
+_LATE = 0.5  # additional seconds for the ranks that have not answered by then
+_LINGER = 1.5
+_KINDS: dict[str, type[Exception]] = {"ValueError": ValueError, "TypeError": TypeError}
+
+
+class Failures:
+    """The first failure of a run, which one rank writes and every other rank reads.
+
+    ::
+
+        rank 2: exception in 2F1 --> leave(): text to the board, groups closed --> raises its exception
+        rank 1: waits for rank 2 --> its receive fails --> leave(): groups closed --> raises the text of rank 2
+        rank 0: waits for rank 1 --> its receive fails --> leave(): groups closed --> raises the text of rank 2
+
+    A closed gloo group fails at once on its peers, so the chain takes milliseconds. A rank that waits for a blocked
+    rank gets no error from its own groups: see :class:`~lightning_hybrid.distributed.watch.rank_watch.RankWatch`.
+
+    If a peer disappears without writing a failure, the rank calls for answers. The watcher of every living rank
+    answers, even if the rank itself is blocked, with the calls that the rank is in.
+
+    Args:
+        board: The board, over the store of the thread of the run.
+
+    Attributes:
+        failed: If True, this rank failed, or left because another one did.
+        is_first: If True, this rank wrote the first failure.
+        is_leaving: If True, this rank is on its way out after an exception.
+        is_interrupted: If True, this rank's groups were closed to bring it to the handler of SIGINT.
+        gone: The ranks whose processes are known to have ended.
+        is_over: If True, all ranks have come to the end of this run together, and any of them may exit.
+        is_store_silent: If True, the store exists and does not answer: a request to it would wait forever.
+    """
+
+    def __init__(self, board: Board) -> None:
+        self._board = board
+        self._known: tuple[str, str] | None = None  # the kind and text of the first failure: the store may be gone
+        self.gone: set[int] = set()
+        self.failed = self.is_first = self.is_leaving = self.is_over = False
+        self.is_store_silent = self.is_interrupted = False
+
+    @property
+    def is_known(self) -> bool:
+        """If True, the first failure is known here, so :meth:`cause` does not wait for it."""
+        return self._known is not None
+
+    def begin(self) -> None:
+        """Begin the next run: entries of former ones are ignored."""
+        self.is_leaving = self.is_over = self.is_interrupted = False
+        self.gone.clear()
+        self._board.begin()
+
+    def is_first_to(self, say: str) -> bool:
+        """Return True on the first rank that asks this in this run, so that one rank alone prints a warning.
+
+        Args:
+            say: The name of the warning.
+        """
+        with contextlib.suppress(Exception):  # the store may be gone, as the run is
+            return not self.failed and self._board.claim(f"say {say}")
+        return False
+
+    def report(self, error: BaseException, where: str, *, verbatim: bool = False) -> None:
+        """Write a failure down, unless another rank was first.
+
+        Args:
+            error: The exception.
+            where: The rank, stage and action.
+            verbatim: If True, the other ranks raise the same text, because the error is about what every rank does.
+        """
+        if self.failed:
+            return
+        self.failed = True
+        kind = next((name for name, kind in _KINDS.items() if isinstance(error, kind)), "RuntimeError")
+        text = str(error) if verbatim else f"{where} failed: {type(error).__name__}: {error}"
+        text += "".join(f" ({note})" for note in notes_of(error))
+        with contextlib.suppress(Exception):
+            self.is_first = self._board.write_cause(kind, text)
+            self._board.note_read()
+
+    def linger(self, board: Board) -> None:
+        """Wait until the other ranks have read the first failure: the store often ends with the process of rank 0.
+
+        Args:
+            board: That of the calling thread.
+        """
+        deadline = time.monotonic() + _LINGER
+        must_stay = board.rank == 0 and not self.is_store_silent
+        others = set(range(1, board.size)) - self.gone if must_stay else set()
+        while others and not others <= board.have_read() and time.monotonic() < deadline:
+            time.sleep(0.02)
+
+    def learn(self, kind: str, text: str) -> None:
+        """Take a failure for the first one. The watcher has read it, or found it where the store is gone."""
+        self._known = kind, text
+
+    def cause(self, patience: float = 2.0) -> Exception | None:
+        """Return the first failure as the exception to raise here; ``None`` if no rank has written one.
+
+        Args:
+            patience: Seconds to wait for one.
+        """
+        deadline = time.monotonic() + patience
+        while True:
+            try:
+                if self._known is None:
+                    self._known = self._board.read_cause()
+            except Exception:  # the store died with the rank that hosts it
+                return None
+            if self._known is not None:
+                kind, text = self._known
+                return _KINDS.get(kind, RuntimeError)(text)
+            if time.monotonic() > deadline:
+                return None
+            time.sleep(0.02)
+
+    def leave(
+        self, error: BaseException, where: str, abandon: Callable[[], None], *, verbatim: bool = False
+    ) -> BaseException | None:
+        """Leave every process group after an exception, without a collective.
+
+        ::
+
+            error --> is there a cause? ----- no --> report error, or if it only --.
+                      (transport errors              says that a rank has left,    +--> abandon --> close groups
+                       wait for one)                 the answers to a call         |
+                                    `-- yes ---------------------------------------'
+
+        Args:
+            error: The exception of this rank.
+            where: The rank, stage and action.
+            abandon: Drops all that is under way and would keep connections open.
+            verbatim: As in :meth:`report`.
+
+        Returns:
+            The first failure, to be raised from ``error``; ``None`` if ``error`` is the first one.
+        """
+        self.is_leaving = True
+        cause: BaseException | None
+        call = None
+        if is_transport(error) and not self.is_store_silent and not self.is_known:
+            with contextlib.suppress(Exception):
+                call = self._board.call()  # the others answer while this rank waits for a cause
+        if self.is_interrupted and is_transport(error):
+            # In a backward the handler's exception may be lost: torch asks for signals while it describes this error.
+            cause = KeyboardInterrupt()
+            self.report(cause, where)
+        else:
+            cause = self.cause(patience=_PATIENCE if is_transport(error) else 0.0)
+        if cause is None and is_transport(error):
+            found = RuntimeError(self._hear_answers(call, f"{where} failed: {type(error).__name__}: {error}"))
+            self.report(found, where, verbatim=True)
+            cause = self.cause(patience=0.0)  # another rank may have been first
+            if cause is None:  # the store is gone
+                self.learn("RuntimeError", str(found))
+                cause = found
+        elif cause is None:
+            self.report(error, where, verbatim=verbatim)
+        with contextlib.suppress(Exception):
+            self.linger(self._board)
+        abandon()
+        close_groups(error)
+        return cause
+
+    def _hear_answers(self, call: int | None, text: str) -> str:
+        """Return the text of a failure that no rank has written: which rank has gone, or where the others are.
+
+        Args:
+            call: The number of the call; ``None`` if it could not be made, so that it is made now.
+            text: The error of this rank.
+        """
+        board = self._board
+        others = [rank for rank in range(board.size) if rank != board.rank]
+        try:
+            deadline = time.monotonic() + _LATE
+            if call is None:
+                call = board.call()
+                deadline += _PATIENCE
+            while (absent := board.absent(call)) and time.monotonic() < deadline:
+                time.sleep(0.02)
+            here, finished = board.here(call), sorted(board.finished() - {board.rank})
+            gone = [rank for rank in absent if rank in self.gone] or absent  # a busy machine answers late
+            records = board.read([*gone, *(rank for rank in others[:MOST] if rank in here)])
+        except Exception:
+            return f"{store_gone_text(name_of(0, board.hosts))} {text}"
+        self.gone.update(gone)  # so no rank waits for them
+        ended = {rank: records[rank] for rank in gone}
+        sight = Sight(board.size, ended, board.hosts, gone, finished, waits_for_finished=True)
+        if (verdict := judge(sight)) is not None:
+            return f"{verdict.text} {text}"
+        if elsewhere := [name_of(rank, board.hosts) for rank in others if rank not in here]:
+            names = ", ".join(elsewhere[:MOST])
+            return f"These ranks have already ended this run or are running other code: {names}. {text}"
+        places = "; ".join(f"rank {rank} at {records[rank].calls}" for rank in others[:MOST])
+        return f"{text} All other ranks are still running: {places}."

@@ -1,0 +1,126 @@
+"""The record of a rank: all that its watcher tells the watchers of the other ranks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+WAITS, IDLES, WORKS, SILENT = "waits", "idles", "works", "does not answer"
+
+
+@dataclass
+class Waiting:
+    """The collectives and messages that a blocked rank waits for, and those that it has started before.
+
+    A number identifies a collective of a group, or a message of a channel, counted from the first one.
+
+    Attributes:
+        collectives: (group, its global ranks, number, kind) of the collectives that have not ended.
+        message: (channel, global rank of the sender, number) of a message that has not arrived.
+        started: By group: the number of the first collective that is listed, and the kinds of these in order.
+        sent: The number of messages that have been sent, by channel.
+        place: The line where the rank waits, in the user's code if it came from there.
+        state: The state of its Trainer.
+        finished: If True, the run of the rank is over, and it will never start anything again.
+    """
+
+    collectives: list[tuple[str, list[int], int, str]] = field(default_factory=list)
+    message: tuple[str, int, int] | None = None
+    started: dict[str, tuple[int, list[str]]] = field(default_factory=dict)
+    sent: dict[str, int] = field(default_factory=dict)
+    place: str = ""
+    state: str = ""
+    finished: bool = False
+
+    def has_started(self, group: str, number: int) -> bool:
+        """Return whether a collective of a group has been started."""
+        first, kinds = self.started.get(group, (0, []))
+        return number < first + len(kinds)
+
+    def kind_of(self, group: str, number: int) -> str | None:
+        """Return the kind of a collective that has been started; ``None`` if it is no longer known."""
+        first, kinds = self.started.get(group, (0, []))
+        return kinds[number - first] if 0 <= number - first < len(kinds) else None
+
+
+@dataclass
+class Answer:
+    """The answer of a rank to a call for positions, when nothing has finished for long.
+
+    Attributes:
+        rank: The rank.
+        host: Its host.
+        state: ``"waits"`` (for other ranks), ``"idles"``, ``"works"`` or ``"does not answer"``.
+        seconds: The time in which nothing has finished; of a rank that idles, the time in which it computed nothing.
+        call: The collective in which it waits, if any.
+        place: The innermost line of its code, and the innermost one of the user's code.
+        batch: The loop and the number of the batch.
+        action: The action of the schedule with its stage; empty outside of a schedule.
+        last: The actions before it, the latest one last.
+        pending: The messages that are on their way, as ``"1RECV_F3 from rank 2"``.
+        waits_for: The global ranks without which it cannot continue, as far as they are known.
+    """
+
+    rank: int
+    host: str
+    state: str
+    seconds: float
+    call: str = ""
+    place: str = ""
+    batch: str = ""
+    action: str = ""
+    last: list[str] = field(default_factory=list)
+    pending: list[str] = field(default_factory=list)
+    waits_for: list[int] = field(default_factory=list)
+
+
+@dataclass
+class Record:
+    """A rank, as its watcher describes it.
+
+    Attributes:
+        process: Its host, its machine and its process, as :func:`~.process_ends.describe_process` writes them.
+        number: The heartbeat: it grows whenever the record is written.
+        place: The line of the user's code that the rank was at.
+        answered: The number of the last call that it has answered.
+        calls: The calls that it was in then, the innermost first.
+        stamp: Changes whenever `waiting` does.
+        renewals: The looks at which the rank has been found to wait for the same, since then.
+        waiting: The collectives and messages that it waits for; ``None`` while it may do anything.
+        answer: Its answer to the last call for positions.
+    """
+
+    process: str
+    number: int = 0
+    place: str = ""
+    answered: int = 0
+    calls: str = ""
+    stamp: int = 0
+    renewals: int = 0
+    waiting: Waiting | None = None
+    answer: Answer | None = None
+
+    @classmethod
+    def decode(cls, text: bytes) -> Record:
+        """Return a record from its text."""
+        record = cls(**decode(text))
+        record.waiting = None if record.waiting is None else Waiting(**record.waiting)  # type: ignore[arg-type]
+        record.answer = None if record.answer is None else Answer(**record.answer)  # type: ignore[arg-type]
+        return record
+
+
+def encode(value: Any) -> str:
+    """Return a record, or a value of plain types, as JSON: what comes from other ranks runs no code."""
+    return json.dumps(asdict(value) if isinstance(value, Record) else value)
+
+
+def decode(text: bytes) -> Any:
+    """Return the value of :func:`encode`, with lists in the place of tuples, and dictionaries in that of records."""
+    return json.loads(text)
+
+
+def name_of(rank: int, hosts: Mapping[int, str]) -> str:
+    """Return a text with a rank and its host."""
+    return f"rank {rank} (on {hosts.get(rank, 'an unknown host')})"
