@@ -229,25 +229,25 @@ class Faults(_Group):
             process was stopped, its node failed, or the network is down. All other ranks then exit with an error that
             names the lost rank. A rank sends heartbeats even while it computes, loads data or saves a checkpoint. The
             minimum is 3 seconds; ``None`` turns this check off.
-        stall_timeout: Time after which the job ends if ranks wait for each other and no rank makes progress. The error
-            shows where each rank is in the code, and names the rank that the other ranks are waiting for. The job does
-            not end while that rank is busy, for example because it computes, compiles, loads data or saves a
+        stall_timeout: Time after which the job ends if ranks are waiting for each other and no rank makes progress. The
+            error shows where each rank is in the code, and names the rank that the other ranks are waiting for. The job
+            does not end while that rank is busy, for example because it computes, compiles, loads data or saves a
             checkpoint. A value above 80% of ``HybridStrategy(timeout=...)`` is reduced to this limit. ``None`` turns
             this check off.
         detect_desync: If True, ranks compare checksums before each training batch to find out whether they have
-            diverged. The checksums cover the batch (compared only within each model group, the ranks of one replica),
-            the parameters that several replicas or stages hold, and the random state. This check is slow, so use it
-            only for debugging. If False, ranks still compare the settings that determine which messages they exchange.
+            diverged. The checksums cover the batch, the parameters that several replicas or stages hold, and the random
+            state. Batches are compared only between the ranks of one replica. This check is slow, so use it only for
+            debugging. If False, ranks still compare the settings that determine which messages they exchange.
         on_nonfinite: Action to take if a gradient on any rank is NaN or infinite before an optimizer step. ``"raise"``
             raises an error on every rank. ``"skip"`` skips the step, which leaves parameters and optimizer states
             unchanged, and logs the number of skipped steps as ``"skipped_steps"``. ``"ignore"`` performs the step, and
             shows a warning the first time. With ``precision="16-mixed"``, the gradient scaler skips these steps, and
             ``"raise"`` is not supported.
         compare_microbatches: If True, the first training step determines how to combine the losses of microbatches. For
-            this, it computes the loss of the same samples twice, once as one microbatch and once as two, without a
-            backward pass. If the loss is a sum over samples, the losses of the microbatches are added. If the loss is a
-            mean over targets, the loss of each microbatch is weighted by its number of targets, and replicas are
-            weighted in the same way. If the loss is neither of these nor a mean over samples,
+            this purpose, it computes the loss of the same samples twice, once as one microbatch and once as two,
+            without a backward pass. If the loss is a sum over samples, the losses of the microbatches are added. If the
+            loss is a mean over targets, the loss of each microbatch is weighted by its number of targets, and replicas
+            are weighted in the same way. If the loss is neither of these nor a mean over samples,
             ``num_microbatches="auto"`` selects one microbatch; a number that you set is kept, but a warning is shown.
             If False, the losses are not compared, and the losses of microbatches and replicas are averaged.
 

@@ -21,18 +21,17 @@ ERRORS = {
         ' `timedelta(minutes=10)`. In YAML, write `600` or `"0:10:00"`.',
     ),
     "LH105": Entry(
-        "The number of processes is not a multiple of the product of the tensor-, pipeline- and context-parallel"
-        " sizes.",
-        "Set `Trainer(devices=..., num_nodes=...)` so that the number of processes is a multiple of this product,"
-        " or use smaller parallel sizes. See [choose a layout](../start/choose-a-layout.md).",
+        "The number of processes is not divisible by the product of the tensor-, pipeline- and context-parallel sizes.",
+        "Set `Trainer(devices=..., num_nodes=...)` so that the number of processes is a multiple of this product, or"
+        " use smaller parallel sizes. See [choose a layout](../start/choose-a-layout.md).",
     ),
     "LH106": Entry(
         "The product of all parallel sizes differs from the number of processes.",
         'Set `data_parallel_size="auto"`, or start the number of processes that the message states.',
     ),
     "LH107": Entry(
-        "No combination of the sizes listed in `pipeline_parallel_size` and `tensor_parallel_size` has a product that"
-        " divides the number of processes.",
+        "No combination of the sizes listed in `pipeline_parallel_size` and `tensor_parallel_size` fits the number of"
+        " processes, which must be divisible by the product of the parallel sizes.",
         "Add another size, such as 1, to one of the two lists, or start a different number of processes.",
     ),
     "LH108": Entry(
@@ -50,12 +49,12 @@ ERRORS = {
         'Remove `sequence_parallel`, or set `tensor_parallel_mode="1d"`.',
     ),
     "LH111": Entry(
-        "`global_batch_size` is not a multiple of the product of the loader's batch size and the number of replicas.",
+        "`global_batch_size` is not divisible by the product of the loader's batch size and the number of replicas.",
         "Set `global_batch_size` to a multiple of this product, which the message states. See [elastic"
         " training](../guides/elastic.md).",
     ),
     "LH112": Entry(
-        "You passed an argument that `HybridStrategy` (or `Faults`, `Launch` or `Tuning`) does not have.",
+        "`HybridStrategy`, `Faults`, `Launch` or `Tuning` was called with an argument that it does not have.",
         "Use the name that the message suggests. See [all arguments](strategy.md).",
     ),
     "LH113": Entry(
@@ -79,8 +78,8 @@ ERRORS = {
     ),
     "LH117": Entry(
         "`partition` or `pipeline_stage` does not assign every layer to a stage, or leaves a stage without layers.",
-        "List the number of layers of each stage. Each number must be at least 1, and the sum must be the total number"
-        " of layers. Or list the stage of each layer, in ascending order from 0.",
+        "List the number of layers of each stage. Each number must be at least 1, and the numbers must add up to the"
+        " total number of layers. Alternatively, list the stage of each layer, in ascending order starting at 0.",
     ),
     "LH118": Entry(
         "The pipeline has more stages than layers.",
@@ -92,15 +91,15 @@ ERRORS = {
     ),
     "LH120": Entry(
         "A pattern in `recompute` matches no submodule.",
-        "Use the name of a submodule that the message suggests. In a pattern, `*` matches anything between two dots.",
+        "Use the name of a submodule that the message suggests. In a pattern, `*` matches any text between two dots.",
     ),
     "LH121": Entry(
         "A pattern in `recompute` matches the module that contains all layers instead of the layers themselves.",
         "Append `.*` to the pattern to match the layers.",
     ),
     "LH122": Entry(
-        "`tuning.memory_limit` affects only the layout search, but the search does not run, because no argument is set"
-        ' to `"auto"`.',
+        "`tuning.memory_limit` affects only the layout search. The search does not run, because no argument is set to"
+        ' `"auto"`.',
         'Set `layout="auto"` or `recompute="auto"`, or remove `tuning.memory_limit`.',
     ),
     "LH123": Entry(
@@ -116,19 +115,19 @@ ERRORS = {
         'Write a number and a unit, such as `"80GiB"`.',
     ),
     "LH126": Entry(
-        "A part of the strategy name appears twice, or is not an abbreviation (such as `pp`) directly followed by a"
+        "A part of the strategy name appears twice, or is not an abbreviation, such as `pp`, followed directly by a"
         ' number. In `"hybrid_pp_2"`, for example, `pp` and `2` are separate parts.',
         'Use each part only once, with the number directly after the abbreviation, as in `"hybrid_pp2"`.',
     ),
     "LH127": Entry(
-        'The layout search could not choose a value for an argument that is set to `"auto"`, for example because the'
-        " training step uses the values of tensors, which the search does not compute, or because the search took too"
-        " long.",
+        'The layout search could not choose a value for an argument that is set to `"auto"`. This happens, for'
+        " example, if the search takes too long, or if the training step uses values of tensors, which the search does"
+        " not compute.",
         "Set the parallel sizes yourself. See [choose a layout](../start/choose-a-layout.md).",
     ),
     "LH128": Entry(
-        "The layout search rejected every layout, for example because none fits `tuning.memory_limit` or because the"
-        " module cannot be split.",
+        "The layout search rejected every layout, for example because every layout needs more memory than"
+        " `tuning.memory_limit`, or because the module cannot be split.",
         "Start more processes, increase `tuning.memory_limit`, or use a smaller batch.",
     ),
     "LH129": Entry(
@@ -136,8 +135,8 @@ ERRORS = {
         "Allow other parallel sizes, or start a different number of processes.",
     ),
     "LH130": Entry(
-        "The training step reads the values of parameters, but the layout search and commands such as `plan` run the"
-        " step with parameters that have no values.",
+        "The training step reads the values of parameters. The layout search and commands such as `plan` run the step"
+        " with parameters that have no values.",
         "In the module's `__init__`, create the parameters that the step reads.",
     ),
     "LH131": Entry(
@@ -147,10 +146,10 @@ ERRORS = {
         " `limit_train_batches=0`.",
     ),
     "LH132": Entry(
-        "The module reads the values of its parameters, but the layout search and commands such as `plan` cannot store"
+        "The module reads the values of its parameters. The layout search and commands such as `plan` cannot store"
         " these values, because they need too much memory.",
-        "Do not read parameter values in `__init__`, `configure_model` and `training_step`, or use a smaller module,"
-        " such as one with fewer layers.",
+        "Avoid reading parameter values in `__init__`, `configure_model` or `training_step`. Alternatively, use a"
+        " smaller module, such as one with fewer layers.",
     ),
     "LH133": Entry(
         "With manual optimization, the order of the forward and backward passes is unknown before the step runs, so no"
@@ -158,7 +157,7 @@ ERRORS = {
         "Use automatic optimization, or set the parallel sizes yourself.",
     ),
     "LH134": Entry(
-        "The type of the batch does not show how many samples the batch contains.",
+        "The strategy cannot determine from the type of the batch how many samples the batch contains.",
         "Make the training loader return tensors or lists.",
     ),
     "LH135": Entry(
@@ -177,8 +176,8 @@ ERRORS = {
         " `Trainer(accumulate_grad_batches=...)`.",
     ),
     "LH139": Entry(
-        "`HybridTimeline` records when each rank runs the forward and backward passes of a schedule, but this run has"
-        " no schedule, because it uses neither a pipeline nor microbatches.",
+        "`HybridTimeline` records when each rank runs the forward and backward passes of a schedule. This run has no"
+        " schedule, because it uses neither a pipeline nor several microbatches.",
         "Remove `HybridTimeline`, or set `pipeline_parallel_size` or `num_microbatches`.",
     ),
     "LH140": Entry(

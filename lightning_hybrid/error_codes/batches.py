@@ -4,29 +4,28 @@ from lightning_hybrid.error_codes.entry import Entry
 
 ERRORS = {
     "LH701": Entry(
-        "With `broadcast_batches=False`, the ranks of a model group (the ranks of one replica) loaded different"
-        " samples.",
+        "With `broadcast_batches=False`, the ranks of one replica loaded different samples.",
         'Make the random seed of the loader depend only on `trainer.distributed_sampler_kwargs["rank"]`, not on the'
-        " global rank, or set `broadcast_batches=True`.",
+        " global rank. Alternatively, set `broadcast_batches=True`.",
     ),
     "LH702": Entry(
-        "Some ranks of a model group (the ranks of one replica) iterate over a loader or compute a metric, but others"
-        " do not.",
+        "Some ranks of a replica iterate over a loader or compute a metric, but other ranks of the same replica do"
+        " not.",
         "Iterate over the loader or compute the metric on all ranks, or on none of them.",
     ),
     "LH703": Entry(
-        "A rank reads a large tensor of the batch that this rank did not read in earlier steps. The rank that loaded"
-        " the batch did not send the tensor, and has already dropped or changed it.",
-        "On this rank, read the tensor in the first step with a batch of the same structure, for example by storing a"
-        ' copy (`batch["x"].clone()`). Or set `broadcast_batches=False`.',
+        "A rank needs a large tensor of the batch, but did not read this part of the batch in earlier steps. The rank"
+        " that loaded the batch therefore did not send the tensor, and has already dropped or changed it.",
+        "In the first step with a batch of the same structure, read the tensor on this rank too, for example by"
+        ' storing a copy (`batch["x"].clone()`). Alternatively, set `broadcast_batches=False`.',
     ),
     "LH704": Entry(
         "The loss was detached, was created from plain numbers, or depends on no parameter that requires a gradient.",
         "Return the loss tensor exactly as the model computed it.",
     ),
     "LH705": Entry(
-        "`training_step` returned None, but its code does not contain `return None`, so the earlier stages did not"
-        " know that a step can end without a loss.",
+        "`training_step` returned None, although its code does not contain `return None`. The earlier stages therefore"
+        " did not know that a step can end without a loss.",
         "Write `return None` in `training_step` itself, not in a function that it calls, or set `dynamic_shapes=True`.",
     ),
     "LH706": Entry(
@@ -35,9 +34,9 @@ ERRORS = {
         "Set `Trainer(detect_anomaly=True)` to find the layer that first produces such values.",
     ),
     "LH707": Entry(
-        "The loss is infinite or NaN although the layers produced no NaNs, so the cause is either the labels or the"
-        " code between the last layer and the loss.",
-        "Check the labels, and check the code between the last layer and the loss.",
+        "The loss is infinite or NaN although the layers produced no NaNs, so the cause must be in the labels or in"
+        " the code between the last layer and the loss.",
+        "Check the labels and the code between the last layer and the loss.",
     ),
     "LH708": Entry(
         "`Trainer(detect_anomaly=True)` found NaNs in the forward or backward pass of a layer.",
@@ -63,7 +62,7 @@ ERRORS = {
         " `split_batch` in the module.",
     ),
     "LH714": Entry(
-        "The offsets in the batch do not start at 0, do not increase, or differ in number between keys.",
+        "The offsets in the batch do not start at 0, are not in ascending order, or differ in number between keys.",
         "Correct the offsets in `collate_fn`.",
     ),
     "LH715": Entry(
@@ -97,8 +96,8 @@ ERRORS = {
         " samples yourself.",
     ),
     "LH722": Entry(
-        "Some replicas have no samples to predict, but with ZeRO, the other replicas need parameter shards from them"
-        " in each step.",
+        "Some replicas have no samples to predict. With ZeRO, the other replicas need parameter shards from these"
+        " replicas in each step.",
         "Predict at least one sample per replica, or use `zero_stage=0`.",
     ),
     "LH723": Entry(

@@ -5,7 +5,7 @@ from lightning_hybrid.error_codes.entry import Entry
 ERRORS = {
     "LH901": Entry(
         "A checkpoint or weight file was changed or truncated, for example during a copy, or the run was interrupted"
-        " while it saved the file.",
+        " while it was saving the file.",
         "Copy the file again, or use another checkpoint.",
     ),
     "LH902": Entry(
@@ -54,16 +54,16 @@ ERRORS = {
         "Free up disk space, or use another path.",
     ),
     "LH912": Entry(
-        "The new checkpoint was saved, but a directory from an earlier save at the same path would be read instead of"
-        " it.",
-        "Remove the file that the message names.",
+        "The new checkpoint was saved, but a directory from an earlier save at the same path would be loaded instead"
+        " of it.",
+        "Remove the file that the message names. The strategy then no longer treats the directory as a checkpoint.",
     ),
     "LH913": Entry(
         "No checkpoint or weight file exists at the path.",
         "Check the path. In a run on several nodes, at least one node must have the file.",
     ),
     "LH914": Entry(
-        "The checkpoint is incomplete, probably because the run was killed while it saved the checkpoint.",
+        "The checkpoint is incomplete, probably because the run was killed while it was saving the checkpoint.",
         "Use another checkpoint, such as an earlier one.",
     ),
     "LH915": Entry(
@@ -81,7 +81,7 @@ ERRORS = {
         " consolidate`.",
     ),
     "LH920": Entry(
-        "The checkpoint and the module have tensors with different names or shapes.",
+        "The names or shapes of tensors in the checkpoint differ from those in the module.",
         "Compare the names and shapes in the message. To load only the tensors whose names exist in both, set"
         " `strict_loading=False`.",
     ),
@@ -103,13 +103,13 @@ ERRORS = {
         "If you trust the file, load it yourself, and pass the state dict to `load_weights`.",
     ),
     "LH928": Entry(
-        "The folder contains weight files, but neither a file `model.safetensors` nor an index of the files.",
+        "The folder contains weight files, but neither `model.safetensors` nor an index that lists the files.",
         "Pass the path of one of the files to `load_weights`. If you need several files, pass a state dict with the"
         " tensors of all files.",
     ),
     "LH929": Entry(
-        "A checkpoint cannot be saved after an exception. Saving needs all ranks, but it is possible that only some of"
-        " them raised the exception.",
+        "A checkpoint cannot be saved after an exception. All ranks must take part in saving, but it is possible that"
+        " only some of them raised the exception.",
         "Save checkpoints regularly with `ModelCheckpoint(every_n_train_steps=...)`, and resume from the last"
         " checkpoint.",
     ),
@@ -140,7 +140,7 @@ ERRORS = {
         " saved.",
     ),
     "LH936": Entry(
-        "The checkpoint was saved in the middle of an epoch. The number of samples used in this epoch is not a"
+        "The checkpoint was saved in the middle of an epoch. The number of samples used so far in this epoch is not a"
         " multiple of the number of samples per optimizer step in the new layout.",
         "Use the same `global_batch_size` as when the checkpoint was saved, or resume from a checkpoint saved at the"
         " end of an epoch.",

@@ -23,12 +23,12 @@ ERRORS = {
         " suggest` prints.",
     ),
     "LH1006": Entry(
-        "`check` was called with an argument of the Trainer that it does not support.",
+        "`check` was called with a Trainer argument that it does not support.",
         "Use only the arguments that the message lists.",
     ),
     "LH1007": Entry(
-        "When `check` trained the module in one process, losses or gradient norms were not finite, so they cannot be"
-        " compared.",
+        "When `check` trained the module in one process, some losses or gradient norms were infinite or NaN, so they"
+        " cannot be compared.",
         "Use another learning rate or fewer steps for the check.",
     ),
     "LH1008": Entry(
@@ -77,12 +77,12 @@ ERRORS = {
         "Run `pip install scikit-learn`.",
     ),
     "LH1019": Entry(
-        "In the model of the example, one size must be a multiple of another size, but it is not.",
-        "Set the two sizes in the message so that the first is a multiple of the second.",
+        "In the example model, one size must be a multiple of another size. The chosen sizes do not meet this"
+        " requirement.",
+        "Change the two sizes that the message names, so that the first is a multiple of the second.",
     ),
     "LH1020": Entry(
-        "The model in the checkpoint has peft adapters, such as LoRA. A Hugging Face folder cannot contain them under"
-        " the names that they have in the checkpoint.",
+        "The checkpoint contains peft adapters, such as LoRA, under names that transformers cannot load.",
         "Load the checkpoint into your module, and save it as the message says. See"
         " [LoRA](../guides/fine-tune-hugging-face.md#lora).",
     ),

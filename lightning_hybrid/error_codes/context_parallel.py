@@ -19,12 +19,12 @@ ERRORS = {
     ),
     "LH604": Entry(
         "A layer, such as a router, stores a loss as an attribute, but this loss covers only one sequence shard.",
-        "Compute the loss from the outputs of the layer, or from the logits of each position, which a forward hook can"
-        " collect.",
+        "Compute the loss from the outputs of the layer. Alternatively, compute it from the logits of each position,"
+        " which a forward hook can collect.",
     ),
     "LH605": Entry(
         "Each layer of the body must receive hidden states of shape (batch, sequence, features), but one of the layers"
-        " receives none.",
+        " does not.",
         "Set `body=[...]` to the layers that work on hidden states.",
     ),
     "LH606": Entry(
@@ -32,12 +32,12 @@ ERRORS = {
         "Pad the sequence, or use a smaller `context_parallel_size`.",
     ),
     "LH607": Entry(
-        "A layer receives two sequences. One of them is as long as a shard of the other, so the strategy cannot tell"
-        " whether it is a full sequence or a shard.",
+        "A layer receives two sequences. One of them is as long as a shard of the other, so the strategy cannot tell a"
+        " full sequence from a shard.",
         "Pad one of the sequences to a different length.",
     ),
     "LH608": Entry(
-        "A layer returns a tensor without a sequence dimension, such as a router loss, which covers only one"
+        "A layer returns a tensor without a sequence dimension, such as a router loss. This tensor covers only one"
         " sequence shard.",
         "Return only hidden states from the layer.",
     ),
@@ -47,8 +47,8 @@ ERRORS = {
         "Call the attention with `need_weights=False`.",
     ),
     "LH610": Entry(
-        "Attention uses `add_bias_kv` or `add_zero_attn`. Both options add keys without a position in the sequence,"
-        " which context parallelism does not support.",
+        "Attention uses `add_bias_kv` or `add_zero_attn`. Both options add keys that have no position in the sequence."
+        " Context parallelism does not support such keys.",
         "Turn off both options.",
     ),
     "LH611": Entry(
@@ -88,9 +88,10 @@ ERRORS = {
         "Change the result in the layer instead of in a hook.",
     ),
     "LH619": Entry(
-        "A layer of the body mixes positions, for example with a convolution, a recurrent layer, a batch norm or"
-        " hand-written attention, but each rank has only one sequence shard.",
-        "Use `F.scaled_dot_product_attention`, or set `body` to modules that do not mix positions. See [context"
+        "A layer of the body combines values from different positions, for example in a convolution, a recurrent"
+        " layer, batch norm or hand-written attention. With context parallelism, each rank has only one sequence"
+        " shard.",
+        "Use `F.scaled_dot_product_attention`, or set `body` to modules that do not combine positions. See [context"
         " parallelism](../concepts/context-parallel.md).",
     ),
     "LH620": Entry(

@@ -14,9 +14,9 @@ ERRORS = {
         "Use AdamW, or turn off tensor parallelism and ZeRO.",
     ),
     "LH803": Entry(
-        "LBFGS needs the gradient of the full model, and computes the loss several times per step. A pipeline, several"
-        " microbatches, `microbatch_weight`, tensor and context parallelism do not support this.",
-        "Use AdamW or SGD, or only replicas.",
+        "LBFGS needs the gradient of the full model, and computes the loss several times per step. This does not work"
+        " with a pipeline, several microbatches, `microbatch_weight`, tensor parallelism or context parallelism.",
+        "Use AdamW or SGD. Alternatively, use only data parallelism, with one microbatch.",
     ),
     "LH804": Entry(
         "The strategy replaced the parameters of a layer when it sharded the layer, but the optimizer still has the"
@@ -54,7 +54,7 @@ ERRORS = {
     ),
     "LH811": Entry(
         "With re-entrant activation checkpointing, a parameter that is used more than once received a second gradient"
-        " in a step after averaging of the first one had begun.",
+        " in the same step. The replicas had already begun to average the first gradient.",
         "Pass `use_reentrant=False` to `torch.utils.checkpoint.checkpoint`.",
     ),
 }

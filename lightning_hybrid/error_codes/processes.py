@@ -15,8 +15,8 @@ ERRORS = {
     "LH203": Entry(
         "In a run started with torchrun, rank 0 did not answer the other ranks within the timeout. It has exited, is"
         " still starting, or cannot be reached.",
-        "Read the output of rank 0's node, check the network between the nodes, or increase `timeout`. See"
-        " [multi-node](../guides/multi-node.md).",
+        "Read the output of the node with rank 0, and check the network between the nodes. If rank 0 needs more time"
+        " to start, increase `timeout`. See [multi-node](../guides/multi-node.md).",
     ),
     "LH204": Entry(
         "The notebook used CUDA before the Trainer started its processes.",
@@ -28,20 +28,21 @@ ERRORS = {
     ),
     "LH206": Entry(
         "`check` was called in a process that has already created process groups. With this version of torch, copies"
-        " of this process cannot create new ones.",
+        " of this process cannot create new process groups.",
         "Call `check` in a new process, or run `lightning-hybrid check`.",
     ),
     "LH207": Entry(
         "Ranks call different collectives, or call the same collectives in different orders.",
-        "Remove code that depends on the rank from the step methods and from logging.",
+        "Make sure that every rank calls the same collectives in the same order. For example, do not call one inside"
+        " `if self.trainer.is_global_zero`. Every rank must also log the same values.",
     ),
     "LH208": Entry(
         "One rank called a collective that at least one other rank did not call within the timeout.",
-        "Call the collective on every rank or on none.",
+        "Call the collective on every rank or on none of them.",
     ),
     "LH209": Entry(
-        "After training in a notebook, the trained weights were not returned to the notebook, because the module was"
-        " too large to be gathered or because `gather_module_on_teardown=False` is set.",
+        "After training in a notebook, the trained weights were not returned to the notebook. Either the module was"
+        " too large to be gathered, or `gather_module_on_teardown=False` is set.",
         "Load the trained weights from a checkpoint.",
     ),
     "LH210": Entry(
@@ -56,7 +57,7 @@ ERRORS = {
     "LH222": Entry(
         "The process that hosts the store, through which all ranks exchange messages, has exited. This process is rank"
         " 0, or torchrun on the node of rank 0.",
-        "Read the output of rank 0's node. See [debug a hang](../guides/debug-a-hang.md).",
+        "Read the output of the node with rank 0. See [debug a hang](../guides/debug-a-hang.md).",
     ),
     "LH223": Entry(
         "A rank has stopped sending heartbeats: its process was suspended, its node has failed, or the network is"
@@ -65,12 +66,12 @@ ERRORS = {
         " than `faults.heartbeat_timeout`, increase this timeout.",
     ),
     "LH224": Entry(
-        "No rank has made progress within `faults.stall_timeout`, because ranks wait for each other, for a rank that"
-        " is stuck, or for the network.",
-        "Find out from the message what each rank is doing. See [debug a hang](../guides/debug-a-hang.md).",
+        "Ranks are waiting for each other, for a rank that is stuck, or for the network. No rank has made progress"
+        " within `faults.stall_timeout`.",
+        "Read in the message what each rank is doing. See [debug a hang](../guides/debug-a-hang.md).",
     ),
     "LH225": Entry(
-        "Some ranks have finished the run, but other ranks still wait for them, because the ranks have different"
+        "Some ranks have finished the run, but other ranks are still waiting for them. The ranks have different"
         " numbers of batches, different arguments or different callbacks.",
         "Use the same number of batches, the same arguments and the same callbacks on every rank.",
     ),
@@ -80,8 +81,9 @@ ERRORS = {
         "Find the node on which the launcher is no longer running, and start the launcher there again.",
     ),
     "LH227": Entry(
-        "A rank calls a collective that the other ranks do not call, so the ranks wait for each other.",
-        "Remove code that depends on the rank. See [debug a hang](../guides/debug-a-hang.md).",
+        "A rank called a collective that the other ranks do not call, so the ranks are waiting for each other.",
+        "Make sure that every rank calls the same collectives. For example, do not call one inside `if"
+        " self.trainer.is_global_zero`. See [debug a hang](../guides/debug-a-hang.md).",
     ),
     "LH228": Entry(
         "The store, through which all ranks exchange messages, does not respond, because its process was suspended or"

@@ -4,8 +4,8 @@ from lightning_hybrid.error_codes.entry import Entry
 
 ERRORS = {
     "LH301": Entry(
-        "No list of layers contains a large part of the module's parameters, so the layers to split into stages cannot"
-        " be detected.",
+        "No list of layers contains a large part of the module's parameters, so the strategy cannot detect which"
+        " layers to split into stages.",
         "Set `body=[...]` to names that the message suggests. See [pipeline](../concepts/pipeline.md).",
     ),
     "LH302": Entry(
@@ -27,8 +27,8 @@ ERRORS = {
     "LH306": Entry(
         "The module uses manual optimization, but with a pipeline, several microbatches or `microbatch_weight`, the"
         " strategy runs the backward passes itself.",
-        "Use automatic optimization. Or set `pipeline_parallel_size=1` and `num_microbatches=1`, and remove"
-        " `microbatch_weight`.",
+        "Use automatic optimization. Alternatively, set `pipeline_parallel_size=1` and `num_microbatches=1`, and"
+        " remove `microbatch_weight`.",
     ),
     "LH307": Entry(
         "The module overrides `backward`, but the strategy runs the backward passes itself and never calls this"
@@ -37,7 +37,7 @@ ERRORS = {
         "Remove the `backward` method, or change the settings as the message says.",
     ),
     "LH308": Entry(
-        "A step takes `dataloader_iter` and fetches batches itself, so the strategy cannot split them into"
+        "A step has the argument `dataloader_iter` and fetches batches itself, so the strategy cannot split them into"
         " microbatches.",
         "Define the step with the arguments `batch` and `batch_idx`, as in `training_step(batch, batch_idx)`.",
     ),
@@ -47,7 +47,7 @@ ERRORS = {
     ),
     "LH310": Entry(
         "`ModelPruning` needs the full model, but each pipeline stage has only a part of it.",
-        "Prune in a run with `pipeline_parallel_size=1`, before or after this training.",
+        "Prune the model in a separate run with `pipeline_parallel_size=1`, before or after this training.",
     ),
     "LH314": Entry(
         "A parameter that `configure_model` created as a plain tensor differs between ranks, for example because each"
@@ -62,8 +62,8 @@ ERRORS = {
         " [checkpoints](../guides/checkpoints.md).",
     ),
     "LH316": Entry(
-        'A metric, or a tensor that is neither a parameter nor a buffer, was created under `torch.device("meta")`'
-        " and has no values.",
+        'A metric, or a tensor that is neither a parameter nor a buffer, was created under `torch.device("meta")`, so'
+        " it has no values.",
         'Create the tensor or the metric under `torch.device("cpu")`.',
     ),
     "LH317": Entry(
@@ -77,8 +77,8 @@ ERRORS = {
         "Call `trainer.strategy.gather_module()` on every rank after the earlier run.",
     ),
     "LH319": Entry(
-        "The body (the list of pipelined layers) was replaced, or its layers were changed, after the split into"
-        " stages.",
+        "After the split into stages, the body was replaced, or its layers were changed. The body is the list of"
+        " pipelined layers.",
         "Create the body in `__init__` or `configure_model`.",
     ),
     "LH320": Entry(
@@ -98,25 +98,24 @@ ERRORS = {
         "Set the same `pipeline_stage` for the layer and its copy.",
     ),
     "LH325": Entry(
-        "Your code calls the layers of the body one by one, which does not work with a layer that was sharded by a"
-        " torch style (such as `ColwiseParallel`) or in `configure_model`.",
-        "Shard the layer with a style name in `tensor_parallel_plan` instead, or put all layers into one"
-        " `nn.Sequential`.",
+        "Your code calls the layers of the body one by one. This does not work if a layer was sharded in"
+        " `configure_model` or by a torch style, such as `ColwiseParallel`.",
+        "Shard the layer with a style name in `tensor_parallel_plan`, or put all layers into one `nn.Sequential`.",
     ),
     "LH326": Entry(
         "`tensor_parallel_plan` assigns a style to a module that contains layers of the pipeline.",
         "Assign the style to the layers of the pipeline instead.",
     ),
     "LH327": Entry(
-        "With `sequence_parallel`, neighboring layers in an `nn.Sequential` pass sequence shards to each other,"
-        " but your code calls these layers one by one.",
-        "Put the layers into an `nn.ModuleList`. Or call the whole `nn.Sequential`, and set `body` to the name of this"
-        " `nn.Sequential` only.",
+        "With `sequence_parallel`, neighboring layers in an `nn.Sequential` pass sequence shards to each other, but"
+        " your code calls these layers one by one.",
+        "Put the layers into an `nn.ModuleList`. Alternatively, call the whole `nn.Sequential`, and set `body` to the"
+        " name of this `nn.Sequential` only.",
     ),
     "LH328": Entry(
-        "The module cannot be gathered, because a layer was sharded by a torch style (such as `ColwiseParallel`)"
-        " or in `configure_model`.",
-        "Save a checkpoint, and load it into a new module. Or shard the layer with a style name in"
+        "The module cannot be gathered, because a layer was sharded in `configure_model` or by a torch style, such as"
+        " `ColwiseParallel`.",
+        "Save a checkpoint, and load it into a new module. Alternatively, shard the layer with a style name in"
         " `tensor_parallel_plan`.",
     ),
     "LH329": Entry(

@@ -4,10 +4,10 @@ from lightning_hybrid.error_codes.entry import Entry
 
 ERRORS = {
     "LH401": Entry(
-        "A loss, a logged value or a hook reads parameters of layers on other stages, but this rank does not have the"
-        " values of these parameters.",
-        "In a hook, read the parameters inside `with self.trainer.strategy.full_parameters():`. To penalize"
-        " weights, use the `weight_decay` of the optimizer.",
+        "A step or a hook reads parameters of layers on other stages, for example to compute a loss or a logged value."
+        " This rank does not have the values of these parameters.",
+        "In a hook, read the parameters inside `with self.trainer.strategy.full_parameters():`. To penalize weights,"
+        " use the `weight_decay` of the optimizer.",
     ),
     "LH402": Entry(
         "The code calls `.numpy()` or `.tolist()` on a sharded parameter or gradient.",
@@ -27,8 +27,8 @@ ERRORS = {
     "LH405": Entry(
         "This rank called a layer that is on another stage. The call came from a hook, from code after the run, or"
         " from a step that calls layers one by one.",
-        "In a step, call the whole body exactly once. Outside of steps, run the model with `trainer.predict`, or call"
-        " `trainer.strategy.gather_module()` on every rank after the run and before you call the model.",
+        "In a step, call the whole body exactly once. To run the model outside of steps, use `trainer.predict`, or"
+        " first call `trainer.strategy.gather_module()` on every rank after the run.",
     ),
     "LH406": Entry(
         "Code between pipelined layers reads the values of activations, for example with `.item()`, `if` or a boolean"
@@ -38,19 +38,19 @@ ERRORS = {
     ),
     "LH407": Entry(
         "A step computes derivatives through layers on several stages, for example with `torch.autograd.grad`, but no"
-        " rank has the full autograd graph.",
+        " rank has the autograd graph of all these layers.",
         "Compute the derivatives inside one layer, or use a layout without a pipeline.",
     ),
     "LH408": Entry(
         "A step uses a parameter on a stage that does not have it, and the parameter cannot be sent there.",
-        "Use the parameter on that stage in the first training batch too, for example by adding `0 *"
-        " parameter.sum()` to a tensor. Or make the parameter part of a layer.",
+        "Use the parameter on that stage in the first training batch too, for example by adding `0 * parameter.sum()`"
+        " to a tensor. Alternatively, make the parameter part of a layer.",
     ),
     "LH409": Entry(
         "A step reads a value that only a later stage has, and afterward uses a parameter that this later stage does"
         " not have.",
-        "Use the parameter before you read the value. Or use the parameter on the later stage in the first training"
-        " batch too.",
+        "Use the parameter before you read the value. Alternatively, use the parameter on the later stage in the first"
+        " training batch too.",
     ),
     "LH410": Entry(
         "A step uses a parameter on a stage that did not use this parameter in the first training batch.",
@@ -58,8 +58,8 @@ ERRORS = {
         " parameter.sum()`, or set `dynamic_shapes=True`.",
     ),
     "LH411": Entry(
-        "With `zero_stage=3`, code around the layers reads the parameters of a layer, for example to compute a"
-        " penalty, but each replica has only a shard of them.",
+        "With `zero_stage=3`, each replica has only a shard of the parameters of a layer, but code around the layers"
+        " reads these parameters, for example to compute a penalty.",
         "Use `zero_stage=2` or `zero_stage=1`.",
     ),
     "LH412": Entry(
@@ -81,8 +81,8 @@ ERRORS = {
         "Use these parameters inside one layer, or set `layer.pipeline_stage` so that they are on the same stage.",
     ),
     "LH416": Entry(
-        "A step uses a tensor from another stage that was not sent to this stage: the tensor is hidden in an object,"
-        " or the step did not use it in the first batch with the same shapes.",
+        "A step uses a tensor from another stage that was not sent to this stage. Either the tensor is hidden in an"
+        " object, or the step did not use the tensor in the first batch with the same shapes.",
         "Pass the tensor as an argument to the code that uses it, or set `dynamic_shapes=True`.",
     ),
     "LH417": Entry(
@@ -94,7 +94,8 @@ ERRORS = {
         "Keep the parameter, and change its values with `parameter.copy_(...)` under `torch.no_grad()`.",
     ),
     "LH419": Entry(
-        "`full_parameters` was entered in a step under ZeRO, where the parameters of some layers are already gathered.",
+        "`full_parameters` was entered in a step. With ZeRO, the parameters of some layers are already gathered at"
+        " that time.",
         "Enter `full_parameters` in a hook, such as `on_train_batch_end`.",
     ),
     "LH420": Entry(
@@ -102,8 +103,8 @@ ERRORS = {
         "Enter `full_parameters` in `configure_optimizers` or in a later hook.",
     ),
     "LH421": Entry(
-        "A layer was called inside `full_parameters`. There, the layer has its full parameters, but its code expects"
-        " only the shard of this rank.",
+        "A layer was called inside `full_parameters`. Inside this context, the layer has its full parameters, but its"
+        " code expects only the shard of this rank.",
         "Call layers before or after the `full_parameters` block.",
     ),
     "LH422": Entry(
@@ -119,10 +120,10 @@ ERRORS = {
         "Change `p.grad` in place, or assign it inside `full_parameters(gradients=True, writes=True)`.",
     ),
     "LH426": Entry(
-        "A step contains a generation loop, in which earlier results decide which layers are called next, but this"
-        " kind of step does not support such loops.",
+        "A step contains a generation loop, in which earlier results decide which layers are called next. This kind of"
+        " step does not support generation loops.",
         "Run the loop in `validation_step`, `test_step` or `predict_step`, without gradients and without context"
-        " parallelism. Or call `gather_module` after the training run, and run the loop then.",
+        " parallelism. Alternatively, call `gather_module` after the training run, and then run the loop.",
     ),
     "LH430": Entry(
         "A step calls the layers of an `nn.Sequential` body one by one, or calls the body more than once or not at"
@@ -131,7 +132,7 @@ ERRORS = {
     ),
     "LH431": Entry(
         "Which code a step runs depends on something other than the batch, such as a counter or `random`.",
-        "Make these decisions depend only on the batch, or set `dynamic_shapes=True`.",
+        "Make sure that only the batch determines which code the step runs, or set `dynamic_shapes=True`.",
     ),
     "LH432": Entry(
         "The step took a different path than an earlier step whose batch had the same shapes. The strategy could not"
@@ -141,7 +142,7 @@ ERRORS = {
     ),
     "LH433": Entry(
         "The step runs different code on different ranks.",
-        "Remove code such as `if self.global_rank == 0` from the step.",
+        "Make sure that every rank runs the same code in the step. For example, do not use `if self.global_rank == 0`.",
     ),
     "LH434": Entry(
         "A step with a generation loop draws random numbers from its own generator, so ranks generate different"
@@ -153,7 +154,7 @@ ERRORS = {
         "Use a layout without a pipeline, or set `body` to layers that each step calls only once.",
     ),
     "LH436": Entry(
-        "A step calls the layers in a different order than the one in which they are defined.",
+        "A step does not call the layers in the order in which they are defined.",
         "Set `body=[...]` to the list that the message shows.",
     ),
     "LH437": Entry(
@@ -161,19 +162,20 @@ ERRORS = {
         "Make the layer always return tensors in the same structure.",
     ),
     "LH438": Entry(
-        "The stages exchange tensors of different shapes, or different Python values, for batches of the same shapes.",
+        "For batches of the same shapes, the stages exchange tensors of different shapes or different Python values.",
         "Set `dynamic_shapes=True`.",
     ),
     "LH440": Entry(
-        "A call of `torch.utils.checkpoint` recomputes several layers at once, or code outside the layers that draws"
-        " random numbers.",
+        "A call to `torch.utils.checkpoint` recomputes several layers at once, or recomputes code outside the layers"
+        " that draws random numbers.",
         "Checkpoint each layer separately, or use the strategy's argument `recompute` instead.",
     ),
     "LH441": Entry(
-        'With `recompute="selective"`, a layer does not run the same operations when it is recomputed in backward as'
-        " in forward, for example because of a counter or a private random generator.",
-        "Make the layer run the same operations each time. Or exclude it from recomputation by listing only the other"
-        " layers in `recompute=[...]`.",
+        'With `recompute="selective"`, a layer must run the same operations in forward as when it is recomputed in'
+        " backward. This layer runs different operations, for example because of a counter or a private random"
+        " generator.",
+        "Make the layer run the same operations each time. Alternatively, exclude the layer from recomputation by"
+        " listing only the other layers in `recompute=[...]`.",
     ),
     "LH442": Entry(
         "A step calls a `torch.distributed` collective, but not all stages reach this call.",
@@ -186,21 +188,21 @@ ERRORS = {
     ),
     "LH444": Entry(
         "A forward hook changes the output of a module in some steps, but not in others.",
-        "Change the output in every step, or never.",
+        "Write the hook so that it either changes the output in every step or never changes it.",
     ),
     "LH445": Entry(
-        "Code around the layers uses values that forward hooks collect, but the hooks received values of a different"
-        " structure than in the first step with the same shapes.",
-        "Make sure that the hooks run for the same calls of modules in every step.",
+        "Code around the layers uses values that forward hooks collect. These values have a different structure than"
+        " in the first step with the same shapes.",
+        "Make sure that the hooks run for the same module calls in every step.",
     ),
     "LH446": Entry(
-        "The shapes that a layer returns depend on the values of its inputs.",
-        "Move the code whose output shape depends on values into the layer that uses this output, or set"
+        "The shapes of the tensors that a layer returns depend on the values of its inputs.",
+        "Move the code whose output shape depends on values into the layer that uses this output. Alternatively, set"
         " `dynamic_shapes=True`.",
     ),
     "LH447": Entry(
-        "For batches of the same shapes, the input of the body was split into different numbers of microbatches.",
-        "If the shape of the body's input depends on values in the batch, set `dynamic_shapes=True`.",
+        "For batches of the same shapes, the input to the body was split into different numbers of microbatches.",
+        "If the shape of the input to the body depends on values in the batch, set `dynamic_shapes=True`.",
     ),
     "LH448": Entry(
         "A step draws random numbers from a generator of its own. Each stage runs a different part of the step, so the"
@@ -208,7 +210,7 @@ ERRORS = {
         "Draw the random numbers without `generator=`.",
     ),
     "LH449": Entry(
-        "A function with a custom backward, or a hook on gradients, is used outside the pipelined layers, so its"
+        "A gradient hook, or a function with a custom backward pass, is used outside the pipelined layers. Its"
         " backward pass cannot be split into stages.",
         "Use the function or the hook inside a layer.",
     ),
@@ -230,8 +232,8 @@ ERRORS = {
         "Update and read the value inside one layer, or update it before the first layer or in a hook.",
     ),
     "LH462": Entry(
-        "A step sets a parameter (such as one of a teacher) to values computed from a parameter on a different stage"
-        " (such as one of a student).",
+        "A step computes the new values of a parameter from a parameter on a different stage, for example to update a"
+        " teacher from its student.",
         "Set the same `layer.pipeline_stage` for the layers of both parameters, or update the parameter in a hook.",
     ),
     "LH463": Entry(
@@ -260,8 +262,8 @@ ERRORS = {
         "Store `x.detach()` in the buffer, or update the buffer under `torch.no_grad()`.",
     ),
     "LH469": Entry(
-        "A gradient hook is registered on a tensor. Several stages compute this tensor, so each of them has only a part"
-        " of its gradient.",
+        "A gradient hook is registered on a tensor that several stages compute, so each stage has only a part of the"
+        " gradient of this tensor.",
         "Create a new tensor, for example with `y = x * 1`, and never modify it in place. Register the hook on the new"
         " tensor, and use only this tensor in the code that follows.",
     ),

@@ -5,7 +5,7 @@ from lightning_hybrid.error_codes.entry import Entry
 ERRORS = {
     "LH501": Entry(
         "A pattern in `tensor_parallel_plan` matches no submodule.",
-        "Use one of the submodule names that the message suggests. In a pattern, `*` matches anything between two"
+        "Use one of the submodule names that the message suggests. In a pattern, `*` matches any text between two"
         " dots.",
     ),
     "LH502": Entry(
@@ -53,18 +53,20 @@ ERRORS = {
     ),
     "LH512": Entry(
         "`tensor_parallel_plan` gives a module a style that works only inside a module with the style"
-        " `sequence_region`, but no module that contains this module has the style `sequence_region`.",
-        "Give the style `sequence_region` to a module that contains this module.",
+        " `sequence_region`, but no enclosing module has this style.",
+        "Give the style `sequence_region` to an enclosing module.",
     ),
     "LH513": Entry(
-        "A module has a style that, in 2D, 2.5D and 3D modes, works only inside another module with the style"
-        " `sequence_region`, but no module with this style contains it.",
-        "Move the attention into a separate module, and give the module around it the style `sequence_region`.",
+        "In 2D, 2.5D and 3D modes, the style of this module works only inside a module with the style"
+        " `sequence_region`, but no enclosing module has this style.",
+        "If the module does more than compute attention, move the attention into a separate module. Give the enclosing"
+        " module the style `sequence_region`.",
     ),
     "LH514": Entry(
         "A module with the style `narrow_input` changes its input before it passes the input to its sharded layers.",
-        "Pass the input unchanged, or remove `narrow_input` from the plan and read widths from the shapes of the layer"
-        " outputs. See [one `forward`](../concepts/tensor-parallel.md#norm-attention-and-mlp-in-one-forward).",
+        "Pass the input unchanged. Alternatively, remove `narrow_input` from the plan, and read widths from the shapes"
+        " of the layer outputs. See [one"
+        " `forward`](../concepts/tensor-parallel.md#norm-attention-and-mlp-in-one-forward).",
     ),
     "LH515": Entry(
         "A mask or bias with separate values for each head does not have the shape that the style `mask_per_head`"
@@ -76,8 +78,8 @@ ERRORS = {
         "Pad the sequence to a multiple of `tensor_parallel_size`, or set `sequence_parallel=False`.",
     ),
     "LH517": Entry(
-        "In 2D, 2.5D or 3D mode, a stage ends between a column-wise layer and the row-wise layer that belongs to it,"
-        " or only one of the two layers is called.",
+        "In 2D, 2.5D or 3D mode, a column-wise layer and the row-wise layer that belongs to it are on different"
+        " stages, or only one of the two layers is called.",
         "Set a `partition` that keeps both layers on one stage, or give both layers the style `replicate`.",
     ),
     "LH518": Entry(
@@ -99,8 +101,8 @@ ERRORS = {
         "Use `B` for this axis, for example `data_parallel=B`. To shard parameters over replicas, set `zero_stage=3`.",
     ),
     "LH522": Entry(
-        "A layout uses `P` (partial sum) for a parameter, a buffer or an existing DTensor, which cannot be stored as a"
-        " partial sum.",
+        "A layout uses `P` (partial sum) for a parameter, a buffer or an existing DTensor. These tensors cannot be"
+        " stored as partial sums.",
         "Use `S(dim)` or `B` instead of `P`.",
     ),
     "LH523": Entry(
@@ -112,7 +114,7 @@ ERRORS = {
         "Use a layout for the same axes, or convert the DTensor to a plain tensor with `tensor.full_tensor()` first.",
     ),
     "LH525": Entry(
-        "Torch cannot apply the operator in the message to DTensors.",
+        "Torch cannot apply the operator that the message names to DTensors.",
         "Apply the operator to `x.full_tensor()`, and pass the result to `strategy.distribute`. See [custom"
         " placements](../concepts/advanced-tensor-parallel.md#custom-placements).",
     ),

@@ -70,9 +70,9 @@ class HybridStrategy(ReplicaCollectives):
     """Strategy that trains a LightningModule with data, tensor, context and pipeline parallelism.
 
     Losses, metrics and weights are the same as in a run with one process, up to rounding. The layers of the module are
-    split into stages, and each pipeline rank runs one or more of them. Each batch is split into microbatches, which
-    pass through the stages in the order that a schedule defines. Each tensor-parallel rank holds a shard of the weights
-    of each sharded layer. Replicas average their gradients.
+    split into stages, and each pipeline rank runs one or more stages. Each batch is split into microbatches, which pass
+    through the stages in the order that a schedule defines. The weights of a layer are sharded over the tensor-parallel
+    ranks. Replicas average their gradients.
 
     Example::
 
@@ -86,9 +86,9 @@ class HybridStrategy(ReplicaCollectives):
         pipeline_parallel_size: Number of pipeline ranks over which the layers are split. A list, such as ``[4, 2]``,
             contains several allowed values in order of preference, so that a job can restart on fewer nodes. The
             strategy uses the first value for which an allowed ``tensor_parallel_size`` fits the number of processes
-            (and ``data_parallel_size``). With a list, arguments that contain one value for each stage or rank must be
-            valid for every size in the list.
-        num_microbatches: Number of microbatches that each batch is split into. ``"auto"`` means ``4 *
+            and, if it is set, ``data_parallel_size``. With a list, arguments that contain one value for each stage or
+            rank must be valid for every size in the list.
+        num_microbatches: Number of microbatches into which each batch is split. ``"auto"`` means ``4 *
             pipeline_parallel_size``, or 1 without a pipeline. If the module has batch norm, ``"auto"`` splits small
             batches into fewer microbatches, so that each microbatch has at least two samples.
         schedule: Order in which the forward and backward passes of microbatches run: ``"gpipe"``, ``"1f1b"`` or
@@ -96,28 +96,29 @@ class HybridStrategy(ReplicaCollectives):
         num_chunks: Number of stages on each pipeline rank. Values greater than 1 require
             ``schedule="interleaved_1f1b"`` or ``"gpipe"``.
         partition: How layers are assigned to stages. ``"uniform"``: every stage has the same number of layers, and any
-            remaining layers go to the last stages, one layer each. ``"parameters"``: the largest stage, including
-            embedding and head, has as few parameters as possible. A list assigns the layers directly: it contains
-            either the number of layers of each stage, such as ``[6, 7, 7, 4]``, or the stage index of each layer,
-            starting at 0. Stage indices count the stages of all ranks and chunks in the order in which a microbatch
-            passes through them. You can also set the stage as an attribute of a layer, or of a container of layers:
-            ``layer.pipeline_stage = 1``.
+            remaining layers are added to the last stages, one to each. ``"parameters"``: the layers are split so that
+            the largest stage has as few parameters as possible; the parameters of the embedding and the head are
+            counted too. A list assigns the layers directly: it contains either the number of layers of each stage, such
+            as ``[6, 7, 7, 4]``, or the stage index of each layer, starting at 0. Stage indices count the stages of all
+            ranks and chunks in the order in which a microbatch passes through them. You can also set the stage as an
+            attribute of a layer, or of a container of layers: ``layer.pipeline_stage = 1``.
         body: Dotted name, or list of dotted names, of the layers that the pipeline splits into stages. A string names
             one `nn.Sequential`, which `training_step` must call as a whole, or one list of layers. A list of strings
             names several layer lists and single layers, in the order in which the step calls them; your code can call
-            them anywhere. In a name, ``*`` matches any text between two dots. ``None``: the module's ``pipeline_body``
-            if it has one; otherwise, the outermost `nn.Sequential` with more than half of the parameters; otherwise,
-            the layer lists with the most parameters.
+            these layers individually. In a name, ``*`` matches any text between two dots. With ``None``, the strategy
+            uses the module's ``pipeline_body`` if it is defined. Otherwise, it uses the outermost `nn.Sequential` with
+            more than half of the parameters or, if there is none, the layer lists with the most parameters.
         tensor_parallel_mode: Arrangement of the tensor-parallel ranks. ``"1d"`` shards weights by columns or rows, as
             Megatron-LM does. ``"2d"``, ``"2.5d"`` and ``"3d"`` also shard activations. They require a
             ``tensor_parallel_size`` of q x q for ``"2d"``, ``tensor_parallel_depth`` x q x q for ``"2.5d"``, and q x q
             x q for ``"3d"``, where q is an integer.
-        tensor_parallel_depth: Number of square grids of tensor-parallel ranks, only for
+        tensor_parallel_depth: Number of square grids of tensor-parallel ranks, used only with
             ``tensor_parallel_mode="2.5d"``. Each grid holds all weights and processes a part of the samples.
         tensor_parallel_plan: How layers are sharded. A mapping assigns styles to module names, or placements to names
             of parameters and buffers. A placement is a string such as ``"S(0)"``; see :meth:`distribute`. In a name,
-            ``*`` matches any text between two dots. ``"auto"``: the module's ``tensor_parallel_plan()`` if it has one;
-            otherwise, a built-in plan for the known layers of torch and Hugging Face. ``None``: no layers are sharded.
+            ``*`` matches any text between two dots. ``"auto"`` uses the module's ``tensor_parallel_plan()`` if it is
+            defined, and otherwise a built-in plan for the known layers of torch and Hugging Face. ``None`` shards no
+            layers.
         sequence_parallel: If True, activations between tensor-parallel layers are sharded along the sequence dimension
             in the regions that the plan marks as sequence-parallel. The built-in plan for torch's transformer layers,
             for example, marks such regions.
@@ -129,28 +130,29 @@ class HybridStrategy(ReplicaCollectives):
             afterward. ``"ring"`` passes blocks of keys and values from rank to rank. ``"all_gather"`` gathers all keys
             and values on each rank.
         global_batch_size: Number of samples per optimizer step, summed over all replicas. Each replica accumulates
-            gradients over several batches to reach this number, so a job can restart with a different number of
-            replicas. ``None``: ``Trainer(accumulate_grad_batches=...)`` sets the number of accumulated batches.
+            gradients over as many batches as needed, so this number stays the same if a job restarts with a different
+            number of replicas. With ``None``, ``Trainer(accumulate_grad_batches=...)`` sets the number of accumulated
+            batches.
         zero_stage: ZeRO stage, which determines what is sharded over replicas. 0 shards nothing, 1 shards optimizer
             states, 2 also gradients, and 3 also parameters.
         recompute: Activation checkpointing: the layers whose activations are not stored in forward, but recomputed in
             backward. ``True`` selects every layer. ``"selective"`` also selects every layer, but the results of matrix
-            multiplications and attention are stored. An int selects this many layers of each stage, and a float selects
-            this fraction of the layers of each stage. A list of ints contains the number of layers for each stage. A
+            multiplications and attention are stored. An int selects that many layers of each stage, and a float selects
+            that fraction of the layers of each stage. A list of ints contains the number of layers for each stage. A
             list of module names selects the named layers; in a name, ``*`` matches any text between two dots.
         offload: Tensors that are moved to CPU memory while the device does not need them: ``"activations"``,
             ``"optimizer"`` (optimizer states), or a list of both. This has no effect if the device is the CPU.
         master_weights: If True, half-precision parameters (``precision="bf16-true"`` or ``"16-true"``) have float32
             master weights. Optimizers update the master weights with float32 gradients, and checkpoints contain the
             master weights. With ``"16-true"``, the loss is scaled, as with ``"16-mixed"``.
-        broadcast_batches: If True, one rank of each model group (the ranks of one replica) loads each batch. It sends
-            the other ranks of the group only the tensors that they need. If False, every rank loads the batch itself,
-            and the ranks of the group compare checksums of the batch.
+        broadcast_batches: If True, one rank of each replica loads each batch, and sends the other ranks of the replica
+            only the tensors that they need. If False, every rank loads the batch itself, and the ranks of a replica
+            compare checksums of the batch.
         loss_reduction: How ``training_step`` reduces its loss over the samples of a batch: ``"mean"`` or ``"sum"``.
         dynamic_shapes: Set this to True if the shapes of the tensors between layers depend on the values in the batch,
             and not only on the shapes of the tensors in the batch.
         save_distributed_checkpoint: If True, a checkpoint is a directory to which every rank writes its own part. If
-            False, a checkpoint is one file, which rank 0 writes. Both kinds of checkpoints can be loaded into any
+            False, a checkpoint is one file, which rank 0 writes. Both kinds of checkpoints can be loaded under any
             layout.
         async_save: If True, a checkpoint is first copied to CPU memory, and then written in the background while
             training continues.
@@ -168,7 +170,7 @@ class HybridStrategy(ReplicaCollectives):
             with `tensor_parallel_depth`, `context_parallel`, `num_microbatches`, `schedule`, `num_chunks`,
             `tuning.extra_in_flight`, `zero_stage` and `recompute`. The search does not change arguments that you set; a
             list of sizes limits the search to these sizes. Rank 0 measures the speed of the device and of the links
-            between ranks, and estimates the step time of all layouts that stay below `tuning.memory_limit`. It logs the
+            between ranks, and estimates the step time of all layouts that fit within `tuning.memory_limit`. It logs the
             fastest layout as arguments that you can copy. To search only for the values of individual arguments, set
             these arguments to ``"auto"``; `tensor_parallel_size`, `pipeline_parallel_size`, `schedule`, `num_chunks`,
             `zero_stage` and `recompute` accept this value.
@@ -290,7 +292,7 @@ class HybridStrategy(ReplicaCollectives):
                 over the ranks of the axis, ``"B"`` replicates the tensor on these ranks, and ``"P"`` stores it as a
                 partial sum: the values on these ranks add up to the tensor. ``"S(0),S(1)"`` sets the placements for the
                 data-parallel and the tensor-parallel axis, in the order that these axes have in `rank_order`;
-                ``"S(0)"`` sets only the placement for the tensor-parallel axis. ``"data_parallel=S(0)"`` or
+                ``"S(0)"`` alone sets the placement for the tensor-parallel axis. ``"data_parallel=S(0)"`` or
                 ``{"data_parallel": "S(0)"}`` sets the placement for the named axis.
 
         Returns:
@@ -301,7 +303,7 @@ class HybridStrategy(ReplicaCollectives):
 
         Raises:
             TypeError: If the layout is neither a string nor a mapping.
-            ValueError: If the layout cannot be parsed, or if parameters do not support it.
+            ValueError: If the layout cannot be parsed, or if it is not supported for parameters.
         """
         begins = self._run is None or not self._run.is_installed
         return distribute(tensor, layout, self.device_mesh, makes_parameters=begins)
@@ -309,7 +311,7 @@ class HybridStrategy(ReplicaCollectives):
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Keyword arguments for a `DistributedSampler`: `num_replicas`, and as `rank` the data-parallel rank."""
+        """Arguments for a `DistributedSampler`: the number of replicas and, as `rank`, the data-parallel rank."""
         if self._world is None and self.sizes.num_replicas == 1:
             return {"num_replicas": 1, "rank": 0}
         return {"num_replicas": self.mesh.num_replicas, "rank": self.mesh.data_rank}
@@ -857,11 +859,11 @@ class HybridStrategy(ReplicaCollectives):
         source does not contain one of these parameters, the parameter is initialized as usual.
 
         Args:
-            source: The state dict of the full module; the path of a file written by `torch.save` that contains a state
-                dict or a checkpoint; a ``.safetensors`` file; a Hugging Face folder whose parameter names match a model
-                that is an attribute of the module; or a sharded checkpoint directory. Parameter names must match,
-                unless the module has ``strict_loading=False``. For tied parameters, one of their names in the source is
-                sufficient.
+            source: The state dict of the full module, or the path of one of the following: a state dict or checkpoint
+                that `torch.save` wrote, a ``.safetensors`` file, a sharded checkpoint directory, or a Hugging Face
+                folder whose parameter names match a model that is an attribute of the module. Parameter names must
+                match, unless the module has ``strict_loading=False``. For tied parameters, one of their names in the
+                source is sufficient.
 
         Raises:
             FileNotFoundError, ValueError: If the source cannot be read, or if a Hugging Face folder matches no part or
@@ -881,10 +883,10 @@ class HybridStrategy(ReplicaCollectives):
 
         Use this context in hooks that read or change parameters of the full model, for example to log histograms or
         weight norms, or to initialize parameters. It corresponds to FSDP's `summon_full_params` and DeepSpeed's
-        `GatheredParameters`. Inside the context, new parameter objects replace sharded parameters (tensor parallelism,
-        ZeRO) and parameters of other stages. Access them through the module, such as with `self.parameters()`, and not
-        through the optimizer. Each rank needs memory for all gathered parameters, so pass only the part of the module
-        that you need. Layers cannot be called inside the context.
+        `GatheredParameters`. Inside the context, new parameter objects replace parameters of other stages and
+        parameters that tensor parallelism or ZeRO shards. Access the new objects through the module, for example with
+        `self.parameters()`, and not through the optimizer. Each rank needs memory for all gathered parameters, so pass
+        only the part of the module that you need. Layers cannot be called inside the context.
 
         Example::
 
