@@ -9,7 +9,6 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.distributed.messages.lazy_tensor import peek
@@ -58,12 +57,12 @@ from lightning_hybrid.pipeline_parallel.frame.graph import (
     find_checkpoint,
     function_name,
     gives_back,
-    paused,
     running_modules,
     users_line,
 )
 from lightning_hybrid.pipeline_parallel.frame.operators import SETS_DATA, Operators, Seen, memory_of, num_bytes
 from lightning_hybrid.pipeline_parallel.frame.stage_states import Contents
+from lightning_hybrid.pipeline_parallel.frame.step_mode import StepMode
 from lightning_hybrid.pipeline_parallel.frame.writes import call_each, is_foreach
 
 _PLAIN = frozenset({bool, int, float, str, complex, torch.dtype, torch.device})
@@ -82,7 +81,7 @@ class ValueNeeded(BaseException):
     """The number of an absent value was asked for; no `except Exception` of the user's catches it."""
 
 
-class Discovery(TorchFunctionMode):
+class Discovery(StepMode):
     """Follows one run of the user's step, in which parameters and the results of units are fake tensors.
 
     ::
@@ -113,7 +112,6 @@ class Discovery(TorchFunctionMode):
     Attributes:
         graph: What has been found.
         escaped: Such hooks that should be: what they see is still there when a unit has returned.
-        is_answering: Whether a call of a function is answered, in which torch follows nothing.
     """
 
     def __init__(
@@ -134,7 +132,6 @@ class Discovery(TorchFunctionMode):
         self._repeats = RepeatedUnits(self._units[: self._num_layers], self.fake)
         self._trains = [any(each.requires_grad for each in unit.parameters()) for _, unit in units]
         self.graph = Graph()
-        self.is_answering = False
         self.fakes = fake_mode()
         self._device = device
         self._seed = seed
@@ -257,17 +254,9 @@ class Discovery(TorchFunctionMode):
         return self._call(Call(func, None, f"`{function_name(func)}`", users_line()), func, args, kwargs)
 
     def call_module(self, name: str, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Follow a call of a module of the frame that is one call: that of a function of its parameters too.
-
-        Args:
-            name: Its dotted name.
-            module: The module.
-            forward: Its `forward`.
-            args: Arguments of the call.
-            kwargs: Likewise.
-        """
+        """Follow a call of a module of the frame that is one call: that of a function of its parameters too."""
         call = Call(module, None, repr(name), users_line())
-        with paused(self):
+        with self.paused():
             return self._call(call, forward, args, kwargs, list(module.parameters()))
 
     def _call(
@@ -308,14 +297,7 @@ class Discovery(TorchFunctionMode):
         call.inside = running_modules() if states else ()
 
     def call_unit(self, index: int, unit: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Follow a call of a unit.
-
-        Args:
-            index: Its position.
-            unit: Its `forward`.
-            args: Arguments of the call.
-            kwargs: Likewise.
-        """
+        """Follow a call of a unit."""
         leaves, spec = flatten((args, kwargs))
         call = Call(None, index, repr(self._units[index][0]), users_line())
         number = len(self.graph.calls)
@@ -348,7 +330,7 @@ class Discovery(TorchFunctionMode):
             result, ran = self._repeats(call, fakes, spec, call_it, lambda: self._operators.seen)
             return result
 
-        with paused(self):
+        with self.paused():
             result = self._absent(number, call, leaves, run, trains=self._trains[index])
         call.draws_elsewhere = elsewhere or ran.draws_elsewhere
         call.draws |= drawn or ran.draws

@@ -30,7 +30,7 @@ from lightning_hybrid.pipeline_parallel.frame.fake_tensors import (
     absent_text,
 )
 from lightning_hybrid.pipeline_parallel.frame.functional_call import call_with_states
-from lightning_hybrid.pipeline_parallel.frame.graph import Call, Graph, paused
+from lightning_hybrid.pipeline_parallel.frame.graph import Call, Graph
 from lightning_hybrid.pipeline_parallel.frame.lockstep import Exchange, Lockstep
 from lightning_hybrid.pipeline_parallel.frame.path_change import PathChangedError
 from lightning_hybrid.pipeline_parallel.frame.plan import FramePlan, find_kept, make_part
@@ -54,6 +54,7 @@ from lightning_hybrid.pipeline_parallel.frame.running import (
     undoing_assigned,
 )
 from lightning_hybrid.pipeline_parallel.frame.stage_states import StatesOfStages, copied_arguments
+from lightning_hybrid.pipeline_parallel.frame.step_mode import StepMode
 from lightning_hybrid.pipeline_parallel.frame.writes import Writes, find_writes
 from lightning_hybrid.pipeline_parallel.placeholders import without_value_text
 from lightning_hybrid.pipeline_parallel.schedules import Placement
@@ -147,7 +148,7 @@ class FrameCut:
         self._all_holders: dict[str, Collection[int]] | None = None
         self._numbers = count()
         self._warned = False
-        self._mode: Discovery | Running | Lockstep | None = None
+        self._mode: StepMode | None = None
         self._states: StatesOfStages | None = None  # of the step that runs, if a rank has several stages
         self._invariant: defaultdict[int, InvariantCalls] | None = None  # by plan, if the step that runs repeats
         self._replaced: list[tuple[dict[str, Any], str, Any]] = []
@@ -231,7 +232,7 @@ class FrameCut:
         if mode is None or mode.is_answering:  # torch follows nothing while a mode answers a call
             yield
             return
-        with paused(mode):
+        with mode.paused():
             yield
 
     def place_parameters(self, holders: Mapping[str, Collection[int]]) -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import inspect
 import sysconfig
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -14,7 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.distributed.pytree import TreeSpec, flatten, is_unchanged
@@ -247,16 +245,6 @@ class Graph:
             return None
         (name,) = self.reads[value.call - len(self.calls)].parameters
         return name
-
-
-@contextmanager
-def paused(mode: TorchFunctionMode) -> Iterator[None]:
-    """Leave a mode while entered: what runs is not followed."""
-    mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-    try:
-        yield
-    finally:
-        mode.__enter__()  # type: ignore[no-untyped-call]
 
 
 def function_name(function: Callable[..., Any]) -> str:

@@ -9,14 +9,14 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.distributed.pytree import flatten, unflatten
 from lightning_hybrid.distributed.taps import Hook, Tap, TappedCall, Taps, find_taps
 from lightning_hybrid.distributed.tensor_metadata import METADATA, getters
 from lightning_hybrid.pipeline_parallel.frame.changes import Arguments, kept_like
-from lightning_hybrid.pipeline_parallel.frame.graph import DERIVATIVES, function_name, paused
+from lightning_hybrid.pipeline_parallel.frame.graph import DERIVATIVES, function_name
+from lightning_hybrid.pipeline_parallel.frame.step_mode import StepMode
 from lightning_hybrid.pipeline_parallel.placeholders import is_placeholder, written_operands
 
 _DEVICE = getters("device")
@@ -39,7 +39,7 @@ class Exchange(Protocol):
         """End a step on all ranks, which have to agree on a checksum."""
 
 
-class Lockstep(TorchFunctionMode):
+class Lockstep(StepMode):
     """Runs the user's step on all stages at once: the stage that holds a layer computes it, the others receive.
 
     ::
@@ -70,7 +70,6 @@ class Lockstep(TorchFunctionMode):
 
     Attributes:
         checksum: Of the integers (tokens, positions) that layers and functions of parameters were given; a scalar.
-        is_answering: Whether a call of a function is answered, in which torch follows nothing.
     """
 
     def __init__(
@@ -93,7 +92,6 @@ class Lockstep(TorchFunctionMode):
         self._most = 2 * len(self._holders) + _FEW  # beyond which tensors that are gone are forgotten
         self._num_layer_calls = self._num_other_calls = 0
         self.checksum = torch.zeros((), dtype=torch.int64, device=device)
-        self.is_answering = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Make a call of code around the layers."""
@@ -119,14 +117,7 @@ class Lockstep(TorchFunctionMode):
             self.is_answering = False
 
     def call_unit(self, index: int, unit: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Call a unit where it lives, and hooks of the user's inside it on every rank.
-
-        Args:
-            index: Its position.
-            unit: Its `forward`.
-            args: Arguments of the call.
-            kwargs: Likewise.
-        """
+        """Call a unit where it lives, and hooks of the user's inside it on every rank."""
         if index >= len(self._layers):  # its parameters are known by themselves
             return unit(*args, **kwargs)
         self._num_layer_calls += 1
@@ -144,7 +135,7 @@ class Lockstep(TorchFunctionMode):
             with taps.calling(note):
                 return unit(*args, **kwargs), calls
 
-        with paused(self):
+        with self.paused():
             self._note(flatten((args, kwargs))[0])
             args, kwargs = self._arrived(self._ranks[index], args, kwargs)
             result, tapped = self._share(self._ranks[index], number, run, args, kwargs)
@@ -155,17 +146,10 @@ class Lockstep(TorchFunctionMode):
     def call_module(self, name: str, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call a tensor-parallel module around the layers where its parameters live.
 
-        Args:
-            name: Its dotted name.
-            module: The module.
-            forward: Its `forward`.
-            args: Arguments of the call.
-            kwargs: Likewise.
-
         Raises:
             WrongUseError: If no stage has all of its parameters.
         """
-        with paused(self):
+        with self.paused():
             self._note(flatten((args, kwargs))[0])
             places = [held for each in module.parameters() if (held := self._held_by(each))]
             if not places:

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from typing_extensions import Self
 
 from lightning_hybrid.distributed.failure import WrongUseError
@@ -27,6 +26,7 @@ from lightning_hybrid.pipeline_parallel.frame.graph import (
     function_name,
 )
 from lightning_hybrid.pipeline_parallel.frame.plan import Action, Part
+from lightning_hybrid.pipeline_parallel.frame.step_mode import StepMode
 from lightning_hybrid.pipeline_parallel.frame.writes import call_each, is_foreach
 from lightning_hybrid.pipeline_parallel.placeholders import is_placeholder
 
@@ -131,12 +131,8 @@ class _Made(NamedTuple):
         return _is_same_argument(args, self.args) and _is_same_argument(kwargs or {}, self.kwargs)
 
 
-class Running(TorchFunctionMode):
-    """A stage's part of one step.
-
-    Attributes:
-        is_answering: Whether a call of a function is answered, in which torch follows nothing.
-    """
+class Running(StepMode):
+    """A stage's part of one step."""
 
     def __init__(
         self,
@@ -157,7 +153,7 @@ class Running(TorchFunctionMode):
         self._actions, self._inputs = part.without(skipped), inputs
         self._free_from, self._leaves_from, self._is_last = part.free_from, part.leaves_from, part.is_last
         self._draws, self._followed_to, self._is_guarded = part.draws, part.followed_to, part.is_guarded
-        self._is_over = self.is_answering = False
+        self._is_over = False
         self._seed, self._random = seed, random
         self.number = 0
         self.sent: list[Any] = [None] * len(part.sent)
@@ -278,15 +274,7 @@ class Running(TorchFunctionMode):
         return result
 
     def call_module(self, name: str, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """A call of a module of the frame that is one call.
-
-        Args:
-            name: Its dotted name.
-            module: The module.
-            forward: Its `forward`.
-            args: Arguments of the call.
-            kwargs: Likewise.
-        """
+        """A call of a module of the frame that is one call."""
         if self._is_over:
             return forward(*args, **kwargs)
         self.__exit__(None, None, None)
@@ -296,14 +284,7 @@ class Running(TorchFunctionMode):
             self.__enter__()
 
     def call_unit(self, index: int, unit: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """A call of a unit.
-
-        Args:
-            index: Its position.
-            unit: Its `forward`.
-            args: Arguments of the call.
-            kwargs: Likewise.
-        """
+        """A call of a unit."""
         number = self.number
         self.number = number + 1
         if self._arrived:
