@@ -17,6 +17,7 @@ from lightning_hybrid.distributed.replaced import replaced_attributes
 from lightning_hybrid.strategy.auto_layout.machine import NO_MESSAGES, Messages, in_ring
 from lightning_hybrid.tensor_parallel.context_parallel.sharded_sequence import ShardedSequence
 from lightning_hybrid.tensor_parallel.mappings import TensorGroup
+from lightning_hybrid.tensor_parallel.sharded_activation import ShardedActivation
 
 Mode: Any
 try:
@@ -139,11 +140,11 @@ class OperationCounter:
                 back = in_ring(self._context_group.size(), 1 if tensor is hidden else 2, tensor.nbytes)
                 self.counts.context_messages[place].append(Message(back=back))
 
-    def _record_read(self, sequence: ShardedSequence) -> None:
+    def _record_read(self, activation: ShardedActivation) -> None:
         """A sequence in shares is gathered, now if it has not been; its gradient needs no message."""
         messages = self.counts.context_messages[self._place()]
         before = len(messages)
-        sequence.read()
+        activation.read()
         messages[before:] = [Message(each.there) for each in messages[before:]]
 
     def _record(self, function: Any, args: Any, kwargs: Any, result: Any) -> None:
@@ -212,16 +213,16 @@ def _count_flops(function: Any, args: Any, kwargs: Any, result: Any) -> int:
 
 class _CountingMode(Mode):  # type: ignore[misc]
     def __init__(
-        self, record: Callable[[Any, Any, Any, Any], None], record_read: Callable[[ShardedSequence], None]
+        self, record: Callable[[Any, Any, Any, Any], None], record_read: Callable[[ShardedActivation], None]
     ) -> None:
         super().__init__()
         self._record, self._record_read = record, record_read
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(kind, ShardedSequence) for kind in types):
-            with self:  # what an operator of such a sequence does is not seen here
+        if any(issubclass(kind, ShardedActivation) for kind in types):
+            with self:  # what an operator of such a tensor does is not seen here
                 for leaf in flatten((args, kwargs))[0]:
-                    if isinstance(leaf, ShardedSequence):
+                    if isinstance(leaf, ShardedActivation):
                         self._record_read(leaf)
         result = function(*args, **(kwargs or {}))
         self._record(function, args, kwargs or {}, result)
