@@ -29,17 +29,21 @@ def replaced_attributes(owner: Any, **values: Any) -> Iterator[None]:
         values: The values by name; the object has all of these attributes.
     """
     is_class = isinstance(owner, type)  # whose attributes may be inherited, or descriptors
-    before = {name: vars(owner).get(name, _MISSING) if is_class else getattr(owner, name) for name in values}
+    before = {name: vars(owner).get(name, MISSING) if is_class else getattr(owner, name) for name in values}
     try:
         for name, value in values.items():
             setattr(owner, name, value)
         yield
     finally:
         for name, value in before.items():
-            if value is _MISSING:
+            if value is MISSING:
                 delattr(owner, name)
             else:
                 setattr(owner, name, value)
+
+
+#: In the place of a value: without this attribute or entry.
+MISSING = object()
 
 
 @contextmanager
@@ -49,24 +53,24 @@ def replaced_entries(changes: Iterable[tuple[MutableMapping[Any, Any], Mapping[A
     Parameters and buffers are entries of a module's `_parameters` and `_buffers`, and attributes of ``vars(object)``.
 
     Args:
-        changes: Each dictionary with its new entries.
+        changes: Each dictionary with its new entries; those that are `MISSING` are removed while entered.
     """
     found = [(table, dict(entries)) for table, entries in changes]
-    before = [(table, {key: table.get(key, _MISSING) for key in entries}) for table, entries in found]
+    before = [(table, {key: table.get(key, MISSING) for key in entries}) for table, entries in found]
     try:
-        for table, entries in found:
-            table.update(entries)
+        _set_entries(found)
         yield
     finally:
-        for table, entries in before:
-            for key, value in entries.items():
-                if value is _MISSING:
-                    table.pop(key, None)
-                else:
-                    table[key] = value
+        _set_entries(before)
 
 
-_MISSING = object()
+def _set_entries(changes: Iterable[tuple[MutableMapping[Any, Any], Mapping[Any, Any]]]) -> None:
+    for table, entries in changes:
+        for key, value in entries.items():
+            if value is MISSING:
+                table.pop(key, None)
+            else:
+                table[key] = value
 
 
 class Preserved:
@@ -180,32 +184,25 @@ def entries_of(container: Any) -> Iterator[Any]:
     return (part for entry in container.items() for part in entry) if isinstance(container, dict) else iter(container)
 
 
-@contextmanager
 def replaced_forwards(
     modules: Iterable[nn.Module], wrap: Callable[[nn.Module, Callable[..., Any]], Callable[..., Any]]
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """Replace the `forward` of each module while entered.
 
-    Afterwards names, copies and pickles of the modules are as before.
+    Afterwards names, copies and pickles of the modules are as before. What is entered later is called first::
+
+        cut of the pipeline --> division of sequences --> recomputation --> region of a layer  -->  class of the layer
+                                (context parallelism)                       (context parallelism)   (tensor parallelism)
 
     Args:
-        modules: The modules.
+        modules: The modules, each of them once.
         wrap: Takes a module and its forward, and returns the replacement.
     """
-    replaced: list[tuple[dict[str, Any], Any]] = []
-    try:
-        for module in modules:
-            attributes = vars(module)
-            before = attributes.get("forward")
-            replaced.append((attributes, before))
-            attributes["forward"] = wrap(module, before or _forward_of(module))
-        yield
-    finally:
-        for attributes, before in replaced:
-            if before is None:
-                del attributes["forward"]
-            else:  # somebody else's
-                attributes["forward"] = before
+    return replaced_entries(
+        (table, {"forward": wrap(module, table.get("forward") or _forward_of(module))})
+        for module in modules
+        for table in [vars(module)]
+    )
 
 
 def _forward_of(module: nn.Module) -> Callable[..., Any]:

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.distributed.messages.lazy_tensor import LazyTensor
 from lightning_hybrid.distributed.pytree import flatten, unflatten
-from lightning_hybrid.distributed.replaced import replaced_attributes
+from lightning_hybrid.distributed.replaced import MISSING, replaced_attributes, replaced_entries
 from lightning_hybrid.distributed.tensor_metadata import METADATA, getters
 from lightning_hybrid.pipeline_parallel.frame.decisions import apply
 from lightning_hybrid.pipeline_parallel.frame.fake_tensors import FakeTensor, fake_like, fake_mode
@@ -85,9 +85,8 @@ class ChainUse(FrameCut):
             NotFollowedError: If the step cannot be followed, or its stages need more of each other than the chain
                 hands on.
         """
-        redirected = vars(self._chain).pop("forward", None)
         try:
-            with self():
+            with replaced_entries([(vars(self._chain), {"forward": MISSING})]), self():
                 graph = self._discover(step, arguments, seed)
             numbers = [number for number, call in enumerate(graph.calls) if call.unit is not None]
             if len(numbers) != 1:
@@ -104,9 +103,6 @@ class ChainUse(FrameCut):
                 )
         except Exception as error:  # of the user's code too, which shows itself again when the step runs
             raise NotFollowedError(" ".join(f"{error}".split())) from error
-        finally:
-            if redirected is not None:
-                vars(self._chain)["forward"] = redirected
         return self._parameters_of(graph, routes, Writes())
 
 
@@ -151,20 +147,14 @@ class ChainCalls(FrameCut):
             arguments: Its arguments.
             seed: Seeds the generators for the call of a number.
         """
-        table = vars(self._chain)
-        redirected, writes, stops = table.pop("forward", None), False, True
-        table["forward"] = self._call_whole
+        writes, stops = False, True
         try:
-            with self():
+            with replaced_entries([(vars(self._chain), {"forward": self._call_whole})]), self():
                 graph = self._discover(step, arguments, seed)
                 writes = any(call.rewritten for call in graph.calls)
                 stops = graph.needed is not None
         except Exception:  # of the user's code too, which shows itself again when the step runs
             pass
-        finally:
-            del table["forward"]
-            if redirected is not None:
-                table["forward"] = redirected
         return self._whole > 1 or self._single > 0, writes, stops
 
     def _follow(self, *arguments: Any) -> tuple[Graph, bool]:

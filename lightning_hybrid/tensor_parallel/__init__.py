@@ -2,5 +2,3 @@
 
 Parameters are DTensors, so that optimizers, norms and checkpoints know every shard; activations stay plain tensors.
 """
-
-import lightning_hybrid.tensor_parallel.vocab_parallel_ops  # noqa: F401  registers what logits in shards can do

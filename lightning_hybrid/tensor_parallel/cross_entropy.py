@@ -11,10 +11,12 @@ each of which is a number per sample: a rank sums its own classes, and those sum
 from __future__ import annotations
 
 import math
+from inspect import signature
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -66,10 +68,10 @@ def cross_entropy(
     group: TensorGroup,
     *,
     are_logits: bool,
-    weight: Tensor | None,
-    ignore_index: int,
-    reduction: str,
-    label_smoothing: float,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
 ) -> Tensor:
     """What `torch.nn.functional.cross_entropy` gives.
 
@@ -112,9 +114,27 @@ def cross_entropy(
         return losses.sum()
     if not isinstance(total, Tensor):
         return losses.sum() / total
-    # If nothing counts, torch says NaN, and zero gradients.
-    mean = (losses.sum() / total.clamp_min(torch.finfo(total.dtype).tiny)).masked_fill(total == 0, math.nan)
-    return reported(mean, target, weight, ignore_index)
+    return reported(mean_of(losses.sum(), total), target, weight, ignore_index)
+
+
+def mean_of(total: Tensor, count: Tensor) -> Tensor:
+    """Return a sum of losses divided by what counts; if nothing does, torch says NaN, and zero gradients.
+
+    Args:
+        total: The sum, shape ``()``.
+        count: The sum of the weights of all targets, shape ``()``.
+    """
+    count = count.to(total.dtype)
+    return (total / count.clamp_min(torch.finfo(total.dtype).tiny)).masked_fill(count == 0, math.nan)
+
+
+def loss_arguments(*args: Any, **kwargs: Any) -> tuple[Any, Any, dict[str, Any]]:
+    """Return scores, target, and the other arguments that were given, of `cross_entropy` or `nll_loss` of torch."""
+    given = dict(_ARGUMENTS.bind(*args, **kwargs).arguments)
+    return given.pop("input"), given.pop("target"), {name: each for name, each in given.items() if each is not None}
+
+
+_ARGUMENTS = signature(F.cross_entropy)  # `nll_loss` has the same without the last one
 
 
 def _check_classes(target: Tensor, shard: Tensor, ignore_index: int, num_classes: int, dim: int) -> None:

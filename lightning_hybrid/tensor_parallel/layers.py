@@ -323,6 +323,9 @@ class NarrowInput(ParallelLayer):
         block: Any = self
         first = _argument_names(self)[0]
         x: Tensor = args[0] if args else kwargs[first]
+        # The block computes with the width of its input before any of its layers runs, so only the input itself can say
+        # another width. Its values are NaN, which shows any other use of it; the layers that share the width below get
+        # the true input, known by identity.
         narrow = x.new_full((), math.nan).expand(*x.shape[:-1], x.shape[-1] // self.tensor_group.size)
 
         def give(layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:

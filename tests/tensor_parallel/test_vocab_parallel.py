@@ -16,6 +16,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from lightning_hybrid.tensor_parallel.plan import make_plan
 from lightning_hybrid.tensor_parallel.vocab_parallel import to_plain_tensors
 from tests.pool import Pools
+from tests.tensor_parallel.context_parallel.traffic import counted
 from tests.tensor_parallel.groups import CPU, tensor_group
 
 
@@ -73,7 +74,8 @@ GATHERED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-def loss_and_gradients(name: str) -> tuple[dict[str, float], int]:
+def loss_and_gradients(name: str) -> tuple[dict[str, float], int, int]:
+    """Differences, entries of the largest message, and bytes of logits that are gathered."""
     torch.manual_seed(0)
     x = torch.randn(3, 8, 6, dtype=torch.float64)
     y = torch.randint(12, (3, 8))
@@ -84,6 +86,9 @@ def loss_and_gradients(name: str) -> tuple[dict[str, float], int]:
     loss = {**LOSSES, **GATHERED}[name]
     inputs = [x.clone().requires_grad_() for _ in range(2)]
     worst, sent = {}, []
+    with counted() as gathered:  # without a mode, which does not see what operators on logits call
+        loss(shared(x * 1.0), y).backward()
+    shared.zero_grad()
 
     class Counting(CommDebugMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -109,21 +114,25 @@ def loss_and_gradients(name: str) -> tuple[dict[str, float], int]:
     worst["input"] = float((inputs[0].grad - inputs[1].grad).abs().max()) * precision
     worst["weight"] = float((shared[0].weight.grad.full_tensor() - dense[0].weight.grad).abs().max()) * precision
     assert type(to_plain_tensors(z)) is Tensor
-    return worst, max(sent)
+    return worst, max(sent), gathered.get("all_gather", 0)
 
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses_over_divided_classes_equal_one_process_and_send_no_logits(ranks: Pools, name: str) -> None:
     for size in (2, 4):
-        for worst, largest in ranks(size).run(loss_and_gradients, name):
+        for worst, largest, gathered in ranks(size).run(loss_and_gradients, name):
             assert all(value < 1e-12 for value in worst.values()), worst
             assert largest <= 3 * 8 * 6, "the gradient of the head's input is the largest message, not the logits"
+            assert gathered == 0
 
 
 @pytest.mark.parametrize("name", GATHERED)
 def test_what_needs_all_classes_gets_them(ranks: Pools, name: str) -> None:
-    for worst, _ in ranks(2).run(loss_and_gradients, name):
+    logits = 8 * 3 * 8 * 6  # bytes that a rank sends of its shard
+    tensors = {"concatenated": 2, "target that learns": 2, "kl": 2}.get(name, 1)
+    for worst, _, gathered in ranks(2).run(loss_and_gradients, name):
         assert all(value < 1e-12 for value in worst.values()), worst
+        assert gathered == logits * tensors
 
 
 def edges() -> dict[str, Any]:

@@ -45,13 +45,8 @@ from lightning_hybrid.tensor_parallel.context_parallel.block_attention.block_att
 )
 from lightning_hybrid.tensor_parallel.context_parallel.block_attention.ring import Ring, ring_attention
 from lightning_hybrid.tensor_parallel.context_parallel.draws import Draws
-from lightning_hybrid.tensor_parallel.context_parallel.mappings import (
-    Shares,
-    all_gather_shares,
-    gather_keys,
-    to_heads,
-    to_sequence,
-)
+from lightning_hybrid.tensor_parallel.context_parallel.mappings import gather_keys, to_heads, to_sequence
+from lightning_hybrid.tensor_parallel.sharding import Shares, all_gather_shares
 
 #: How attention communicates.
 KINDS = ("ulysses", "ring", "all_gather")

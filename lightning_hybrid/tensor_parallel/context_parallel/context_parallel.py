@@ -32,8 +32,9 @@ from lightning_hybrid.tensor_parallel.context_parallel.hooks import Places, Whol
 from lightning_hybrid.tensor_parallel.context_parallel.leaks import Leaks
 from lightning_hybrid.tensor_parallel.context_parallel.mappings import ContextGroup
 from lightning_hybrid.tensor_parallel.context_parallel.recomputation import again_in
-from lightning_hybrid.tensor_parallel.context_parallel.sharded_sequence import from_shares, plain, to_shares
+from lightning_hybrid.tensor_parallel.context_parallel.sharded_sequence import from_shares, to_shares
 from lightning_hybrid.tensor_parallel.context_parallel.trial import Trial
+from lightning_hybrid.tensor_parallel.sharded_activation import plain
 
 
 class ContextParallel:

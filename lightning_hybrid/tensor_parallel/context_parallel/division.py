@@ -9,13 +9,10 @@ from torch import Tensor, nn
 
 from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.distributed.pytree import TreeSpec, flatten, unflatten
-from lightning_hybrid.tensor_parallel.context_parallel.mappings import ContextGroup, Shares, copy_to_cp, scatter_to_cp
-from lightning_hybrid.tensor_parallel.context_parallel.sharded_sequence import (
-    SequenceLayout,
-    ShardedSequence,
-    plain,
-    wrap,
-)
+from lightning_hybrid.tensor_parallel.context_parallel.mappings import ContextGroup, copy_to_cp, scatter_to_cp
+from lightning_hybrid.tensor_parallel.context_parallel.sharded_sequence import ShardedSequence
+from lightning_hybrid.tensor_parallel.sharded_activation import plain
+from lightning_hybrid.tensor_parallel.sharding import Sharding, Shares
 
 # A share has two positions at least: of a single one models believe that it is the next word.
 _LEAST = 2
@@ -208,22 +205,22 @@ class Division:
 
     def joined(self, result: Any) -> Any:
         """What the layer returns, to the code around it."""
-        return self._map_results(result, lambda tensor, dim: self._wrapped(tensor, SequenceLayout(dim, self.shares)))
+        return self._map_results(result, lambda tensor, dim: self._wrapped(tensor, Sharding(dim, self.shares)))
 
-    def whole(self, tensor: Tensor, layout: SequenceLayout | None) -> Tensor:
+    def whole(self, tensor: Tensor, sharding: Sharding | None) -> Tensor:
         """Return the whole tensor that code around the layer sees for a tensor inside the layer.
 
         Args:
             tensor: The tensor inside the layer.
-            layout: How the sequence is divided in it; ``None`` if it does not hold a share of the sequence.
+            sharding: How the sequence is divided in it; ``None`` if it does not hold a share of the sequence.
         """
         mine, whole = self._argument(tensor)
         if isinstance(mine, Tensor):
             return whole  # type: ignore[no-any-return]
-        return tensor if layout is None else self._wrapped(tensor, layout)
+        return tensor if sharding is None else self._wrapped(tensor, sharding)
 
-    def _wrapped(self, tensor: Tensor, layout: SequenceLayout) -> Tensor:
-        made = wrap(tensor, layout)
+    def _wrapped(self, tensor: Tensor, sharding: Sharding) -> Tensor:
+        made = ShardedSequence.wrap(tensor, sharding)
         self._exit(made)
         return made
 

@@ -14,8 +14,10 @@ from lightning_hybrid.distributed.pytree import flatten, unflatten
 from lightning_hybrid.distributed.taps import Hook, Tap, Taps
 from lightning_hybrid.tensor_parallel.context_parallel.attention import Region
 from lightning_hybrid.tensor_parallel.context_parallel.division import Division, version_of
-from lightning_hybrid.tensor_parallel.context_parallel.mappings import Shares, copy_to_cp
-from lightning_hybrid.tensor_parallel.context_parallel.sharded_sequence import SequenceLayout, ShardedSequence, plain
+from lightning_hybrid.tensor_parallel.context_parallel.mappings import copy_to_cp, scatter_to_cp
+from lightning_hybrid.tensor_parallel.context_parallel.sharded_sequence import ShardedSequence
+from lightning_hybrid.tensor_parallel.sharded_activation import plain
+from lightning_hybrid.tensor_parallel.sharding import Sharding, Shares
 
 
 class Along(NamedTuple):
@@ -30,7 +32,7 @@ class Along(NamedTuple):
     dim: int | None
     is_outer: bool = True
 
-    def layout(self, tensor: Tensor, length: int, shares: Shares) -> SequenceLayout | None:
+    def layout(self, tensor: Tensor, length: int, shares: Shares) -> Sharding | None:
         """Return how a tensor is divided; ``None`` if it is not.
 
         Args:
@@ -41,7 +43,7 @@ class Along(NamedTuple):
         if self.dim is None or self.dim >= tensor.ndim or tensor.shape[self.dim] % length:
             return None
         number = tensor.shape[self.dim] // length
-        return SequenceLayout(self.dim, shares, *((number, 1) if self.is_outer else (1, number)))
+        return Sharding(self.dim, shares, *((number, 1) if self.is_outer else (1, number)))
 
 
 class Place(NamedTuple):
@@ -101,8 +103,8 @@ class WholeHooks:
         made: dict[int, Any] = {}  # a tensor that is passed twice stays one tensor
         for leaf, along in zip(leaves, places, strict=True):
             if isinstance(leaf, Tensor) and id(leaf) not in made:
-                layout = along and along.layout(leaf, region.shares.length, region.shares)
-                made[id(leaf)] = self._division.whole(leaf, layout)
+                sharding = along and along.layout(leaf, region.shares.length, region.shares)
+                made[id(leaf)] = self._division.whole(leaf, sharding)
         wholes = [made.get(id(leaf), leaf) for leaf in leaves]
         versions = list(map(version_of, wholes))
         *others, output = unflatten(wholes, spec)
@@ -134,18 +136,18 @@ class WholeHooks:
         if not isinstance(value, Tensor):
             return value
         shares = region.shares
-        if isinstance(value, ShardedSequence) and value.sequence.shares.is_same(shares) and not value.is_written():
+        if isinstance(value, ShardedSequence) and value.sharding.shares.is_same(shares) and not value.is_written():
             return value.local
         if along is not None and along.dim is None:
             return copy_to_cp(plain(value), shares.group)
-        layout = along and along.layout(value, shares.total, shares)
-        if layout is None:
+        sharding = along and along.layout(value, shares.total, shares)
+        if sharding is None:
             raise region.refuse(
                 f"but a forward hook replaces the output of {tap.module!r}. The output has no sequence dimension, or"
                 " the hook changes its structure. Change the output in the layer instead, or use"
                 " context_parallel_size=1. [LH618]"
             )
-        return layout.scatter(plain(value))
+        return sharding.split(plain(value), scatter_to_cp)
 
 
 def _is_written(whole: Any, version: int) -> bool:

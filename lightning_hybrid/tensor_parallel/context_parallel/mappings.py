@@ -21,10 +21,6 @@ become plain ones here.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Sequence
-from itertools import accumulate
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -33,7 +29,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightning_hybrid.distributed.dtensor import full_tensor
-from lightning_hybrid.distributed.process_group import SizedGroupRef, all_gather_single, reduce_scatter_single
+from lightning_hybrid.distributed.process_group import SizedGroupRef, reduce_scatter_single
+from lightning_hybrid.tensor_parallel.sharding import Shares, all_gather_shares, padded
 
 
 class ContextGroup(SizedGroupRef):
@@ -42,92 +39,12 @@ class ContextGroup(SizedGroupRef):
     __slots__ = ()
 
 
-class Shares:
-    """How a sequence is divided: consecutive positions for each rank, or two pieces for each.
-
-    With two pieces each rank has as much to do where a mask is causal::
-
-        positions     0 1 2 3 4 5 6 7
-        consecutive   0 0 1 1 2 2 3 3     the rank of each
-        balanced      0 1 2 3 3 2 1 0
-
-    Args:
-        total: The length of the sequence.
-        group: The ranks.
-        balanced: Whether there are two pieces for each rank.
-
-    Attributes:
-        pieces: Of each rank, the first position and the length.
-        lengths: Of the share of each rank.
-        length: The length of this rank's share.
-    """
-
-    __slots__ = ("balanced", "group", "length", "lengths", "pieces", "total")
-
-    def __init__(self, total: int, group: ContextGroup, *, balanced: bool) -> None:
-        self.total, self.group, self.balanced = total, group, balanced
-        number = group.size * (2 if balanced else 1)
-        each, rest = divmod(total, number)
-        sizes = [each + (at < rest) for at in range(number)]
-        pieces = list(zip(accumulate(sizes, initial=0), sizes, strict=False))
-        pairs = zip(pieces[: group.size], reversed(pieces), strict=False)
-        self.pieces = [[first, second] if balanced else [first] for first, second in pairs]
-        self.lengths = [sum(length for _, length in of_rank) for of_rank in self.pieces]
-        self.length = self.lengths[group.rank]
-
-    def is_same(self, other: Shares) -> bool:
-        """Whether another sequence is divided at the same positions."""
-        return self.total == other.total and self.pieces == other.pieces
-
-    def narrowed(self, start: int, length: int) -> tuple[Shares, int]:
-        """The shares of consecutive positions of the sequence: each rank keeps those that it has of them.
-
-        Args:
-            start: The first of them.
-            length: Their number.
-
-        Returns:
-            Their shares, which may have other lengths, and where this rank's begins in its share of the sequence.
-        """
-
-        def overlap(first: int, size: int) -> tuple[int, int]:
-            begin, end = max(first, start), min(first + size, start + length)
-            return min(begin - start, length), max(end - begin, 0)
-
-        made = copy.copy(self)
-        made.total = length
-        made.pieces = [[overlap(*piece) for piece in of_rank] for of_rank in self.pieces]
-        made.lengths = [sum(size for _, size in of_rank) for of_rank in made.pieces]
-        made.length = made.lengths[self.group.rank]
-        before = sum(min(max(start - first, 0), size) for first, size in self.pieces[self.group.rank])
-        return made, before
-
-    def own(self, x: Tensor, dim: int) -> Tensor:
-        """This rank's share of a tensor; of consecutive positions a view."""
-        return self.of_rank(x, dim, self.group.rank)
-
-    def of_rank(self, x: Tensor, dim: int, rank: int) -> Tensor:
-        """A rank's share of a tensor."""
-        parts = [x.narrow(dim, start, length) for start, length in self.pieces[rank]]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
-
-    def in_order(self, shares: Sequence[Tensor]) -> Tensor:
-        """The whole sequence, of the shares of all ranks, along the first dimension."""
-        parts: list[tuple[int, Tensor]] = []
-        for share, of_rank in zip(shares, self.pieces, strict=True):
-            offset = 0
-            for start, length in of_rank:
-                parts.append((start, share[offset : offset + length]))
-                offset += length
-        return torch.cat([part for _, part in sorted(parts, key=itemgetter(0))])
-
-
 def scatter_to_cp(x: Tensor, dim: int, shares: Shares) -> Tensor:
     """This rank's share of a sequence that every rank has."""
     return _Scatter.apply(x, dim, shares)  # type: ignore[no-untyped-call, no-any-return]
 
 
-def copy_to_cp(x: Tensor, group: ContextGroup) -> Tensor:
+def copy_to_cp(x: Tensor, group: SizedGroupRef) -> Tensor:
     """What every rank has whole, about to be used with its share of a sequence."""
     if not (torch.is_grad_enabled() and x.requires_grad):
         return x
@@ -139,7 +56,7 @@ def gather_keys(x: Tensor, dim: int, shares: Shares) -> Tensor:
     return _GatherKeys.apply(x, dim, shares)  # type: ignore[no-untyped-call, no-any-return]
 
 
-def reduce_from_cp(x: Tensor, group: ContextGroup) -> Tensor:
+def reduce_from_cp(x: Tensor, group: SizedGroupRef) -> Tensor:
     """The sum over the ranks of what each has made of its share."""
     return _Reduce.apply(x, group)  # type: ignore[no-untyped-call, no-any-return]
 
@@ -162,32 +79,13 @@ def to_sequence(x: Tensor, shares: Shares) -> Tensor:
     return _AllToAll.apply(x, shares, False)  # type: ignore[no-untyped-call, no-any-return]
 
 
-def all_gather_shares(x: Tensor, dim: int, shares: Shares) -> Tensor:
-    """All-gather along a dimension; not for autograd."""
-    group, lengths = shares.group, shares.lengths
-    longest = max(lengths)
-    own = _padded(x.movedim(dim, 0), longest)
-    gathered = own.new_empty(longest * group.size, *own.shape[1:])
-    all_gather_single(gathered, own, group=group())
-    if shares.balanced or min(lengths) != longest:
-        gathered = shares.in_order(torch.split(gathered, longest))
-    return gathered.movedim(0, dim).contiguous()
-
-
 def _reduce_scatter_shares(x: Tensor, dim: int, shares: Shares) -> Tensor:
     group, lengths = shares.group, shares.lengths
     longest, first = max(lengths), x.movedim(dim, 0)
-    partial = torch.cat([_padded(shares.of_rank(first, 0, rank), longest) for rank in range(group.size)])
+    partial = torch.cat([padded(shares.of_rank(first, 0, rank), longest) for rank in range(group.size)])
     share = partial.new_empty(longest, *partial.shape[1:])
     reduce_scatter_single(share, partial, group=group())
     return share[: shares.length].movedim(0, dim).contiguous()
-
-
-def _padded(x: Tensor, length: int) -> Tensor:
-    """With as many rows as the longest share has."""
-    if len(x) == length:
-        return x.contiguous()
-    return torch.cat([x, x.new_zeros(length - len(x), *x.shape[1:])])
 
 
 def _exchange(x: Tensor, shares: Shares, *, to_heads: bool) -> Tensor:
@@ -226,7 +124,7 @@ class _Scatter(torch.autograd.Function):
 
 class _Copy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ContextGroup) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: SizedGroupRef) -> Tensor:
         ctx.group = group
         return x.detach()  # not a view for autograd
 
@@ -240,7 +138,7 @@ class _Copy(torch.autograd.Function):
 
 class _Reduce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ContextGroup) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: SizedGroupRef) -> Tensor:
         ctx.size = group.size
         total = x.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=group())

@@ -10,6 +10,8 @@ from typing import Any
 
 from torch.utils import checkpoint
 
+from lightning_hybrid.distributed.replaced import replaced_entries
+
 _Enter = Callable[[], AbstractContextManager[None]]
 
 
@@ -27,10 +29,13 @@ def again_in(here: Callable[[], _Enter]) -> Iterator[None]:
     Args:
         here: Called at each call, before its function; returns what is entered around it when it runs again.
     """
-    # What others have imported by its name is the same function: its default can be changed, its name in a module not.
+    # `checkpoint` is often imported by its name, so a replacement in its module would miss calls. Its default argument
+    # reaches all of them. The function compares `context_fn` with what its module calls `noop_context_fn`, and refuses
+    # any other with use_reentrant=True, so that name has to lead to the same object; such a call then never enters it,
+    # but looks up `CheckpointFunction` in the module, which is replaced for it.
     defaults: Any = inspect.unwrap(checkpoint.checkpoint).__kwdefaults__
     names: Any = vars(checkpoint)
-    context_fn, function = names["noop_context_fn"], names["CheckpointFunction"]
+    function = names["CheckpointFunction"]
 
     def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         return nullcontext(), _Reentered(here())
@@ -38,13 +43,9 @@ def again_in(here: Callable[[], _Enter]) -> Iterator[None]:
     def apply(run: Callable[..., Any], *rest: Any) -> Any:
         return function.apply(_Again(run, here()), *rest)
 
-    defaults["context_fn"] = names["noop_context_fn"] = contexts  # it compares them
-    names["CheckpointFunction"] = SimpleNamespace(apply=apply)  # of use_reentrant=True
-    try:
+    in_module = {"noop_context_fn": contexts, "CheckpointFunction": SimpleNamespace(apply=apply)}
+    with replaced_entries([(defaults, {"context_fn": contexts}), (names, in_module)]):
         yield
-    finally:
-        defaults["context_fn"] = names["noop_context_fn"] = context_fn
-        names["CheckpointFunction"] = function
 
 
 class _Reentered(AbstractContextManager[None]):

@@ -22,7 +22,8 @@ from lightning_hybrid.tensor_parallel.context_parallel.attention import Region, 
 from lightning_hybrid.tensor_parallel.context_parallel.block_attention.block_attention import without_autocast
 from lightning_hybrid.tensor_parallel.context_parallel.division import Division
 from lightning_hybrid.tensor_parallel.context_parallel.hooks import Along, Place, Places, common_places
-from lightning_hybrid.tensor_parallel.context_parallel.mappings import ContextGroup, Shares
+from lightning_hybrid.tensor_parallel.context_parallel.mappings import ContextGroup
+from lightning_hybrid.tensor_parallel.sharding import Shares
 
 _POSITIONS = 4  # so many for each rank are few
 _TOKENS = 4096  # so many of all samples are many: a layer's activations without gradients are a part of a step's

@@ -22,9 +22,11 @@ from lightning_hybrid.distributed.no_draws import NoDraws
 from lightning_hybrid.memory.activation_checkpoint.checkpoint import ActivationCheckpointing
 from lightning_hybrid.tensor_parallel.context_parallel.attention import KINDS, Region, is_balanced
 from lightning_hybrid.tensor_parallel.context_parallel.context_parallel import ContextParallel
-from lightning_hybrid.tensor_parallel.context_parallel.mappings import ContextGroup, Shares
-from lightning_hybrid.tensor_parallel.context_parallel.sharded_sequence import ShardedSequence, plain, shard
+from lightning_hybrid.tensor_parallel.context_parallel.mappings import ContextGroup
+from lightning_hybrid.tensor_parallel.context_parallel.sharded_sequence import ShardedSequence, shard
 from lightning_hybrid.tensor_parallel.context_parallel.trial import Trial
+from lightning_hybrid.tensor_parallel.sharded_activation import plain
+from lightning_hybrid.tensor_parallel.sharding import Shares
 from tests import context_modules as zoo
 from tests.pool import Pools, RankError
 from tests.tensor_modules import DIM, NanoBlock

@@ -9,6 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_hybrid.tensor_parallel import sharding
 from lightning_hybrid.tensor_parallel.context_parallel import mappings
 
 
@@ -16,7 +17,7 @@ from lightning_hybrid.tensor_parallel.context_parallel import mappings
 def counted() -> Iterator[dict[str, int]]:
     """Counts the bytes that a rank sends to others, by kind: also where an operator reads a sequence."""
     sent: dict[str, int] = {}
-    before = mappings.all_gather_single, mappings.reduce_scatter_single, dist.all_to_all_single
+    before = sharding.all_gather_single, mappings.reduce_scatter_single, dist.all_to_all_single
     send_and_receive = dist.batch_isend_irecv
     size = dist.get_world_size()
 
@@ -27,7 +28,7 @@ def counted() -> Iterator[dict[str, int]]:
 
         return call
 
-    mappings.all_gather_single = counting("all_gather", before[0], lambda _, own: own.nbytes * (size - 1))
+    sharding.all_gather_single = counting("all_gather", before[0], lambda _, own: own.nbytes * (size - 1))
     mappings.reduce_scatter_single = counting("reduce_scatter", before[1], lambda share, _: share.nbytes * (size - 1))
     dist.all_to_all_single = counting("all_to_all", before[2], lambda _, own: own.nbytes * (size - 1) // size)
 
@@ -41,4 +42,4 @@ def counted() -> Iterator[dict[str, int]]:
         yield sent
     finally:
         dist.batch_isend_irecv = send_and_receive
-        mappings.all_gather_single, mappings.reduce_scatter_single, dist.all_to_all_single = before
+        sharding.all_gather_single, mappings.reduce_scatter_single, dist.all_to_all_single = before

@@ -18,6 +18,7 @@ from lightning_hybrid.distributed.replaced import replaced_attributes
 from lightning_hybrid.strategy.auto_layout.machine import NO_MESSAGES, Messages, in_ring
 from lightning_hybrid.tensor_parallel.context_parallel.sharded_sequence import ShardedSequence
 from lightning_hybrid.tensor_parallel.mappings import TensorGroup
+from lightning_hybrid.tensor_parallel.sharded_activation import ShardedActivation
 
 FLOPS: dict[Any, Callable[..., int]]
 try:
@@ -140,18 +141,18 @@ class OperationCounter:
     def _call(self, function: Any, args: Any, kwargs: Any) -> Any:
         given = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
         for tensor in given:
-            if isinstance(tensor, ShardedSequence):
-                with self._mode:  # what an operator of such a sequence does is not seen here
+            if isinstance(tensor, ShardedActivation):
+                with self._mode:  # what an operator of such a tensor does is not seen here
                     self._record_read(tensor)
         result = function(*args, **kwargs)
         self._record(function, args, kwargs, given, result)
         return result
 
-    def _record_read(self, sequence: ShardedSequence) -> None:
+    def _record_read(self, activation: ShardedActivation) -> None:
         """A sequence in shares is gathered, now if it has not been; its gradient needs no message."""
         messages = self.counts.context_messages[self._place()]
         before = len(messages)
-        sequence.read()
+        activation.read()
         messages[before:] = [Message(each.there) for each in messages[before:]]
 
     def _record(self, function: Any, args: Any, kwargs: Any, tensors: list[Tensor], result: Any) -> None:

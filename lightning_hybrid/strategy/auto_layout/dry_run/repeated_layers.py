@@ -16,7 +16,8 @@ from lightning_hybrid.distributed.replaced import replaced_attributes, replaced_
 from lightning_hybrid.memory.account import Repetition, SavedTensorMeter
 from lightning_hybrid.pipeline_parallel.frame.alike import PLAIN
 from lightning_hybrid.pipeline_parallel.frame.fake_tensors import FakeTensor
-from lightning_hybrid.tensor_parallel.context_parallel.sharded_sequence import SequenceLayout, ShardedSequence, wrap
+from lightning_hybrid.tensor_parallel.context_parallel.sharded_sequence import ShardedSequence
+from lightning_hybrid.tensor_parallel.sharding import Sharding
 
 
 class LeakError(Exception):
@@ -63,7 +64,7 @@ class _Made:
 
     tensor: Tensor
     requires_grad: bool
-    sequence: SequenceLayout | None
+    sequence: Sharding | None
 
 
 class RepeatedLayers:
@@ -143,7 +144,7 @@ class RepeatedLayers:
             plain = {id(leaf): _data(leaf).detach() for leaf in (*given, *leaves) if isinstance(leaf, Tensor)}
         of_given, of_returned = ([plain.get(id(leaf), leaf) for leaf in each] for each in (given, leaves))
         of_made = [
-            _Made(plain[key], tensor.requires_grad, tensor.sequence if isinstance(tensor, ShardedSequence) else None)
+            _Made(plain[key], tensor.requires_grad, tensor.sharding if isinstance(tensor, ShardedSequence) else None)
             for key, tensor in new.items()
         ]
         return returned, _Call(of_given, of_returned, spec, of_made, counted, repetition)
@@ -173,7 +174,7 @@ def _make(like: Sequence[_Made], given: list[Tensor]) -> list[Tensor]:
         requiring = [torch.empty((), requires_grad=True)]
     made = _LikeOthers.apply(like, *requiring) if like else ()  # type: ignore[no-untyped-call]
     pairs = zip(made, like, strict=True)
-    return [tensor if of.sequence is None else wrap(tensor, of.sequence) for tensor, of in pairs]
+    return [tensor if of.sequence is None else ShardedSequence.wrap(tensor, of.sequence) for tensor, of in pairs]
 
 
 class _LikeOthers(torch.autograd.Function):
@@ -229,7 +230,7 @@ class _Watch:
 
 
 def _data(tensor: Tensor) -> Tensor:
-    return tensor.share_data if isinstance(tensor, ShardedSequence) else tensor
+    return tensor.local_data if isinstance(tensor, ShardedSequence) else tensor
 
 
 def _storages(leaf: Any) -> dict[int, Any]:
@@ -263,5 +264,5 @@ def _signature(given: Sequence[Any]) -> tuple[Hashable, ...] | None:
 
 def _division(x: ShardedSequence) -> Hashable:
     """Return a key of the division of a sequence, and of whether its shares have been gathered or written."""
-    layout, pieces = x.sequence, tuple(tuple(map(tuple, of_rank)) for of_rank in x.sequence.shares.pieces)
-    return layout.dim, layout.outer, layout.inner, layout.shares.total, pieces, x.is_read, x.is_written()
+    sharding, pieces = x.sharding, tuple(tuple(map(tuple, of_rank)) for of_rank in x.sharding.shares.pieces)
+    return sharding.dim, sharding.outer, sharding.inner, sharding.shares.total, pieces, x.is_read, x.is_written()

@@ -43,7 +43,7 @@ from lightning_hybrid.tensor_parallel.context_parallel.block_attention.block_att
     precise,
     without_autocast,
 )
-from lightning_hybrid.tensor_parallel.context_parallel.mappings import Shares
+from lightning_hybrid.tensor_parallel.sharding import Shares
 
 
 class Ring(NamedTuple):

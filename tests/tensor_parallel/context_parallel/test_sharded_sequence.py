@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from lightning_hybrid.tensor_parallel.context_parallel.mappings import Shares
-from lightning_hybrid.tensor_parallel.context_parallel.sharded_sequence import ShardedSequence, plain, shard
+from lightning_hybrid.tensor_parallel.context_parallel.sharded_sequence import ShardedSequence, shard
+from lightning_hybrid.tensor_parallel.sharded_activation import plain
+from lightning_hybrid.tensor_parallel.sharding import Shares
 from tests.pool import Pools
 from tests.tensor_parallel.context_parallel.test_context_parallel import group_of_all
 from tests.tensor_parallel.context_parallel.traffic import counted

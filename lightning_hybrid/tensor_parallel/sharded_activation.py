@@ -1,0 +1,440 @@
+"""A tensor of the whole shape of which this rank has its share, until something reads all of it."""
+
+from __future__ import annotations
+
+from bisect import bisect
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from typing_extensions import Self
+
+from lightning_hybrid.distributed.dtensor import full_tensor
+from lightning_hybrid.distributed.pytree import flatten, map_leaves, unflatten
+from lightning_hybrid.distributed.tensor_metadata import METADATA, getters
+from lightning_hybrid.tensor_parallel.sharding import Sharding
+
+#: Around calls with empty tensors that only tell shapes: modes do not see them.
+unseen: Any
+try:
+    from torch._C import _DisableTorchDispatch as unseen
+except ImportError:  # then the estimate of a step counts them as work
+    unseen = nullcontext
+
+Function = Callable[..., Any]
+Handler = Callable[[Function, Any, Any], Any]
+
+#: What speaks of a tensor's own place in the graph; others get a plain tensor.
+_WATCHES: frozenset[Any] = frozenset({Tensor.register_hook, Tensor.retain_grad})
+_IN_GRAPH: frozenset[Any] = (
+    getters("grad", "retains_grad", "output_nr", "_backward_hooks")
+    | {Tensor.requires_grad_, Tensor.backward, torch.autograd.grad, torch.autograd.backward}
+    | {getattr(Tensor, name).__set__ for name in ("grad", "requires_grad")}
+)
+
+
+class ShardedActivation(Tensor):
+    """What a layer returns to the code around it: a tensor of the shape of the whole.
+
+    ::
+
+        layer --> sharded activation --> layer                    takes the share, nothing is sent
+                          |------------> view, norm, loss         compute on the share (`implements`): sharded again
+                          `------------> anything else            the shares are gathered, once, and it is an ordinary
+                                                                  tensor from there on
+
+    The graph is that of this tensor, whoever takes the share: so hooks and gradients of it mean what they always do.
+    All ranks of the group must do the same with it, as they do if they run the same code. A subclass says what its
+    gradients are and which functions compute on shares.
+
+    Args:
+        local: This rank's share, without a graph.
+        sharding: How the whole is divided.
+        strides: Of the whole; ``None`` if it is contiguous.
+        scale: The share is so many times the one of the whole, as gradients are that flow in the layers.
+
+    Attributes:
+        sharding: As given.
+        scale: As given.
+    """
+
+    handlers: ClassVar[dict[Function, Handler]] = {}
+    #: Whether consecutive positions of the divided dimension stay in shares; those may differ in length.
+    can_narrow: ClassVar[bool] = True
+
+    sharding: Sharding
+    scale: int
+    _local: Tensor
+    _linked: Tensor | None  # the share, in the graph of this tensor
+    _written: int
+    _whole: Tensor | None
+    _view: tuple[ShardedActivation, Callable[[Tensor], Tensor]] | None  # of what this is a view, and which
+    _node: Any  # of the graph, as it was made: in the end it may be what a function of the user's returned
+
+    def __init_subclass__(cls) -> None:
+        cls.handlers = dict(cls.handlers)
+
+    def __new__(
+        cls, local: Tensor, sharding: Sharding, strides: Sequence[int] | None = None, *, scale: int = 1
+    ) -> Self:
+        """Make one that is not connected to the graph of its share."""
+        made: Self = Tensor._make_wrapper_subclass(
+            cls, sharding.whole_shape(local.shape), strides, dtype=local.dtype, device=local.device
+        )
+        made._local, made.sharding, made.scale = local, sharding, scale
+        made._whole = made._linked = made._view = None
+        return made
+
+    @classmethod
+    def wrap(cls, local: Tensor, sharding: Sharding, strides: Sequence[int] | None = None) -> Self:
+        """Return the whole of which `local` is this rank's share, in its graph.
+
+        Args:
+            local: This rank's share.
+            sharding: How the whole is divided.
+            strides: Of the whole; ``None`` if it is contiguous.
+        """
+        made: Self = _Shard.apply(local, cls, sharding, strides)  # type: ignore[no-untyped-call]
+        made._written, made._node = 0 if made.is_inference() else made._version, made.grad_fn
+        return made
+
+    @classmethod
+    def implements(cls, *functions: Function) -> Callable[[Handler], Handler]:
+        """Register what works on shares.
+
+        Args:
+            functions: Of torch.
+
+        Returns:
+            A decorator of ``handler(function, args, kwargs)``, which may return `NotImplemented`: then the shares are
+            gathered, and the function does what it always does.
+        """
+
+        def register(handler: Handler) -> Handler:
+            cls.handlers.update(dict.fromkeys(functions, handler))
+            return handler
+
+        return register
+
+    @property
+    def gradient_scale(self) -> int:
+        """The scale of gradients that flow in the layers."""
+        return 1
+
+    def operand(self, tensor: Tensor, behind: int) -> Any:
+        """Return what goes with the share of this tensor element by element, or `NotImplemented`.
+
+        Args:
+            tensor: An operand of the whole tensor.
+            behind: The divided dimension, counted from the last one: -1 is the last.
+        """
+        return NotImplemented
+
+    @property
+    def local(self) -> Tensor:
+        """This rank's share, in the graph."""
+        if not (torch.is_grad_enabled() and self.requires_grad):
+            return self._local
+        if self._linked is None:
+            self._linked = _Unwrap.apply(self)  # type: ignore[no-untyped-call]
+        return self._linked
+
+    @property
+    def local_data(self) -> Tensor:
+        """This rank's share, without a graph."""
+        return self._local
+
+    @property
+    def group(self) -> Any:
+        """The ranks that have the other shares."""
+        return self.sharding.shares.group
+
+    @property
+    def is_read(self) -> bool:
+        """True if the shares have been gathered."""
+        return self._whole is not None
+
+    def read(self) -> Tensor:
+        """Return all of it, without a graph, always the same tensor: a collective, the first time."""
+        if self._whole is None:
+            share = full_tensor(plain(self._local))  # of a sequence the classes may be sharded as well
+            self._whole = self.sharding.gather(share)
+            if self.scale != 1:
+                self._whole /= self.scale
+        return self._whole
+
+    def full_tensor(self) -> Tensor:
+        """Return an ordinary tensor that shares its memory, in the graph: a collective, the first time."""
+        if self._view is not None and self.grad_fn is self._node:
+            base, view = self._view
+            made = view(base.full_tensor())
+            return made if self.requires_grad else made.detach()
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.view(self.shape)
+
+    def is_written(self) -> bool:
+        """Return whether something was written into it.
+
+        In inference mode, where torch does not know, what was read may have been.
+        """
+        if self._view is not None and self._view[0].is_written():
+            return True
+        return self._whole is not None if self.is_inference() else self._version != self._written
+
+    def mark_written(self) -> None:
+        """Let its values be those of the whole from here on, as something may write into them unseen."""
+        self._written = -1
+
+    @staticmethod
+    def to_plain(leaf: Any) -> Any:
+        """Return what a function that does not know shares gets in the place of one of its arguments."""
+        return plain(leaf)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """A call: of what only looks at the shape, of what works on shares, or of anything else."""
+        kwargs = kwargs or {}
+        if func in _WATCHES and isinstance(args[0], cls):
+            args[0]._view = None  # its own place in the graph is the one that counts from here on
+        if func in METADATA or func in _IN_GRAPH or func in _WATCHES:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if "input" in kwargs and not args:
+            args, kwargs = (kwargs["input"],), {name: value for name, value in kwargs.items() if name != "input"}
+        handler = cls.handlers.get(func)
+        if handler is not None:
+            result = handler(func, args, kwargs)
+            if result is not NotImplemented:
+                return result
+        plain_args, plain_kwargs = map_leaves(cls.to_plain, (args, kwargs))
+        result = func(*plain_args, **plain_kwargs)
+        # What changes a tensor in place returns it.
+        return args[0] if args and isinstance(args[0], cls) and result is plain_args[0] else result
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """An operator reads it, or writes into it; or autograd adds up gradients, which needs no collective."""
+        if func is torch.ops.aten.add.Tensor and not kwargs:
+            gradient = next(filter(_is_unread_gradient, args), None)
+            if gradient is not None:
+                shares = [_share_of_gradient(each, gradient.sharding, gradient.scale) for each in args]
+                return type(gradient)(shares[0] + shares[1], gradient.sharding, scale=gradient.scale)
+        plain_args, plain_kwargs = map_leaves(_read, (args, kwargs or {}))
+        result = func(*plain_args, **plain_kwargs)
+        first = args[0] if args else None
+        return first if isinstance(first, ShardedActivation) and result is first._whole else result
+
+
+def plain(value: Any) -> Any:
+    """Return an ordinary tensor in the place of a sharded activation; anything else as it is."""
+    return value.full_tensor() if isinstance(value, ShardedActivation) else value
+
+
+def in_shares(value: Any) -> bool:
+    """Return whether this is a sharded activation whose shares are what counts."""
+    return isinstance(value, ShardedActivation) and value.scale == 1 and not value.is_written()
+
+
+def functions(*names: str) -> set[Function]:
+    """Return what torch has under these names."""
+    owners = (torch, Tensor, F)
+    return {each for owner in owners for name in names if callable(each := getattr(owner, name, None))}
+
+
+# -- in the graph ------------------------------------------------------------------------------------------------------
+
+
+class _Shard(torch.autograd.Function):
+    """From this rank's share to a sharded activation."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, local: Tensor, kind: type[ShardedActivation], sharding: Sharding, strides: Sequence[int] | None
+    ) -> Tensor:
+        made = kind(local.detach(), sharding, strides)
+        ctx.of_gradient = sharding, made.gradient_scale
+        return made
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return _share_of_gradient(gradient, *ctx.of_gradient), None, None, None
+
+
+class _Unwrap(torch.autograd.Function):
+    """From a sharded activation to this rank's share; its gradient is sharded as well, until it is read."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: ShardedActivation) -> Tensor:
+        ctx.like = type(whole), whole.sharding, whole.gradient_scale
+        return whole._local.detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        kind, sharding, scale = ctx.like
+        made: Tensor = kind(full_tensor(gradient), sharding, scale=scale)
+        return made
+
+
+def _is_unread_gradient(value: Any) -> bool:
+    return isinstance(value, ShardedActivation) and value.scale == value.gradient_scale and value._whole is None
+
+
+def _share_of_gradient(gradient: Tensor, sharding: Sharding, scale: int) -> Tensor:
+    """Return what flows in the layers of a gradient of the whole."""
+    if _is_unread_gradient(gradient) and gradient.sharding.is_same(sharding):  # type: ignore[attr-defined]
+        return gradient._local  # type: ignore[attr-defined, no-any-return]
+    own = sharding.own(full_tensor(_read(gradient)))
+    return own if scale == 1 else own * scale
+
+
+def _read(leaf: Any) -> Any:
+    return leaf.read() if isinstance(leaf, ShardedActivation) else leaf
+
+
+# -- what works on shares, whatever is divided -------------------------------------------------------------------------
+
+
+def elementwise(func: Function, args: Any, kwargs: Any) -> Any:
+    """Handle a function that works element by element, of tensors and plain values."""
+    leaves, spec = flatten((args, kwargs))
+    first = next(leaf for leaf in leaves if isinstance(leaf, ShardedActivation))
+    behind = first.sharding.dim - first.ndim  # shapes are broadcast from their last dimension on
+    if "out" in kwargs or kwargs.get("inplace") or (len(args) > 1 and args[1] is True):  # in place
+        return NotImplemented
+    local = [_operand(leaf, first, behind) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    if any(leaf is NotImplemented for leaf in local):
+        return NotImplemented
+    args, kwargs = unflatten(local, spec)
+    result = func(*args, **kwargs)
+    if result is first.local:
+        return first
+    return first.wrap(result, first.sharding.at(result.ndim + behind)) if isinstance(result, Tensor) else NotImplemented
+
+
+def _operand(tensor: Tensor, first: ShardedActivation, behind: int) -> Any:
+    if not isinstance(tensor, type(first)):
+        return first.operand(tensor, behind)
+    is_same = in_shares(tensor) and tensor.sharding.is_same(first.sharding.at(tensor.ndim + behind))
+    return tensor.local if is_same else NotImplemented
+
+
+def dim_after(func: Function, x: Any, others: Any, kwargs: Any) -> int | None:
+    """Return where a function of one tensor moves the divided dimension.
+
+    An empty tensor whose sizes tell dimensions apart says it.
+
+    Args:
+        func: The function.
+        x: The tensor.
+        others: The other arguments.
+        kwargs: Likewise.
+
+    Returns:
+        The dimension; ``None`` if it is gone, or is no matter of shares.
+    """
+    given = flatten((others, kwargs))[0]
+    if not in_shares(x) or any(isinstance(each, Tensor) for each in given):
+        return None
+    try:
+        with unseen():
+            probe = torch.empty([3 if dim == x.sharding.dim else 2 for dim in range(x.ndim)], device="meta")
+            shape = list(func(probe, *others, **kwargs).shape)
+    except (RuntimeError, IndexError, TypeError):  # which the whole tensor shall say
+        return None
+    return shape.index(3) if 3 in shape else None
+
+
+def view(func: Function, x: ShardedActivation, others: Any, kwargs: Any, local: Tensor, sharding: Sharding) -> Any:
+    """Return a sharded activation that shares memory with another one if torch lets it."""
+    with unseen():
+        before = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+        after = func(before, *others, **kwargs)
+    made = x.wrap(local, sharding, after.stride())
+    if after.untyped_storage()._cdata == before.untyped_storage()._cdata:
+        made._view = x, lambda whole: func(whole, *others, **kwargs)
+    return made
+
+
+_MOVES = ("transpose", "permute", "movedim", "moveaxis", "swapaxes", "swapdims", "unsqueeze")
+
+
+@ShardedActivation.implements(*functions(*_MOVES), *getters("mT"))
+def _move(func: Function, args: Any, kwargs: Any) -> Any:
+    x, *others = args
+    dim = dim_after(func, x, others, kwargs)
+    if dim is None:
+        return NotImplemented
+    return view(func, x, others, kwargs, func(x.local, *others, **kwargs), x.sharding.at(dim))
+
+
+@ShardedActivation.implements(*functions("view", "reshape", "flatten", "unflatten"))
+def _reshape(func: Function, args: Any, kwargs: Any) -> Any:
+    x, *others = args
+    if not in_shares(x) or any(isinstance(each, torch.dtype) for each in (*others, *kwargs.values())):
+        return NotImplemented
+    with unseen():
+        new = func(torch.empty_strided(x.shape, x.stride(), device="meta"), *others, **kwargs).shape
+    sharding = x.sharding.reshaped(x.shape, new)
+    if sharding is None:
+        return NotImplemented
+    local = [*new]
+    local[sharding.dim] = sharding.outer * sharding.shares.length * sharding.inner
+    return view(func, x, others, kwargs, x.local.reshape(local), sharding)
+
+
+@ShardedActivation.implements(Tensor.view_as)
+def _view_as(func: Function, args: Any, kwargs: Any) -> Any:
+    """Of itself: so functions of autograd pass a tensor on."""
+    x, other = args
+    return _reshape(Tensor.view, (x, x.shape), {}) if x is other else NotImplemented
+
+
+@ShardedActivation.implements(Tensor.contiguous)
+def _contiguous(func: Function, args: Any, kwargs: Any) -> Any:
+    x, *others = args
+    if others or kwargs or not in_shares(x):
+        return NotImplemented
+    return x if x.is_contiguous() else x.wrap(x.local.contiguous(), x.sharding)
+
+
+@ShardedActivation.implements(Tensor.__getitem__)
+def _index(func: Function, args: Any, kwargs: Any) -> Any:
+    """Slices, of the divided dimension consecutive positions of more than one; in front of it masks and indices too."""
+    x, index = args
+    items = list(index) if isinstance(index, tuple) else [index]
+    masks = [item for item in items if not (item is None or item is ... or type(item) in (slice, int))]
+    are_plain = all(isinstance(mask, Tensor) and not isinstance(mask, ShardedActivation) for mask in masks)
+    if not in_shares(x) or not are_plain or (masks and x.sharding.dim != x.ndim - 1):
+        return NotImplemented
+    sharding: Sharding = x.sharding
+    at = next((place for place, item in enumerate(items) if item is ...), len(items))
+    items[at : at + 1] = [slice(None)] * (x.ndim - sum(map(_num_dims, items)))
+    dims = [sum(map(_num_dims, items[:place])) for place in range(len(items) + 1)]
+    place = bisect(dims, sharding.dim) - 1
+    if dims[-1] != x.ndim or not isinstance(wanted := items[place], slice):
+        return NotImplemented
+    start, stop, step = wanted.indices(sharding.size)
+    if (start, stop, step) != (0, sharding.size, 1):
+        if not x.can_narrow or step != 1 or stop - start < 2 or not sharding.is_simple:
+            return NotImplemented
+        shares, before = sharding.shares.narrowed(start, stop - start)
+        sharding = sharding._replace(shares=shares)
+        items[place] = slice(before, before + shares.length)
+    local = func(x.local, tuple(items))
+    if masks:
+        return x.wrap(local, sharding.at(local.ndim - len(items) + place))
+    sharding = sharding.at(sum(not isinstance(item, int) for item in items[:place]))
+    return view(func, x, [index], {}, local, sharding)
+
+
+def _num_dims(item: Any) -> int:
+    """Return how many dimensions an item of an index takes."""
+    if item is None or item is ...:
+        return 0
+    return item.ndim if isinstance(item, Tensor) and item.dtype == torch.bool else 1
