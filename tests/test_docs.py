@@ -171,6 +171,21 @@ def has_in_order(text: str, parts: list[str]) -> bool:
     return True
 
 
+def test_tests_that_fail_with_torchs_parts_exist() -> None:
+    section = (DOCS / "project" / "architecture.md").read_text().partition("\n## Why not torch's own\n")[2]
+    _, _, *rows = re.findall(r"^\|.*\|$", section, re.MULTILINE)
+    assert rows
+    for row in rows:
+        *_, cell, _ = row.split("|")
+        names = re.findall(r"`((?:\w+/)*\w+\.py)::(\w+)`", cell)
+        benchmarks = re.findall(r"`python -m benchmarks\.(\w+)`", cell)
+        assert names or benchmarks, row
+        assert all((ROOT / "benchmarks" / benchmark).is_dir() for benchmark in benchmarks), row
+        for file, name in names:
+            defined = ast.parse((TESTS / file).read_text()).body
+            assert any(isinstance(node, ast.FunctionDef) and node.name == name for node in defined), f"{file}::{name}"
+
+
 def test_images_are_what_the_script_draws() -> None:
     drawn = runpy.run_path(str(DOCS / "draw_images.py"))["images"]()
     assert drawn.keys() == {path.name for path in (DOCS / "images").iterdir()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import resource
 import signal
 import socket
@@ -330,6 +331,26 @@ def test_what_is_not_complete_is_an_error(ranks: Pools, tmp_path: Path, fault: s
     damaged(path, fault)
     with pytest.raises(kind, match=words):
         DistributedCheckpoint(path).check_files()
+
+
+class Harmful:
+    """Leaves a file behind where it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
+def test_no_code_of_an_index_runs(ranks: Pools, tmp_path: Path) -> None:
+    path, witness = tmp_path / "saved", tmp_path / "witness"
+    ranks(2).run(write, str(path))
+    index = pickle.loads((path / ".metadata").read_bytes())
+    index.planner_data["harmful"] = Harmful(witness)
+    (path / ".metadata").write_bytes(pickle.dumps(index))
+    assert ranks(2).run(read, str(path))[0]["groups", 0, "lr"] == 0.1
+    assert not witness.exists()
 
 
 def write_without_space(path: str, victim: int) -> str:
