@@ -51,7 +51,8 @@ class ProcessCopy(Generic[_T]):
     def __init__(self, function: Callable[[], _T], *, time_limit: float) -> None:
         if not hasattr(os, "fork"):
             raise RuntimeError(
-                f"Examining layouts requires copies of a process (fork), which {sys.platform} does not support. [LH205]"
+                f"To examine layouts, this process must be copied (forked), which {sys.platform} does not support."
+                " [LH205]"
             )
         self._time_limit, self._deadline = time_limit, time.monotonic() + time_limit
         self._reading, writing = os.pipe()
@@ -91,7 +92,7 @@ class ProcessCopy(Generic[_T]):
         if message is None:
             raise TimeoutError(f"The search took longer than {self._time_limit:.0f} s.")
         if not message:
-            raise RuntimeError("The process that ran the search died.")
+            raise RuntimeError("The process that ran the search exited unexpectedly.")
         result, error = pickle.loads(message)
         if error is not None:
             raise error
