@@ -223,15 +223,15 @@ CAUSES: dict[type[Tokens], tuple[str, str]] = {
         "`microbatch_weight(microbatch)` that returns the denominator",
     ),
     Contrastive: (
-        "the loss of a sample depends on other samples of the batch, as in a contrastive loss or statistics over"
-        " samples.",
+        "the loss of a sample depends on other samples of the batch, as in a contrastive loss or with statistics"
+        " over samples.",
         "split",
     ),
     Deviation: ("the loss of one microbatch alone is not finite", "`split_batch(batch, num_microbatches)`"),
     Neighbors: ("the loss depends on the order of the rows", "`split_batch(batch, num_microbatches)`"),
     TimeFirst: ("the second dimension of the tensors is the batch dimension", "that splits the second dimension"),
     Table: (
-        "`batch['table']` was split because it has as many rows as samples",
+        "`batch['table']` was split because its number of rows is the batch size",
         "make this tensor a buffer",
     ),
 }
@@ -248,7 +248,7 @@ def test_the_cause_and_its_remedy_are_named(ranks: Pools, module: type[Tokens], 
         assert part in text
     if size > 1:  # "auto" takes one microbatch
         assert "one microbatch instead of" in text
-        assert "Each of the 2 stages is then busy for 1/2 of a step" in text
+        assert "As a result, each of the 2 stages is busy for only 1/2 of a step" in text
         assert_equal(found, fit(module, None))
 
 

@@ -397,8 +397,8 @@ class _Check:
             )
         if max(abs(a - b) for a, b in zip(weights.found, weights.used, strict=True)) <= math.sqrt(self.tolerance):
             return _Explanation(
-                "the losses and gradients of a batch and its microbatches are equal, but the step changes its state"
-                " in each call, and it is called once per microbatch.",
+                "the losses and gradients of a batch and its microbatches are equal, but the step changes state each"
+                " time it is called, and it is called once per microbatch.",
                 "Use num_microbatches=1, or update this state in a hook (`on_train_batch_end`).",
             )
         if all(abs(weight - 1) <= math.sqrt(self.tolerance) for weight in weights.found):

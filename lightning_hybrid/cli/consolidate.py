@@ -69,7 +69,8 @@ def read_outline(
     if not directory.below(root):
         roots = sorted({str(path[0]) for path in directory.entries})
         raise ValueError(
-            f"{directory.path} does not contain a module: it has {roots}, but no {MODEL!r} or {root!r}. [LH1009]"
+            f"{directory.path} does not contain a module: its entries are {roots}, but none of them is {MODEL!r} or"
+            f" {root!r}. [LH1009]"
         )
     extra = directory.read_extra(read_extra or _read_extra)
     targets = {
@@ -112,8 +113,8 @@ def _merged(extra: dict[str, Any], values: Mapping[TreePath, Any], directory: Di
             checkpoint[OPTIMIZERS] = [numbered({"state": {}, **tree}) for tree in trees]
         except KeyError as error:
             raise ValueError(
-                f"An optimizer in the checkpoint has a state for {error}, which is not in any of its parameter groups."
-                " [LH1014]"
+                f"In the checkpoint, an optimizer has a state for {error}, but none of its parameter groups contains"
+                " this parameter. [LH1014]"
             ) from error
     return checkpoint
 

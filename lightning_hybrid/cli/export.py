@@ -151,8 +151,8 @@ def _state_of(checkpoint: Mapping[str, Any], path: Place) -> Mapping[str, Any]:
     state = checkpoint.get(MODEL, checkpoint)
     if not isinstance(state, Mapping) or not any(isinstance(value, Tensor) for value in state.values()):
         raise ValueError(
-            f"{path} has no weights: neither the checkpoint nor its entry {MODEL!r} is a dictionary of tensors. Its"
-            f" keys are {list(checkpoint)[:5]}. [LH925]"
+            f"{path} has no weights: neither the checkpoint nor its entry {MODEL!r} is a dictionary of tensors. The"
+            f" keys of the checkpoint are {list(checkpoint)[:5]}. [LH925]"
         )
     return state
 
@@ -177,8 +177,8 @@ def _refuse_adapters(names: Sequence[str], path: Place) -> None:
     adapted = next((name for name in names if ".base_layer." in name or ".lora_A." in name), None)
     if adapted is not None:
         raise ValueError(
-            f"{path} contains adapters of peft, such as {adapted!r}, and transformers cannot load these names. Load the"
-            " checkpoint into your module in one process, and call"
+            f"{path} contains weights of peft adapters, such as {adapted!r}. transformers cannot load weights with"
+            " these names. Load the checkpoint into your module in one process, and call"
             " `module.model.merge_and_unload().save_pretrained(FOLDER)` to save the merged model, or"
             " `module.model.save_pretrained(FOLDER)` to save only the adapters. [LH1020]"
         )
@@ -223,7 +223,10 @@ def _find_config(checkpoint: Mapping[str, Any], given: Path | None) -> dict[str,
         except ValueError as error:
             raise ValueError(f"{file} is not a model configuration: {error} [LH1017]") from error
         if not isinstance(found, dict):
-            raise ValueError(f"{file} is not a model configuration: it contains a {type(found).__name__}. [LH1017]")
+            raise ValueError(
+                f"{file} is not a model configuration: it contains a {type(found).__name__} instead of a dictionary."
+                " [LH1017]"
+            )
         return found
     parameters = checkpoint.get("hyper_parameters")
     values = list(parameters.values()) if isinstance(parameters, Mapping) else []

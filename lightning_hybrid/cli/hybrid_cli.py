@@ -153,8 +153,8 @@ def load_config(
     if strategy.settings.searched:
         parser.error(
             f"{', '.join(strategy.settings.searched)} in {', '.join(configs)} will be chosen when training starts, but"
-            " this command needs fixed values. Set them, for example with --trainer.strategy.init_args.layout=null and"
-            " the values that `lightning-hybrid suggest` prints [LH1004]"
+            " this command needs fixed values. Set fixed values, for example with"
+            " --trainer.strategy.init_args.layout=null and the values that `lightning-hybrid suggest` prints [LH1004]"
         )
     return cli, strategy
 

@@ -85,7 +85,7 @@ def run_ranks(function: Callable[[], Any], world_size: int, *, time_limit: float
     """
     if "fork" not in multiprocessing.get_all_start_methods():
         raise RuntimeError(
-            f"{sys.platform} cannot fork a process, which this command needs. Use Linux or macOS. [LH205]"
+            f"This command must fork processes, which {sys.platform} does not support. Use Linux or macOS. [LH205]"
         )
     context = multiprocessing.get_context("fork")
     with TemporaryDirectory(prefix="lightning-hybrid-") as name:
@@ -136,7 +136,7 @@ def _run_rank(function: Callable[[], Any], rank: int, world_size: int, directory
     try:
         torch.save(outcome, partial)
     except Exception as error:
-        torch.save(_Failure(_Kind.RAISED, f"has a result that cannot be pickled: {error}"), partial)
+        torch.save(_Failure(_Kind.RAISED, f"returned a result that cannot be pickled: {error}"), partial)
     partial.rename(directory / f"outcome-{rank}")
 
 

@@ -84,7 +84,9 @@ def check_arguments(config: HybridConfig) -> None:
         )
     for name in ("body", "initial_weights"):
         if getattr(config, name) in ("", []):
-            raise ValueError(f"{name} must not be empty (but can be None), got {getattr(config, name)!r}. [LH102]")
+            raise ValueError(
+                f"{name} must not be empty, got {getattr(config, name)!r}. To use the default, pass None. [LH102]"
+            )
     check_styles(config.tensor_parallel_plan)
     check_offload(config.offload)
     for size in choices(sizes["pipeline_parallel_size"]):  # what is said for each stage must fit all of them
@@ -136,13 +138,13 @@ def _check_partition(partition: str | Sequence[int], num_ranks: int, num_chunks:
     elif isinstance(partition, (list, tuple)):
         if len(partition) != num_stages or not all(isinstance(count, int) and count >= 1 for count in partition):
             raise ValueError(
-                f"partition={list(partition)} must contain the number of layers (at least 1) of each of the"
-                f" {num_stages} stages (pipeline_parallel_size={num_ranks} x num_chunks={num_chunks}), or the stage of"
-                " each layer, starting at 0. [LH117]"
+                f"partition={list(partition)} must list either the number of layers in each stage or the stage of each"
+                f" layer. With pipeline_parallel_size={num_ranks} and num_chunks={num_chunks} there are {num_stages}"
+                " stages; each needs at least one layer, and stage numbers start at 0. [LH117]"
             )
     elif partition not in ("uniform", "parameters"):
         raise ValueError(
-            "partition must be 'uniform', 'parameters', a list with the number of layers of each stage, or a list with"
+            "partition must be 'uniform', 'parameters', a list with the number of layers in each stage, or a list with"
             f" the stage of each layer; got {partition!r}. [LH102]"
         )
 
@@ -165,16 +167,17 @@ def check_module(module: LightningModule, *, cut: bool, runs_backward: bool) -> 
         raise ValueError(
             f"{name} uses manual optimization, in which `training_step` calls backward. With a pipeline, several"
             " microbatches or `microbatch_weight`, the strategy must run forward and backward itself. Remove"
-            " `self.automatic_optimization = False`, or set pipeline_parallel_size=1 and num_microbatches=1 and remove"
-            " `microbatch_weight`. Tensor parallelism, context parallelism and ZeRO support manual optimization."
-            " [LH306]"
+            " `self.automatic_optimization = False`. Alternatively, set pipeline_parallel_size=1 and"
+            " num_microbatches=1, and remove `microbatch_weight`. Tensor parallelism, context parallelism and ZeRO"
+            " support manual optimization. [LH306]"
         )
     if is_overridden("backward", module) and module.automatic_optimization:
         raise ValueError(
-            f"{name} overrides `backward`, but with pipeline, tensor or context parallelism, several microbatches or"
-            " `microbatch_weight`, the strategy runs backward itself and does not call this method. Remove the method,"
-            " use manual optimization with pipeline_parallel_size=1 and num_microbatches=1, or set all of these sizes"
-            " to 1 and remove `microbatch_weight`. [LH307]"
+            f"{name} overrides `backward`, but the strategy runs backward itself and does not call this method. It does"
+            " so with pipeline, tensor or context parallelism, several microbatches or `microbatch_weight`. Remove the"
+            " method. Alternatively, use manual optimization with pipeline_parallel_size=1 and num_microbatches=1, or"
+            " set the pipeline-, tensor- and context-parallel sizes and num_microbatches to 1 and remove"
+            " `microbatch_weight`. [LH307]"
         )
     for step in ("training_step", "validation_step", "test_step", "predict_step"):
         method = getattr(module, step)  # `None` is how some switch a step off
@@ -214,9 +217,10 @@ def check_trainer(trainer: Trainer, module: LightningModule, *, num_stages: int)
             )
     if is_overridden("configure_gradient_clipping", module):
         rank_zero_warn(
-            f"{type(module).__name__} overrides `configure_gradient_clipping`. With a pipeline, `self.clip_gradients`,"
-            " torch's `clip_grad_norm_` and `self.trainer.strategy.grad_norm()` use the gradients of the full model,"
-            " but a loop over the optimizer's parameters sees only the gradients of one stage."
+            f"{type(module).__name__} overrides `configure_gradient_clipping`. With a pipeline, a loop over the"
+            " optimizer's parameters in this method sees only the gradients of one stage. Use `self.clip_gradients`,"
+            " torch's `clip_grad_norm_` or `self.trainer.strategy.grad_norm()`, which use the gradients of the full"
+            " model."
         )
 
 
@@ -265,7 +269,7 @@ def check_tensor_groups(mesh: Mesh) -> None:
                 f"A tensor-parallel group spans several nodes: ranks {', '.join(map(str, ranks))} are on"
                 f" {' and '.join(names)}. This makes training slow, because tensor parallelism all-reduces activations"
                 " several times per layer and microbatch, and waits for each result. Set tensor_parallel_size to a"
-                " divisor of the number of ranks on a node, and make tp the innermost axis, as in"
+                " divisor of the number of ranks on a node. Also make tp the innermost axis, as in"
                 " launch.rank_order='pp-dp-tp'."
             )
             return
@@ -288,9 +292,8 @@ def check_modules(module: nn.Module) -> None:
     values |= {join_names(name, STAGE_MARK): repr(mark) for name, mark in marks.items() if mark is not None}
     check_equal(
         values,
-        f"Create the same {type(module).__name__} on every rank: its sizes and stages must not depend on the rank. If"
-        " they are random, set a seed (`seed_everything`); if they are read from files, use the same files on all"
-        " nodes.",
+        f"Create {type(module).__name__} with the same sizes and stages on every rank. If these are random, set a seed"
+        " (`seed_everything`). If they are read from files, use the same files on all nodes.",
     )
 
 
@@ -326,8 +329,8 @@ def check_own_parts(module: nn.Module, before: Collection[Tensor], mesh: Mesh) -
     text = (
         f"Parameters created in `configure_model` differ between ranks{', although a seed is set' * has_seed}:"
         f" {', '.join(map(repr, names[:3]))}{' and more' if len(names) > 3 else ''}. They are plain tensors, so all"
-        " tensor-parallel ranks receive the values of the first of these ranks. If each rank creates its shard of a"
-        " larger parameter, use `DTensor.from_local(part, self.device_mesh['tensor_parallel'], [Shard(dim)])`."
+        " tensor-parallel ranks receive the values of the first tensor-parallel rank. If each rank creates its shard of"
+        " a larger parameter, use `DTensor.from_local(part, self.device_mesh['tensor_parallel'], [Shard(dim)])`."
         " Otherwise, use the same random numbers on every rank (`seed_everything`). [LH314]"
     )
 
@@ -357,8 +360,9 @@ def _group_text(optimizer: Optimizer, group: Mapping[str, Any]) -> str:
 SEVERAL_OPTIMIZERS = (
     "`configure_optimizers` returned several optimizers, each of which needs its own backward pass. With a pipeline,"
     " several microbatches or `microbatch_weight`, the strategy runs forward and backward itself, and supports only one"
-    " optimizer. Use one optimizer with several parameter groups (`[{'params': ..., 'lr': ...}, ...]`), or remove"
-    " `microbatch_weight` and use manual optimization with pipeline_parallel_size=1 and num_microbatches=1. [LH801]"
+    " optimizer. Use one optimizer with several parameter groups: `[{'params': ..., 'lr': ...}, ...]`. Alternatively,"
+    " use manual optimization with pipeline_parallel_size=1 and num_microbatches=1, and remove `microbatch_weight`."
+    " [LH801]"
 )
 
 
@@ -388,16 +392,16 @@ def check_optimizers(optimizers: list[Optimizer], module: nn.Module, *, cut: boo
     if cut and any(isinstance(optimizer, LBFGS) for optimizer in optimizers):
         raise ValueError(
             "LBFGS searches along the gradient of the full model, and computes the loss several times per step. This"
-            " does not work with a pipeline, several microbatches, `microbatch_weight`, tensor or context parallelism."
-            " Use an optimizer that updates each parameter separately, such as AdamW or SGD, or use only replicas, with"
-            " num_microbatches=1. [LH803]"
+            " does not work with pipeline, tensor or context parallelism, several microbatches or `microbatch_weight`."
+            " Use an optimizer that updates each parameter separately, such as AdamW or SGD. Alternatively, use only"
+            " data parallelism with num_microbatches=1. [LH803]"
         )
     values = {
         f"optimizer {number}, group {position}": _group_text(optimizer, group)
         for number, optimizer in enumerate(optimizers)
         for position, group in enumerate(getattr(optimizer, "param_groups", ()))
     }
-    check_equal(values, "Configure the same optimizer on every rank: it must not depend on the rank.")
+    check_equal(values, "Configure the same optimizer, parameter groups and options on every rank.")
     known = set(map(id, module.parameters()))
     groups = [group["params"] for optimizer in optimizers for group in getattr(optimizer, "param_groups", ())]
     foreign = [tuple(parameter.shape) for group in groups for parameter in group if id(parameter) not in known]
@@ -405,8 +409,8 @@ def check_optimizers(optimizers: list[Optimizer], module: nn.Module, *, cut: boo
         raise ValueError(
             f"`configure_optimizers` returned an optimizer with parameters that are not in {type(module).__name__};"
             f" their shapes are {foreign[:3]}{' and more' if len(foreign) > 3 else ''}. Sharding a layer replaces its"
-            " parameters. In `configure_optimizers`, pass `self.parameters()` to the optimizer, and not a list created"
-            " earlier. [LH804]"
+            " parameters, so a list of parameters that was created earlier is outdated. In `configure_optimizers`, pass"
+            " `self.parameters()` to the optimizer. [LH804]"
         )
 
 
@@ -423,8 +427,9 @@ def check_nonfinite(on_nonfinite: str, scaler: object | None) -> None:
     if scaler is not None and on_nonfinite == "raise":
         raise ValueError(
             "faults.on_nonfinite='raise' cannot be combined with a precision that scales the loss, such as '16-mixed':"
-            " the gradient scaler expects gradients that are not finite in some steps, and skips these steps. Set"
-            " faults.on_nonfinite='ignore', or use precision='bf16-mixed', which does not scale the loss. [LH805]"
+            " with such a precision, some steps have gradients that are not finite, and the gradient scaler skips these"
+            " steps. Set faults.on_nonfinite='ignore', or use precision='bf16-mixed', which does not scale the loss."
+            " [LH805]"
         )
 
 
@@ -449,7 +454,7 @@ def check_plugin(plugin: CheckpointIO | None, *, sharded: bool, beside: bool) ->
         raise ValueError(
             f"Trainer(plugins=[{type(inner).__name__}()]) writes files, but with"
             " HybridStrategy(save_distributed_checkpoint=True) every rank writes to a directory, so the plugin would"
-            " not be used. Remove either the plugin or this argument. [LH932]"
+            " not be used. Remove either the plugin or save_distributed_checkpoint=True. [LH932]"
         )
 
 

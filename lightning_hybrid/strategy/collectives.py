@@ -127,9 +127,10 @@ class StepCollectives:
         if not self._stage.issuperset(ranks):
             raise WrongUseError(
                 f"`torch.distributed.{name}` over ranks {ranks} was called in a step. With a pipeline, a step runs once"
-                " per microbatch, and code after the layers runs only on the last stage, so the other ranks would never"
-                " join this call. Call it in a hook, such as `on_train_batch_end`, use `self.log(..., sync_dist=True)`,"
-                ' or limit it to the replicas with `group=self.device_mesh["data_parallel"].get_group()`. [LH442]'
+                " per microbatch, and its code after the layers runs only on the last stage. The other ranks would"
+                " never join this call. Make the call in a hook, such as `on_train_batch_end`. Alternatively, use"
+                ' `self.log(..., sync_dist=True)`, or pass `group=self.device_mesh["data_parallel"].get_group()` to'
+                " limit the call to the replicas. [LH442]"
             )
 
 

@@ -21,18 +21,17 @@ from lightning_hybrid.distributed.messages.tree_broadcast import broadcast_objec
 from lightning_hybrid.pipeline_parallel.placeholders import is_placeholder
 
 IN_STEP = (
-    "`full_parameters` was entered in a step, in which ZeRO has already gathered the parameters of some layers. Enter"
-    " it in a hook instead, such as `on_train_batch_end` or, with automatic optimization, `on_before_optimizer_step`."
-    " [LH419]"
+    "`full_parameters` was entered in a step, after ZeRO had gathered the parameters of some layers. Enter it in a hook"
+    " instead, such as `on_train_batch_end` or, with automatic optimization, `on_before_optimizer_step`. [LH419]"
 )
 NOT_DIVIDED = (
     "`full_parameters` was entered before the module was sharded, while its parameters were still complete on every"
     " rank. Enter it in `configure_optimizers` or a later hook. [LH420]"
 )
 _CALL_TEXT = (
-    "A layer was called inside `with strategy.full_parameters(...)`, where its parameters are full, but its forward"
-    " expects the shards of this rank. Inside this context, only read or change parameters. Call layers outside the"
-    " context. [LH421]"
+    "A layer was called inside `with strategy.full_parameters(...)`. There, it has its full parameters, but its forward"
+    " expects only the shards of this rank. Inside this context, only read or change parameters. Call layers outside"
+    " the context. [LH421]"
 )
 
 

@@ -43,7 +43,7 @@ def check_gathering(module: LightningModule, plan: Plan | None) -> None:
     if others:
         raise ValueError(
             f"{type(module).__name__} cannot be gathered: {others[0]!r} was sharded by a torch parallel style or in"
-            " `configure_model`, so its original layer is unknown. Save a checkpoint and load it into a new module, or"
+            " `configure_model`, so the original layer is unknown. Save a checkpoint and load it into a new module, or"
             " shard the layer with a style name in `tensor_parallel_plan`. [LH328]"
         )
 
@@ -88,11 +88,11 @@ def _lack_of_memory(module: LightningModule, mesh: Mesh) -> str | None:
     if available >= _TIMES * size * processes:
         return None
     return (
-        f"{type(module).__name__} stays sharded after this run (gather_module_on_teardown='auto'): the full module"
-        f" takes {size / 2**20:,.0f} MiB, and each of the {processes} processes on the node needs {_TIMES} times this"
-        f" amount, but the node has only {available / 2**20:,.0f} MiB of free memory. To save the full model, call"
-        " `trainer.save_checkpoint(path, weights_only=True)` on every rank. To gather the module anyway, call"
-        " `trainer.strategy.gather_module()` on every rank."
+        f"{type(module).__name__} stays sharded after this run, because the node has too little free memory to gather"
+        f" it (gather_module_on_teardown='auto'). The full module takes {size / 2**20:,.0f} MiB. Each of the"
+        f" {processes} processes on the node needs {_TIMES} times this amount, but only {available / 2**20:,.0f} MiB"
+        " are free. To save the full model, call `trainer.save_checkpoint(path, weights_only=True)` on every rank. To"
+        " gather the module anyway, call `trainer.strategy.gather_module()` on every rank."
     )
 
 

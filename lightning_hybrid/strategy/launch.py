@@ -82,8 +82,8 @@ def check_copying(start_method: str, device: torch.device) -> None:
     if start_method == "fork" and device.type == "cuda" and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         raise RuntimeError(
             "This process already uses CUDA, so it cannot fork the training processes (launch.start_method='fork')."
-            " Restart the kernel, and do not use a GPU before the Trainer does: do not call `model.cuda()` or"
-            " `torch.cuda.memory_allocated()`, for example. `torch.cuda.device_count()` is allowed. Scripts do not have"
+            " Restart the kernel, and do not use a GPU before the Trainer does. For example, do not call `model.cuda()`"
+            " or `torch.cuda.memory_allocated()` before it. `torch.cuda.device_count()` is allowed. Scripts do not have"
             " this limitation. [LH204]"
         )
 

@@ -179,8 +179,8 @@ def _marked_stages(module: nn.Module, settings: Settings, body: Body) -> list[in
     if None in of_layers:
         raise ValueError(
             f"{body.names[of_layers.index(None)]!r} in {body.name!r} has no `pipeline_stage`, but {next(iter(marks))!r}"
-            " has one. Set it for all pipelined layers (or their containers), set it for none of them, or list only the"
-            " layers that have it: HybridStrategy(body=[...]). [LH320]"
+            " has one. Set it either for all pipelined layers (or their containers) or for none of them. Alternatively,"
+            " list only the layers that have it: HybridStrategy(body=[...]). [LH320]"
         )
     if settings.partition != "uniform":
         raise ValueError(
@@ -191,7 +191,7 @@ def _marked_stages(module: nn.Module, settings: Settings, body: Body) -> list[in
     for first, end in pairwise(ends):
         if len(set(of_layers[first:end])) > 1:
             raise ValueError(
-                f"{' and '.join(map(repr, body.names[first:end]))} are a layer and its copy, which must be on the same"
+                f"{' and '.join(map(repr, body.names[first:end]))} are a layer and its copy. They must be on the same"
                 f" stage, but their pipeline_stage is {of_layers[first:end]}. Set the same stage for all of them."
                 " [LH323]"
             )
@@ -476,8 +476,8 @@ def _check_plan(plan: Plan, module: LightningModule, body: Body, divided: Sequen
         passes_on = not (row.options.get("scatter_input", True) and row.options.get("gather_output", True))
         if row.kind == "sequence_region" and passes_on and not any(row.name.startswith(f"{n}.") for n in body.names):
             raise ValueError(
-                f"{text}{row.name!r} and its neighbor in an `nn.Sequential` pass sequence shards to each other"
-                " (sequence_parallel). Put the layers into an `nn.ModuleList`, or call the whole `nn.Sequential` and"
+                f"{text}{row.name!r} and its neighbor in an `nn.Sequential` pass sequence shards to each other, because"
+                " of sequence_parallel. Put the layers into an `nn.ModuleList`, or call the whole `nn.Sequential` and"
                 " pass only its name as `body`. [LH327]"
             )
 
@@ -544,7 +544,7 @@ def fragment_text(module: nn.Module, body: Body) -> str | None:
     shares = ", ".join(f"{name!r} ({100 * count / total:.0f}%)" for name, count in largest)
     return (
         f"{100 * sum(count for _, count in parts) / total:.0f}% of the parameters of {type(module).__name__} are"
-        f" outside the pipelined layers {body.name!r}, so several stages store these parameters and repeat their"
-        f" computation: {shares}. If the pipeline should split some of these modules too, list all layers of the"
-        " pipeline: HybridStrategy(body=[...])."
+        f" outside the pipelined layers {body.name!r}: {shares}. Several stages store these parameters and repeat their"
+        " computation. If the pipeline should split some of these modules too, list all layers of the pipeline:"
+        " HybridStrategy(body=[...])."
     )

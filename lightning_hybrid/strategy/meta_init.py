@@ -192,9 +192,9 @@ class Initialization:
         if changed:
             raise ValueError(
                 f"`{type(unit.layer).__name__}.{_name_of_method(unit.layer)}` changes {changed[0]!r}, but"
-                f" {unit.name or 'the module'!r} contains the body (the layers that the pipeline splits), and a rank"
-                " can hold only a part of the body. In this method, set only parameters outside the body, and define"
-                " `reset_parameters` in the layers. [LH317]"
+                f" {unit.name or 'the module'!r} contains the body (the layers that the pipeline splits). A rank can"
+                " hold only a part of the body. In this method, set only parameters outside the body. Define"
+                " `reset_parameters` in the layers themselves. [LH317]"
             )
 
     def _unset_text(self, fresh: _Fresh) -> str:
@@ -289,6 +289,6 @@ def _check_attributes(module: nn.Module) -> None:
             if isinstance(value, Tensor) and _is_missing(value):
                 raise ValueError(
                     f"{f'{name}.{attribute}' if name else attribute!r} was created on the meta device, but is neither a"
-                    f" parameter nor a buffer of {type(layer).__name__}, so it cannot be initialized. Create it, and"
-                    " all metrics, on a real device: `with torch.device('cpu'):`. [LH316]"
+                    f" parameter nor a buffer of {type(layer).__name__}, so it cannot be initialized. Create it on a"
+                    " real device: `with torch.device('cpu'):`. Do the same with all metrics. [LH316]"
                 )

@@ -106,7 +106,8 @@ class ModuleParallelizer:
         if not self._settings.zero_stage and any(map(is_shard, self._module.parameters())):
             raise ValueError(
                 f"An earlier run sharded {type(self._module).__name__} over replicas (zero_stage), but this run has"
-                " zero_stage=0. Call `trainer.strategy.gather_module()` after the earlier run to gather it. [LH318]"
+                " zero_stage=0. After the earlier run, call `trainer.strategy.gather_module()` to gather the module."
+                " [LH318]"
             )
         if self._settings.master_weights:
             self._module.float()  # what is loaded from here on is not rounded
@@ -264,8 +265,8 @@ class ModuleParallelizer:
             raise ValueError(
                 f"An earlier run sharded {type(self._module).__name__} with (tensor_parallel_size,"
                 f" tensor_parallel_plan, sequence_parallel, tensor_parallel_mode, tensor_parallel_depth) = {before},"
-                f" but this run needs {requested}. Call `trainer.strategy.gather_module()` after the earlier run to"
-                " gather it. [LH318]"
+                f" but this run needs {requested}. After the earlier run, call `trainer.strategy.gather_module()` to"
+                " gather the module. [LH318]"
             )
         self.plan = known
         if known is None:
@@ -289,7 +290,7 @@ class ModuleParallelizer:
     def _find_plan(self, size: int) -> Plan:
         """The plan, the same on every rank: the automatic one is the first rank's, whose trials of blocks count."""
         requested = agree(lambda: layout.requested_plan(self._module, self._settings))
-        check_equal(plan_texts(requested), "Use the same plan on every rank: it must not depend on the rank.")
+        check_equal(plan_texts(requested), "Use the same tensor_parallel_plan on every rank.")
         is_auto = requested == "auto"
         is_found_here = not is_auto or dist.get_rank() == 0
         plan = agree(lambda: layout.find_plan(self._module, self._settings, size, self.body) if is_found_here else None)
@@ -374,8 +375,8 @@ class ModuleParallelizer:
         if not is_same:
             raise ValueError(
                 f"The body {body.name!r} of {type(self._module).__name__} was replaced, or its layers were changed,"
-                " after it was split into stages. Create it in `__init__` or `configure_model` (`if self.body is"
-                " None:`), which run before the split. [LH319]"
+                " after it was split into stages. Create the body in `__init__` or, with `if self.body is None:`, in"
+                " `configure_model`. Both run before the split. [LH319]"
             )
 
     def _replace_with_placeholders(self) -> None:
@@ -404,8 +405,8 @@ class ModuleParallelizer:
         if own:
             raise ValueError(
                 f"An earlier run sharded {type(self._module).__name__} for another layout: {own[0]!r} has no values on"
-                " the rank that needs it now. Call `trainer.strategy.gather_module()` after the earlier run to gather"
-                " it. [LH318]"
+                " the rank that needs it now. After the earlier run, call `trainer.strategy.gather_module()` to gather"
+                " the module. [LH318]"
             )
         if body.chain is None:
             self._check_units(body)

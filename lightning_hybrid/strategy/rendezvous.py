@@ -233,6 +233,6 @@ def _join_attempt(store: Store, rank: int, timeout: timedelta) -> str:
                     return token
         time.sleep(_POLL)
     raise TimeoutError(
-        f"Rank 0 has not started within {timeout.total_seconds():.0f} s. Check the output of the node of rank 0, or"
-        " increase HybridStrategy(timeout=...). [LH203]"
+        f"Rank 0 has not started within {timeout.total_seconds():.0f} s. Check the output of the node that runs rank 0."
+        " If rank 0 needs more time to start, increase HybridStrategy(timeout=...). [LH203]"
     )

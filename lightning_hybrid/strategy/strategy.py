@@ -223,7 +223,7 @@ class HybridStrategy(ReplicaCollectives):
 
     @property
     def world(self) -> World:
-        """Objects that exist as long as the process groups."""
+        """Objects that exist as long as the process groups do."""
         if self._world is None:
             raise RuntimeError("The device mesh exists only after the processes have been set up. [LH140]")
         return self._world
@@ -311,7 +311,7 @@ class HybridStrategy(ReplicaCollectives):
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Arguments for a `DistributedSampler`: the number of replicas and, as `rank`, the data-parallel rank."""
+        """Keyword arguments for a `DistributedSampler`: `num_replicas` and `rank`, the data-parallel rank."""
         if self._world is None and self.sizes.num_replicas == 1:
             return {"num_replicas": 1, "rank": 0}
         return {"num_replicas": self.mesh.num_replicas, "rank": self.mesh.data_rank}
@@ -619,7 +619,7 @@ class HybridStrategy(ReplicaCollectives):
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        """Run backward and average the gradients. With a pipeline, `training_step` has done both; only hooks run."""
+        """Run backward and average the gradients. With a pipeline, `training_step` has done both, so only hooks run."""
         plugin, module = self.precision_plugin, self._module
         closure_loss = plugin.pre_backward(closure_loss, module)
 

@@ -213,7 +213,7 @@ def _shard(
     if isinstance(order, DistributedSampler) and order.num_replicas != num_replicas:
         raise ValueError(
             f"The loader's DistributedSampler shards the data over {order.num_replicas} processes, but there are"
-            f" {num_replicas} replicas, and all ranks of a replica use the same data. Remove the sampler, or create it"
+            f" {num_replicas} replicas. All ranks of a replica must use the same data. Remove the sampler, or create it"
             " with `DistributedSampler(dataset, **trainer.distributed_sampler_kwargs)`. [LH720]"
         )
     if isinstance(order, DistributedSampler) or num_replicas == 1:
@@ -417,10 +417,10 @@ class ComparedLoader(LoaderWrapper):
         dist.all_gather(all_values, own, group=group)
         if any(int(other) != value for other in all_values):
             raise ValueError(
-                f"Batch {number} differs between the ranks of one model group (checksums"
-                f" {[int(other) for other in all_values]}), so inputs and labels would belong to different samples."
-                " Seed the loader only with the data rank, or set HybridStrategy(broadcast_batches=True), so that one"
-                " rank loads each batch. [LH701]"
+                f"Batch {number} differs between the ranks of one model group, so inputs and labels would belong to"
+                f" different samples. The checksums are {[int(other) for other in all_values]}. If you seed the loader,"
+                " derive the seed only from the data-parallel rank. Alternatively, set"
+                " HybridStrategy(broadcast_batches=True), so that one rank loads each batch. [LH701]"
             )
 
 

@@ -130,8 +130,8 @@ def _saves_on_exception(callback: Checkpoint) -> bool:
 
 
 _WHY_NOT = (
-    "A checkpoint cannot be saved after this {}. All ranks must take part in saving, but perhaps only some of them"
-    " have raised the exception. Resume from the last checkpoint, such as one saved by"
+    "A checkpoint cannot be saved after this {}. All ranks must take part in saving, but it is possible that only some"
+    " of them raised the exception. Resume from the last checkpoint, such as one saved by"
     " `ModelCheckpoint(every_n_train_steps=...)`. [LH929]"
 )
 

@@ -241,8 +241,8 @@ class MicrobatchComparison:
         if verdict.kind == "sum":
             self.loss_reduction = "sum"
             rank_zero_info(
-                "The loss of two joined microbatches is the sum of their losses, so losses and gradients of"
-                ' microbatches are summed, as with HybridStrategy(loss_reduction="sum").'
+                "The loss of two joined microbatches is the sum of their separate losses. Losses and gradients of"
+                ' microbatches are therefore summed, as with HybridStrategy(loss_reduction="sum").'
             )
         elif len(self._verdicts) == 1 and is_first:
             self._state_router_loss(verdict, compare)

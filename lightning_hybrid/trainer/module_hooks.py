@@ -58,17 +58,17 @@ class ModuleHooks(Protocol):
         """
 
     def split_body_input(self, x: Any, num_microbatches: int) -> Sequence[Any]:
-        """Split the input of the body into microbatches in an evaluation step.
+        """Split the input to the body into microbatches in an evaluation step.
 
         A module that defines this method must also define :meth:`join_body_output`.
 
         Args:
-            x: The input of the body (the layers that the pipeline splits) for the whole batch.
+            x: The input to the body for the whole batch. The body consists of the layers that the pipeline splits.
             num_microbatches: The requested number of microbatches.
         """
 
     def join_body_output(self, outputs: list[Any]) -> Any:
-        """Combine the outputs of the body for the microbatches of an evaluation step into the output for the batch.
+        """In an evaluation step, combine the outputs of the body for all microbatches into the output for the batch.
 
         Args:
             outputs: The output of the body for each microbatch.

@@ -68,9 +68,9 @@ def adapt(
         plugin.clip_grad_by_norm = partial(_clip_grad_by_norm, plugin, clip_by_norm)  # type: ignore[method-assign]
     else:
         rank_zero_warn(
-            f"The precision plugin {type(plugin).__qualname__} overrides `clip_grad_by_norm`, and the strategy does"
-            " not change this method. On each rank, the method receives only the gradients of the layers on that rank,"
-            " so it must compute the norm over all ranks of the model.",
+            f"The precision plugin {type(plugin).__qualname__} overrides `clip_grad_by_norm`, and the strategy calls"
+            " this method as it is. On each rank, the method receives only the gradients of the layers on that rank."
+            " Make sure that it computes the norm over all ranks of the model.",
         )
     return plugin
 
@@ -95,7 +95,7 @@ def check(plugin: Precision) -> None:
         if isinstance(plugin, kind):
             raise ValueError(
                 f"`HybridStrategy` does not support the precision plugin `{type(plugin).__qualname__}`: it {reason}."
-                f" Pass one of {', '.join(map(repr, SUPPORTED))} as `Trainer(precision=...)`. [LH806]"
+                f" Set `Trainer(precision=...)` to one of {', '.join(map(repr, SUPPORTED))}. [LH806]"
             )
 
 
@@ -113,9 +113,9 @@ def check_optimizer(plugin: Precision, optimizer: Optimizer) -> None:
     if scaler is not None and scaler.is_enabled() and getattr(optimizer, "_step_supports_amp_scaling", False):
         raise ValueError(
             f"The optimizer `{type(optimizer).__qualname__}` unscales gradients inside its fused step. With a precision"
-            " that scales the loss, such as '16-mixed', ranks then can neither detect an overflow together nor clip"
-            " gradients before the step. Create the optimizer with `fused=False` (or `foreach=True`), or use precision"
-            " 'bf16-mixed', which needs no scaling. [LH807]"
+            " that scales the loss, such as '16-mixed', the ranks could then neither detect an overflow together nor"
+            " clip gradients before the step. Create the optimizer with `fused=False` (or `foreach=True`), or use"
+            " precision 'bf16-mixed', which needs no scaling. [LH807]"
         )
 
 

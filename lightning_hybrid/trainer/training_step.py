@@ -765,7 +765,7 @@ def _check_graphs(outputs: Sequence[Any], num_microbatches: int, *, each: bool) 
         "The loss of `training_step` has no autograd graph, so nothing would be trained: the loss depends on no"
         " parameter that requires a gradient, or it was detached or copied into a new tensor. Return the loss that the"
         " model computed. For a batch without targets, return this loss multiplied by 0. If all parameters are frozen,"
-        " do not train. [LH704]"
+        " there is nothing to train. [LH704]"
     )
 
 

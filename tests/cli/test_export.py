@@ -275,8 +275,8 @@ def wrong(fault: str, folder: Path) -> list[str]:
 
 FAULTS = {
     "damaged": "is not a complete checkpoint",
-    "no weights": "has no weights: neither the checkpoint nor its entry 'state_dict' is a dictionary of tensors. Its"
-    " keys are ['epoch']",
+    "no weights": "has no weights: neither the checkpoint nor its entry 'state_dict' is a dictionary of tensors. The"
+    " keys of the checkpoint are ['epoch']",
     "no checkpoint": "Checkpoint not found",
     "empty directory": "is not a complete checkpoint",
     "no configuration": "No model configuration found at",
@@ -336,7 +336,9 @@ def test_adapters_are_refused_and_the_remedy_works(tmp_path: Path) -> None:
     trained = adapted()
     file = tmp_path / "last.ckpt"
     torch.save({"state_dict": {f"model.{name}": value for name, value in trained.state_dict().items()}}, file)
-    with pytest.raises(ValueError, match=r"adapters of peft, such as .*base_layer.*merge_and_unload\(\).*LH1020"):
+    with pytest.raises(
+        ValueError, match=r"weights of peft adapters, such as .*base_layer.*merge_and_unload\(\).*LH1020"
+    ):
         export(file, tmp_path / "refused", prefix="model")
     assert not (tmp_path / "refused").exists()
 

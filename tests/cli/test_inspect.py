@@ -151,7 +151,7 @@ def test_no_tensor_is_read(tmp_path: Path) -> None:
         ("tensor", "contains 1 tensor, 3 elements, 12 bytes, but a checkpoint must be"),
         ("unfinished", "it has no file '.metadata'"),
         ("shards", "the file '__0_0.distcp' (at least"),
-        ("other shards", "does not contain a module: it has ['weights']"),
+        ("other shards", "does not contain a module: its entries are ['weights']"),
     ],
 )
 def test_what_cannot_be_read_is_one_line(

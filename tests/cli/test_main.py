@@ -315,7 +315,7 @@ def test_the_demo_says_how_to_get_its_digits(
     monkeypatch.setitem(sys.modules, "sklearn", None)
     with pytest.raises(SystemExit):
         main(["demo"])
-    assert "scikit-learn, which is not installed. Run `pip install scikit-learn`" in capsys.readouterr().err
+    assert "scikit-learn is not installed. Run `pip install scikit-learn`" in capsys.readouterr().err
 
 
 def test_timeline_shows_picture_and_figures(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -179,7 +179,7 @@ def test_a_module_that_is_too_large_stays_divided_and_says_so(ranks: Pools, tmp_
     for texts, whole, output in results:
         for way in ("log", "call", "torch.save(self.state_dict())"):
             assert "trainer.save_checkpoint(path, weights_only=True)" in texts[way], way
-            assert f"each of the {size} processes" in texts[way]
+            assert f"Each of the {size} processes" in texts[way]
             assert "gather_module()" in texts[way]
         assert_same(whole, dict(state), 0.0)
         assert_same(output, module(X).detach())

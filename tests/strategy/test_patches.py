@@ -179,7 +179,7 @@ def test_clipping_by_hand_knows_the_whole_model_and_says_how(ranks: Pools) -> No
     assert [first[0], other[0]] == pytest.approx([norm, norm], rel=1e-10)
     assert first[1] == pytest.approx(weight, rel=1e-10)
     assert len(first[2]) == 1
-    assert "`self.trainer.strategy.grad_norm()` use the gradients of the full model" in first[2][0]
+    assert "`self.trainer.strategy.grad_norm()`, which use the gradients of the full model" in first[2][0]
 
 
 def profiled(layout: Layout) -> dict[str, int]:

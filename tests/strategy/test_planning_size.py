@@ -229,7 +229,7 @@ def test_a_large_module_that_reads_its_weights_is_refused_in_words(
     assert ended.value.code == 2
     error = capsys.readouterr().err
     assert "Planning this module requires the values of its parameters" in error
-    assert "Do not read parameter values in `__init__`, `configure_model` and `training_step`" in error
+    assert "Avoid reading parameter values in `__init__`, `configure_model` or `training_step`" in error
 
 
 def test_an_error_that_values_do_not_mend_is_that_of_the_second_attempt() -> None:

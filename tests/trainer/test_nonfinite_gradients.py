@@ -252,7 +252,7 @@ ANOMALIES: dict[tuple[Any, ...], str] = {
     ("forward", 5): "The forward pass of layer `body.5` (Faulty) produced NaNs",
     ("backward", 1): "The backward pass of layer `body.1` (Faulty) produced",
     ("backward", 5): "The backward pass of layer `body.5` (Faulty) produced",
-    ("batch",): "The input of layer `embed` (Linear) already contains NaNs, which come from the batch",
+    ("batch",): "The input to layer `embed` (Linear) already contains NaNs, which come from the batch",
     ("loss",): "The loss is not finite",
 }
 

@@ -15,8 +15,8 @@ def run(args: Sequence[str]) -> None:
         " values, gradients and weights. Both runs use float64 on the CPU of this machine. If values differ, print the"
         " cause. In the printed table, < marks values whose relative difference is above 1e-8, or above 1e-4 if the"
         " step computes in float32. The exit status is 0 if all values are equal, 1 if values differ, and 2 if the"
-        " values could not be compared. With --dry, nothing is trained, and parameters use no memory: the step runs on"
-        " fake tensors, and the exit status is 2 if training could not start."
+        " values could not be compared. With --dry, nothing is trained: the step runs on fake tensors, and parameters"
+        " use no memory. The exit status is then 2 if training could not start."
     )
     parser = ConfigParser("check", description, "--trainer.devices 2 --model.batch_size 4 --steps 3")
     group = parser.group("training")

@@ -12,7 +12,7 @@ def run(args: Sequence[str]) -> None:
     parser = Parser(
         "consolidate",
         description="Convert a checkpoint directory to an ordinary Lightning checkpoint in one file. The checkpoint can"
-        " be larger than RAM, and it can also come from Lightning's FSDPStrategy or ModelParallelStrategy.",
+        " be larger than RAM. It can also be one that Lightning's FSDPStrategy or ModelParallelStrategy saved.",
         epilog="The command unpickles the checkpoint, which can run code. Use only checkpoints that you trust.",
     )
     parser.add_argument("directory", metavar="DIR", help="checkpoint directory; can be a URL such as s3://...")

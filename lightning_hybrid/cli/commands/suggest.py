@@ -15,7 +15,8 @@ from lightning_hybrid.strategy.auto_layout.machine import Machine
 _DESCRIPTION = (
     "Estimate the memory and step time of many layouts for a given number of ranks. Print the fastest layouts that fit"
     " in memory, and why the other layouts were rejected. No run is started, and no GPU is needed: the training step"
-    " runs on fake tensors. Describe the hardware with the options (default: A100 with 80 GiB)."
+    " runs on fake tensors. The hardware options describe the devices and links; the defaults describe A100 GPUs with"
+    " 80 GiB."
 )
 # The sizes of the configuration give way to those that are tried.
 _UNDIVIDED = {
@@ -130,7 +131,8 @@ def _add_search(group: Any) -> None:
         "--samples",
         type=positive,
         metavar="N",
-        help="samples per optimizer step, over all replicas (default: one batch of the loader per rank)",
+        help="number of samples per optimizer step, summed over all replicas (default: one batch of the loader per"
+        " rank)",
     )
     samples.add_argument(
         "--keep-batch",
@@ -148,8 +150,8 @@ def _add_search(group: Any) -> None:
         "--max-context",
         type=positive,
         metavar="N",
-        help="largest context-parallel size to try (default: the number of ranks in a node, with at least 1024"
-        " positions per rank)",
+        help="largest context-parallel size to try (default: the number of ranks in a node, or less if a rank would"
+        " have fewer than 1024 positions)",
     )
     group.add_argument(
         "--measure",
@@ -186,7 +188,7 @@ def _add_hardware(group: Any) -> None:
         type=_share,
         default=usual.overlap,
         metavar="X",
-        help="fraction of the compute time in which gradients or messages of ring attention can be sent (default:"
+        help="fraction of the compute time during which gradients or ring-attention messages can be sent (default:"
         " %(default)g)",
     )
 
@@ -206,7 +208,7 @@ def _machine(options: argparse.Namespace) -> Machine:
 
 
 def _seconds(text: str) -> float:
-    return _number(text, lambda value: value >= 0, "not a number of seconds of at least 0")
+    return _number(text, lambda value: value >= 0, "not a time in seconds (0 or more)")
 
 
 def _share(text: str) -> float:

@@ -101,7 +101,7 @@ def _add_arguments(parser: Parser) -> None:
             metavar="X",
             help=f"number of messages that a link {where} can send during a forward pass (default: unlimited)",
         )
-    output.add_argument("--svg", type=Path, metavar="FILE", help="also write the picture to this SVG file")
+    output.add_argument("--svg", type=Path, metavar="FILE", help="also save the picture as this SVG file")
     parser.add_json()
 
 

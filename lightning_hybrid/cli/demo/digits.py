@@ -133,8 +133,8 @@ def load_digits() -> tuple[Tensor, Tensor]:
         from sklearn import datasets
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            "The digits are a data set of scikit-learn, which is not installed. Run `pip install scikit-learn`, or"
-            " install lightning-hybrid with the extra `examples`. [LH1018]",
+            "The demo trains on the digits data set of scikit-learn, but scikit-learn is not installed. Run `pip"
+            " install scikit-learn`, or install lightning-hybrid with the extra `examples`. [LH1018]",
             name=error.name,
         ) from error
     digits = datasets.load_digits()

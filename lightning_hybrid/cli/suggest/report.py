@@ -26,7 +26,9 @@ from lightning_hybrid.strategy.auto_layout.search import DOES_NOT_FIT, Suggestio
 from lightning_hybrid.strategy.summary import text_table
 
 _TIGHT = 0.05  # a share of the memory: where less is free, the account is too rough to tell whether a layout fits
-_TIGHT_TEXT = f"GiB !: less than {_TIGHT:.0%} of the memory is free; because this is an estimate, try the layout first"
+_TIGHT_TEXT = (
+    f"GiB !: less than {_TIGHT:.0%} of the memory is free. The estimate may be too low, so test the layout first"
+)
 _SENT = {"tensor": "tp", "context": "cp", "pipeline": "pp", "data": "dp"}
 _MOSTLY_WHOLE = 0.5  # a share of the parameters: where tensor parallelism divides less, a plan may be missing
 
@@ -55,7 +57,7 @@ def as_text(
             f"{problem} The search compared {found.num_layouts:,} layouts and simulated {found.num_simulated:,} of"
             f" them. Devices: {machine.ranks_per_node} per node, with {machine.memory / 2**30:g} GiB each."
         ),
-        *wrapped(f"Taken from the configuration and not varied: {fixed}."),
+        *wrapped(f"Values from the configuration that the search did not change: {fixed}."),
         *wrapped(_fits_text(found, machine)),
     ]
     if found.best:
@@ -96,9 +98,8 @@ def _whole_lines(sizes: Collection[int], divided: Mapping[int, float]) -> list[s
         return []
     listed = ", ".join(f"tensor_parallel_size={size} shards {100 * share:.1f}%" for size, share in shares.items())
     text = (
-        f"Tensor parallelism leaves most parameters unsharded: {listed} of all parameters. To see why, run"
-        f" `lightning-hybrid plan` with tensor_parallel_size={min(shares)}. To shard more parameters, write a"
-        " tensor_parallel_plan."
+        f"Tensor parallelism leaves most parameters unsharded: {listed} of them. To see why, run `lightning-hybrid"
+        f" plan` with tensor_parallel_size={min(shares)}. To shard more parameters, write a tensor_parallel_plan."
     )
     return ["", *wrapped(text)]
 

@@ -65,7 +65,7 @@ def _check_list(recompute: list[Any], num_stages: int) -> None:
         )
     if len(recompute) != num_stages or min(recompute) < 0:
         raise ValueError(
-            f"recompute={recompute} must contain the number of layers to recompute (0 or more) for each of the"
+            f"recompute={recompute} must list the number of layers to recompute in each stage, at least 0. There are"
             f" {num_stages} stages (pipeline_parallel_size x num_chunks). [LH119]"
         )
 
@@ -117,8 +117,8 @@ def _matching(patterns: list[str], module: nn.Module, body: str | None, units: S
         if not matching:
             close = difflib.get_close_matches(pattern, modules, n=3, cutoff=0.4) or list(modules)[:8]
             raise ValueError(
-                f"The recompute pattern {pattern!r} matches no module of {type(module).__name__} ('*' matches anything"
-                f" between two dots). Use a name such as {', '.join(map(repr, close))}. [LH120]"
+                f"The recompute pattern {pattern!r} matches no module of {type(module).__name__}. Use a name such as"
+                f" {', '.join(map(repr, close))}. '*' matches any text between two dots. [LH120]"
             )
         for name in matching:
             if body is not None and f"{body}.".startswith(f"{name}."):

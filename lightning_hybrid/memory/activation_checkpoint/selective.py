@@ -237,10 +237,10 @@ class _ReplayMode(TorchDispatchMode or object):  # type: ignore[misc]
         result, make = next(self._results, (None, None))
         if result is None or result.operation != name:
             raise RuntimeError(
-                f"A layer runs different operations in backward, when it is recomputed, than in forward: {name} instead"
+                f"When a layer was recomputed in backward, it ran different operations than in forward: {name} instead"
                 f" of {'no further operation' if result is None else result.operation}. With recompute='selective', a"
-                " layer must run the same operations whenever its input and random numbers are the same. To exclude"
-                " this layer, list only the other layers in recompute=[...]. [LH441]"
+                " layer must run the same operations every time it receives the same input and random numbers. To"
+                " exclude this layer from recomputation, list only the other layers in recompute=[...]. [LH441]"
             )
         if make is None:
             return func(*args, **(kwargs or {}))

@@ -165,7 +165,7 @@ def _search(
     try:
         return run_in_copy(problem.solve, time_limit=limit)
     except (ValueError, TypeError, RuntimeError, TimeoutError) as error:
-        more = " HybridStrategy(timeout=...) sets the time limit." if isinstance(error, TimeoutError) else ""
+        more = " To allow more time, increase HybridStrategy(timeout=...)." if isinstance(error, TimeoutError) else ""
         reason = f"{without_code(error).rstrip('.')}.{more}"
         raise ValueError(
             f"{', '.join(config.searched)} cannot be chosen for {type(module).__name__}: {reason} {_BY_HAND} [LH127]"
@@ -213,8 +213,8 @@ def _text(found: Suggestions, config: Settings, machine: Machine, seconds: float
     """The layout, the next best ones, and why the others are not among them."""
     limit = "" if math.isinf(machine.memory) else f" that fits in {_size(machine.memory)}"
     lines = [
-        f"Found {', '.join(config.searched)} in {seconds:.1f} s. Out of {found.num_layouts} layouts, this is the"
-        f" fastest{limit}, according to estimates.",
+        f"Found values for {', '.join(config.searched)} in {seconds:.1f} s. The search compared {found.num_layouts}"
+        f" layouts. According to estimates, the layout below is the fastest one{limit}.",
         f"To use it without a search: {by_hand(found.best[0].layout)}",
         _table(found.best[:_MOST_SHOWN]),
     ]
@@ -252,7 +252,7 @@ def _nothing_fits(found: Suggestions, machine: Machine, name: str) -> str:
         for group in found.losers
     ]
     if not reasons:
-        return f"No layout of {name} with the allowed sizes matches the number of processes. {_BY_HAND} [LH129]"
+        return f"For {name}, no combination of the allowed sizes matches the number of processes. {_BY_HAND} [LH129]"
     limit = "" if math.isinf(machine.memory) else f" with tuning.memory_limit={_size(machine.memory)}"
     return (
         f"None of the {found.num_layouts} layouts of {name} can be used{limit}. {'; '.join(reasons)}. Start more"

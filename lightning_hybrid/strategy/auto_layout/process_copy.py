@@ -50,7 +50,8 @@ class ProcessCopy(Generic[_T]):
     def __init__(self, function: Callable[[], _T], *, time_limit: float) -> None:
         if not hasattr(os, "fork"):
             raise RuntimeError(
-                f"Examining layouts requires copies of a process (fork), which {sys.platform} does not support. [LH205]"
+                f"To examine layouts, this process must be copied (forked), which {sys.platform} does not support."
+                " [LH205]"
             )
         self._time_limit, self._deadline = time_limit, time.monotonic() + time_limit
         self._reading, writing = os.pipe()

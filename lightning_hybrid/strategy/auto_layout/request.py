@@ -98,19 +98,19 @@ def _check_open(config: HybridConfig, searched: Sequence[str]) -> None:
             value = attrgetter(name)(config)
             if isinstance(value, (list, tuple)) and not all(isinstance(each, str) for each in value):
                 raise ValueError(
-                    f"{name}={list(value)} sets a value for each stage, but the search (for {', '.join(searched)})"
-                    " determines the number of stages. Set pipeline_parallel_size and num_chunks too, or remove"
-                    f" {name}. [LH123]"
+                    f"{name}={list(value)} sets a value for each stage, but the number of stages is not fixed, because"
+                    f" the search chooses {', '.join(searched)}. Set both pipeline_parallel_size and num_chunks, or"
+                    f" remove {name}. [LH123]"
                 )
     recompute, chunks = config.recompute, config.num_chunks
     if "recompute" not in searched and not any(_is(recompute, each) for each in RECOMPUTE):
         raise ValueError(
-            f"The layout search (for {', '.join(searched)}) does not support recompute={recompute!r}. Use False,"
-            " 'selective', True or 'auto', or set the layout yourself. [LH124]"
+            f"The search for {', '.join(searched)} does not support recompute={recompute!r}. Use False, 'selective',"
+            " True or 'auto'. Alternatively, set the layout yourself. [LH124]"
         )
     if "num_chunks" not in searched and isinstance(chunks, int) and chunks > MOST_CHUNKS:
         raise ValueError(
-            f"The layout search (for {', '.join(searched)}) does not support num_chunks={chunks}. Set it to at most"
+            f"The search for {', '.join(searched)} does not support num_chunks={chunks}. Set num_chunks to at most"
             f" {MOST_CHUNKS}, or set the layout yourself. [LH124]"
         )
 

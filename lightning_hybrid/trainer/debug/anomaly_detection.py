@@ -77,7 +77,7 @@ class AnomalyDetector:
                     given_nan, _ = _look_at(_floating((args, kwargs)))
                     text = f"The forward pass of {self._named(layer)} produced NaNs"
                     if given_nan:
-                        text = f"The input of {self._named(layer)} already contains NaNs, which come from the batch or"
+                        text = f"The input to {self._named(layer)} already contains NaNs, which come from the batch or"
                         text += " from code before this layer"
                     raise RuntimeError(f"{text}{self._where}.{self._first_infinity} [LH708]")
                 if not is_finite and not self._first_infinity:
@@ -97,8 +97,8 @@ class AnomalyDetector:
                 _, is_finite = _look_at(_floating(loss))
             if not is_finite:
                 raise RuntimeError(
-                    f"The loss is not finite{self._where}, but the layers produced no NaNs, so the cause is the code"
-                    f" between the last layer and the loss, or the labels.{self._first_infinity} [LH707]"
+                    f"The loss is not finite{self._where}, but the layers produced no NaNs. The cause is therefore in"
+                    f" the labels, or in the code between the last layer and the loss.{self._first_infinity} [LH707]"
                 )
 
     def _arrived(self, layer: nn.Module, gradient: Tensor) -> None:

@@ -52,7 +52,7 @@ def _look_at_states(optimizer: Optimizer, module: LightningModule) -> None:
         dtype = next(iter(found.values()))
         rank_zero_warn(
             f"{type(optimizer).__name__} keeps its states ({', '.join(found)}) in {dtype}, the dtype of the parameters"
-            f" of {type(module).__name__}. An update that is smaller than about {torch.finfo(dtype).eps:.0e} times the"
+            f" of {type(module).__name__}. Any update that is smaller than about {torch.finfo(dtype).eps:.0e} times the"
             " state or weight is lost to rounding. To keep states and weights in float32, use"
             " `HybridStrategy(master_weights=True)` or precision='bf16-mixed'."
         )

@@ -161,8 +161,8 @@ class NonfiniteGuard(GradientWatch):
         which = f" ({_listed(names)})" if names else ", or their norm overflows"
         return (
             f"Gradients of optimizer step {self._module.trainer.global_step} are not finite{which}. The optimizer has"
-            " not used them. To find the layer in which this starts, set `Trainer(detect_anomaly=True)`. To skip such"
-            " steps, set `HybridStrategy(faults=Faults(on_nonfinite='skip'))`. [LH706]"
+            " not used them. To find the layer that first produces such gradients, set `Trainer(detect_anomaly=True)`."
+            " To skip such steps, set `HybridStrategy(faults=Faults(on_nonfinite='skip'))`. [LH706]"
         )
 
 
@@ -234,9 +234,9 @@ class NonfiniteWarning(GradientWatch):
         warnings.warn(
             f"Gradients of optimizer step {found.step} are not finite on pipeline rank {self._pipeline_rank}"
             f" ({_listed(names)}). The optimizer has used them. To skip such steps, set"
-            " `HybridStrategy(faults=Faults(on_nonfinite='skip'))`; to end the run instead, set"
-            " `on_nonfinite='raise'`. To find the layer in which this starts, set `Trainer(detect_anomaly=True)`."
-            " Gradients of later steps are not checked.",
+            " `HybridStrategy(faults=Faults(on_nonfinite='skip'))`; to end the run instead, set `on_nonfinite='raise'`."
+            " To find the layer that first produces such gradients, set `Trainer(detect_anomaly=True)`. Gradients of"
+            " later steps are not checked.",
             stacklevel=2,
         )
 

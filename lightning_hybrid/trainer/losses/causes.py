@@ -65,13 +65,14 @@ class Cause(NamedTuple):
 _SPLIT = "define a method `split_batch(batch, num_microbatches)` that splits the batch only between independent samples"
 ROUTERS = Cause("the router loss is a product of means over the tokens of a batch", _SPLIT)
 _COUPLED = Cause(
-    "the loss of a sample depends on other samples of the batch, as in a contrastive loss or statistics over samples",
+    "the loss of a sample depends on other samples of the batch, as in a contrastive loss or with statistics over"
+    " samples",
     f"{_SPLIT}, or a method `microbatch_weight(microbatch)` that returns the number by which the loss is divided",
 )
 _UNKNOWN = _COUPLED._replace(text=f"{_COUPLED.text}, or the loss is a mean over something other than samples")
 _RATIO = Cause(
-    "the loss is a ratio of two sums over samples, such as a mean over masked tokens, a mean with class weights, or"
-    " Dice",
+    "the loss is a ratio of two sums over samples, such as a mean over masked tokens, a mean with class weights, or the"
+    " Dice loss",
     "define a method `microbatch_weight(microbatch)` that returns the denominator (if this depends only on the batch),"
     f" or {_SPLIT.removeprefix('define ')}",
 )
@@ -259,7 +260,7 @@ def find_cause(finding: Finding, verdict: Verdict) -> Cause:
         text = "the second dimension of the tensors is the batch dimension, but the first dimension was split"
         return Cause(text, "define a method `split_batch(batch, num_microbatches)` that splits the second dimension")
     if finding.order == "changes" and finding.place:
-        text = f"`{finding.place}` was split because it has as many rows as samples, but its rows are not samples"
+        text = f"`{finding.place}` was split because its number of rows is the batch size, but its rows are not samples"
         return Cause(
             text, "make this tensor a buffer of the module, or define a method `split_batch(batch, num_microbatches)`"
         )
@@ -275,18 +276,18 @@ def structure_text(signature: Any) -> str:
         signature: The signature of a microbatch of it.
     """
     return (
-        f"For microbatches like {signature_text(signature)}, the loss is not compared with the loss of the full batch,"
-        " because the batches of the first steps had a different structure. If the loss is not a mean over samples,"
-        " define a method `microbatch_weight(self, microbatch)` that returns the number by which the loss is divided,"
-        " or set `num_microbatches=1`."
+        f"For microbatches like {signature_text(signature)}, the loss is not compared with the loss of the full batch."
+        " The comparison used the batches of the first steps, which had a different structure. If the loss is not a"
+        " mean over samples, define a method `microbatch_weight(self, microbatch)` that returns the number by which the"
+        " loss is divided, or set `num_microbatches=1`."
     )
 
 
 def small_text(verdict: Verdict, cause: Cause) -> str:
     """Return the note on a difference that is accepted."""
     return (
-        f"The loss of the same samples is {verdict.joined:.6g} as one microbatch, but {verdict.expected:.6g} as the"
-        f" mean of two microbatches, a difference of {100 * verdict.difference:.2g}%. The reason is that {cause.text},"
+        f"The loss of the same samples is {verdict.joined:.6g} if they form one microbatch, but {verdict.expected:.6g}"
+        f" (mean) if they form two, a difference of {100 * verdict.difference:.2g}%. The reason is that {cause.text},"
         " but each microbatch is computed separately. Set `num_microbatches=1` to match a single process."
     )
 
@@ -302,8 +303,8 @@ def warning_text(verdict: Verdict, number: int, cause: Cause, *, switches: bool,
         num_stages: The number of pipeline stages.
     """
     found = (
-        f"The loss of the same samples is {verdict.joined:.6g} as one microbatch, but {verdict.expected:.6g} as the"
-        " weighted mean of two microbatches"
+        f"The loss of the same samples is {verdict.joined:.6g} if they form one microbatch, but {verdict.expected:.6g}"
+        " (weighted mean) if they form two"
     )
     if math.isfinite(verdict.difference):
         found += f", a difference of {100 * verdict.difference:.2g}%"
@@ -314,7 +315,7 @@ def warning_text(verdict: Verdict, number: int, cause: Cause, *, switches: bool,
             f" {cause.remedy}."
         )
     bubble = (
-        f" Each of the {num_stages} stages is then busy for 1/{num_stages} of a step, instead of"
+        f" As a result, each of the {num_stages} stages is busy for only 1/{num_stages} of a step, instead of"
         f" {number}/{number + num_stages - 1} of a step."
         if num_stages > 1
         else ""

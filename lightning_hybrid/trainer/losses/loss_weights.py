@@ -192,10 +192,10 @@ class LabelWatch:
             self._looks = 0
             rank_zero_warn(
                 f"The batch contains ignored labels (-100 in {key!r}), and the number of other labels differs between"
-                " microbatches. Microbatches are weighted by their number of samples, so if the loss is a mean over"
-                " labels, its value and gradients differ from the results for the full batch. Set `microbatch_weight ="
-                f" lightning_hybrid.count_tokens({key!r})` in {type(self._module).__name__}. For causal language models"
-                " of transformers, which shift the labels, add `shift=True`."
+                " microbatches. If the loss is a mean over labels, its value and gradients differ from the results for"
+                " the full batch, because microbatches are weighted by their number of samples. Set `microbatch_weight"
+                f" = lightning_hybrid.count_tokens({key!r})` in {type(self._module).__name__}. Add `shift=True` if the"
+                " model shifts the labels, as causal language models of transformers do."
             )
         return self._looks > 0
 

@@ -129,10 +129,10 @@ class ParameterWrites:
         named = self._module.named_parameters()
         name = next((name for name, each in named if memory_of(to_local(each)) == memory), "")
         raise WrongUseError(
-            f"`training_step` changes the parameter {name!r}, and its new value differs between microbatches, because"
-            f" it depends on the batch or on random numbers. Each of the {number} microbatches would change the"
-            " parameter, but a single process changes it once per batch. Set `num_microbatches=1`, or change the"
-            " parameter in a hook, such as `on_train_batch_end`. [LH466]"
+            f"`training_step` changes the parameter {name!r}, and its new value differs between microbatches. The value"
+            f" depends on the batch or on random numbers. Each of the {number} microbatches would change the parameter,"
+            " but a single process changes it only once per batch. Set `num_microbatches=1`, or change the parameter in"
+            " a hook, such as `on_train_batch_end`. [LH466]"
         )
 
 

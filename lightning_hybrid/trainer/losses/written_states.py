@@ -187,8 +187,8 @@ def state_text(
         )
     if losses is not None:
         text += (
-            f" The loss of the second microbatch depends on the state: it is {losses[1]:.6g} if the first microbatch"
-            f" runs before it, and {losses[0]:.6g} if not."
+            f" The loss of the second microbatch depends on the state: the loss is {losses[1]:.6g} if the first"
+            f" microbatch runs before the second, but {losses[0]:.6g} if not."
         )
     if switches:
         return (

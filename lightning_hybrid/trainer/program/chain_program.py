@@ -268,9 +268,9 @@ class ChainProgram(StepProgram):
         parts = self._split(x, sum(counts))[0] if context.is_first and len(counts) > 1 else [x]
         if context.is_first and len(parts) != len(counts):
             raise ValueError(
-                f"The input of the body was split into {len(counts)} microbatches for an earlier batch, but into"
-                f" {len(parts)} for this batch of the same shapes. If the shape of the input depends on values in the"
-                " batch, set HybridStrategy(dynamic_shapes=True). [LH447]"
+                f"The input to the body was split into {len(counts)} microbatches for an earlier batch, but into"
+                f" {len(parts)} for this batch, which has the same shapes. If the shape of the input depends on values"
+                " in the batch, set HybridStrategy(dynamic_shapes=True). [LH447]"
             )
 
         def compute(stage: int, microbatch: int, inputs: Any) -> Any:

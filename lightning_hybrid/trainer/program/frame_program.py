@@ -167,8 +167,8 @@ class FrameProgram(StepProgram):
         ranks = dist.get_process_group_ranks(group)
         names = ", ".join(f"{name} on rank {rank}" for rank, name in zip(ranks, rows[number], strict=True))
         raise DifferentStepsError(
-            f"The step of {type(self._module).__name__} is not the same on every rank: call {number} is"
-            f" {names}. Every stage runs this code, so the code must not depend on the rank. [LH433]"
+            f"The step of {type(self._module).__name__} is not the same on every rank: call {number} is {names}. Every"
+            " stage runs the code of the step. Make sure that this code makes the same calls on every rank. [LH433]"
         )
 
     def _agrees(self, number: int) -> bool:

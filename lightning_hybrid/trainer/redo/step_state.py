@@ -118,7 +118,7 @@ def cannot_text(why: str) -> str:
     return (
         "The step took a different path than an earlier step whose batch had the same shapes. The strategy could not"
         f" restart the step, because the step had already {why}. Gradients, attributes, containers of up to"
-        f" {_MOST_ENTRIES} entries and buffers of up to {_MOST_ELEMENTS} elements can be restored. Parameters, tensors"
-        " of the batch and, at the first change of the path, gradients of earlier batches cannot be restored. Set"
-        " HybridStrategy(dynamic_shapes=True), which traces every step. [LH432]"
+        f" {_MOST_ENTRIES} entries and buffers of up to {_MOST_ELEMENTS} elements can be restored. Parameters and"
+        " tensors of the batch cannot be restored. At the first change of the path, gradients of earlier batches cannot"
+        " be restored either. Set HybridStrategy(dynamic_shapes=True), which traces every step. [LH432]"
     )

@@ -21,8 +21,8 @@ _SHARES = {"wait": ("wait",), "messages": ("send", "receive"), "reduce": ("reduc
 class HybridTimeline(Callback):
     """Callback that records when each rank computes, sends and waits in selected training batches.
 
-    For each recorded batch, rank 0 writes two files: ``batch-N.json``, a trace for https://ui.perfetto.dev and
-    ``chrome://tracing``, and ``batch-N.svg``, a picture that shows the measured step of the first replica below a
+    For each recorded batch, rank 0 writes two files. ``batch-N.json`` is a trace for https://ui.perfetto.dev and
+    ``chrome://tracing``. ``batch-N.svg`` is a picture that shows the measured step of the first replica below a
     simulated step with the same durations. The callback also logs fractions of a rank's time, averaged over the
     pipeline ranks of the first replica: ``timeline/bubble`` (neither forward nor backward), ``timeline/wait`` (waiting
     for messages), ``timeline/messages`` (sending and receiving), ``timeline/reduce`` (reducing gradients without
@@ -30,11 +30,12 @@ class HybridTimeline(Callback):
     computation or message to the end of the batch.
 
     All ranks synchronize before each recorded batch, so that their clocks start together. Other batches are not
-    affected. The Trainer's profiler does not record the forwards, backwards and messages of a recorded batch.
+    affected. The Trainer's profiler does not record the forward passes, backward passes and messages of recorded
+    batches.
 
     Args:
-        batches: Numbers of the training batches to record, counted from 0 since the start of training. The first
-            batches of a run are slower than the following ones.
+        batches: Numbers of the training batches to record, counted from 0 since the start of training. Avoid the first
+            batches of a run, which are slower than later ones.
         dirpath: Folder for the files; by default ``timeline`` in the Trainer's ``default_root_dir``.
 
     Raises:

@@ -68,13 +68,13 @@ def in_new_batches(
                 f"The checkpoint was saved after {used} samples of an epoch ({before.num_samples} per batch of all"
                 f" replicas together). An optimizer step now uses {at_once} samples ({now.num_samples} per batch x"
                 f" {trainer.accumulate_grad_batches} accumulated batches). {used} is not a multiple of {at_once}, so no"
-                " step starts at this position. If both runs set the same HybridStrategy(global_batch_size=...), a step"
-                f" always starts there. {_INSTEAD} [LH936]"
+                " step starts at this position. To make sure that a step starts there, set the same"
+                f" HybridStrategy(global_batch_size=...) in both runs. {_INSTEAD} [LH936]"
             )
         batches = min(used // now.num_samples, batches)
     _set_batches(trainer, batches)
     rank_zero_info(
-        f"A batch of all replicas together now has {now.num_samples} samples instead of {before.num_samples}. The epoch"
+        f"All replicas together now use {now.num_samples} samples per batch instead of {before.num_samples}. The epoch"
         f" resumes after {batches} batches of the new size, which replace {loops.batches} batches of the old size."
     )
     is_whole = is_over or loops.batches % accumulated == 0
@@ -118,7 +118,7 @@ _INSTEAD = (
 )
 _UNKNOWN = (
     "The checkpoint was saved in the middle of an epoch, with a different number of replicas, and it is not known which"
-    " samples of the epoch have been used. This is known only for a single `DataLoader` with `batch_size` and a dataset"
-    " with a length, sharded by the strategy or a `DistributedSampler`, without a custom batch sampler and without a"
-    f" loader state. {_INSTEAD} [LH934]"
+    " samples of the epoch have been used. This is known only for a single `DataLoader` that has a `batch_size`, a"
+    " dataset with a length, no custom batch sampler and no loader state. The strategy or a `DistributedSampler` must"
+    f" have sharded its samples. {_INSTEAD} [LH934]"
 )

@@ -210,7 +210,7 @@ def test_an_epoch_that_has_no_batch_left_for_more_replicas_is_over(ranks: Pools,
     ("kind", "place", "texts"),
     [
         ("plain", "end 0.2", ["after 12 samples", "uses 8", "12 is not a multiple of 8", "global_batch_size"]),
-        ("own batches", "end 0.1", ["it is not known which samples", "without a custom batch sampler"]),
+        ("own batches", "end 0.1", ["it is not known which samples", "no custom batch sampler"]),
         ("stream", "end 0.1", ["it is not known which samples", "a dataset with a length"]),
         ("several", "end 0.1", ["it is not known which samples", "only for a single `DataLoader`"]),
     ],

@@ -331,7 +331,7 @@ class DryRunStrategy(SingleDeviceStrategy):
                 outside = layout.find_outside(module, self._stage_map, self._find_use(microbatches[0], args))
                 self._stage_map = replace(self._stage_map, outside=outside)
             except Exception as error:  # whatever it is, it is said
-                where = "are assigned to stages by an estimate"
+                where = "are assigned to stages according to an estimate"
                 if self._stage_map.is_chain:
                     where = "stay on the first and the last stage"
                     self._stage_map = replace(self._stage_map, places_outside=False)

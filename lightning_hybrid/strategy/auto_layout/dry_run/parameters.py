@@ -80,10 +80,10 @@ def parameters_with_little_memory(reason: BaseException) -> Iterator[None]:
         if total > MOST_BYTES:
             text = " ".join(f"{type(reason).__name__}: {reason}".split())
             raise ValueError(
-                f"Planning this module requires the values of its parameters ({text}), but these values take more than"
-                f" {MOST_BYTES / 2**30:g} GiB, which is too much for many nodes. Do not read parameter values in"
-                " `__init__`, `configure_model` and `training_step`, or make the module smaller, for example with fewer"
-                " layers. [LH132]"
+                "Planning this module requires the values of its parameters, because its code failed without them"
+                f" ({text}). These values take more than {MOST_BYTES / 2**30:g} GiB, which is too much for many nodes."
+                " Avoid reading parameter values in `__init__`, `configure_model` or `training_step`. Alternatively,"
+                " use a smaller module, for example with fewer layers. [LH132]"
             ) from reason
 
     handle = register_module_parameter_registration_hook(hook)

@@ -87,7 +87,7 @@ class Record:
     def trace_error(self, layout: Layout) -> str:
         """Return why the layers cannot run again; empty if they can."""
         if self.division(layout).names is None and layout.recompute:
-            return "there are no layers to recompute: the module has no list of layers"
+            return "the module has no list of layers, so no layer can be recomputed"
         return self.share_error(layout)
 
     def division(self, layout: Layout) -> Cut:

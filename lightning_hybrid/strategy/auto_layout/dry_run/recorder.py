@@ -136,14 +136,14 @@ class Recorder(DryRunStrategy):
         module = self._module
         if not module.automatic_optimization:
             raise ValueError(
-                f"{type(module).__name__} uses manual optimization (automatic_optimization=False), so it is unknown"
-                " which forward and backward passes its step runs, and no layout can be suggested. [LH133]"
+                f"{type(module).__name__} uses manual optimization (automatic_optimization=False). No layout can be"
+                " suggested, because it is unknown which forward and backward passes its step runs. [LH133]"
             )
         size = find_batch_size(batch)
         if not size:
             raise ValueError(
-                f"The number of samples in a batch of type {type(batch).__name__} is unknown. Return tensors or lists"
-                " from the data loader. [LH134]"
+                f"The number of samples in a batch is unknown, because the batch is of type {type(batch).__name__}."
+                " Return tensors or lists from the data loader. [LH134]"
             )
         split = getattr(module, "split_batch", None)
         microbatches = _of_different_sizes(split_into(batch, number, split)[0][0] for number in (1, 2))
@@ -178,7 +178,7 @@ class Recorder(DryRunStrategy):
         """The step with each of the microbatches, or why it cannot be run so."""
         context, kind = share
         if cut.body is None and context > 1:
-            return "no layer can compute on sequence shards: the module has no list of layers"
+            return "the module has no list of layers, so no layer can compute on sequence shards"
         again = cut.body is not None  # their saved tensors are noted for every kind of recomputation
         config = self._config.changed({"recompute": again, "context_parallel_size": context, "context_parallel": kind})
         group = self._context_group(context) if context > 1 else None
