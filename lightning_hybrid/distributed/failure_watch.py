@@ -158,8 +158,8 @@ class FailureWatch:
     @property
     def _silence(self) -> str:
         return (
-            f"The store through which ranks exchange messages does not respond: {self._failures.name_of(0)} or the"
-            " launcher is stopped, or its host is down. [LH228]"
+            f"The store through which ranks exchange messages does not respond. Either {self._failures.name_of(0)} or"
+            " the launcher is stopped, or the host of one of them is down. [LH228]"
         )
 
     def _find(self) -> str | None:

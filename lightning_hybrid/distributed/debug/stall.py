@@ -206,7 +206,9 @@ class StallWatch:
         if self._since > self._called:  # something has finished while the others answered
             self._store.set(self._key("continues"), "")
         elif culprits and all(answers[rank].state == WORKS for rank in culprits):
-            print_error(f"[rank {self._rank}] {without_code(text)} They keep waiting until `timeout` expires.")
+            print_error(
+                f"[rank {self._rank}] {without_code(text)} The other ranks keep waiting until `timeout` expires."
+            )
             self._store.set(self._key("continues"), "")
         else:
             print_error(f"[rank {self._rank}] {text}\n{table(answers, culprits)}")
@@ -247,8 +249,8 @@ def stall_text(answers: Sequence[Answer], culprits: Sequence[int]) -> str:
     longest = max((answer.seconds for answer in answers if answer.state == WAITS), default=0.0)
     if not culprits:
         return (
-            f"Stalled: no rank has made progress for {longest:.0f} s. All ranks wait at the same place: check the"
-            " network between them. [LH224]"
+            f"Stalled: no rank has made progress for {longest:.0f} s. All ranks are waiting at the same point in the"
+            " code, so the cause may be the network: check the connections between the nodes. [LH224]"
         )
     parts = []
     for rank in culprits[:_MOST]:
@@ -257,16 +259,15 @@ def stall_text(answers: Sequence[Answer], culprits: Sequence[int]) -> str:
             SILENT: "does not respond: its process is stopped, or its host is down",
             IDLES: f"has been idle for {answer.seconds:.0f} s at {answer.place}",
             WORKS: f"is busy at {answer.place}",
-            WAITS: f"waits at a different place: {answer.place}",
+            WAITS: f"is waiting at a different point: {answer.place}",
         }[answer.state]
         parts.append(f"rank {rank} (on {answer.host}), which {does}")
     more = f", and {len(culprits) - _MOST} more" if len(culprits) > _MOST else ""
     may_idle = any(answers[rank].state == IDLES for rank in culprits)
     advice = " If the code there can take this long, increase `faults.stall_timeout` and `timeout`." if may_idle else ""
     return (
-        f"Stalled: no rank has made progress for {longest:.0f} s. The other ranks wait for"
-        f" {'; for '.join(parts)}{more}."
-        f"{advice} [LH224]"
+        f"Stalled: no rank has made progress for {longest:.0f} s. The other ranks are waiting for"
+        f" {'; for '.join(parts)}{more}.{advice} [LH224]"
     )
 
 

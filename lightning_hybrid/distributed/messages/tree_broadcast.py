@@ -297,8 +297,9 @@ class TreeBroadcast:
         if about != self.about:
             raise WrongUseError(
                 f"Ranks of a model group are out of step: rank {self._messages.source} sent {about}, but this rank"
-                f" expected {self.about}. Some ranks iterate a loader or compute a metric, but other ranks do not."
-                " Iterate each loader and compute each metric on all ranks, or on none. [LH702]"
+                f" expected {self.about}. Some ranks probably iterate over a loader or compute a metric, while other"
+                " ranks do not. Iterate over each loader and compute each metric either on all ranks or on none."
+                " [LH702]"
             )
         self._length = max(_LEAST, length)
         return code, packet[_HEADER.size : _HEADER.size + num_pickled].numpy().tobytes(), packet
