@@ -229,7 +229,7 @@ def peeked(layout: Layout) -> str:
 
 def test_running_the_model_outside_of_steps_is_refused_with_what_to_do(ranks: Pools) -> None:
     for text in ranks(2, lightning=True).run(peeked, PP2):
-        assert "Outside steps, no rank can run the model: use `trainer.predict`" in text
+        assert "Outside of a step, no rank can run the model. Use `trainer.predict`" in text
 
 
 def validated_without_pipeline(layout: Layout) -> str:
@@ -242,7 +242,7 @@ def validated_without_pipeline(layout: Layout) -> str:
 
 def test_a_divided_module_tells_a_trainer_without_a_pipeline_what_to_do(ranks: Pools) -> None:
     for text in ranks(2, lightning=True).run(validated_without_pipeline, PP2):
-        assert "the module stays split after a run" in text
+        assert "The module stays split after a run" in text
         assert "`trainer.strategy.gather_module()`" in text
 
 

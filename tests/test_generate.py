@@ -456,7 +456,7 @@ def refused(name: str) -> str:
         ("stopping early", "does not call the same layers on every rank"),
         ("stopping early on the last", "does not call the same layers on every rank"),
         ("with other tokens", "calls layers with different tokens on different ranks"),
-        ("in a circle", "make different calls and wait for each other"),
+        ("in a circle", "made different calls and are waiting for each other"),
     ],
 )
 def test_code_that_depends_on_the_rank_ends_all_ranks(ranks: Pools, name: str, text: str) -> None:

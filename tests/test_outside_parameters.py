@@ -350,7 +350,9 @@ def _strategy(layout: dict[str, Any] | None) -> tuple[Any, int]:
 
 
 def _travels(caught: Sequence[warnings.WarningMessage]) -> list[str]:
-    return [str(warning.message) for warning in caught if "bytes are sent in each step" in str(warning.message)]
+    return [
+        str(warning.message) for warning in caught if "are sent between stages in each step" in str(warning.message)
+    ]
 
 
 def _fit_switching(
@@ -538,11 +540,12 @@ def test_the_user_is_told_what_travels_and_what_to_do(ranks: Pools) -> None:
     (_, (text,)), *_ = ranks(3, lightning=True).run(_fit_once, PP3, ["first", "last", "-"], 0, timeout=90)
     # 8 x 8 numbers over 2 boundaries, there and back, in 2 microbatches.
     assert text == (
-        "`training_step` uses parameters on stages that do not have them: 'switched.bias' of stage 0 on stage 2,"
-        " 'switched.weight' of stage 0 on stage 2. Parameters outside the layers are on the stages where"
-        " the first training batch used them, so 4,608 bytes are sent in each step. In the first training"
-        " step, also use the parameter on the stage that needs it now, for example by adding `0 * parameter.sum()` to a"
-        " tensor there. Or make the parameter part of a layer."
+        "`training_step` uses parameters on stages that do not have them: 'switched.bias' is on stage 0, but is used on"
+        " stage 2; 'switched.weight' is on stage 0, but is used on stage 2. A parameter outside the layers is kept only"
+        " on the stages where the first training batch used it, so these parameters are sent between stages in each"
+        " step (4,608 bytes in total). In the first training step, also use the parameter on the stage that needs it"
+        " now, for example by adding `0 * parameter.sum()` to a tensor on that stage. Alternatively, make the parameter"
+        " part of a layer."
     )
 
 

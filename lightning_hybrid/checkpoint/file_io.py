@@ -53,9 +53,9 @@ class FileIO(TorchCheckpointIO):
             remove_directory(place)
         except Exception as error:  # of whatever kind a store's errors are
             raise OSError(
-                f"The checkpoint {path} was written, but a directory with an earlier checkpoint could not be removed"
-                f" from the same path and would be loaded instead. Remove the file {place / MARK}. Error on rank 0:"
-                f" {type(error).__name__}: {error} [LH912]"
+                f"The checkpoint {path} was written, but a directory with an earlier checkpoint at the same path could"
+                f" not be removed. The earlier checkpoint would be loaded instead. Remove the file {place / MARK}."
+                f" Error on rank 0: {type(error).__name__}: {error} [LH912]"
             ) from error
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
@@ -79,12 +79,12 @@ class FileIO(TorchCheckpointIO):
                 if zipfile.is_zipfile(file) or "Unsupported global" in str(error):
                     raise pickle.UnpicklingError(f"The checkpoint {file} cannot be loaded: {error} [LH927]") from error
                 raise ValueError(
-                    f"{file} ({file.stat().st_size} bytes) cannot be loaded as a checkpoint: it was not written by"
-                    " `torch.save`, or it is damaged. [LH902]"
+                    f"{file} ({file.stat().st_size} bytes) cannot be loaded as a checkpoint. Either it was not written"
+                    " by `torch.save`, or it is damaged. [LH902]"
                 ) from error
             raise ValueError(
-                f"The checkpoint {file} ({file.stat().st_size} bytes) cannot be read: it is damaged or incomplete."
-                f" {type(error).__name__}: {error} [LH901]"
+                f"The checkpoint {file} ({file.stat().st_size} bytes) cannot be read, because it is damaged or"
+                f" incomplete. {type(error).__name__}: {error} [LH901]"
             ) from error
         if not mapped or not isinstance(checkpoint, dict):
             return checkpoint

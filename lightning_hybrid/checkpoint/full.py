@@ -214,8 +214,8 @@ def check_values(checkpoint: dict[str, Any]) -> None:
     if empty:
         raise ValueError(
             "The checkpoint contains tensors on the meta device, which have no values:"
-            f" {', '.join(empty[:5])}{', ...' if len(empty) > 5 else ''}. A rank receives the values of layers on other"
-            " stages from the ranks of these stages, which must save them under the same keys. Make sure that"
+            f" {', '.join(empty[:5])}{', ...' if len(empty) > 5 else ''}. Each rank receives the values of layers on"
+            " other stages from the ranks that have these layers, so all ranks must use the same keys. Make sure that"
             " `state_dict` and `on_save_checkpoint`, in callbacks and in the module, save the same keys on every rank."
             " [LH909]"
         )

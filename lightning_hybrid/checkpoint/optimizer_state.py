@@ -257,8 +257,8 @@ def _check_kind(saved: Sequence[Mapping[str, Any]], optimizer: Optimizer) -> Non
         raise ValueError(
             f"The checkpoint was saved with an optimizer other than {type(optimizer).__name__}: its parameter groups"
             f" have the options {sorted(theirs - own)} instead of {sorted(own - theirs)}. Use the optimizer that the"
-            " checkpoint was saved with. Or load only the weights: set HybridStrategy(initial_weights='...'), and do"
-            " not pass `ckpt_path`. [LH907]"
+            " checkpoint was saved with. Alternatively, load only the weights: set"
+            " HybridStrategy(initial_weights='...') and do not pass `ckpt_path`. [LH907]"
         )
 
 
@@ -278,9 +278,9 @@ def _check_groups(saved: list[list[str]], own: list[list[str]]) -> None:
 
 def _mismatch(saved: list[list[Any]], own: list[list[str]], difference: str = "") -> str:
     return (
-        f"The sizes of the parameter groups in the checkpoint are {list(map(len, saved))}, but the sizes of the"
-        f" configured optimizer's parameter groups are {list(map(len, own))}. {difference}Use the same parameter groups"
-        " as when the checkpoint was saved. [LH908]"
+        f"The parameter groups in the checkpoint have the sizes {list(map(len, saved))}, but the parameter groups of"
+        f" the configured optimizer have the sizes {list(map(len, own))}. {difference}Use the same parameter groups as"
+        " when the checkpoint was saved. [LH908]"
     )
 
 

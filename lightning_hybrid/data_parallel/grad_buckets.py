@@ -358,8 +358,8 @@ def _flatten_gradient(parameter: nn.Parameter, shape: torch.Size, stride: tuple[
     if gradient.dtype != dtype or gradient.device != parameter.device:
         raise TypeError(
             f"The gradient of a parameter of shape {tuple(parameter.shape)} is {gradient.dtype} on {gradient.device},"
-            f" but the parameter is {parameter.dtype} on {parameter.device}. To be averaged over replicas, the gradient"
-            " must have the dtype and device of the parameter: cast the gradient in a hook on the parameter. [LH810]"
+            f" but the parameter is {parameter.dtype} on {parameter.device}. Replicas can average the gradient only if"
+            " it has the dtype and device of the parameter. Cast the gradient in a hook on the parameter. [LH810]"
         )
     if gradient.layout is not torch.strided:
         gradient = gradient.to_dense()  # ranks use different rows of an embedding: only the dense sizes are equal
@@ -379,6 +379,6 @@ def late_gradient_error(parameter: Tensor) -> RuntimeError:
     """The error of a gradient that comes after its bucket has been launched."""
     return RuntimeError(
         f"A parameter of shape {tuple(parameter.shape)} received a second gradient in one step, after the reduction of"
-        " its bucket had started. Reentrant checkpointing causes this for parameters that are used more than once: pass"
+        " its bucket had started. Reentrant checkpointing causes this for parameters that are used more than once. Pass"
         " `use_reentrant=False` to `torch.utils.checkpoint.checkpoint`. [LH811]"
     )

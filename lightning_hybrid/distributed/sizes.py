@@ -86,8 +86,8 @@ def accumulated_batches(global_batch_size: int, batch_size: int, data_parallel_s
         sizes = [size for size in range(1, batch_size) if not global_batch_size % (size * data_parallel_size)]
         advice = f" set the batch size of the loader to {sizes[-1]}," if sizes else ""
         raise ValueError(
-            f"global_batch_size={global_batch_size} is not a multiple of {at_once}: {data_parallel_size} replicas"
-            f" process a batch of {batch_size} samples each. Set global_batch_size to a multiple of {at_once},{advice}"
-            " or choose another number of replicas. [LH111]"
+            f"global_batch_size={global_batch_size} is not a multiple of {at_once}, but {data_parallel_size} replicas"
+            f" with a batch of {batch_size} samples each process {at_once} samples at once. Set global_batch_size to a"
+            f" multiple of {at_once},{advice} or choose another number of replicas. [LH111]"
         )
     return global_batch_size // at_once

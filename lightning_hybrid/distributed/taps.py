@@ -124,10 +124,10 @@ class Taps:
             module = self._layer.get_submodule(name)
             if _foreign(module)[position][1](module, *given) is not None:
                 raise WrongUseError(
-                    f"A forward hook changes the output of {name!r} in {type(self._layer).__name__}, but did not"
-                    " change it when the step was first traced. Code outside the layers uses tensors that the hook"
-                    " reads, so the hook runs after the layer has finished and can no longer change the output. The"
-                    " hook must change the output in every step, or never. [LH444]"
+                    f"A forward hook changes the output of {name!r} in {type(self._layer).__name__}, but did not change"
+                    " it when the step was first traced. Code outside the layers uses tensors that the hook reads, so"
+                    " the hook runs after the layer has finished and can no longer change the output. Change the output"
+                    " either in every step or in no step. [LH444]"
                 )
 
 

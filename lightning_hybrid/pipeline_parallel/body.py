@@ -160,7 +160,7 @@ def find_body(module: nn.Module, wanted: str | Sequence[str] | None, num_stages:
             return Body.of_chain(wanted, cast(nn.Sequential, part), lists=_lists_with(module, wanted, num_stages))
         if not is_container(part):
             raise TypeError(
-                f"body={wanted!r} is a {type(part).__name__}, not a list of layers: only an `nn.Sequential`, an"
+                f"body={wanted!r} is a {type(part).__name__}, not a list of layers. Only an `nn.Sequential`, an"
                 f" `nn.ModuleList` or an `nn.ModuleDict` can be split into stages. {_candidates_text(module)} [LH303]"
             )
     patterns = [wanted] if isinstance(wanted, str) else wanted
@@ -223,8 +223,8 @@ def _candidates_text(module: nn.Module) -> str:
         for name in largest
     ]
     return (
-        f"Candidates: {', '.join(shares)}. Name one with HybridStrategy(body='...') or with a `pipeline_body`"
-        " attribute of the module. To name several candidates or single layers, use a list."
+        f"Candidates: {', '.join(shares)}. Name one of them with HybridStrategy(body='...') or with a `pipeline_body`"
+        " attribute of the module. To name several candidates, or to name single layers, use a list."
     )
 
 
@@ -240,8 +240,8 @@ def body_call_text(name: str, lists: Sequence[str], step: str, calls: int) -> st
     called = f"did not call the body {name!r}" if calls == 0 else f"called the body {name!r} {calls} times"
     return (
         f"`{step}` {called}. If you name the body, or if the first step calls it as a whole, each step must call it"
-        f" exactly once. Write `x = self.{name}(x)` instead of calling its layers one by one, or allow calls of single"
-        f" layers with HybridStrategy(body={list(lists)!r}). [LH430]"
+        f" exactly once. Write `x = self.{name}(x)` instead of calling its layers one by one. To allow calls of single"
+        f" layers, set HybridStrategy(body={list(lists)!r}). [LH430]"
     )
 
 
@@ -254,10 +254,10 @@ def layer_call_text(name: str, lists: Sequence[str]) -> str:
     """
     return (
         f"A layer of the body {name!r} was called, but this layer is on another stage. In a step, call the body exactly"
-        f" once (`x = self.{name}(x)`) instead of calling layers one by one, or allow calls of single layers with"
-        f" HybridStrategy(body={list(lists)!r}). Outside steps, no rank can run the model: use `trainer.predict`, or"
-        " call `trainer.strategy.gather_module()` on every rank after the run. Because the module stays split after a"
-        " run, also gather it before you use it with a Trainer without a pipeline. [LH405]"
+        f" once (`x = self.{name}(x)`) instead of calling layers one by one. To allow calls of single layers, set"
+        f" HybridStrategy(body={list(lists)!r}). Outside of a step, no rank can run the model. Use `trainer.predict`"
+        " instead, or call `trainer.strategy.gather_module()` on every rank after the run. The module stays split after"
+        " a run, so also gather it before you use it with a Trainer without a pipeline. [LH405]"
     )
 
 

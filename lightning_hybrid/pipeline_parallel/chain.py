@@ -224,7 +224,7 @@ class CodeBefore(TorchFunctionMode):
         if fakes is not None:
             fakes.is_over = True
         if any(isinstance(leaf, FakeTensor) for leaf in flatten(x)[0]):
-            raise WrongUseError(_text("The input of the body", "is computed from"))
+            raise WrongUseError(_text("The input to the body", "is computed from"))
         self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         try:
             yield
@@ -309,9 +309,9 @@ def _is_meta(leaf: Any) -> bool:
 
 def _text(what: str, how: str) -> str:
     return (
-        f"{what} {how} a parameter outside the layers, but the parameter is on another stage, because the first"
-        " training batch used it there. Also use the parameter at this point in the first training batch, or in the"
-        " sanity check before it, for example by adding `0 * parameter.sum()` to a tensor. Or set"
+        f"{what} {how} a parameter outside the layers, but this parameter is on another stage, where the first training"
+        " batch used it. Also use the parameter at this point, either in the first training batch or in the sanity"
+        " check before training, for example by adding `0 * parameter.sum()` to a tensor. Alternatively, set"
         " HybridStrategy(dynamic_shapes=True), which keeps the parameters outside an `nn.Sequential` on the first and"
         " the last stage. [LH410]"
     )
@@ -326,5 +326,5 @@ def stays_text(step: str, error: NotFollowedError) -> str:
     """
     return (
         f"`{step}` cannot be traced without values, so both the first and the last stage keep the parameters outside"
-        f" the body, and sum the gradients of these parameters. Reason: {error}"
+        f" the body and sum their gradients. Reason: {error}"
     )

@@ -516,8 +516,8 @@ def _check_equal(known: TreeMeta, meta: TreeMeta) -> None:
         f"    first: {known}\n"
         f"    now:   {meta}\n"
         "If their structure, shapes, dtypes, requires_grad or Python values depend on the data, or if you switch"
-        " gradients on and off around the body (`torch.set_grad_enabled`), set HybridStrategy(dynamic_shapes=True). To"
-        " freeze parameters, you do not need this setting. [LH438]"
+        " gradients on and off around the body (`torch.set_grad_enabled`), set HybridStrategy(dynamic_shapes=True)."
+        " Freezing parameters does not require this setting. [LH438]"
     )
 
 

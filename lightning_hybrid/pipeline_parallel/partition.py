@@ -41,8 +41,8 @@ def partition(method: str | Sequence[int], weights: Sequence[int], num_stages: i
         return balanced(weights, num_stages)
     if not isinstance(method, (list, tuple)):
         raise ValueError(
-            f"partition={method!r} must be 'uniform', 'parameters', or a list with the number of layers of each stage"
-            " or the stage of each layer [LH102]"
+            f"partition={method!r} must be 'uniform', 'parameters', or a list that contains either the number of layers"
+            " of each stage or the stage of each layer [LH102]"
         )
     if is_numbered(method):
         return numbered(method, len(weights), num_stages)

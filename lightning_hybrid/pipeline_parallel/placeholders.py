@@ -36,14 +36,14 @@ _SAVED_TEXT = (
 
 _WRITTEN_TEXT = (
     "A tensor is set to the values of a parameter on another stage, but this rank does not have these values. If a hook"
-    " averages weights, the average must be on the same stage as the weights: make both part of one layer, or in the"
-    " first training batch, use both before the layers or both after the layers. You can also use Lightning's"
-    " `WeightAveraging`. [LH424]"
+    " averages weights, the average must be on the same stage as the weights. Make both part of one layer."
+    " Alternatively, in the first training batch, use both before the layers or both after the layers. You can also use"
+    " Lightning's `WeightAveraging`. [LH424]"
 )
 
 _GRADIENT_TEXT = (
-    "The gradient of a parameter on another stage was set to a tensor with values, but these values would be lost."
-    " Change gradients in place (`p.grad.mul_(...)`), or set them inside"
+    "The gradient of a parameter on another stage was set to a tensor with values. These values would be lost. Change"
+    " gradients in place (`p.grad.mul_(...)`), or set them inside"
     " `with self.trainer.strategy.full_parameters(gradients=True, writes=True)`. [LH425]"
 )
 

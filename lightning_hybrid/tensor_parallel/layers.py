@@ -376,9 +376,9 @@ class MaskPerHead(ParallelLayer):
                 raise WrongUseError(
                     f"A {type(self).__name__} received {name!r} of shape {tuple(mask.shape)}, but its"
                     f" {self.total_heads} heads are sharded over tensor_parallel_size={self.tensor_group.size} ranks"
-                    " (style 'mask_per_head' in `tensor_parallel_plan`), so a mask or bias with values for each head"
-                    f" must have the shape (batch, {self.total_heads}, L, S). To keep the attention unsharded, write"
-                    " your own plan without an entry for it. [LH515]"
+                    " (style 'mask_per_head' in `tensor_parallel_plan`). A mask or bias with values for each head must"
+                    f" therefore have the shape (batch, {self.total_heads}, L, S). To keep the attention unsharded,"
+                    " write your own plan without an entry for it. [LH515]"
                 )
         args = tuple(local.get(name, value) for name, value in zip_longest(names[: len(args)], args))
         output = super().forward(*args, **{key: local.get(key, value) for key, value in kwargs.items()})  # type: ignore[misc]

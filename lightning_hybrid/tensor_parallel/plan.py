@@ -211,8 +211,8 @@ def check_styles(requested: UserPlan | str | None) -> None:
         raise ValueError(
             f"tensor_parallel_plan has the unknown style {style!r} for"
             f" {pattern!r}{f'; did you mean {close[0]!r}?' if close else '.'} The styles are {', '.join(names)}"
-            " ('divide:ATTRIBUTE' divides an integer attribute of a module, such as a number of heads). For the name of"
-            " a parameter or buffer, give a layout, such as 'S(0)'. [LH502]"
+            " ('divide:ATTRIBUTE' divides an integer attribute of a module, such as a number of heads). For a parameter"
+            " or buffer, give a layout instead of a style, such as 'S(0)'. [LH502]"
         )
 
 
@@ -394,7 +394,7 @@ def _check_layouts(rows: Iterable[PlanRow]) -> None:
             )
             raise ValueError(
                 f"tensor_parallel_plan gives a parameter or a buffer of {row.name!r} a layout, but {beside}. A module"
-                " can have layouts only if it contains no tensor-parallel layers and is outside each 'sequence_region'."
+                " can have layouts only if it contains no tensor-parallel layers and is not inside a 'sequence_region'."
                 " [LH511]"
             )
 

@@ -76,7 +76,7 @@ def explain_shape_error(error: Exception, module: nn.Module) -> None:
     listed += " and other layers" if len(divided) > _MOST else ""
     text = (
         f"{error}\nThis error occurred in {(names.get(id(holder)) or type(holder).__name__)!r}, where"
-        f" tensor_parallel_plan shards {listed}: each rank has only a shard of the outputs of these layers, unless"
+        f" tensor_parallel_plan shards {listed}. Each rank has only a shard of the outputs of these layers, unless"
         " their style gathers the outputs."
     )
     group = below[0].tensor_group

@@ -40,11 +40,11 @@ def saved(path: Path) -> Path:
 @pytest.mark.parametrize(
     ("record", "words"),
     [
-        ("data/0", "the tensor 'state_dict.weight' and 'layer' changed after it was written (CRC-32, data/0)"),
-        ("data/1", "the tensor 'state_dict.bias' changed"),
-        ("data/3", "the tensor 'optimizer_states.0.state.0.exp_avg' changed"),
-        ("data/8", "the tensor 'one' and 'other.part' changed"),
-        ("data.pkl", "its record 'data.pkl' changed"),
+        ("data/0", "the tensor 'state_dict.weight' and 'layer' failed the CRC-32 check (data/0), so the file changed"),
+        ("data/1", "the tensor 'state_dict.bias' failed"),
+        ("data/3", "the tensor 'optimizer_states.0.state.0.exp_avg' failed"),
+        ("data/8", "the tensor 'one' and 'other.part' failed"),
+        ("data.pkl", "its record 'data.pkl' failed"),
     ],
 )
 def test_a_bit_that_changed_is_found_by_one_of_those_that_share_the_work(
@@ -82,14 +82,15 @@ def test_every_byte_counts(tmp_path: Path) -> None:
         changed[place] ^= 0x10
         path.write_bytes(bytes(before) + content + changed + bytes(100))
         verify(path, offset=before, length=len(content))
-        with pytest.raises(ValueError, match="several is damaged: the weight changed"):
+        with pytest.raises(ValueError, match="several is damaged: the weight failed the CRC-32 check"):
             verify(path, offset=before + len(content), length=len(content), holds="the weight")
 
 
 def test_a_tensor_without_a_table_of_records_is_named(tmp_path: Path) -> None:
     path = saved(tmp_path / "x.ckpt")
     length = path.read_bytes().rindex(b"PK\x05\x06")
-    with pytest.raises(ValueError, match="is damaged: the weight changed after it was written"):
+    match = r"is damaged: the weight failed the CRC-32 check .*, so the file changed after it was written"
+    with pytest.raises(ValueError, match=match):
         verify(path, length=length, holds="the weight")
 
 
@@ -141,6 +142,9 @@ def test_every_byte_of_an_index_counts() -> None:
     for place in range(len(index)):
         damaged = bytearray(content)
         damaged[place] ^= 1
-        with pytest.raises(ValueError, match="x is damaged: the index changed after it was written"):
+        with pytest.raises(
+            ValueError,
+            match="x is damaged: its CRC-32 checksum does not match, so the file changed after it was written",
+        ):
             verify_index(bytes(damaged), "x")
     verify_index(index[:-1], "of torch, which has no checksum")

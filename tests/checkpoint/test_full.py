@@ -356,8 +356,10 @@ FOREIGN = {
     "empty": "ValueError: {path} is not a checkpoint of a Trainer: it contains a dict with the keys []",
     "old": "ValueError: {path} is not a checkpoint of a Trainer: it contains a dict with the keys ['state_dict'], but",
     "directory": "ValueError: {path} is not a checkpoint of a Trainer: it contains a dict with the keys ['state_dict'",
-    "noise": "ValueError: {path} (5122 bytes) cannot be loaded as a checkpoint: it was not written by `torch.save`",
-    "text": "ValueError: The checkpoint {path} (44 bytes) cannot be read: ",
+    "noise": (
+        "ValueError: {path} (5122 bytes) cannot be loaded as a checkpoint. Either it was not written by `torch.save`"
+    ),
+    "text": "ValueError: The checkpoint {path} (44 bytes) cannot be read, because ",
     "object": "UnpicklingError: The checkpoint {path} cannot be loaded: Weights only load failed.",
     "optimizer": "ValueError: {path}: The checkpoint was saved with an optimizer other than Momentum's SGD",
 }

@@ -216,7 +216,10 @@ def test_a_directory_that_cannot_be_removed_beside_a_new_file_is_told(memory: st
     RemotePath(f"{file}/.metadata").write(b"")
     with (
         mock.patch.object(RemotePath, "remove", side_effect=StoreError("not allowed")),
-        pytest.raises(OSError, match=r"was written, but a directory with an earlier checkpoint could not be removed"),
+        pytest.raises(
+            OSError,
+            match=r"was written, but a directory with an earlier checkpoint at the same path could not be removed",
+        ),
     ):
         FileIO().save_checkpoint({"epoch": 1}, file)
 
@@ -259,7 +262,11 @@ def test_a_bit_that_changed_is_found(ranks: Pools, place: tuple[str, dict[str, s
     content = bytearray(shard.read(0, 1 << 20))
     content[content.index(torch.ones(2).numpy().tobytes())] ^= 1
     shard.write(bytes(content))
-    with pytest.raises(RankError, match=r"__1_0.distcp is damaged: 'model.own 1' changed after it was written"):
+    with pytest.raises(
+        RankError,
+        match=r"__1_0.distcp is damaged: 'model.own 1' failed the CRC-32 check .*, so the file changed after it "
+        "was written",
+    ):
         ranks(2).run(found, path, environment)
 
 

@@ -551,15 +551,15 @@ def load_damaged(layout: Any, path: str) -> tuple[str, str]:
     [
         (PP2, "short", "cannot be read"),
         (PP2, "empty", "cannot be read"),
-        (PP2, "bit", "c.ckpt is damaged: the tensor 'state_dict.steps' changed after it was written (CRC-32"),
-        (SHARDED, "bit of the index", ".metadata is damaged: the index changed after it was written (CRC-32)"),
+        (PP2, "bit", "c.ckpt is damaged: the tensor 'state_dict.steps' failed the CRC-32 check ("),
+        (SHARDED, "bit of the index", ".metadata is damaged: its CRC-32 checksum does not match, so the file changed"),
         (SHARDED, "unfinished", "not a complete checkpoint"),
         (SHARDED, "missing shard", "is incomplete on"),
         (SHARDED, "short shard", "is damaged"),
         (
             SHARDED,
             "bit of a shard",
-            "__1_0.distcp is damaged: 'state_dict.head.weight' changed after it was",
+            "__1_0.distcp is damaged: 'state_dict.head.weight' failed the CRC-32 check",
         ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

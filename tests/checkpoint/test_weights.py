@@ -286,7 +286,7 @@ FAULTS = {
     "shape": "RuntimeError: .*size mismatch for body.3.linear2.bias",
     "dangerous": "ValueError: .*cannot be loaded as weights.*strategy.load_weights",
     "truncated": "ValueError: .*3000 bytes\\) cannot be read",
-    "bit": f"ValueError: .*wrong.pt is damaged: the tensor '{list(made(5).state_dict())[3]}' changed after it was",
+    "bit": f"ValueError: .*wrong.pt is damaged: the tensor '{list(made(5).state_dict())[3]}' failed the CRC-32 check",
     "no state dict": "ValueError: .*does not contain a state dict.*'weights'",
     "short safetensors": "ValueError: .*not a complete .safetensors file",
     "headless safetensors": "ValueError: .*not a complete .safetensors file",

@@ -813,7 +813,7 @@ def test_a_store_that_does_not_answer_ends_who_waits() -> None:
     first = of_rank(Silent(), 0, size=2)  # of what launched the ranks
     first.is_store_silent = True
     first.linger(Board(Silent(), rank=0, size=2))
-    text = "The store through which ranks exchange messages does not respond: rank 0 (on node7) or the launcher"
+    text = "The store through which ranks exchange messages does not respond. Either rank 0 (on node7) or the launcher"
     assert str(failures.cause(patience=0.0)).startswith(text)
     cause = failures.leave(dist.DistError("gloo: Connection closed by peer"), "Rank 1", lambda: None)
     assert str(cause).startswith(text)
@@ -831,7 +831,7 @@ def test_a_store_that_answers_again_has_why_all_end() -> None:
     watch.look()
     assert not failures.is_store_silent
     other, _, _ = watched(store, 2)
-    text = "The store through which ranks exchange messages does not respond: rank 0 (on "
+    text = "The store through which ranks exchange messages does not respond. Either rank 0 (on "
     assert str(other.cause(patience=0.0)).startswith(text)
 
 
@@ -1231,7 +1231,7 @@ def test_who_leaves_twice_without_a_store_tells_the_same() -> None:
     first = failures.leave(dist.DistError("gloo: Connection closed by peer"), "Rank 1, action 0F1", lambda: None)
     assert first is not None
     assert str(first).startswith(
-        "The store through which ranks exchange messages is gone: rank 0 (on node7) or the launcher has exited."
+        "The store through which ranks exchange messages is gone, so rank 0 (on node7) or the launcher has exited."
     )
     again = failures.leave(first, "Rank 1", lambda: None)
     assert str(again) == str(first)

@@ -75,8 +75,8 @@ def test_the_table_begins_with_whom_the_others_wait_for_and_ranks_at_one_place_s
     answers = [*waiting, answer(10, IDLES, place="training_step (train.py:7)")]
     text = stall_text(answers, [10])
     assert text == (
-        "Stalled: no rank has made progress for 109 s. The other ranks wait for rank 10 (on host5), which has been idle"
-        " for 110 s at training_step (train.py:7). If the code there can take this long, increase"
+        "Stalled: no rank has made progress for 109 s. The other ranks are waiting for rank 10 (on host5), which has"
+        " been idle for 110 s at training_step (train.py:7). If the code there can take this long, increase"
         " `faults.stall_timeout` and `timeout`. [LH224]"
     )
     lines = [re.split(r"\s{2,}", line) for line in table(answers, [10]).splitlines()]
@@ -132,13 +132,13 @@ def chain() -> str:
 def test_who_computes_is_let_go_on_and_who_does_not_answer_ends_the_run(ranks: Pools) -> None:
     judge, *others = ranks(3).run(chain, timeout=40)
     lines = judge.splitlines()
-    last = "They keep waiting until `timeout` expires."
+    last = "The other ranks keep waiting until `timeout` expires."
     computing = [line for line in lines if line.endswith(last)]  # once for each look
-    computes = r"\[rank 0\] Stalled: .* wait for rank 2 \(on .*\), which is busy at .*chain \(test_stall"
+    computes = r"\[rank 0\] Stalled: .* waiting for rank 2 \(on .*\), which is busy at .*chain \(test_stall"
     assert computing
     assert all(re.match(computes, line) for line in computing)
     second, *rows, cause = lines[len(computing) :]
-    silent = r"\[rank 0\] (Stalled: .* wait for rank 2 \(on .*\), which does not respond: its process is stopped.*)"
+    silent = r"\[rank 0\] (Stalled: .* waiting for rank 2 \(on .*\), which does not respond: its process is stopped.*)"
     named = re.fullmatch(silent, second)
     assert named
     assert cause == f"cause: {named[1]}"
@@ -254,7 +254,7 @@ def judged(change: Callable[[Clock, Position], None]) -> tuple[str, list[str]]:
 
 def test_who_does_not_answer_is_named_with_its_host() -> None:
     cause, printed = judged(lambda clock, position: None)
-    assert "wait for rank 1 (on node7), which does not respond" in cause
+    assert "waiting for rank 1 (on node7), which does not respond" in cause
     assert printed[0] == f"[rank 0] {cause}"
 
 
@@ -320,7 +320,7 @@ def test_a_rank_that_stands_still_in_the_users_code_is_named_and_ended(ranks: Po
     )
     assert text == of_sleeper
     assert later - at < 20, "it hears of it where it sleeps"
-    assert re.search(r"wait for rank 1 \(on .*\), which has been idle for \d+ s at stall \(test_stall.py", text)
+    assert re.search(r"waiting for rank 1 \(on .*\), which has been idle for \d+ s at stall \(test_stall.py", text)
     assert f"[rank 0] {text}\n" in printed
     assert "last actions" not in also_printed
     row = next(line for line in printed.splitlines() if line.startswith("0 "))
@@ -332,6 +332,6 @@ def test_a_rank_that_stands_still_in_the_users_code_is_named_and_ended(ranks: Po
 def test_a_rank_that_waits_for_a_message_between_two_batches_says_so(ranks: Pools) -> None:
     (text, printed, _), (of_other, *_) = ranks(2, lightning=True).run(stalled, Asleep, timeout=100)
     assert text == of_other
-    assert re.search(r"wait for rank 0 \(on .*\), which has been idle for \d+ s at on_train_batch_end", text)
+    assert re.search(r"waiting for rank 0 \(on .*\), which has been idle for \d+ s at on_train_batch_end", text)
     row = next(line for line in printed.splitlines() if line.startswith("1 "))
     assert re.search(r"waits for 0 .*signals from rank 0 to rank 1 .*wait_any \(host_messages.py", row), row

@@ -104,7 +104,7 @@ class Ending:
 
 
 _INTERRUPTED = re.compile(r"^SystemExit: 1$|KeyboardInterrupt")
-_ALONE = re.compile(r"make different calls|The run has ended on|in a step|not the same on every rank|logs '")
+_ALONE = re.compile(r"made different calls|The run has ended on|in a step|not the same on every rank|logs '")
 
 
 def run(fault: Fault, timeout: float = TIMEOUT) -> Ending:

@@ -116,5 +116,5 @@ def test_the_next_step_begins_anew() -> None:
 
 def test_the_chain_is_not_called_with_what_has_no_value() -> None:
     module, before = lacking(), CodeBefore(CPU)
-    with before, pytest.raises(WrongUseError, match="The input of the body is computed from a parameter"):
+    with before, pytest.raises(WrongUseError, match="The input to the body is computed from a parameter"):
         before.at_layers(module.embed(torch.ones(5, 4))).__enter__()

@@ -567,7 +567,7 @@ def test_a_parameter_that_a_models_own_plan_does_not_name_keeps_its_block_whole(
     assert {each.split(".")[1] for each in styles} == {"0"}
     assert (
         reasons["layers.1.attn"]
-        == f"has a parameter '{name.removeprefix('attn.')}' that is missing in its built-in plan"
+        == f"has a parameter '{name.removeprefix('attn.')}' that is missing from its built-in plan"
     )
 
 

@@ -50,7 +50,11 @@ def test_layouts_are_read(layout: str | Mapping[str, str], expected: dict[str, A
 @pytest.mark.parametrize(
     ("layout", "error", "text"),
     [
-        ("S(0),S(1),B", ValueError, "has 3 letters, but the axes are data_parallel, tensor_parallel"),
+        (
+            "S(0),S(1),B",
+            ValueError,
+            "has 3 letters, but must have one for each of the axes data_parallel, tensor_parallel",
+        ),
         (
             "split(0)",
             ValueError,
@@ -170,7 +174,7 @@ def refusals() -> list[str]:
 
 def test_layouts_that_cannot_be_are_refused(ranks: Pools) -> None:
     (first, uneven, summed, axes, partial), _ = ranks(2).run(refusals)
-    assert "does not have 'B' for the axis data_parallel, but all its ranks train the same parameter" in first
+    assert "does not have 'B' for the axis data_parallel, but all ranks of this axis train the same parameter" in first
     assert "zero_stage=3" in first
     assert "dimension 0 of a parameter of shape (3, 4) into 2 equal parts" in uneven
     assert "an optimizer cannot update" in summed
@@ -491,19 +495,24 @@ def test_buffers_are_set_anew(ranks: Pools) -> None:
     [
         ({"body.*.sideways": "S(0)"}, "has no parameter or buffer with this name"),
         ({"body.0.up": "S(3)"}, "splits dimension 3"),
-        ({"body.0.up": "S(0),S(1),B"}, "has 3 letters, but the axes are data_parallel, tensor_parallel"),
+        (
+            {"body.0.up": "S(0),S(1),B"},
+            "has 3 letters, but must have one for each of the axes data_parallel, tensor_parallel",
+        ),
         (
             {"body.0.up": "S(0),S(1)"},
             "of 'body.0.up' in .* does not have 'B' for the axis data_parallel, .* HybridStrategy.zero_stage=3",
         ),
         (
             {"body.0.up": "P,S(1)"},
-            "does not have 'B' for the axis data_parallel, but all its ranks train the same parameter. Use 'B'",
+            "does not have 'B' for the axis data_parallel, but all ranks of this axis train the same parameter. "
+            "Use 'B'",
         ),
         ({"body.0.up": {"data_parallel": "S(0)"}}, "does not have 'B' for the axis data_parallel"),
         (
             {"body.0.gain": "S(0),B"},
-            "does not have 'B' for the axis data_parallel, but all its ranks have the same buffer. .*`strategy.dist",
+            "does not have 'B' for the axis data_parallel, but all ranks of this axis have the same buffer. "
+            ".*`strategy.dist",
         ),
         (
             {"body.0.up": "P"},
@@ -514,7 +523,7 @@ def test_buffers_are_set_anew(ranks: Pools) -> None:
         ({"body.0.up": "rows=S(0)"}, "names the unknown axis 'rows'. The axes are data_parallel, tensor_parallel"),
         ({"body.0.up": "tensor_parallel=S[0]"}, r"has the invalid letter 'S\[0\]' for an axis"),
         ({"body.0.up": "tensor_parallel=S(0),tensor_parallel=S(1)"}, "Keep only one"),
-        ({"body.0.up": ["S(0)"]}, "has the unknown style .* For the name of a parameter or buffer, give a layout"),
+        ({"body.0.up": ["S(0)"]}, "has the unknown style .* For a parameter or buffer, give a layout"),
         (
             {"body.0": "on_shards", "body.0.up": "S(0)"},
             "the style 'on_shards', .* also gives a layout to its parameter 'up'",

@@ -97,7 +97,10 @@ def verify_index(content: bytes, file: Any) -> None:
     """
     index = content[: -_SUM.size]
     if content[len(index) :].startswith(_MARK) and checksum_of(index) != content[len(index) :]:
-        raise ValueError(f"{file} is damaged: the index changed after it was written (CRC-32). {_CHANGED} [LH901]")
+        raise ValueError(
+            f"{file} is damaged: its CRC-32 checksum does not match, so the file changed after it was written."
+            f" {_CHANGED} [LH901]"
+        )
 
 
 class _Reader(io.RawIOBase):
@@ -148,7 +151,10 @@ def _verify(view: memoryview, file: Any, share: tuple[int, int], holds: str | No
         if holds is None:
             return  # torch cannot read it either, and says so
         damaged, what = str(error), holds
-    raise ValueError(f"{file} is damaged: {what} changed after it was written (CRC-32, {damaged}). {_CHANGED} [LH901]")
+    raise ValueError(
+        f"{file} is damaged: {what} failed the CRC-32 check ({damaged}), so the file changed after it was written."
+        f" {_CHANGED} [LH901]"
+    )
 
 
 def _damaged(archive: zipfile.ZipFile, view: memoryview, share: tuple[int, int]) -> Iterator[str]:

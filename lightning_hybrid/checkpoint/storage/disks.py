@@ -193,8 +193,8 @@ def _check_directories(place: Place, views: Sequence[_View], hosts: Sequence[str
         raise ValueError(
             f"The directory {str(place)!r} exists on {seeing[0]}, but not on {_names(others)}. Every rank reads its"
             " part of the checkpoint from this directory, so all nodes must have it. Copy it to a disk that all nodes"
-            " share, or to the same path on each node. Or convert the checkpoint to one file with `lightning-hybrid"
-            " consolidate`: a file is sent to nodes that do not have it. [LH917]"
+            " share, or to the same path on each node. Alternatively, convert the checkpoint to one file with"
+            " `lightning-hybrid consolidate`. A single file is sent to the nodes that do not have it. [LH917]"
         )
 
 

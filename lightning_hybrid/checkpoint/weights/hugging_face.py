@@ -54,7 +54,7 @@ class HuggingFaceFolder:
         index = _read_index(main)
         for name in sorted(set(index.values())):
             if not (path / name).is_file():
-                raise FileNotFoundError(f"{main} lists the file {name!r}, which is missing in the folder. [LH915]")
+                raise FileNotFoundError(f"{main} lists the file {name!r}, which is missing from the folder. [LH915]")
             self._add(path / name)
         lacking = [name for name in index if name not in self.shapes]
         if lacking:

@@ -279,9 +279,10 @@ class TreeBroadcast:
         message = Message.receive(self._messages.receive, self._length)
         if message.subject != self.about:
             raise WrongUseError(
-                f"Ranks of a model group are out of step: rank {self._messages.source} sent {message.subject}, but this"
-                f" rank expected {self.about}. Some ranks iterate a loader or compute a metric, but other ranks do not."
-                " Iterate each loader and compute each metric on all ranks, or on none. [LH702]"
+                f"Ranks of a model group are out of step: rank {self._messages.source} sent {message.subject}, but"
+                f" this rank expected {self.about}. Some ranks probably iterate over a loader or compute a metric,"
+                " while other ranks do not. Iterate over each loader and compute each metric either on all ranks or on"
+                " none. [LH702]"
             )
         self._length = max(_LEAST, message.num_bytes)
         return message

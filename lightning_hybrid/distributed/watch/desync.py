@@ -320,9 +320,9 @@ class Desync:
 
 _SAME_STEPS = (
     "All ranks of a model group must receive the same batch and split it in the same way. Hooks and `split_batch` must"
-    " behave the same on every rank: for example, a hook must not freeze parameters on only one rank."
+    " behave the same on every rank. For example, a hook must not freeze parameters on only one rank."
 )
 _SAME_LOGS = (
-    "All replicas must log values that are reduced over replicas (`sync_dist=True`, or a metric) under the same names"
-    " and in the same order, even if a replica has nothing to log for a batch."
+    "If a logged value is reduced over replicas (`sync_dist=True`, or a metric), all replicas must log it, under the"
+    " same name and in the same order. This also applies to a replica that has nothing to log for a batch."
 )

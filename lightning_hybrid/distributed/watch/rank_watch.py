@@ -173,8 +173,8 @@ class RankWatch:
     @property
     def _silence(self) -> str:
         return (
-            f"The store through which ranks exchange messages does not respond: {self._name_of(0)} or the launcher is"
-            " stopped, or its host is down. [LH228]"
+            f"The store through which ranks exchange messages does not respond. Either {self._name_of(0)} or"
+            " the launcher is stopped, or the host of one of them is down. [LH228]"
         )
 
     def _name_of(self, rank: int) -> str:
@@ -289,7 +289,7 @@ class RankWatch:
     def _act_on(self, verdict: Verdict) -> str | None:
         """Write the reason why the run cannot continue, and return it; ``None`` if the run continues."""
         if verdict.kind == BUSY:
-            text = f"{without_code(verdict.text)} They keep waiting until `timeout` expires."
+            text = f"{without_code(verdict.text)} The other ranks keep waiting until `timeout` expires."
             print_error(f"[rank {self._board.rank}] {text}")
         if not verdict.ends:
             return None

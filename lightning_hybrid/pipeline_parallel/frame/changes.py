@@ -144,7 +144,7 @@ class Arguments:
             raise WrongUseError(
                 f"A layer received different arguments on different ranks: {number} objects, containers and tensors on"
                 f" the rank that has the layer, but {len(self._nodes)} on this rank. Every rank runs the code around"
-                " the layers, so this code must not depend on the rank. [LH433]"
+                " the layers. Make sure that this code passes the same arguments on every rank. [LH433]"
             )
         for position, value in changes:
             _apply(self._nodes[position], value)

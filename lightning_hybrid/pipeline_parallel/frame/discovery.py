@@ -676,8 +676,8 @@ class Discovery(StepMode):
         self._checkpoints[id(frame)] = frame, self._checkpoints.get(id(frame), (frame, 0))[1] + 1
         if self._checkpoints[id(frame)][1] > 1 or call.unit is None:
             raise WrongUseError(
-                f"{call} is recomputed by `torch.utils.checkpoint` together with other layers, or together with"
-                " random numbers that are drawn outside the layers. Checkpoint each layer separately, or use"
+                f"`torch.utils.checkpoint` recomputes {call} together with other layers, or together with code outside"
+                " the layers that draws random numbers. Checkpoint each layer separately, or use"
                 " HybridStrategy(recompute=...). [LH440]"
             )
 

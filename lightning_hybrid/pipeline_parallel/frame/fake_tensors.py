@@ -108,9 +108,9 @@ def absent_text(what: str) -> str:
         what: What uses it.
     """
     return (
-        f"{what} uses a tensor from another pipeline stage. The tensor was not used there when the step was traced for"
-        " a batch with the same shapes, or it was hidden in an object. Pass the tensor itself as an argument, or set"
-        " HybridStrategy(dynamic_shapes=True), which traces every step. [LH416]"
+        f"{what} uses a tensor from another pipeline stage. The tensor was not used at this point when the step was"
+        " traced for a batch with the same shapes, or it was hidden in an object. Pass the tensor itself as an"
+        " argument, or set HybridStrategy(dynamic_shapes=True), which traces every step. [LH416]"
     )
 
 

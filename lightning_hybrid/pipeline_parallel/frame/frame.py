@@ -66,8 +66,8 @@ _MOST_OF_KEY, _MOST_PLANS = 32, 512
 # Where `module.compile()` keeps what a call of the module runs instead.
 _COMPILED = "_compiled_call_impl"
 _FIRST_OF_SHAPES = (
-    "In evaluation, later batches of the same shapes take the same path as the first one, in which no layer was called"
-    " at this point. Set HybridStrategy(dynamic_shapes=True) to trace every batch."
+    "In evaluation, the strategy expects later batches of the same shapes to take the same path as the first one, which"
+    " called no layer at this point. Set HybridStrategy(dynamic_shapes=True) to trace every batch."
 )
 _END = "the end of the step"
 # With so many paths for one signature a step seems to read another number each time.
@@ -467,8 +467,9 @@ class FrameCut:
             rank_zero_warn(
                 f"`{step}` has taken {_MANY} different paths for batches of the same shapes, because it reads a value"
                 f" from the batch that is different each time: {what}. Each path is traced once, which takes 10 to 200"
-                " ms. Read this value inside one layer of the body, restrict it to a few values (for example, round"
-                " lengths up to multiples of 64), or keep it in a tensor (for example, use a mask instead of a slice)."
+                " ms. Read this value inside one layer of the body. Alternatively, restrict it to a few values, for"
+                " example by rounding lengths up to multiples of 64, or keep it in a tensor, for example by using a"
+                " mask instead of a slice."
             )
 
     def _discover(self, step: Callable[..., Any], arguments: Sequence[Any], seed: Callable[[int], None]) -> Graph:
@@ -621,8 +622,8 @@ class FrameCut:
         remedy = (
             f"{first!r} is called more than once in a step, each time with results of the previous call, but a step"
             " passes through the pipeline only once. Use HybridStrategy(zero_stage=...) or"
-            " HybridStrategy(tensor_parallel_size=...) without a pipeline, or split only layers that are called once:"
-            f" HybridStrategy(body=[...]). {GENERATION} [LH435]"
+            " HybridStrategy(tensor_parallel_size=...) without a pipeline. Alternatively, split only layers that are"
+            f" called once: HybridStrategy(body=[...]). {GENERATION} [LH435]"
             if again
             else (f"Name the layers in the order of their calls:\n    HybridStrategy(body={_folded(names)!r}) [LH436]")
         )
@@ -795,7 +796,7 @@ class FrameCut:
         return (
             f"The step updates {name} of {type(self._module).__name__} after {plan.graph.needed} has read a value that"
             f" only the last stage has. From this point on, only that stage runs the step, but {reader} reads {name} on"
-            f" every stage. Update it before this point, or in a hook, such as `on_train_batch_end`. [LH473]"
+            f" every stage. Update {name} before this point, or in a hook, such as `on_train_batch_end`. [LH473]"
         )
 
     def _parameter_text(self, plan: FramePlan, placeholder: Tensor) -> str:
@@ -816,9 +817,9 @@ class FrameCut:
         return (
             f"{plan.graph.needed} reads the value of a tensor that another pipeline stage computes, and the layer"
             f" {self._units[index][0]!r} is called{' again' * again} afterward. Code between pipelined layers cannot"
-            " depend on activation values: make the decision depend only on the batch, or move the decision and the"
-            " layers after it into one layer of the body, which processes one microbatch at a time."
-            f"{f' {GENERATION}' * again}{dynamic} [LH406]"
+            " depend on activation values. Make the decision depend only on the batch. Alternatively, move the decision"
+            " and the layers after it into one layer of the body, which processes one microbatch at a"
+            f" time.{f' {GENERATION}' * again}{dynamic} [LH406]"
         )
 
 

@@ -11,7 +11,7 @@ from lightning_hybrid.pipeline_parallel.frame.graph import HOOKS, Call, Graph, V
 #: What lets a parameter live on another stage too.
 KEEP_TEXT = (
     "In the first training step, also use the parameter on the stage that needs it now, for example by adding `0 *"
-    " parameter.sum()` to a tensor there. Or make the parameter part of a layer."
+    " parameter.sum()` to a tensor on that stage. Alternatively, make the parameter part of a layer."
 )
 
 
@@ -158,11 +158,11 @@ def travel_text(step: str, travels: Iterable[Travel], holders: Mapping[str, Coll
         num_bytes: What is sent in a step.
     """
     places = {(name, travel.stages): None for travel in travels for name in travel.names}
-    uses = [f"{name!r} of {_stages(holders[name])} on {_stages(stages)}" for name, stages in places]
+    uses = [f"{name!r} is on {_stages(holders[name])}, but is used on {_stages(stages)}" for name, stages in places]
     return (
-        f"`{step}` uses parameters on stages that do not have them: {', '.join(uses)}. Parameters outside the layers"
-        f" are on the stages where the first training batch used them, so {num_bytes:,} bytes are sent in each step."
-        f" {KEEP_TEXT}"
+        f"`{step}` uses parameters on stages that do not have them: {'; '.join(uses)}. A parameter outside the layers"
+        " is kept only on the stages where the first training batch used it, so these parameters are sent between"
+        f" stages in each step ({num_bytes:,} bytes in total). {KEEP_TEXT}"
     )
 
 
@@ -233,8 +233,8 @@ class _Router:
                 continue
             if call.unit is not None and not call.returns(value) and (call.is_in_place or not call.written):
                 raise WrongUseError(
-                    f"{call} changes a tensor in place, but another stage uses the tensor afterward. Use the value that"
-                    " the layer returns instead. [LH460]"
+                    f"{call} changes a tensor in place, but another stage uses the tensor afterward. Return the new"
+                    " value from the layer, and use the returned value instead. [LH460]"
                 )
             if value.call not in self.routes[source].computed:
                 self.need([value], source, needed_by)
@@ -256,9 +256,9 @@ class _Router:
         if not sources:
             return (
                 f"{call} updates the parameter {min(call.rewritten)!r} with values that only stage"
-                f" {len(self.routes) - 1} has, but the parameter is also on stage {stage}, so it would differ between"
-                " stages. Update it in a hook, such as `on_train_batch_end`, or make it part of a layer of the body."
-                " [LH463]"
+                f" {len(self.routes) - 1} has, but the parameter is also on stage {stage}. Its values would differ"
+                " between stages. Update it in a hook, such as `on_train_batch_end`, or make it part of a layer of the"
+                " body. [LH463]"
             )
         places = _stages(self._holders[sources[0]])
         return (
@@ -277,8 +277,8 @@ class _Router:
             if call.function in HOOKS and call.operands and len(makers) > 1:
                 raise WrongUseError(
                     f"{call} registers a gradient hook on a tensor that {_stages(makers)} compute, but each of these"
-                    " stages has only a part of its gradient. Register the hook on a new tensor that is never modified"
-                    " in place, such as `y = x * 1`, and use `y` instead of `x` afterward. [LH469]"
+                    " stages has only a part of the tensor's gradient. Register the hook on a new tensor that is never"
+                    " modified in place, such as `y = x * 1`, and use `y` instead of `x` afterward. [LH469]"
                 )
 
     def check_writes(self) -> None:
@@ -307,8 +307,9 @@ class _Router:
                 if reader is not None and not holders[stage]:
                     raise StateError(
                         f"{writer} updates a buffer or an attribute of the module on stage {holders.index(True)}, but"
-                        f" {reader} reads it on stage {stage}, which would have the old value in the next step. Use it"
-                        " only inside one layer of the body, or update it before the layers or in a hook. [LH461]",
+                        f" {reader} reads it on stage {stage}, which would still have the old value in the next step."
+                        " Use it only inside one layer of the body. Alternatively, update it before the layers or in a"
+                        " hook. [LH461]",
                         state,
                     )
 
@@ -411,8 +412,8 @@ class _Router:
                     where = "to code that `torch.utils.checkpoint` recomputes" if call.is_made_again else where
                     if where and not allowed:
                         raise WrongUseError(
-                            f"{call} uses the parameter {name!r} on stage {stage}, but the parameter"
-                            f" {lives_on_text(self._holders[name])}, and cannot be sent {where}. {KEEP_TEXT} [LH408]"
+                            f"{call} uses the parameter {name!r} on stage {stage}, but the parameter cannot be sent"
+                            f" {where}. It {lives_on_text(self._holders[name])}. {KEEP_TEXT} [LH408]"
                         )
 
     def check_rewritten(self) -> None:
@@ -423,8 +424,8 @@ class _Router:
             for name in sorted(call.rewritten & travelling):
                 raise WrongUseError(
                     f"{call} updates the parameter {name!r}, which {lives_on_text(self._holders[name])}, but another"
-                    f" stage uses it in the same step. Update it in a hook, such as `on_train_batch_end`."
-                    f" {KEEP_TEXT} [LH464]"
+                    f" stage uses it in the same step. Update it in a hook, such as `on_train_batch_end`. {KEEP_TEXT}"
+                    " [LH464]"
                 )
 
     def _send(self, value: Value, source: int, stage: int) -> None:

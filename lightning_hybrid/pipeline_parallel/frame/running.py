@@ -446,7 +446,7 @@ def check_returned(call: Call, result: Any, args: Any, kwargs: Any) -> None:
     if texts is not None:
         raise WrongUseError(
             f"{call} returned {texts[0]}, but it returned {texts[1]} when the step was traced for a batch with the same"
-            " shapes. Other stages cannot know the new result. Return tensors from layers, always in the same"
+            " shapes. Other stages cannot know the new result. Layers must return tensors, always in the same"
             " structure. [LH437]"
         )
 

@@ -393,8 +393,8 @@ class StatesOfStages:
             if len(container) != length:
                 raise WrongUseError(
                     f"The step changes `{path}`, but did not change it when the step was traced for a batch with the"
-                    " same shapes, so a rank with several stages would change it once for each stage. Change it in a"
-                    " hook, such as `on_train_batch_end`, or set HybridStrategy(dynamic_shapes=True), which traces"
+                    " same shapes. A rank with several stages would therefore change it once for each stage. Change it"
+                    " in a hook, such as `on_train_batch_end`, or set HybridStrategy(dynamic_shapes=True), which traces"
                     " every step. [LH472]"
                 )
 

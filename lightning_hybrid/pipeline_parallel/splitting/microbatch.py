@@ -467,7 +467,7 @@ def _join_leaf(values: list[Any], counts: Sequence[int], strict: bool) -> Any:
         return torch.cat(values, dims[0])
     if dims or any(value is not first and not _same(value, first) for value in values[1:]):
         shapes = [tuple(value.shape) for value in values]
-        raise JoinError(f"The output shapes {shapes} do not have exactly one dimension with the sizes {list(counts)}.")
+        raise JoinError(f"The output shapes {shapes} must have exactly one dimension with the sizes {list(counts)}.")
     return first
 
 

@@ -101,7 +101,7 @@ class HuggingFacePlans:
         """Of a parameter that the plan does not name nobody knows whether each rank has a part of its gradient."""
         for path, _ in self._layers[name].named_parameters(name):
             if path not in self._named and path.rpartition(".")[0] not in self._named:
-                return f"has a parameter {path.removeprefix(f'{name}.')!r} that is missing in its built-in plan"
+                return f"has a parameter {path.removeprefix(f'{name}.')!r} that is missing from its built-in plan"
         return None
 
     def _heads(self, block: object) -> dict[str, int]:

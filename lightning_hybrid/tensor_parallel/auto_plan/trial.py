@@ -180,7 +180,7 @@ def _doubt(host: nn.Module, block: Block, size: int) -> str | None:
         if whole.operations.unknown is not None:
             return f"calls {whole.operations.unknown!r}, which can behave differently for other values"
         if not trial.is_separate(block, size, training):
-            return "computes the input of the last layer on one rank from values of another rank"
+            return "computes the input to the last layer on one rank from values of another rank"
         if not trial.is_right(block, size, (training, 1.0), whole, by_the_same=True):
             return "does not run the same computation on shards as on full tensors"
     return None

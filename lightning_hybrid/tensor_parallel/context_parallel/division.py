@@ -82,8 +82,8 @@ class Division:
         if total < _LEAST * group.size:
             raise WrongUseError(
                 f"A sequence of {total} positions cannot be sharded over context_parallel_size={group.size} ranks:"
-                f" {name!r} needs at least {_LEAST} positions per rank, which are {_LEAST * group.size} in total. Pad"
-                " the sequence, or use fewer ranks. [LH606]"
+                f" {name!r} needs at least {_LEAST} positions per rank ({_LEAST * group.size} in total). Pad the"
+                " sequence, or use fewer ranks. [LH606]"
             )
         self.shares = Shares(total, group, balanced=balanced)
         found = map(self._find_dim, self._leaves) if dims is None else dims

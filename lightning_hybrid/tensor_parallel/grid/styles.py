@@ -202,11 +202,11 @@ def _find_regions(rows: Sequence[PlanRow], mode: str) -> list[PlanRow]:
             row = replace(row, options={**row.options, "in_region": True, "rows_dim": dims[region]})
         elif region is None and row.kind in ("sequence_parallel", "divide"):
             raise ValueError(
-                f"tensor_parallel_plan gives {row.name!r} the style {row.style!r}. With"
-                f" tensor_parallel_mode={mode!r}, this style works only inside another module with the style"
-                f" 'sequence_region', where activations are sharded in blocks. If {row.name!r} computes attention among"
-                " other things, move the attention into a separate module. Give the module around it the style"
-                " 'sequence_region'. [LH513]"
+                f"tensor_parallel_plan gives {row.name!r} the style {row.style!r}. With tensor_parallel_mode={mode!r},"
+                " this style works only inside another module with the style 'sequence_region', where activations are"
+                f" sharded in blocks. Give a module that contains {row.name!r} the style 'sequence_region'. If"
+                f" {row.name!r} computes attention among other things, first move the attention into a separate module."
+                " [LH513]"
             )
         found.append(row)
     return found

@@ -115,7 +115,8 @@ def _letters(layout: object, axes: Sequence[str]) -> list[tuple[str, object]]:
         return [(TENSOR, parts[0])]
     if len(parts) != len(axes):
         raise ValueError(
-            f"The layout {layout!r} has {len(parts)} letters, but the axes are {', '.join(axes)}. {_HELP} [LH520]"
+            f"The layout {layout!r} has {len(parts)} letters, but must have one for each of the axes {', '.join(axes)}."
+            f" {_HELP} [LH520]"
         )
     return list(zip(axes, parts, strict=True))
 
@@ -138,7 +139,7 @@ def divided_dim(layout: str | Mapping[str, str], axes: Sequence[str], tensor: Te
     other = next((axis for axis, each in placements.items() if axis != TENSOR and not each.is_replicate()), None)
     if other is not None:
         raise ValueError(
-            f"{start} does not have 'B' for the axis {other}, but all its ranks {why['other axis']} [LH521]"
+            f"{start} does not have 'B' for the axis {other}, but all ranks of this axis {why['other axis']} [LH521]"
         )
     placement = placements.get(TENSOR)
     if placement is not None and placement.is_partial():

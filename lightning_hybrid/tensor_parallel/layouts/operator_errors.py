@@ -16,7 +16,7 @@ from lightning_hybrid.tensor_parallel.layouts.layout import layout_text
 _NO_STRATEGY = re.compile(r"Operator (\S+) does not have a sharding strategy|^(aten\S+)\s+Sharding propagation failed")
 _MIXED = re.compile(r"(\S+) got mixed torch\.Tensor and DTensor")
 _PLAIN = (
-    "Compute with plain tensors at this place: `x.full_tensor()` returns the full tensor on each rank, `x.to_local()`"
+    "Compute with plain tensors at this point: `x.full_tensor()` returns the full tensor on each rank, `x.to_local()`"
     " returns the local shard, and `strategy.distribute(result, layout)` shards the result. If tensor_parallel_plan"
     " shards parameters of this module, for example with 'S(0)', replicate them with 'B'."
 )

@@ -176,14 +176,14 @@ def gone_text(names: Sequence[str]) -> str:
 
 def store_gone_text(name: str) -> str:
     """Return the error for a lost store, which the process of the first rank has, or the process of its launcher."""
-    return f"The store through which ranks exchange messages is gone: {name} or the launcher has exited. [LH222]"
+    return f"The store through which ranks exchange messages is gone, so {name} or the launcher has exited. [LH222]"
 
 
 def silent_text(names: Sequence[str], seconds: float) -> str:
     """Return the error for ranks that sent no heartbeat within the timeout."""
     return (
-        f"No heartbeat for {seconds:.0f} s from {', '.join(names[:MOST])}: the process is stopped, or the host is"
-        " disconnected or without power. If a rank can compute that long without releasing Python's GIL, increase"
+        f"No heartbeat for {seconds:.0f} s from {', '.join(names[:MOST])}. The process may be stopped, or its host may"
+        " be disconnected or without power. If a rank can compute that long without releasing Python's GIL, increase"
         " `HybridStrategy(faults=Faults(heartbeat_timeout=...))`. [LH223]"
     )
 
@@ -192,6 +192,6 @@ def finished_text(ranks: Sequence[int]) -> str:
     """Return the error for ranks that have finished a run while others wait for them."""
     names = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:MOST]))}"
     return (
-        f"The run has ended on {names}, but other ranks are still waiting. All ranks need the same number of batches,"
-        " the same arguments and the same callbacks. [LH225]"
+        f"The run has ended on {names}, but other ranks are still waiting. Make sure that all ranks have the same"
+        " number of batches, the same arguments and the same callbacks. [LH225]"
     )

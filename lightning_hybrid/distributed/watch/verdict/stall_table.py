@@ -38,8 +38,8 @@ def stall_text(answers: Sequence[Answer], culprits: Sequence[int]) -> str:
     longest = max((answer.seconds for answer in answers if answer.state == WAITS), default=0.0)
     if not culprits:
         return (
-            f"Stalled: no rank has made progress for {longest:.0f} s. All ranks wait at the same place: check the"
-            " network between them. [LH224]"
+            f"Stalled: no rank has made progress for {longest:.0f} s. All ranks are waiting at the same point in the"
+            " code, so the cause may be the network: check the connections between the nodes. [LH224]"
         )
     parts = []
     for rank in culprits[:MOST]:
@@ -48,16 +48,15 @@ def stall_text(answers: Sequence[Answer], culprits: Sequence[int]) -> str:
             SILENT: "does not respond: its process is stopped, or its host is down",
             IDLES: f"has been idle for {answer.seconds:.0f} s at {answer.place}",
             WORKS: f"is busy at {answer.place}",
-            WAITS: f"waits at a different place: {answer.place}",
+            WAITS: f"is waiting at a different point: {answer.place}",
         }[answer.state]
         parts.append(f"rank {rank} (on {answer.host}), which {does}")
     more = f", and {len(culprits) - MOST} more" if len(culprits) > MOST else ""
     may_idle = any(answers[rank].state == IDLES for rank in culprits)
     advice = " If the code there can take this long, increase `faults.stall_timeout` and `timeout`." if may_idle else ""
     return (
-        f"Stalled: no rank has made progress for {longest:.0f} s. The other ranks wait for"
-        f" {'; for '.join(parts)}{more}."
-        f"{advice} [LH224]"
+        f"Stalled: no rank has made progress for {longest:.0f} s. The other ranks are waiting for"
+        f" {'; for '.join(parts)}{more}.{advice} [LH224]"
     )
 
 

@@ -76,14 +76,16 @@ def _describe(waiting: Mapping[int, Waiting], stuck: set[int]) -> str:
     for text, ranks in list(alike.items())[:MOST]:
         waits = "" if waiting[ranks[0]].finished else "wait " if len(ranks) > 1 else "waits "
         told.append(f"{ranks_text(ranks)} {waits}{text}")
-    return f"Deadlock: the ranks make different calls and wait for each other: {'; '.join(told)}. {ADVICE} [LH227]"
+    return (
+        f"Deadlock: the ranks made different calls and are waiting for each other: {'; '.join(told)}. {ADVICE} [LH227]"
+    )
 
 
 #: The advice if ranks make different calls.
 ADVICE = (
-    "All ranks must communicate in the same order: they must call `self.log` in hooks, save checkpoints, set"
-    " `should_stop`, end epochs early (return -1 from `on_train_batch_start`) and call torch collectives at the same"
-    " points. All ranks need the same number of batches, the same arguments and the same callbacks."
+    "All ranks must communicate in the same order. For example, do not call a torch collective or `self.log` in a hook,"
+    " save a checkpoint, set `should_stop` or return -1 from `on_train_batch_start` on only some ranks. All ranks also"
+    " need the same number of batches, the same arguments and the same callbacks."
 )
 
 
