@@ -288,7 +288,7 @@ def test_code_before_a_chain_may_take_any_path(ranks: Pools) -> None:
 def test_a_use_after_a_chain_that_appears_later_is_refused_on_every_rank(ranks: Pools) -> None:
     texts = ranks(2, lightning=True).run(_fit_augmenting, 2, True, timeout=90)
     assert len(set(texts)) == 1
-    assert "`add` uses a parameter outside the layers, but the parameter is on another stage" in texts[0]
+    assert "`add` uses a parameter outside the layers, but this parameter is on another stage" in texts[0]
     assert "dynamic_shapes=True" in texts[0]
 
 
@@ -556,7 +556,8 @@ def test_the_user_is_told_what_travels_and_what_to_do(ranks: Pools) -> None:
         (
             PP2,
             ["last", "first", "-"],
-            "on stage 0, but the parameter is on stage 1, where the first training batch used",
+            "on stage 0, but the parameter cannot be sent to earlier stages. It is on stage 1, where the first "
+            "training batch used",
         ),
         (
             {**TP2, "tensor_parallel_plan": {"switched": "colwise_gather_output"}},

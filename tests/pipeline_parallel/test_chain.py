@@ -101,7 +101,7 @@ def test_what_has_no_value_is_of_no_use_after_the_chain() -> None:
         assert module.embed.weight.device == CPU
         with pytest.raises(WrongUseError, match="uses a tensor from another pipeline stage"):
             hidden.sum()
-        with pytest.raises(WrongUseError, match="`mul` uses a parameter outside the layers, but the parameter is on"):
+        with pytest.raises(WrongUseError, match="`mul` uses a parameter outside the layers, but this parameter is on"):
             torch.ones(4) * module.embed.bias
 
 

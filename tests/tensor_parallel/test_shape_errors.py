@@ -93,18 +93,18 @@ def trained(plan: dict[str, str], module: type[Regression] = Blocks) -> str:
         (
             {**ATTENTION, **MLP},
             "shape '[8, 4, 2]' is invalid for input of size 32\nThis error occurred in 'body.0.attention', where"
-            " tensor_parallel_plan shards 'body.0.attention.q', 'body.0.attention.k', 'body.0.attention.out': each",
+            " tensor_parallel_plan shards 'body.0.attention.q', 'body.0.attention.k', 'body.0.attention.out'. Each",
             "The plan may lack the entry 'body.*.attention': 'divide:num_heads'.",
         ),
         (
             {**ATTENTION, **HEADS, "body.*.up": "colwise"},
             "mat1 and mat2 shapes cannot be multiplied (8x8 and 16x8)\nThis error occurred in 'body.0', where"
-            " tensor_parallel_plan shards 'body.0.attention', 'body.0.up': each rank has only a shard",
+            " tensor_parallel_plan shards 'body.0.attention', 'body.0.up'. Each rank has only a shard",
             "The plan may lack the entry 'body.*.down': 'rowwise'.",
         ),
         (
             {"embed": "colwise"},
-            "This error occurred in 'Blocks', where tensor_parallel_plan shards 'embed': each rank",
+            "This error occurred in 'Blocks', where tensor_parallel_plan shards 'embed'. Each rank",
             "The plan may lack the entry 'embed': 'colwise_gather_output'.",
         ),
         ({**ATTENTION, **MLP, **HEADS}, "no error", ""),
