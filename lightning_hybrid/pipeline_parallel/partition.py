@@ -75,7 +75,7 @@ def explicit(layers_per_stage: Sequence[int], num_layers: int, num_stages: int) 
     if len(counts) != num_stages:
         raise ValueError(
             f"partition={counts} is for {len(counts)} stages, but pipeline_parallel_size * num_chunks is {num_stages}; "
-            "list the number of layers of each stage, or the stage of each layer, starting at 0 [LH117]"
+            "list either the number of layers in each stage or the stage of each layer, starting at 0 [LH117]"
         )
     if sum(counts) != num_layers:
         raise ValueError(
