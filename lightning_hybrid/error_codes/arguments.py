@@ -115,8 +115,8 @@ ERRORS = {
         'Write a number and a unit, such as `"80GiB"`.',
     ),
     "LH126": Entry(
-        "A part of the strategy name appears twice, or is not an abbreviation, such as `pp`, followed directly by a"
-        ' number. In `"hybrid_pp_2"`, for example, `pp` and `2` are separate parts.',
+        "Each part of the strategy name must be an abbreviation directly followed by a number, such as `pp2`, and no"
+        ' part may appear twice. In `"hybrid_pp_2"`, for example, `pp` and `2` are separate parts.',
         'Use each part only once, with the number directly after the abbreviation, as in `"hybrid_pp2"`.',
     ),
     "LH127": Entry(

@@ -91,7 +91,8 @@ ERRORS = {
     ),
     "LH322": Entry(
         "A submodule of a layer has a `pipeline_stage` that differs from the stage of the layer.",
-        "Set `pipeline_stage` for whole layers, or set `body=[...]` to the names of the modules to split.",
+        "Set `pipeline_stage` only on whole layers. Alternatively, list the submodules in `body=[...]`, so that each of"
+        " them counts as a layer.",
     ),
     "LH323": Entry(
         "A layer and its copy have different values of `pipeline_stage`, but must be on the same stage.",

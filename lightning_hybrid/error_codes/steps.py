@@ -120,8 +120,8 @@ ERRORS = {
         "Change `p.grad` in place, or assign it inside `full_parameters(gradients=True, writes=True)`.",
     ),
     "LH426": Entry(
-        "A step contains a generation loop, in which earlier results decide which layers are called next. This kind of"
-        " step does not support generation loops.",
+        "A step contains a generation loop, in which earlier results decide which layers are called next. Such loops"
+        " are not supported in `training_step`, nor in steps that compute gradients or use context parallelism.",
         "Run the loop in `validation_step`, `test_step` or `predict_step`, without gradients and without context"
         " parallelism. Alternatively, call `gather_module` after the training run, and then run the loop.",
     ),

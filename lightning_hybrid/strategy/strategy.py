@@ -85,9 +85,9 @@ class HybridStrategy(ReplicaCollectives):
             the same node. A list contains several allowed values; see ``pipeline_parallel_size``.
         pipeline_parallel_size: Number of pipeline ranks over which the layers are split. A list, such as ``[4, 2]``,
             contains several allowed values in order of preference, so that a job can restart on fewer nodes. The
-            strategy uses the first value for which an allowed ``tensor_parallel_size`` fits the number of processes
-            and, if it is set, ``data_parallel_size``. With a list, arguments that contain one value for each stage or
-            rank must be valid for every size in the list.
+            strategy uses the first value that, together with an allowed ``tensor_parallel_size``, matches the number of
+            processes (and ``data_parallel_size``, if that is set). With a list, arguments that contain one value for
+            each stage or rank must be valid for every size in the list.
         num_microbatches: Number of microbatches into which each batch is split. ``"auto"`` means ``4 *
             pipeline_parallel_size``, or 1 without a pipeline. If the module has batch norm, ``"auto"`` splits small
             batches into fewer microbatches, so that each microbatch has at least two samples.

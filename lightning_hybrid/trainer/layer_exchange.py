@@ -69,8 +69,8 @@ class LayerExchange:
         if not torch.equal(self(0, checksum), checksum):
             raise DifferentStepsError(
                 f"The step of {self._name} calls layers with different tokens on different ranks. The step runs on all"
-                " stages, because results of layers decide which layers it calls next. Make sure that the step draws"
-                " the same random numbers and makes the same decisions on every rank. [LH434]"
+                " stages, because the outputs of layers determine which layers it calls next. Make sure that the step"
+                " draws the same random numbers and makes the same decisions on every rank. [LH434]"
             )
 
     def _is_over(self, trees: TreeBroadcast) -> bool:
@@ -88,6 +88,6 @@ class LayerExchange:
     def _other_calls(self) -> DifferentStepsError:
         return DifferentStepsError(
             f"The step of {self._name} does not call the same layers on every rank. The step runs on all stages,"
-            " because results of layers decide which layers it calls next. Make sure that the step makes the same"
-            " decisions on every rank. [LH433]"
+            " because the outputs of layers determine which layers it calls next. Make sure that the step makes the"
+            " same decisions on every rank. [LH433]"
         )

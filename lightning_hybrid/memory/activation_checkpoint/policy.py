@@ -65,8 +65,8 @@ def _check_list(recompute: list[Any], num_stages: int) -> None:
         )
     if len(recompute) != num_stages or min(recompute) < 0:
         raise ValueError(
-            f"recompute={recompute} must list the number of layers to recompute in each stage, at least 0. There are"
-            f" {num_stages} stages (pipeline_parallel_size x num_chunks). [LH119]"
+            f"recompute={recompute} must contain one number for each stage: how many of its layers to recompute (0 or"
+            f" more). There are {num_stages} stages (pipeline_parallel_size x num_chunks). [LH119]"
         )
 
 

@@ -102,7 +102,7 @@ class Lockstep(StepMode):
             return func(*args, **kwargs)
         if func in DERIVATIVES:
             raise WrongUseError(
-                f"`{function_name(func)}` computes derivatives in a step in which the results of layers decide which"
+                f"`{function_name(func)}` computes derivatives in a step in which the outputs of layers decide which"
                 " layers are called. The layers are on several stages, so no rank has the full autograd graph. Compute"
                 " derivatives inside one layer, or use a layout without a pipeline. [LH407]"
             )
@@ -184,7 +184,7 @@ class Lockstep(StepMode):
         if any(isinstance(each, nn.Parameter) for each in held):
             if any(map(self._held_by, written_operands(func, args, kwargs))):
                 raise WrongUseError(
-                    f"`{function_name(func)}` updates a parameter in a step in which the results of layers decide which"
+                    f"`{function_name(func)}` updates a parameter in a step in which the outputs of layers decide which"
                     " layers are called, but not all stages have the parameter. Update it in a hook, such as"
                     " `on_validation_batch_end`. [LH465]"
                 )

@@ -178,10 +178,10 @@ def skipped(writes: Sequence[Writes], graphs: Sequence[Graph], written_again: Co
             call = graph.calls[number]
             if number not in each.limited or call.rewritten & before & after or call.rewritten & set(written_again):
                 raise WrongUseError(
-                    f"{call} updates the parameter {min(call.rewritten)!r}, which the step uses both before and after"
-                    f" this update, or which several stages of a rank have. Each of {len(writes)} microbatches would"
-                    " update it, but training in one process updates it only once. Set `num_microbatches=1`, or update"
-                    " it in a hook, such as `on_train_batch_end`. [LH467]"
+                    f"{call} updates the parameter {min(call.rewritten)!r}. Either the step uses this parameter both"
+                    " before and after the update, or several stages on the same rank share it. Each of"
+                    f" {len(writes)} microbatches would update it, but training in one process updates it only once."
+                    " Set `num_microbatches=1`, or update it in a hook, such as `on_train_batch_end`. [LH467]"
                 )
     first = next((at for at, each in enumerate(writes) if each.first), -1)
     last = max((at for at, each in enumerate(writes) if each.last), default=-1)

@@ -309,8 +309,8 @@ class FrameProgram(StepProgram):
         if call.name not in self._in_lockstep:
             self._in_lockstep[call.name] = set()
             rank_zero_info(
-                f"Results of layers decide which layers `{call.name}` calls, so the stages run it in lockstep: only"
-                " one stage computes at a time."
+                f"The outputs of layers determine which layers `{call.name}` calls, so the stages run it in lockstep:"
+                " only one stage computes at a time."
             )
         if self._context.remembers:
             self._in_lockstep[call.name].add(call.key)
