@@ -42,7 +42,7 @@ def partition(method: str | Sequence[int], weights: Sequence[int], num_stages: i
     if not isinstance(method, (list, tuple)):
         raise ValueError(
             f"partition={method!r} must be 'uniform', 'parameters', or a list that contains either the number of layers"
-            " of each stage or the stage of each layer [LH102]"
+            " in each stage or the stage of each layer [LH102]"
         )
     if is_numbered(method):
         return numbered(method, len(weights), num_stages)

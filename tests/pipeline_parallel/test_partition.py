@@ -152,8 +152,8 @@ def test_given_stages(stages: list[int], num_stages: int, expected: list[int]) -
 @pytest.mark.parametrize(
     ("method", "num_layers", "num_stages", "message"),
     [
-        ("even", 4, 2, "partition='even' must be 'uniform', 'parameters', or a list with"),
-        (None, 4, 2, "partition=None must be 'uniform', 'parameters', or a list with"),
+        ("even", 4, 2, "partition='even' must be 'uniform', 'parameters', or a list that contains"),
+        (None, 4, 2, "partition=None must be 'uniform', 'parameters', or a list that contains"),
         ("uniform", 3, 4, "3 layers cannot be split into 4 stages"),
         ("parameters", 3, 4, "so that their product is at most 3"),
         ([1, 1, 1], 2, 3, "2 layers cannot be split into 3 stages"),

@@ -101,7 +101,7 @@ class ProcessCopy(Generic[_T]):
                 raise TimeoutError(f"The search took longer than {self._time_limit:.0f} s.")
             chunk = os.read(self._reading, size - len(received))
             if not chunk:
-                raise RuntimeError("The process that ran the search died.")
+                raise RuntimeError("The process that ran the search exited unexpectedly.")
             received += chunk
         return bytes_tensor(received)
 
