@@ -25,7 +25,7 @@ class StageMap:
         placement: The rank of each stage.
         is_chain: Whether the user's step only runs on the first and the last stage.
         places_outside: True if the first training batch decides which stages hold the parameters outside the body.
-        outside: The stages of the parameters outside the body that this has moved, by their dotted names.
+        outside: The stages of the parameters outside the body that the first batch has moved, by their dotted names.
     """
 
     body: str | None

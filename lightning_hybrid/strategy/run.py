@@ -461,7 +461,7 @@ class Run:
         context, trains = self.context, self._attached.module.trainer.training
         if context is None or self._world.device.type == "cpu":
             return True
-        return (not trains and context.program.has_code) or self._hooks_read[trains]
+        return (not trains and any(map(context.program.has_code, context.layers))) or self._hooks_read[trains]
 
     @cached_property
     def _hooks_read(self) -> tuple[bool, bool]:

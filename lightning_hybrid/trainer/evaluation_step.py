@@ -80,16 +80,14 @@ class EvaluationStep:
                 with context.step(num_microbatches=1), precision():
                     context.program.settle(call)
             context.desync.note_batch(name, version, [shapes])
-            program, state = context.program, self._begin(call)
-            trial = Trial(state)
+            program, trial = context.program, Trial(self._begin(call))
             with context.step(num_microbatches=1) as records, precision():
                 value = program.evaluate(call, trial)
             failed = trial.error is not None
             again = Choice(0, LOCKSTEP, follows_rest=False) if failed and context.is_source else None
             shared = context.share(lambda: (value, merge_logs(records, [1])), again)
             if isinstance(shared, Choice):
-                assert state is not None
-                shared = self._again(call, state, trial.error, precision)
+                shared = self._again(call, trial, precision)
             elif trial.error is not None:  # of this tensor-parallel rank alone
                 with context.guard():
                     raise trial.error
@@ -110,26 +108,22 @@ class EvaluationStep:
         return state
 
     def _again(
-        self,
-        call: StepCall,
-        state: StepState,
-        error: Exception | None,
-        precision: Callable[[], AbstractContextManager[None]],
+        self, call: StepCall, trial: Trial[StepState], precision: Callable[[], AbstractContextManager[None]]
     ) -> Any:
         """Undo a step, run it again in lockstep, and return its result.
 
         Args:
             call: The step.
-            state: The state before it.
-            error: On the last stage, why it has to run again.
+            trial: The state before the step and, on the last stage, why it has to run again.
             precision: The precision plugin's context.
         """
         context = self._context
+        assert trial.state is not None
         with context.guard():
             try:
-                batch, *others = state.put_back()
+                batch, *others = trial.state.put_back()
             except WrongUseError as refusal:
-                raise refusal from error
+                raise refusal from trial.error
             context.forget_step()
             program = context.program.opened(call.name)
         with context.step(num_microbatches=1) as records, precision():

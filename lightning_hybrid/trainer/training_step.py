@@ -28,6 +28,7 @@ from lightning_hybrid.pipeline_parallel.placeholders import without_value_text
 from lightning_hybrid.pipeline_parallel.schedules import Schedule, build_forward
 from lightning_hybrid.pipeline_parallel.splitting.microbatch import (
     find_batch_size,
+    signature,
     signatures,
     split_into,
 )
@@ -68,8 +69,8 @@ class TrainingStep:
         context: What steps need.
         grad_sync: Sums and averages the gradients.
         config: The arguments of the strategy.
-        place_parameters: Called before the first batch runs, if steps are followed: with the stages that use each
-            parameter outside of the layers, by its name; ``None`` if this one cannot be followed.
+        place_parameters: Called before the first batch runs, if that decides where parameters outside the layers live:
+            with the stages that use each of them, by name; ``None`` if the step could not be traced.
         shares_casts: Whether microbatches share what autocast makes of parameters, where there is autocast; not where
             parameters are let go of after each use, as copies of all of them would stay.
 
@@ -302,10 +303,11 @@ class TrainingStep:
             draws_alike: If True, all microbatches draw the same random numbers, and each is a step by itself.
         """
         user_step, device = self._context.module.training_step, self._context.device
+        of_others = signature(others)
         moves_to = None if device.type == "cpu" else device  # on a host the whole batch has been moved
         numbers = [0] * len(parts) if draws_alike else range(len(parts))
         return [
-            StepCall(user_step, microbatch, others, (_TRAINING, step, number), (version, part), moves_to)
+            StepCall(user_step, microbatch, others, (_TRAINING, step, number), (version, part, of_others), moves_to)
             for number, microbatch, part in zip(numbers, microbatches, parts, strict=True)
         ]
 
@@ -376,7 +378,8 @@ class TrainingStep:
             weighed: AbstractContextManager[None] = nullcontext()
             if term_weights is not None and is_last:
                 weighed = term_weights.of_microbatch(microbatch)
-            writes = self._writes.around(number, count) if watches_writes else nullcontext()
+            has_writes = watches_writes and program.has_code(stage)
+            writes = self._writes.around(number, count) if has_writes else nullcontext()
             with precision(), nullcontext() if casts is None else casts.forward(stage), weighed, writes:
                 part = parts[microbatch] if parts else None
                 value = program.forward(stage, calls[microbatch], inputs, part)()
@@ -385,7 +388,7 @@ class TrainingStep:
                         raise WrongUseError(_UNEXPECTED_NONE)
                     zero.forward_ends_early(stage)
                     return NOTHING
-                if context.shards_activations:
+                if context.shards_activations and program.has_code(stage):  # layers alone return plain values
                     value = context.plain(value, to_stage=not is_last)
                 return loss_of(microbatch, value) if is_last else value
 

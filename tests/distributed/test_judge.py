@@ -61,7 +61,7 @@ SITUATIONS: dict[str, tuple[dict[str, Any], str | None, str]] = {
     "a circle, renewed": (
         {"records": CIRCLE, "suspects": ONCE_BEFORE},
         DEADLOCKED,
-        "Deadlock: the ranks make different",
+        "Deadlock: the ranks made different",
     ),
     "a circle, not renewed by one rank": (
         {"records": CIRCLE, "suspects": {0: (1, 0), 1: (1, 1)}},
@@ -96,12 +96,12 @@ SITUATIONS: dict[str, tuple[dict[str, Any], str | None, str]] = {
     "all wait for a rank that idles": (
         {"answers": answers(IDLES)},
         STALLED,
-        "wait for rank 1 (on host1), which has been",
+        "are waiting for rank 1 (on host1), which has been",
     ),
     "all wait for a rank that idles, and a circle is never renewed": (
         {"records": CIRCLE, "suspects": {0: (1, 1), 1: (1, 1)}, "answers": answers(IDLES)},
         STALLED,
-        "wait for rank 1",
+        "are waiting for rank 1",
     ),
     "a rank has finished, and a circle is never renewed": (
         {"records": CIRCLE, "suspects": {0: (1, 1), 1: (1, 1)}, "finished": {2}, "waits_for_finished": True},

@@ -19,7 +19,7 @@ from lightning_hybrid.pipeline_parallel.body import Body, BodyCut
 from lightning_hybrid.pipeline_parallel.chain import ChainCalls, ChainUse, CodeBefore, NotFollowedError, stays_text
 from lightning_hybrid.pipeline_parallel.frame.plan import stages_by_parameter
 from lightning_hybrid.pipeline_parallel.schedules import build_forward
-from lightning_hybrid.pipeline_parallel.splitting.microbatch import JoinError, find_batch_size, join, signature, slicing
+from lightning_hybrid.pipeline_parallel.splitting.microbatch import JoinError, find_batch_size, join, slicing
 from lightning_hybrid.pipeline_parallel.stage_map import StageMap
 from lightning_hybrid.trainer.program.frame_program import FrameProgram
 from lightning_hybrid.trainer.program.program import StepCall, StepPart, StepProgram, Trial
@@ -96,10 +96,9 @@ class ChainProgram(StepProgram):
             return self._cut.code_before.paused()
         return super().unfollowed() if self._tracer is None else self._tracer.unfollowed()
 
-    @property
-    def has_code(self) -> bool:
-        """Return whether this rank has the first or the last stage."""
-        return self._context.is_first or self._context.is_last
+    def has_code(self, stage: int) -> bool:
+        """Return whether a stage is the first or the last one."""
+        return stage in (0, self._context.num_stages - 1)
 
     # -- what is found out before a step runs ------------------------------------------------------------------------
 
@@ -171,18 +170,13 @@ class ChainProgram(StepProgram):
         """Return the stages that use each parameter outside the chain; see :meth:`StepProgram.find_uses`."""
         with precision():
             for call in calls:
-                self._note_use(call, (call.key, signature(call.others)))
+                self._note_use(call)
         self._tracer, self.places_parameters = None, False
         return stages_by_parameter(self._uses.values()) if self._is_traceable else None
 
-    def _note_use(self, call: StepCall, key: Hashable) -> None:
-        """Trace a step to find out which parameters around the chain it uses on which stage.
-
-        Args:
-            call: The step.
-            key: Steps with equal keys use the same parameters.
-        """
-        key = call.name, key
+    def _note_use(self, call: StepCall) -> None:
+        """Trace a step to find out which parameters around the chain it uses on which stage; once for each key."""
+        key = call.name, call.key
         if self._tracer is None or key in self._uses or len(self._uses) == _MOST_USES:
             return
         streams = self._context.streams
@@ -210,17 +204,17 @@ class ChainProgram(StepProgram):
         """Prepare the forward of a stage; see :meth:`StepProgram.forward`."""
         context, is_last = self._context, stage == self._context.num_stages - 1
         run_layers = partial(context.run_layers, stage, context.streams.layers(stage, *call.coordinates))
-        if stage > 0 and not is_last:
+        if not self.has_code(stage):
             return partial(run_layers, inputs)
         arguments = context.enter_user_code(call, keep=is_last)
         return partial(self._cut.run, call.step, arguments, run_layers, inputs, unwinds=stage == 0, may_skip=True)
 
-    def evaluate(self, call: StepCall, trial: Trial) -> Any:
+    def evaluate(self, call: StepCall, trial: Trial[Any]) -> Any:
         """Run an evaluation step, with the layers in microbatches; see :meth:`StepProgram.evaluate`."""
         context = self._context
         self._unsettled = None
         if self._tracer is not None and context.module.trainer.state.fn == TrainerFn.FITTING:
-            self._note_use(call, call.key)
+            self._note_use(call)
         (key,) = context.keys(call.key, [None])
         total = None if key in self._counts else find_batch_size(call.arguments[0])
         x: Any = None

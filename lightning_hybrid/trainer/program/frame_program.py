@@ -27,8 +27,7 @@ from lightning_hybrid.pipeline_parallel.frame.path_change import PathChangedErro
 from lightning_hybrid.pipeline_parallel.frame.plan import FramePlan, shard_text, skipped_writes, stages_by_parameter
 from lightning_hybrid.pipeline_parallel.frame.routes import Travel, travel_text
 from lightning_hybrid.pipeline_parallel.schedules import build_forward
-from lightning_hybrid.pipeline_parallel.splitting.microbatch import signature
-from lightning_hybrid.pipeline_parallel.stage_map import StageMap
+from lightning_hybrid.pipeline_parallel.stage_map import StageMap, locate
 from lightning_hybrid.tensor_parallel.layers import ParallelLayer
 from lightning_hybrid.trainer.layer_exchange import DifferentStepsError, LayerExchange
 from lightning_hybrid.trainer.program.program import StepCall, StepPart, StepProgram, Trial
@@ -112,7 +111,7 @@ class FrameProgram(StepProgram):
         self.share_buffers()  # placeholders have replaced them again
 
     def share_buffers(self) -> None:
-        """Send the buffers around a chain to the ranks between its ends, which run the code around the layers now."""
+        """Send buffers that not all stages have to the others: after a chain was opened, every stage runs the step."""
         mesh = self._mesh
         source = mesh.model_group_rank(0, 0)
         for name, buffer in list(self._module.named_buffers()):
@@ -135,20 +134,19 @@ class FrameProgram(StepProgram):
     ) -> list[FramePlan]:
         """Return the plan of each step, tracing those that are new; see :meth:`StepProgram.plan`."""
         plans: list[FramePlan] = []
-        of_others = signature(calls[0].others)
         with precision():
             for number, call in enumerate(calls):
                 call = calls[number] = call.moved()  # tracing needs its values, and its forward comes soon
-                plan = self._find_plan(call, (call.key, of_others), None if choose is None else choose(number))
+                plan = self._find_plan(call, None if choose is None else choose(number))
                 if plan.computed_layers and not self._grad_sync.zero.keeps_layers:
                     raise WrongUseError(shard_text(plan.computed_layers))
                 plans.append(plan)
         return plans
 
-    def _find_plan(self, call: StepCall, key: Hashable, choice: int | None = None) -> FramePlan:
+    def _find_plan(self, call: StepCall, choice: int | None = None) -> FramePlan:
         seeds = self._streams.of_calls(*call.coordinates), partial(self._streams.seed_user, *call.coordinates)
         self.microbatch = call.coordinates[-1]
-        plan = self._cut.find_plan((call.name, key), call.step, call.arguments, *seeds, choice=choice)
+        plan = self._cut.find_plan((call.name, call.key), call.step, call.arguments, *seeds, choice=choice)
         self.microbatch = None
         return plan
 
@@ -243,8 +241,11 @@ class FrameProgram(StepProgram):
             skipped=part.skipped,
         )
 
-    def evaluate(self, call: StepCall, trial: Trial) -> Any:
-        """Run an evaluation step, whose batch is one microbatch; see :meth:`StepProgram.evaluate`."""
+    def evaluate(self, call: StepCall, trial: Trial[Any]) -> Any:
+        """Run an evaluation step, whose batch is one microbatch; see :meth:`StepProgram.evaluate`.
+
+        Parameters that the step writes keep their new values, also if replicas shard them.
+        """
         context = self._context
         if call.key in self._in_lockstep.get(call.name, ()):
             return self._lockstep(call)
@@ -286,7 +287,7 @@ class FrameProgram(StepProgram):
             WrongUseError: If the step can neither be divided nor run in lockstep.
         """
         try:
-            return self._find_plan(call, call.key)
+            return self._find_plan(call)
         except Exception as error:  # of the user's code too, which without values may do anything
             if isinstance(error, DifferentStepsError) or is_transport(error) or not self.may_run_again(call):
                 raise
@@ -364,6 +365,6 @@ def find_holders(module: nn.Module, stage_map: StageMap) -> Mapping[str, Collect
         stage_map: The stages of the module's tensors.
     """
     named = list(module.named_parameters(remove_duplicate=False))
-    inside = {id(parameter) for name, parameter in named if not stage_map.is_outside(name)}
-    stages = {name: stage_map.stages_of(name) for name, parameter in named if id(parameter) not in inside}
-    return {name: held for name, held in stages.items() if len(held) < len(stage_map.stages)}
+    stages = {id(found.tensor): found.stages for found in locate(named, stage_map)}  # of all names of a parameter
+    outside = {name: stages[id(parameter)] for name, parameter in named if stage_map.is_outside(name)}
+    return {name: held for name, held in outside.items() if len(held) < len(stage_map.stages)}

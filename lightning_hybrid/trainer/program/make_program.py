@@ -1,4 +1,4 @@
-"""The choice of the step program, which nothing else repeats."""
+"""The choice of the step program of a run, and of the tracer that finds the uses of parameters without other ranks."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from lightning.fabric.utilities import move_data_to_device
@@ -37,7 +37,7 @@ class StepCall(NamedTuple):
         others: The other arguments.
         coordinates: The place of its random numbers: the kind of step, the number of the batch, and, in training, the
             number of the microbatch.
-        key: The version of the module and the signature of the batch, which decide how the step is divided.
+        key: The version of the module and the signatures of the arguments, which decide how the step is divided.
         device: The device to which the batch moves when its values are needed; ``None`` if it is there.
     """
 
@@ -85,7 +85,10 @@ class SavedState(Protocol):
         """Save state that tracing the step has created."""
 
 
-class Trial:
+_State = TypeVar("_State", bound=SavedState)
+
+
+class Trial(Generic[_State]):
     """An evaluation step that may have to run again in lockstep, on one rank.
 
     Args:
@@ -96,7 +99,7 @@ class Trial:
         error: On the last stage, why the step has to run again; ``None`` if it does not.
     """
 
-    def __init__(self, state: SavedState | None = None) -> None:
+    def __init__(self, state: _State | None) -> None:
         self.state = state
         self.error: Exception | None = None
 
@@ -141,9 +144,8 @@ class StepProgram(ABC):
         """Return a context for code that is not part of the user's step."""
         return nullcontext()
 
-    @property
-    def has_code(self) -> bool:
-        """Return whether this rank runs code of the user's evaluation steps, and not only layers."""
+    def has_code(self, stage: int) -> bool:
+        """Return whether a stage runs code of the user's step, and not only layers."""
         return True
 
     # -- what is found out before a step runs ------------------------------------------------------------------------
@@ -226,8 +228,8 @@ class StepProgram(ABC):
         """
 
     @abstractmethod
-    def evaluate(self, call: StepCall, trial: Trial) -> Any:
-        """Run an evaluation step on the whole batch, and return its result on the last stage.
+    def evaluate(self, call: StepCall, trial: Trial[Any]) -> Any:
+        """Run an evaluation step on the whole batch, and return its result; only the last stage's counts.
 
         Args:
             call: The step.

@@ -1,4 +1,4 @@
-"""What every step through the pipeline needs on one rank: the cut, the layers, and what gathers the step's results."""
+"""The state that the steps of a run share on one rank: the step program, the layers, and the recorders of results."""
 
 from __future__ import annotations
 

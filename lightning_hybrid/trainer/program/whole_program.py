@@ -29,6 +29,6 @@ class WholeProgram(StepProgram):
         """Prepare the forward; see :meth:`StepProgram.forward`."""
         return partial(call.step, *self._context.enter_user_code(call, keep=True))
 
-    def evaluate(self, call: StepCall, trial: Trial) -> Any:
+    def evaluate(self, call: StepCall, trial: Trial[Any]) -> Any:
         """Run an evaluation step; see :meth:`StepProgram.evaluate`."""
         return self._context.plain(self.forward(0, call, None, None)())
