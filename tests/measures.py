@@ -19,7 +19,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "lightning_hybrid"
 
 #: Words that ask which kind of step a run has: the whole model, a chain, or a traced frame.
-STEP_KINDS = {"is_cut", "is_chain", "is_followed", "body_cut", "cut"}
+STEP_KINDS = {"is_cut", "is_chain", "is_followed", "is_plain", "body_cut", "cut"}
 
 #: Names that begin with an underscore, and are documented by Python.
 DOCUMENTED = {"_replace", "_asdict", "_fields", "_exit"}
@@ -118,6 +118,8 @@ def asks_for_kind_of_step() -> Iterator[str]:
                 yield f"{path}:{node.lineno} {ast.unparse(node)}"
             elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in STEP_KINDS:
                 yield f"{path}:{node.lineno} {ast.unparse(node.func)}(...)"
+            elif isinstance(node, ast.Compare) and isinstance(node.left, ast.Attribute) and node.left.attr == "chain":
+                yield f"{path}:{node.lineno} {ast.unparse(node)}"
 
 
 def classes_of(base: str) -> Iterator[str]:

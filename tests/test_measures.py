@@ -18,7 +18,6 @@ REACHED = (
     "dispatch modes",
     "files that make a fake-tensor mode",
     "private attributes of the package in tests",
-    "tests of the kind of step",
     "function modes",
     "files that encode messages",
     "files that start a thread",
