@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterator
 
 import pytest
 
-from tests.measures import MEASURES, compares_kinds, places_stages
+from tests.measures import MEASURES, compares_kinds, nodes, places_stages, trees
 
 #: Rows of the table that have reached their number.
 REACHED = (
@@ -22,6 +23,14 @@ REACHED = (
     "files that encode messages",
     "files that start a thread",
 )
+
+
+@pytest.fixture(autouse=True, scope="module")
+def without_trees() -> Iterator[None]:
+    """Drop the syntax trees afterwards: with them, each collection of garbage in later tests takes a second."""
+    yield
+    trees.cache_clear()
+    nodes.cache_clear()
 
 
 @pytest.mark.parametrize("name", REACHED)
