@@ -436,7 +436,7 @@ def test_which_layers_are_recomputed(recompute: Any, expected: str) -> None:
         ({"body": 1}, TypeError, ["dict"]),
         ([], ValueError, ["[]", "2 stages"]),
         ([1, 2, 3], ValueError, ["[1, 2, 3]", "2 stages"]),
-        ([1, -2], ValueError, ["[1, -2]", "at least 0"]),
+        ([1, -2], ValueError, ["[1, -2]", "(0 or more)"]),
         (["body.0", 1], TypeError, ["['body.0', 1]"]),
         ([0.5, 0.5], TypeError, ["[0.5, 0.5]"]),
         ([True, False], TypeError, ["[True, False]"]),
