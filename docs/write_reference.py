@@ -196,7 +196,7 @@ def command(page: Path, name: str) -> Iterator[str]:
 
 
 def is_common(action: argparse.Action) -> bool:
-    """Whether several commands have an option: the top of the page describes it."""
+    """Return whether several commands have an option, so that the top of the page describes it."""
     return "--json" in action.option_strings or (action.required and "--config" in action.option_strings)
 
 

@@ -1,4 +1,4 @@
-"""Functions of torch that draw random numbers, and what they give where nothing is drawn."""
+"""Functions of torch that draw random numbers, and a mode in which they draw none."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _shape_of_made(*values: Any, **options: Any) -> Sequence[int]:
     return max((tuple(each.shape) for each in made), key=len) if made else _size_of(*values, **options)
 
 
-#: Functions that leave out some of what they are given, with the shape of what they draw.
+#: Functions that drop some of their inputs, with the shape of the random numbers.
 DROPOUTS: Mapping[Any, Callable[..., Sequence[int]]] = {
     **dict.fromkeys((F.dropout, F.alpha_dropout, torch.dropout, torch.dropout_), _shape_of),
     **dict.fromkeys((torch.alpha_dropout, torch.alpha_dropout_), _shape_of),
@@ -47,7 +47,7 @@ DROPOUTS: Mapping[Any, Callable[..., Sequence[int]]] = {
     **dict.fromkeys((torch.feature_dropout, torch.feature_dropout_), _of_channels),
     **dict.fromkeys((torch.feature_alpha_dropout, torch.feature_alpha_dropout_), _of_channels),
 }
-#: Functions that draw, likewise.
+#: Functions that draw random numbers, with the shape of the numbers.
 DRAWS: Mapping[Any, Callable[..., Sequence[int]]] = {
     torch.rand: _size_of,
     torch.randn: _size_of,
@@ -78,7 +78,7 @@ class NoDraws:
     Args:
         device: Where this rank computes.
         functions: Takes the place of other functions, such as attention.
-        only_dropout: Whether other numbers are drawn as always.
+        only_dropout: True if only dropout is left out, and other functions draw as usual.
     """
 
     def __init__(

@@ -362,10 +362,10 @@ class Message(NamedTuple):
     for as many bytes as both sides know, and then for those that are missing, as the header says.
 
     Attributes:
-        code: What it is, by a number that the sender and the receiver agree on.
-        subject: What it is about, by such a number.
+        code: The number of the kind of message, on which sender and receiver agree.
+        subject: The number of the message's subject, which the receiver compares with the one it expects.
         num_bytes: The length without padding.
-        encoded: The value's bytes; none if there is no value.
+        encoded: The bytes of the value; empty without a value.
         parts: All of it as uint8 tensors on the host: the first part, and the rest if there is any.
     """
 
@@ -390,8 +390,8 @@ class Message(NamedTuple):
         Args:
             encoded: A value, by :func:`encode`.
             tensors: Tensors of the host.
-            code: What the message is.
-            subject: What it is about.
+            code: The number of the kind of message.
+            subject: The number of its subject.
             size: The bytes of the first part.
         """
         places = _places(len(encoded), tensors)

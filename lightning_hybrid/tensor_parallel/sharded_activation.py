@@ -1,4 +1,4 @@
-"""A tensor of the whole shape of which this rank has its share, until something reads all of it."""
+"""A sharded activation: a tensor with the shape of the whole, of which this rank holds a share until it is read."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning_hybrid.distributed.pytree import flatten, map_leaves, unflatten
 from lightning_hybrid.distributed.tensor_metadata import METADATA, getters
 from lightning_hybrid.tensor_parallel.sharding import Sharding
 
-#: Around calls with empty tensors that only tell shapes: modes do not see them.
+#: Hides calls with meta tensors, which only compute shapes, from dispatch modes.
 unseen: Any
 try:
     from torch._C import _DisableTorchDispatch as unseen
@@ -38,7 +38,7 @@ _IN_GRAPH: frozenset[Any] = (
 
 
 class ShardedActivation(Tensor):
-    """What a layer returns to the code around it: a tensor of the shape of the whole.
+    """The sharded result of a layer, for the code around the layer: a tensor with the shape of the whole.
 
     ::
 
@@ -47,23 +47,23 @@ class ShardedActivation(Tensor):
                           `------------> anything else            the shares are gathered, once, and it is an ordinary
                                                                   tensor from there on
 
-    The graph is that of this tensor, whoever takes the share: so hooks and gradients of it mean what they always do.
-    All ranks of the group must do the same with it, as they do if they run the same code. A subclass says what its
-    gradients are and which functions compute on shares.
+    Code that takes the share stays in the graph of this tensor, so hooks and gradients of the tensor work as usual.
+    All ranks of the group must call the same functions with it, as they do if they run the same code. A subclass
+    defines the scale of its gradients and the functions that compute on shares.
 
     Args:
         local: This rank's share, without a graph.
-        sharding: How the whole is divided.
-        strides: Of the whole; ``None`` if it is contiguous.
-        scale: The share is so many times the one of the whole, as gradients are that flow in the layers.
+        sharding: The division of the whole.
+        strides: The strides of the whole; ``None`` if it is contiguous.
+        scale: The factor between this share and the share of the whole, for gradients inside layers.
 
     Attributes:
-        sharding: As given.
-        scale: As given.
+        sharding: The division of the whole.
+        scale: The factor between this share and the share of the whole.
     """
 
     handlers: ClassVar[dict[Function, Handler]] = {}
-    #: Whether consecutive positions of the divided dimension stay in shares; those may differ in length.
+    #: True if a slice of the divided dimension stays sharded; its shares can differ in length.
     can_narrow: ClassVar[bool] = True
 
     sharding: Sharding
@@ -81,7 +81,7 @@ class ShardedActivation(Tensor):
     def __new__(
         cls, local: Tensor, sharding: Sharding, strides: Sequence[int] | None = None, *, scale: int = 1
     ) -> Self:
-        """Make one that is not connected to the graph of its share."""
+        """Return an activation that is not connected to the graph of its share."""
         made: Self = Tensor._make_wrapper_subclass(
             cls, sharding.whole_shape(local.shape), strides, dtype=local.dtype, device=local.device
         )
@@ -95,8 +95,8 @@ class ShardedActivation(Tensor):
 
         Args:
             local: This rank's share.
-            sharding: How the whole is divided.
-            strides: Of the whole; ``None`` if it is contiguous.
+            sharding: The division of the whole.
+            strides: The strides of the whole; ``None`` if it is contiguous.
         """
         made: Self = _Shard.apply(local, cls, sharding, strides)  # type: ignore[no-untyped-call]
         made._written, made._node = 0 if made.is_inference() else made._version, made.grad_fn
@@ -104,14 +104,14 @@ class ShardedActivation(Tensor):
 
     @classmethod
     def implements(cls, *functions: Function) -> Callable[[Handler], Handler]:
-        """Register what works on shares.
+        """Register a handler for functions that compute on shares.
 
         Args:
-            functions: Of torch.
+            functions: Functions of torch.
 
         Returns:
-            A decorator of ``handler(function, args, kwargs)``, which may return `NotImplemented`: then the shares are
-            gathered, and the function does what it always does.
+            A decorator of ``handler(function, args, kwargs)``. If the handler returns `NotImplemented`, the shares are
+            gathered and the function receives the whole tensor.
         """
 
         def register(handler: Handler) -> Handler:
@@ -122,11 +122,11 @@ class ShardedActivation(Tensor):
 
     @property
     def gradient_scale(self) -> int:
-        """The scale of gradients that flow in the layers."""
+        """Return the scale of gradients inside layers."""
         return 1
 
     def operand(self, tensor: Tensor, behind: int) -> Any:
-        """Return what goes with the share of this tensor element by element, or `NotImplemented`.
+        """Return the part of another operand that matches the share element by element, or `NotImplemented`.
 
         Args:
             tensor: An operand of the whole tensor.
@@ -136,7 +136,7 @@ class ShardedActivation(Tensor):
 
     @property
     def local(self) -> Tensor:
-        """This rank's share, in the graph."""
+        """Return this rank's share, in the graph."""
         if not (torch.is_grad_enabled() and self.requires_grad):
             return self._local
         if self._linked is None:
@@ -145,12 +145,12 @@ class ShardedActivation(Tensor):
 
     @property
     def local_data(self) -> Tensor:
-        """This rank's share, without a graph."""
+        """Return this rank's share, without a graph."""
         return self._local
 
     @property
     def group(self) -> Any:
-        """The ranks that have the other shares."""
+        """Return the group of the ranks that have the shares."""
         return self.sharding.shares.group
 
     @property
@@ -186,17 +186,17 @@ class ShardedActivation(Tensor):
         return self._whole is not None if self.is_inference() else self._version != self._written
 
     def mark_written(self) -> None:
-        """Let its values be those of the whole from here on, as something may write into them unseen."""
+        """Use the whole from now on, because code that is not seen here can write into it."""
         self._written = -1
 
     @staticmethod
     def to_plain(leaf: Any) -> Any:
-        """Return what a function that does not know shares gets in the place of one of its arguments."""
+        """Return the plain argument for a function that does not compute on shares."""
         return plain(leaf)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """A call: of what only looks at the shape, of what works on shares, or of anything else."""
+        """Call a function that reads only the shape, a handler that computes on shares, or any other function."""
         kwargs = kwargs or {}
         if func in _WATCHES and isinstance(args[0], cls):
             args[0]._view = None  # its own place in the graph is the one that counts from here on
@@ -212,12 +212,12 @@ class ShardedActivation(Tensor):
                 return result
         plain_args, plain_kwargs = map_leaves(cls.to_plain, (args, kwargs))
         result = func(*plain_args, **plain_kwargs)
-        # What changes a tensor in place returns it.
+        # A function that changes a tensor in place returns it.
         return args[0] if args and isinstance(args[0], cls) and result is plain_args[0] else result
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """An operator reads it, or writes into it; or autograd adds up gradients, which needs no collective."""
+        """Call an operator with the whole tensor; a sum of two gradients stays on shares, without a collective."""
         if func is torch.ops.aten.add.Tensor and not kwargs:
             gradient = next(filter(_is_unread_gradient, args), None)
             if gradient is not None:
@@ -240,7 +240,7 @@ def in_shares(value: Any) -> bool:
 
 
 def functions(*names: str) -> set[Function]:
-    """Return what torch has under these names."""
+    """Return the functions and methods of torch with these names."""
     owners = (torch, Tensor, F)
     return {each for owner in owners for name in names if callable(each := getattr(owner, name, None))}
 
@@ -286,7 +286,7 @@ def _is_unread_gradient(value: Any) -> bool:
 
 
 def _share_of_gradient(gradient: Tensor, sharding: Sharding, scale: int) -> Tensor:
-    """Return what flows in the layers of a gradient of the whole."""
+    """Return the gradient of this rank's share, as it flows inside layers."""
     if _is_unread_gradient(gradient) and gradient.sharding.is_same(sharding):  # type: ignore[attr-defined]
         return gradient._local  # type: ignore[attr-defined, no-any-return]
     own = sharding.own(full_tensor(_read(gradient)))
@@ -297,7 +297,7 @@ def _read(leaf: Any) -> Any:
     return leaf.read() if isinstance(leaf, ShardedActivation) else leaf
 
 
-# -- what works on shares, whatever is divided -------------------------------------------------------------------------
+# -- handlers that compute on shares, for every divided dimension ------------------------------------------------------
 
 
 def elementwise(func: Function, args: Any, kwargs: Any) -> Any:
@@ -327,16 +327,16 @@ def _operand(tensor: Tensor, first: ShardedActivation, behind: int) -> Any:
 def dim_after(func: Function, x: Any, others: Any, kwargs: Any) -> int | None:
     """Return where a function of one tensor moves the divided dimension.
 
-    An empty tensor whose sizes tell dimensions apart says it.
+    The function is called with a meta tensor in which only the divided dimension has size 3.
 
     Args:
         func: The function.
         x: The tensor.
         others: The other arguments.
-        kwargs: Likewise.
+        kwargs: The keyword arguments.
 
     Returns:
-        The dimension; ``None`` if it is gone, or is no matter of shares.
+        The dimension; ``None`` if it no longer exists, or if the function does not compute on shares.
     """
     given = flatten((others, kwargs))[0]
     if not in_shares(x) or any(isinstance(each, Tensor) for each in given):
@@ -345,7 +345,7 @@ def dim_after(func: Function, x: Any, others: Any, kwargs: Any) -> int | None:
         with unseen():
             probe = torch.empty([3 if dim == x.sharding.dim else 2 for dim in range(x.ndim)], device="meta")
             shape = list(func(probe, *others, **kwargs).shape)
-    except (RuntimeError, IndexError, TypeError):  # which the whole tensor shall say
+    except (RuntimeError, IndexError, TypeError):  # the call with the whole tensor raises it again
         return None
     return shape.index(3) if 3 in shape else None
 
@@ -390,7 +390,7 @@ def _reshape(func: Function, args: Any, kwargs: Any) -> Any:
 
 @ShardedActivation.implements(Tensor.view_as)
 def _view_as(func: Function, args: Any, kwargs: Any) -> Any:
-    """Of itself: so functions of autograd pass a tensor on."""
+    """Handle a view of a tensor as itself, with which autograd functions return an unchanged input."""
     x, other = args
     return _reshape(Tensor.view, (x, x.shape), {}) if x is other else NotImplemented
 

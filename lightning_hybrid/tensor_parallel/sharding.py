@@ -1,4 +1,4 @@
-"""How a dimension of a tensor is divided over ranks: positions of a sequence, or classes."""
+"""The division of a dimension of a tensor over ranks: of the positions of a sequence, or of classes."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class Shares:
     Args:
         total: The number of positions, for example the length of a sequence.
         group: The ranks.
-        balanced: Whether there are two pieces for each rank.
+        balanced: True if each rank has two pieces.
 
     Attributes:
-        pieces: Of each rank, the first position and the length.
-        lengths: Of the share of each rank.
+        pieces: The first position and the length of each piece of each rank.
+        lengths: The length of the share of each rank.
         length: The length of this rank's share.
     """
 

@@ -797,16 +797,16 @@ def without_example_input(module: LightningModule) -> AbstractContextManager[Non
 
 
 def choose_checkpoint(trainer: Trainer, choose: Callable[[Any], Any]) -> AbstractContextManager[None]:
-    """While entered, have a run go on from another checkpoint than the Trainer has found for ``ckpt_path``, or none.
+    """Replace, while entered, the checkpoint from which a run resumes: the path found for ``ckpt_path``, or none.
 
     Args:
         trainer: The Trainer.
-        choose: Gets the path that was found, or ``None``, once in each run, when the process groups exist; gives the
-            path that is taken.
+        choose: Receives the path that was found, or ``None``, and returns the path to use; called once in each run,
+            when the process groups exist.
 
     Touches: ``Trainer._checkpoint_connector`` and its ``resume_start`` (replaced on one object).
 
-    Without: where a machine finds no last checkpoint on its disk, its ranks begin anew while the others go on.
+    Without: if a node finds no last checkpoint on its disk, its ranks start from the beginning while the others resume.
     """
     connector = trainer._checkpoint_connector
 
@@ -1028,7 +1028,7 @@ def subprocess_launcher(
         num_processes: On this node.
         num_nodes: The number of nodes.
         variables: Environment variables of these processes, which this one does not keep.
-        around: As of :func:`in_place_launcher`.
+        around: The argument of :func:`in_place_launcher`.
 
     Touches: ``lightning.pytorch.strategies.launchers._SubprocessScriptLauncher`` and its ``_call_children_scripts``.
 
@@ -1082,7 +1082,7 @@ def multiprocessing_launcher(
         start_method: ``"fork"``, ``"spawn"`` or ``"forkserver"``.
         check: Called with it and a device of the strategy before processes start.
         why: Says why the weights of a module cannot come back; ``None`` if they can.
-        around: As of :func:`in_place_launcher`; can be pickled.
+        around: The argument of :func:`in_place_launcher`; it can be pickled.
 
     Touches: ``lightning.pytorch.strategies.launchers._MultiProcessingLauncher`` and its
         ``_collect_rank_zero_results``, ``_start_method`` and ``_strategy``; ``_WorkerOutput`` beside it.

@@ -1,4 +1,4 @@
-"""What ranks have written says why a run cannot continue: a table of situations."""
+"""The judge finds from the records of the ranks why a run cannot continue: a table of situations."""
 
 from __future__ import annotations
 

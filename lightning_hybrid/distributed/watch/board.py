@@ -63,11 +63,11 @@ class Board:
         store: A store that all ranks see.
         rank: This rank.
         size: The number of ranks.
-        shared: Of the board of the same rank over another client; ``None`` for a new one.
+        shared: The state of this rank's board over another client of the store; ``None`` for the first board.
 
     Attributes:
-        rank: As given.
-        size: As given.
+        rank: This rank.
+        size: The number of ranks.
     """
 
     def __init__(self, store: Store, *, rank: int, size: int, shared: _Shared | None = None) -> None:
@@ -300,7 +300,7 @@ class Board:
         Args:
             meeting: Its name.
             ranks: The ranks that meet.
-            told: What this rank does, for the text of a difference.
+            told: The call that this rank makes, for the text about a difference.
             digest: The same on ranks that do the same.
 
         Returns:

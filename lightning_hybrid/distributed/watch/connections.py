@@ -54,7 +54,7 @@ class Connections:
     def num_lost(self) -> int:
         """Return how many sockets of :meth:`watch_opened` have been closed, here or by the peer; 0 if it is not known.
 
-        Other C++ code than gloo's may have opened one of them, so a closed socket alone is no proof of a failure.
+        Other C++ code than gloo's may have opened one of them, so a closed socket alone does not prove a failure.
         """
         number, hung_up = 0, getattr(select, "POLLRDHUP", 0)
         lasting = self._lasting if hung_up else set()

@@ -144,7 +144,7 @@ class Failures:
             error: The exception of this rank.
             where: The rank, stage and action.
             abandon: Drops all that is under way and would keep connections open.
-            verbatim: As in :meth:`report`.
+            verbatim: The argument of :meth:`report`.
 
         Returns:
             The first failure, to be raised from ``error``; ``None`` if ``error`` is the first one.

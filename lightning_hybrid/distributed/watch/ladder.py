@@ -40,7 +40,7 @@ class Ladder:
         end: Ends the process.
 
     Attributes:
-        interrupt: As given.
+        interrupt: The function that interrupts the thread of the run.
     """
 
     def __init__(

@@ -60,15 +60,15 @@ class RankWatch:
         board: The board, over the store of the watcher: while one thread waits for a key, its client is locked.
         thread: The thread of the run.
         heartbeats: Finds ranks that send no heartbeats; ``None`` if it is off.
-        abort: As in `Ladder`, like `interrupt` and `end`.
+        abort: The argument of the same name of `Ladder`, as are `interrupt` and `end`.
         num_lost: Returns how many connections have been closed so far, here or by other ranks.
         parent: The process that started this one, if this one shall not outlive it.
 
     Attributes:
         ladder: Ends this rank.
-        waits: As in :meth:`open`; ``None`` before the first run.
-        stall: As in :meth:`open`.
-        comparisons: As in :meth:`open`.
+        waits: The argument of :meth:`open`; ``None`` before the first run.
+        stall: The argument of :meth:`open`.
+        comparisons: The argument of :meth:`open`.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
-"""A whole sequence of which this rank has its share, and what works on shares, position by position.
+"""A sequence whose positions are sharded over ranks, and the functions that compute on shares, position by position.
 
-Every handler gives what the function would give on the whole sequence, or says `NotImplemented`. What is no sequence in
-shares is taken along as :class:`Division` takes arguments of layers: what goes by positions is divided, and what every
-position is computed with is whole.
+A handler returns its share of the result on the whole sequence, or `NotImplemented`. Other operands are treated as
+arguments of layers are by :class:`Division`: operands with a value for each position are divided, and operands that are
+the same for all positions stay whole.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def _dropout(func: Function, args: Any, kwargs: Any) -> Any:
 
 @ShardedSequence.implements(*_NORMS, *functions("linear", "matmul", "__matmul__"))
 def _along_features(func: Function, args: Any, kwargs: Any) -> Any:
-    """What mixes features, with weights that are the same for all positions."""
+    """Handle a function that mixes features, with weights that are equal for all positions."""
     x, *others = args
     dims = 1
     if func in _NORMS:

@@ -145,7 +145,7 @@ class ChainProgram(StepProgram):
 
         Args:
             step: The name of the step that does.
-            why: What it does, with a placeholder for the name of the chain.
+            why: The reason as a text, with a placeholder for the name of the chain.
         """
         program = FrameProgram(
             self._context,

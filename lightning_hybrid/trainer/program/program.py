@@ -95,7 +95,7 @@ class Trial(Generic[_State]):
         state: The state before the step; ``None`` if the step never runs again.
 
     Attributes:
-        state: As above; a program sets it to ``None`` once it knows all of the step.
+        state: The state before the step; a program sets it to ``None`` once it knows the whole path of the step.
         error: On the last stage, why the step has to run again; ``None`` if it does not.
     """
 
@@ -220,7 +220,7 @@ class StepProgram(ABC):
             stage: The stage.
             call: The step.
             inputs: The output of the stage before.
-            part: As returned by :meth:`parts`; ``None`` without plans.
+            part: The step's entry in the result of :meth:`parts`; ``None`` without plans.
 
         Returns:
             A function that returns the output for the next stage, or on the last stage the result of the step. It is

@@ -302,6 +302,7 @@ class StepContext:
         if self.is_last:
             self._recorder.next_microbatch(keep=keep)
         self.streams.seed_user(*call.coordinates)
+        # As `call.arguments`, without a further file between the engine and the step.
         batch = call.batch if call.device is None else move_data_to_device(call.batch, call.device)
         return batch, *call.others
 

@@ -62,7 +62,7 @@ class Verdict(NamedTuple):
         kind: One of the constants of this module.
         text: The reason why the run cannot continue, for the user.
         details: Additional lines that the judge prints.
-        suspects: As :attr:`Sight.suspects`, for the next look.
+        suspects: The value of :attr:`Sight.suspects` for the next look.
         exception: The name of the exception that the ranks raise.
     """
 

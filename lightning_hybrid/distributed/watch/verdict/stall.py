@@ -65,7 +65,7 @@ class StallWatch:
         patience: Seconds that other watchers may take to answer; by default an eighth of ``timeout``, or a few.
 
     Attributes:
-        timeout: As given.
+        timeout: The seconds without progress after which a run counts as stalled.
     """
 
     def __init__(
