@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.distributed.module_names import join_names
 from lightning_hybrid.distributed.pytree import flatten
+from lightning_hybrid.distributed.replaced import replaced_entries
 from lightning_hybrid.pipeline_parallel.chain import CodeBefore
 from lightning_hybrid.pipeline_parallel.frame.units import (
     find_units,
@@ -317,11 +318,8 @@ class BodyCut:
             call.refuse_derivatives(self._name, x, y)
             return y
 
-        self._body.forward = redirected  # type: ignore[method-assign]
-        try:
+        with replaced_entries([(vars(self._body), {"forward": redirected})]):
             yield
-        finally:
-            del self._body.forward
 
     def run(
         self,
