@@ -19,7 +19,6 @@ from lightning_hybrid.checkpoint.file_io import FILE_PLUGINS
 from lightning_hybrid.checkpoint.full import FullCheckpoint, check_values, part_expected
 from lightning_hybrid.checkpoint.metadata import METADATA, check_kind, make_metadata
 from lightning_hybrid.checkpoint.optimizer_state import OptimizerStates
-from lightning_hybrid.checkpoint.ownership import Ownership
 from lightning_hybrid.checkpoint.snapshot import snapshot
 from lightning_hybrid.checkpoint.state_dict_match import load_module_state
 from lightning_hybrid.checkpoint.storage.background import BackgroundWriter
@@ -27,11 +26,10 @@ from lightning_hybrid.checkpoint.storage.checksums import verify
 from lightning_hybrid.checkpoint.storage.disks import at_hand, check_shared
 from lightning_hybrid.checkpoint.storage.remote import Place, is_directory, place_of
 from lightning_hybrid.config import Settings
+from lightning_hybrid.data_parallel.parameter_map import ParameterMap
 from lightning_hybrid.distributed.agreement import agree
 from lightning_hybrid.distributed.dtensor import to_local
-from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.distributed.process_group import GroupRef
-from lightning_hybrid.pipeline_parallel.stage_map import StageMap
 
 if TYPE_CHECKING:
     from lightning_hybrid.checkpoint.sharded import ShardedCheckpoint
@@ -64,21 +62,19 @@ class Checkpointer:
     def __init__(
         self,
         module: LightningModule,
-        stage_map: StageMap,
-        mesh: Mesh,
+        parameters: ParameterMap,
         settings: Settings,
         training_state: TrainingState,
         optimizers: OptimizerStates,
     ) -> None:
         self._module = module
-        self._mesh = mesh
+        self._map, self._mesh = parameters, parameters.mesh
         self._settings = settings
         self._training_state = training_state
         self.optimizers = optimizers
-        self._ownership = Ownership(module, stage_map, mesh)
-        self._full = FullCheckpoint(module, self._ownership, self.optimizers, mesh)
-        self._metadata = make_metadata(mesh, settings, stage_map)
-        self._group = GroupRef(mesh.decision_group)
+        self._full = FullCheckpoint(module, parameters, self.optimizers)
+        self._metadata = make_metadata(self._mesh, settings, parameters.stage_map)
+        self._group = GroupRef(self._mesh.decision_group)
         self._background = BackgroundWriter()
         self._is_in_run = False
         self._read_from: Any = None  # the path of the checkpoint whose states come next
@@ -88,7 +84,7 @@ class Checkpointer:
         """What writes and reads directories, with torch's part of that, which takes time to import."""
         from lightning_hybrid.checkpoint.sharded import ShardedCheckpoint
 
-        return ShardedCheckpoint(self._module, self._ownership, self.optimizers, self._mesh)
+        return ShardedCheckpoint(self._module, self._map, self.optimizers)
 
     def open(self) -> None:
         """A run begins: until :meth:`close` there is somebody who waits for what is written in the background.
@@ -105,15 +101,12 @@ class Checkpointer:
             on_disks = [folder for folder in dict.fromkeys(folders) if isinstance(folder, Path)]
             check_shared(on_disks, self._mesh.hosts, self._mesh.decision_group)
 
-    def place_parameters(self, stage_map: StageMap, placeholders: Mapping[int, Tensor]) -> None:
-        """Parameters live on other stages from here on.
-
-        Args:
-            stage_map: Which stage holds what.
-            placeholders: What has taken the places of parameters, by the identities of these.
-        """
+    def release_parameters(self) -> None:
+        """Wait for checkpoints that are still being written."""
         self.finish()
-        self._ownership.place(stage_map)
+
+    def take_parameters(self, placeholders: Mapping[int, Tensor]) -> None:
+        """Keep the optimizer states of parameters that this rank still has; see :class:`Follower`."""
         for optimizer in self._module.trainer.strategy.optimizers:
             self.optimizers.replace_with_placeholders(optimizer, placeholders)
 

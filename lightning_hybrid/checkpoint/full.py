@@ -16,10 +16,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_hybrid.checkpoint.optimizer_state import OptimizerStates, check_number, numbered
-from lightning_hybrid.checkpoint.ownership import Ownership
 from lightning_hybrid.checkpoint.tree_paths import cloned, replaced, value_at
+from lightning_hybrid.data_parallel.parameter_map import ParameterMap
 from lightning_hybrid.distributed.dtensor import full_tensor, is_zero_sharded
-from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.distributed.process_group import GroupRef
 from lightning_hybrid.distributed.pytree import TreeSpec, flatten, flatten_with_path, split_values, unflatten
 from lightning_hybrid.distributed.tensor_bytes import as_bytes
@@ -37,16 +36,15 @@ class FullCheckpoint:
 
     Args:
         module: The user's module, with placeholders for what lives elsewhere.
-        ownership: Which rank's values count.
+        parameters: The places of the module's tensors.
         optimizers: The undivided optimizers.
-        mesh: The ranks.
     """
 
-    def __init__(self, module: LightningModule, ownership: Ownership, optimizers: OptimizerStates, mesh: Mesh) -> None:
+    def __init__(self, module: LightningModule, parameters: ParameterMap, optimizers: OptimizerStates) -> None:
         self._module = module
-        self._ownership = ownership
+        self._map = parameters
         self._optimizers = optimizers
-        self._mesh = mesh
+        self._mesh = mesh = parameters.mesh
         self._group = GroupRef(mesh.control_group)
         self._is_alone = mesh.model_group.size() == 1
         stages = range(mesh.sizes.pipeline)
@@ -62,8 +60,8 @@ class FullCheckpoint:
         state = self._module.state_dict()
         if self.is_undivided:
             return state
-        stored = self._ownership.stored_names(state)
-        found = self._gather(self._ownership.part(state))
+        stored = self._map.stored_names(state)
+        found = self._gather(self._map.owned_part(state))
         if not found:
             return {}
         full = copy.copy(state)  # with the versions of layers
@@ -79,7 +77,7 @@ class FullCheckpoint:
         named = self._optimizers.state(optimizer)
         if "param_groups" not in named:  # Lightning's placeholder for no optimizer has no state
             return named
-        owners, rank = self._ownership.parameter_owners(), self._mesh.pipeline_rank
+        owners, rank = self._map.parameter_owners(), self._mesh.pipeline_rank
         state = self._gather({name: value for name, value in named["state"].items() if owners.get(name, 0) == rank})
         return numbered({**named, "state": state}) if self._mesh.is_first else {}
 
@@ -118,13 +116,13 @@ class FullCheckpoint:
         missing = first_has[0]
         if not missing:
             return checkpoint
-        tied = self._ownership.first_names()
+        tied = self._map.first_names()
         local = {path: value_at(checkpoint, path) for path in missing if path[-1] not in tied}
         local = {path: value for path, value in local.items() if isinstance(value, Tensor) and not value.is_meta}
         for root in dict.fromkeys(path[:-1] for path in missing):  # state dicts, or part of them
             table = value_at(checkpoint, root)
             named = {name: value for name, value in table.items() if name in tied} if isinstance(table, dict) else {}
-            local.update({(*root, name): value for name, value in self._ownership.part(named).items()})
+            local.update({(*root, name): value for name, value in self._map.owned_part(named).items()})
         found = self._gather(local)
         for path in missing if found else []:
             first = (*path[:-1], tied.get(path[-1], path[-1]))

@@ -18,13 +18,12 @@ from torch.optim import Optimizer
 from lightning_hybrid.axes import AXES
 from lightning_hybrid.checkpoint.metadata import METADATA
 from lightning_hybrid.checkpoint.optimizer_state import OptimizerStates, check_number
-from lightning_hybrid.checkpoint.ownership import Ownership
 from lightning_hybrid.checkpoint.state_dict_match import check_match, shape_of
 from lightning_hybrid.checkpoint.storage.dcp import MODEL, OPTIMIZERS, DistributedCheckpoint
 from lightning_hybrid.checkpoint.storage.dcp_writer import write_directory
 from lightning_hybrid.checkpoint.storage.remote import Place
 from lightning_hybrid.checkpoint.tree_paths import insert, tree_of, value_at, without
-from lightning_hybrid.distributed.mesh import Mesh
+from lightning_hybrid.data_parallel.parameter_map import ParameterMap
 from lightning_hybrid.distributed.messages.tree_broadcast import broadcast_object
 from lightning_hybrid.distributed.pytree import TreePath, flatten_with_path
 from lightning_hybrid.pipeline_parallel.placeholders import PlaceholderBuffer, is_placeholder
@@ -64,16 +63,15 @@ class ShardedCheckpoint:
 
     Args:
         module: The user's module, with placeholders for what lives elsewhere.
-        ownership: Which rank's values count.
+        parameters: The places of the module's tensors.
         optimizers: The undivided optimizers.
-        mesh: The ranks.
     """
 
-    def __init__(self, module: LightningModule, ownership: Ownership, optimizers: OptimizerStates, mesh: Mesh) -> None:
+    def __init__(self, module: LightningModule, parameters: ParameterMap, optimizers: OptimizerStates) -> None:
         self._module = module
-        self._ownership = ownership
+        self._map = parameters
         self._optimizers = optimizers
-        self._mesh = mesh
+        self._mesh = parameters.mesh
 
     def metadata_of(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """What a directory's checkpoint says of the state dict of the module, which is not in it as it is.
@@ -82,7 +80,7 @@ class ShardedCheckpoint:
             As ``"names"`` all of its names, in its order, and what each is stored as; as ``"layers"`` its `_metadata`,
             such as the versions of layers.
         """
-        metadata: dict[str, Any] = {"names": self._ownership.stored_names(state)}
+        metadata: dict[str, Any] = {"names": self._map.stored_names(state)}
         if hasattr(state, "_metadata"):
             metadata["layers"] = {name: dict(layer) for name, layer in state._metadata.items()}
         return metadata
@@ -131,11 +129,11 @@ class ShardedCheckpoint:
         Of a buffer that lies over the tensor-parallel ranks those of the first replica count: others may have other
         values, of which torch would take a part.
         """
-        first, parameters = self._ownership.first_names(), self._ownership.parameter_owners()
+        first, parameters = self._map.first_names(), self._map.parameter_owners()
         is_first = self._mesh.data_rank == self._mesh.context_rank == 0
         for path in tables:
             table = value_at(checkpoint, path) or {}
-            owners = self._ownership.owners(table)
+            owners = self._map.owners(table)
             for name, value in table.items():
                 if _is_meta(value) or (first.get(name, name) != name and first[name] in table):
                     continue
@@ -200,7 +198,7 @@ class ShardedCheckpoint:
 
     def _sources(self, state: Mapping[str, Any], saved: Collection[str]) -> dict[str, str]:
         """Under which name the value of each name was saved: of tied tensors, any of their names will do."""
-        stored = self._ownership.stored_names(state)
+        stored = self._map.stored_names(state)
         alias = {stored[name]: name for name in reversed(list(state)) if name in saved}
         return {name: alias[stored[name]] for name in state if stored[name] in alias}
 
@@ -219,7 +217,7 @@ class ShardedCheckpoint:
 
     def _read_tables(self, directory: DistributedCheckpoint, checkpoint: dict[str, Any]) -> None:
         """Copies of the model that callbacks have: sharded as the module is, and placeholders for other stages."""
-        tensors = self._ownership.tensors()
+        tensors = self._map.tensors()
         known = {directory.module_root, *directory.optimizer_roots}
         targets = {
             path: _empty_like(entry, tensors.get(path[-1]))
@@ -227,7 +225,7 @@ class ShardedCheckpoint:
             if path[0] not in known
         }
         values = directory.read({path: target for path, target in targets.items() if not _is_meta(target)})
-        insert(checkpoint, targets | values, self._ownership.first_names())
+        insert(checkpoint, targets | values, self._map.first_names())
 
     @staticmethod
     def wrote(states: Sequence[Any]) -> bool:

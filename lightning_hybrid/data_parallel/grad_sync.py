@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -12,15 +12,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from lightning_hybrid.data_parallel.broadcast import broadcast_tensors
 from lightning_hybrid.data_parallel.fp32_grads import Float32Gradients
 from lightning_hybrid.data_parallel.grad_buckets import GradientBuckets
+from lightning_hybrid.data_parallel.parameter_map import ParameterMap
 from lightning_hybrid.data_parallel.sync_batch_norm import synchronize_batch_norm
 from lightning_hybrid.data_parallel.zero.param import is_shard
 from lightning_hybrid.data_parallel.zero.zero import NoZero, ZeroParameters
 from lightning_hybrid.distributed.dtensor import (
-    is_first_copy,
     is_tensor_parallel,
     local_gradient,
     redistribute_grad,
@@ -28,7 +29,7 @@ from lightning_hybrid.distributed.dtensor import (
 )
 from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.pipeline_parallel.placeholders import is_placeholder
-from lightning_hybrid.pipeline_parallel.stage_map import StageMap, TensorStages, locate
+from lightning_hybrid.pipeline_parallel.stage_map import TensorStages
 
 
 class GradientSync:
@@ -49,12 +50,10 @@ class GradientSync:
     groups are made.
 
     Args:
-        module: The user's module, with placeholders for what lives elsewhere.
-        stage_map: Which stage holds what.
-        mesh: The ranks.
-        sync_batch_norm: Whether batch norm takes its statistics over all replicas, until :meth:`remove`.
+        parameters: The places of the module's tensors.
+        sync_batch_norm: If True, batch norm takes its statistics over all replicas, until :meth:`remove`.
         adds_up: The names of parameters whose gradients are parts of a sum over the tensor-parallel ranks.
-        zero: Unshards parameters that replicas shard.
+        make_zero: Makes the object that unshards parameters that replicas shard.
         float32_gradients: Whether gradients of parameters in half precision are added up, and reduced, in float32.
         rounds_gradients: Whether these are rounded for the optimizer, once they are final.
 
@@ -66,17 +65,16 @@ class GradientSync:
 
     def __init__(
         self,
-        module: nn.Module,
-        stage_map: StageMap,
-        mesh: Mesh,
+        parameters: ParameterMap,
         *,
         sync_batch_norm: bool = False,
         adds_up: Collection[str] = (),
-        zero: ZeroParameters | NoZero,
+        make_zero: Callable[[], ZeroParameters | NoZero] = NoZero,
         float32_gradients: bool = False,
         rounds_gradients: bool = True,
     ) -> None:
-        self._module, self._mesh = module, mesh
+        self._map, self._mesh, self._make_zero = parameters, parameters.mesh, make_zero
+        module, mesh = parameters.module, parameters.mesh
         self._adds_up, self._has_float32, self._rounds = sorted(adds_up), float32_gradients, rounds_gradients
         self.reduces = True
         self._has_evaluated = False
@@ -86,20 +84,23 @@ class GradientSync:
         )
         if sync_batch_norm and mesh.num_replicas > 1:
             self._undo.append(synchronize_batch_norm(module, mesh.data_group))
-        self.attach(stage_map, zero)
+        self._by_stage: dict[int, list[GradientBuckets]] = {}
+        self._after_backward: list[GradientBuckets] = []
+        self._over_holders: list[GradientBuckets] = []
+        self._float32: list[Float32Gradients] = []
+        self._optimizers: Sequence[Optimizer] = ()
+        self.zero: ZeroParameters | NoZero = NoZero()
+        try:
+            self._attach()
+        except BaseException:
+            self.remove()
+            raise
 
-    def attach(self, stage_map: StageMap, zero: ZeroParameters | NoZero) -> None:
-        """Find out what this rank has in common with others; also again, after :meth:`detach`, once that has changed.
-
-        Args:
-            stage_map: Which stage holds what.
-            zero: Unshards parameters that replicas shard.
-        """
-        module, mesh, self.zero = self._module, self._mesh, zero
-        parameters = locate(module.named_parameters(remove_duplicate=False), stage_map)
-        # Buffers by name: moving a module to a device unties them, and would do so only where they are no placeholders.
-        buffers = module.named_buffers(remove_duplicate=False)
-        self._buffers = [location for named in buffers for location in locate([named], stage_map)]
+    def _attach(self) -> None:
+        """Make the buckets and groups for the tensors that this rank shares with others."""
+        mesh, self.zero = self._mesh, self._make_zero()
+        self.zero.follow(self._optimizers)
+        parameters, self._buffers = self._map.parameters(), self._map.buffers()
         holders = sorted({each.ranks for each in (*parameters, *self._buffers) if len(each.ranks) > 1})
         # Of what stages share, each stage lacks gradients in every step.
         on_device = mesh.device_mesh.device_type != "cpu"
@@ -115,19 +116,22 @@ class GradientSync:
         }
         self._shared_by = [ranks for ranks, (group, _) in groups.items() if group is not None]
         # Placeholders are passed over here and not in each step: there may be thousands of them.
-        self._parameters = [location for location in parameters if self._is_own(location)]
-        own_buffers = (location.tensor for location in self._buffers if self._is_own(location))
+        self._parameters = [location for location in parameters if self._map.is_local(location)]
+        own_buffers = (location.tensor for location in self._buffers if self._map.is_local(location))
         self._floating_buffers = [buffer for buffer in own_buffers if buffer.is_floating_point()]
-        self._counted = {id(each.tensor) for each in self._parameters if each.ranks[0] == mesh.pipeline_rank}
-        self._by_stage: dict[int, list[GradientBuckets]] = {}
-        self._after_backward: list[GradientBuckets] = []
-        self._over_holders: list[GradientBuckets] = []
+        self._counted = {id(each.tensor) for each in self._parameters if self._map.is_owner(each)}
+        self._by_stage, self._after_backward, self._over_holders = {}, [], []
         self._each_backward: set[int] = set()
         self._parts: list[nn.Parameter] = []  # their gradients are summed over the tensor-parallel ranks
         self._summed_parts: set[int] = set()  # of these, the ids of parameters whose gradient is the sum already
         self._float32 = [Float32Gradients(self.local_parameters())] if self._has_float32 else []
-        named = dict(module.named_parameters(remove_duplicate=False))
+        named = dict(self._map.module.named_parameters(remove_duplicate=False))
         self._make_buckets(named[name] for name in self._adds_up)
+
+    def follow(self, optimizers: Sequence[Optimizer]) -> None:
+        """Use the new values of parameters after a step of these optimizers, also in the middle of a training step."""
+        self._optimizers = optimizers
+        self.zero.follow(optimizers)
 
     def local_parameters(self) -> list[Tensor]:
         """The parameters of this rank, of sharded ones both forms."""
@@ -137,9 +141,6 @@ class GradientSync:
         """Return what optimizers step of this rank's parameters, by identity; a shard also by its unsharded form."""
         parameters = (each.tensor for each in self._parameters if isinstance(each.tensor, nn.Parameter))
         return {id(parameter): parameter for parameter in parameters} | self.zero.shards()
-
-    def _is_own(self, location: TensorStages) -> bool:
-        return self._mesh.pipeline_rank in location.ranks and not is_placeholder(location.tensor)
 
     def _make_buckets(self, adding_up: Iterable[Tensor]) -> None:
         data_group = self._mesh.gradient_group
@@ -206,11 +207,8 @@ class GradientSync:
         return [GradientBuckets(parameters, group, scale=scale, overlap=False, mask_group=mask_group)]
 
     def counts_in_norm(self, parameter: nn.Parameter) -> bool:
-        """Whether this rank counts the parameter, or its part of it, in the gradient norm: its first holder does."""
-        is_first = is_first_copy(parameter) if is_tensor_parallel(parameter) else self._mesh.tensor_rank == 0
-        if id(parameter) not in self._counted or self._mesh.context_rank > 0 or not is_first:
-            return False
-        return self.zero.counts_in_norm(parameter)
+        """Return whether this rank counts the parameter, or its shard of it, in the gradient norm."""
+        return id(parameter) in self._counted and self.zero.counts_in_norm(parameter)
 
     @contextmanager
     def step(self, *, evaluates: bool = False, is_cut: bool = True) -> Iterator[None]:
@@ -324,7 +322,7 @@ class GradientSync:
 
     def broadcast_parameters(self) -> None:
         """Give every tensor the values of its first holder on the first replica."""
-        own = [*self._parameters, *filter(self._is_own, self._buffers)]
+        own = [*self._parameters, *filter(self._map.is_local, self._buffers)]
         if self._mesh.sizes.tensor > 1:
             alike = [to_local(each.tensor) for each in own if not is_tensor_parallel(each.tensor)]
             broadcast_tensors(alike, self._mesh.tensor_group)
@@ -363,19 +361,23 @@ class GradientSync:
         for buckets in self._all:
             buckets.abandon()
 
-    def detach(self) -> None:
-        """Take the hooks off the parameters; where replicas shard these, shards stay."""
+    def release_parameters(self) -> None:
+        """Remove the hooks from the parameters. Parameters that ZeRO shards remain sharded."""
         for float32 in self._float32:
             float32.end()
         for buckets in self._all:
             buckets.remove()
         self.zero.remove()
 
+    def take_parameters(self, placeholders: Mapping[int, Tensor]) -> None:
+        """Make buckets and groups again, after parameters have moved; see :class:`Follower`."""
+        self._attach()
+
     def remove(self) -> None:
-        """Take the hooks off the parameters, and put the user's layers back."""
+        """Remove the hooks from the parameters, and put the user's layers back."""
         for undo in self._undo:
             undo()
-        self.detach()
+        self.release_parameters()
 
 
 class Rest(NamedTuple):

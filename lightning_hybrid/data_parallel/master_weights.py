@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -124,13 +124,12 @@ class MasterWeights:
             self._handles.append(optimizer.register_step_pre_hook(lambda *_: self.open()))
             self._handles.append(optimizer.register_step_post_hook(lambda *_: self.close()))
 
-    def drop(self, parameters: Container[int]) -> None:
-        """These have left this rank.
+    def release_parameters(self) -> None:
+        """Do nothing: masters belong to the parameters themselves."""
 
-        Args:
-            parameters: Their identities.
-        """
-        self._masters = [master for master in self._masters if id(master.parameter) not in parameters]
+    def take_parameters(self, placeholders: Mapping[int, Tensor]) -> None:
+        """Drop the masters of parameters that have left this rank; see :class:`Follower`."""
+        self._masters = [master for master in self._masters if id(master.parameter) not in placeholders]
 
     def remove(self) -> None:
         """Leave the module in float32, as it was before: nothing of what was trained is rounded."""
@@ -165,4 +164,4 @@ class NoMasterWeights:
     def _nothing(self, *_: Any) -> None:
         pass
 
-    to = open = close = follow = drop = remove = _nothing
+    to = open = close = follow = release_parameters = take_parameters = remove = _nothing

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_hybrid.checkpoint.ownership import Ownership
 from lightning_hybrid.data_parallel.broadcast import broadcast_tensors
+from lightning_hybrid.data_parallel.parameter_map import ParameterMap
 from lightning_hybrid.data_parallel.zero.param import find_owners, full_parameter, set_parameter
 from lightning_hybrid.distributed.agreement import agree, all_gather_values
 from lightning_hybrid.distributed.dtensor import distribute_like, full_tensor, give_gradient, local_gradient, to_local
@@ -43,7 +43,7 @@ class FullParameters:
     Args:
         root: The user's module, divided.
         part: The module whose parameters are meant: ``root``, or a part of it.
-        ownership: Knows which pipeline rank has which parameter.
+        parameters: The places of the module's tensors.
         mesh: The ranks.
         device: Where whole parameters are.
         gradients: If True, whole parameters have whole gradients.
@@ -56,7 +56,7 @@ class FullParameters:
         self,
         root: nn.Module,
         part: nn.Module,
-        ownership: Ownership,
+        parameters: ParameterMap,
         mesh: Mesh,
         device: torch.device,
         *,
@@ -66,7 +66,7 @@ class FullParameters:
         self._owners = find_owners(root)
         agree(self._check)
         names = {id(parameter): name for name, parameter in root.named_parameters()}
-        first = ownership.parameter_owners()
+        first = parameters.parameter_owners()
         self._stages = {parameter: first[names[id(parameter)]] for parameter in part.parameters()}
         self._full: dict[nn.Parameter, nn.Parameter] = {}
 

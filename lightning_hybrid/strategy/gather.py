@@ -10,7 +10,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_hybrid.checkpoint.ownership import Ownership
+from lightning_hybrid.data_parallel.parameter_map import ParameterMap
 from lightning_hybrid.data_parallel.zero.param import is_shard
 from lightning_hybrid.distributed.agreement import agree, all_gather_values
 from lightning_hybrid.distributed.dtensor import copy_attributes, is_tensor_parallel, to_local
@@ -120,7 +120,7 @@ class RefusedStep:
 
 
 @torch.no_grad()
-def gather_module(module: LightningModule, stage_map: StageMap, plan: Plan | None, mesh: Mesh) -> None:
+def gather_module(module: LightningModule, parameters: ParameterMap, plan: Plan | None) -> None:
     """Give every rank all values, as ordinary parameters and buffers, and make its layers what they were.
 
     Tensor by tensor, so that a rank holds the module and one tensor more. Ties, marks and `requires_grad` stay, and so
@@ -128,17 +128,16 @@ def gather_module(module: LightningModule, stage_map: StageMap, plan: Plan | Non
 
     Args:
         module: The user's module, divided.
-        stage_map: Which stage holds what.
-        plan: How layers are shared; ``None`` if they are not.
-        mesh: The ranks.
+        parameters: The places of its tensors.
+        plan: The tensor-parallel plan; ``None`` without tensor parallelism.
 
     Raises:
         ValueError: If others have divided layers of it; on every rank.
     """
     agree(lambda: check_gathering(module, plan))
-    ownership = Ownership(module, stage_map, mesh)
-    tensors, first = ownership.tensors(), ownership.first_names()
-    owners = ownership.owners(tensors)
+    stage_map, mesh = parameters.stage_map, parameters.mesh
+    tensors, first = parameters.tensors(), parameters.first_names()
+    owners = parameters.owners(tensors)
     divisions = plan.param_splits() if plan else {}
     names: dict[str, list[str]] = {}
     for name in owners:

@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_hybrid.checkpoint.parts import mark_parts
 from lightning_hybrid.checkpoint.weights.weights import Source, Weights
 from lightning_hybrid.config import Settings
+from lightning_hybrid.data_parallel.parameter_map import ParameterMap
 from lightning_hybrid.data_parallel.zero.param import is_shard
 from lightning_hybrid.data_parallel.zero.shard_module import shard_module, take_places, unshard_module
 from lightning_hybrid.data_parallel.zero.zero import NoZero, ZeroParameters
@@ -61,7 +63,7 @@ class ModuleParallelizer:
     Attributes:
         num_stages: Stages over all ranks; chunks on a single rank would be neighbours and are one stage.
         body: What is divided into stages; ``None`` if there is one stage, or before the division.
-        stage_map: Which stage holds what.
+        parameters: The places of the module's tensors.
         plan: How layers are shared by the tensor-parallel ranks; ``None`` if they are not, or before the division.
         is_done: Whether the module has been divided.
         source: Where the weights come from; ``None`` if the module has them, or makes them.
@@ -87,7 +89,7 @@ class ModuleParallelizer:
         self._mesh = mesh
         self.num_stages = find_placement(settings, mesh.sizes.pipeline).num_stages
         self.body: Body | None = None
-        self.stage_map = StageMap.uncut()
+        self.parameters = ParameterMap(module, StageMap.uncut(), mesh)
         self.plan: Plan | None = None
         self.is_done = self._was_parallelized = False
         self.is_whole = before is not None
@@ -142,6 +144,11 @@ class ModuleParallelizer:
         self.is_done, self.is_whole = True, False
 
     @property
+    def stage_map(self) -> StageMap:
+        """The stages of the module's tensors."""
+        return self.parameters.stage_map
+
+    @property
     def adds_up(self) -> Collection[str]:
         """Names of parameters whose gradients are parts of a sum over the tensor-parallel ranks."""
         return self.plan.partial_grads if self.plan else ()
@@ -183,7 +190,7 @@ class ModuleParallelizer:
 
     def _load(self, weights: Weights) -> None:
         trainer = self._module.trainer  # the processes of a machine share the work on files
-        weights.load(self._module, self.stage_map, self._mesh, share=(trainer.local_rank, trainer.num_devices))
+        weights.load(self._module, self.parameters, share=(trainer.local_rank, trainer.num_devices))
 
     def around_forwards(
         self, offload: Offload, stays: Callable[[], Iterable[Tensor]]
@@ -285,7 +292,8 @@ class ModuleParallelizer:
         """Agree whether steps are traced: not around a chain with tensor-parallel layers outside of it."""
         if self._mesh.sizes.tensor > 1:
             stage_map = layout.with_plan(self.stage_map, self.body, self.plan, self._module)
-            self.stage_map = replace(self.stage_map, places_outside=all(all_gather_values(stage_map.places_outside)))
+            places_outside = all(all_gather_values(stage_map.places_outside))
+            self._set_stage_map(replace(self.stage_map, places_outside=places_outside))
 
     def _find_plan(self, size: int) -> Plan:
         """The plan, the same on every rank: the automatic one is the first rank's, whose trials of blocks count."""
@@ -317,7 +325,7 @@ class ModuleParallelizer:
         named = self._module.named_parameters(remove_duplicate=False)
         self.shards = {name: parameter for name, parameter in named if isinstance(parameter, DTensor)}
         unshard_module(self._module)
-        gather_module(self._module, self.stage_map, self.plan, self._mesh)
+        gather_module(self._module, self.parameters, self.plan)
         for name in (_PLAN, _OUTSIDE):
             vars(self._module).pop(name, None)
 
@@ -339,24 +347,20 @@ class ModuleParallelizer:
         joined = {name: {stage for found in of_replicas for stage in found.get(name, ())} for name in names}
         return layout.find_outside(self._module, self.stage_map, joined)
 
-    def place_outside(self, outside: Mapping[str, frozenset[int]]) -> dict[int, Tensor]:
-        """Let parameters outside of the body live where they are used; in copies that callbacks have of the module too.
+    def release_parameters(self) -> None:
+        """Do nothing before parameters move; see :class:`Follower`."""
 
-        Args:
-            outside: As :meth:`find_outside` gives it.
-
-        Returns:
-            The placeholders of parameters that have left this rank, by the identities of these.
-        """
-        self.stage_map = replace(self.stage_map, outside={**self.stage_map.outside, **outside})
-        vars(self._module)[_OUTSIDE] = self.stage_map.stages, self.stage_map.outside
+    def take_parameters(self, placeholders: Mapping[int, Tensor]) -> None:
+        """Remember the new stages for the next run, and put placeholders into the copies that callbacks have."""
+        stage_map, rank = self.stage_map, self._mesh.pipeline_rank
+        vars(self._module)[_OUTSIDE] = stage_map.stages, stage_map.outside
         callbacks: list[Any] = self._module.trainer.callbacks  # type: ignore[attr-defined]
         values = [leaf for each in callbacks for leaf in flatten(dict(vars(each)))[0]]
         modules = [value for value in values if isinstance(value, nn.Module)]
         for part in {part for module in modules for part in module.modules() if type(part) is type(self._module)}:
             if part is not self._module:
-                replace_with_placeholders(part, self.stage_map, self._mesh.pipeline_rank)
-        return replace_with_placeholders(self._module, self.stage_map, self._mesh.pipeline_rank)
+                replace_with_placeholders(part, stage_map, rank)
+        mark_parts(self._module)
 
     def check(self) -> None:
         """The body is still what was divided.
@@ -410,7 +414,11 @@ class ModuleParallelizer:
             )
         if body.chain is None:
             self._check_units(body)
-        self.body, self.stage_map = body, stage_map
+        self.body = body
+        self._set_stage_map(stage_map)
+
+    def _set_stage_map(self, stage_map: StageMap) -> None:
+        self.parameters = ParameterMap(self._module, stage_map, self._mesh)
 
     @property
     def opens_chain(self) -> bool:

@@ -29,6 +29,7 @@ from lightning_hybrid.checkpoint.parts import mark_parts, refuse_calls, refuse_p
 from lightning_hybrid.config import Settings
 from lightning_hybrid.data_parallel.grad_sync import GradientSync
 from lightning_hybrid.data_parallel.master_weights import MasterWeights, NoMasterWeights
+from lightning_hybrid.data_parallel.parameter_map import Follower
 from lightning_hybrid.distributed.agreement import RankInfo, agree
 from lightning_hybrid.distributed.arrangement import arrange
 from lightning_hybrid.distributed.dtensor import is_zero_sharded
@@ -222,8 +223,8 @@ class AttachedModule:
         return ModuleParallelizer(self.module, world.config, world.mesh, world.device, world.seed, before)
 
     def _new_checkpointer(self) -> Checkpointer:
-        world, stage_map = self._world, self.parallelizer.stage_map
-        return Checkpointer(self.module, stage_map, world.mesh, world.config, world.resume, self._optimizers)
+        world = self._world
+        return Checkpointer(self.module, self.parallelizer.parameters, world.config, world.resume, self._optimizers)
 
     def divide_early(self) -> None:
         """Put placeholders as soon as there is a body: now, or on leaving the hook that makes it, whoever calls that.
@@ -354,7 +355,7 @@ class Run:
     """
 
     def __init__(self, world: World, attached: AttachedModule, *, sync_batch_norm: bool, autocasts: bool) -> None:
-        config, module, parallelizer = world.config, attached.module, attached.parallelizer
+        config, parallelizer = world.config, attached.parallelizer
         self._world, self._attached = world, attached
         self.context: StepContext | None = None
         self.nonfinite: NonfiniteGuard | None = None
@@ -364,15 +365,11 @@ class Run:
         agree(parallelizer.check)
         attached.checkpointer.open()
         with world.connections.opened(), ExitStack() as undo:  # undone also where the rest fails
-            zero = parallelizer.make_zero()
-            undo.callback(zero.remove)
             self.grad_sync = GradientSync(
-                module,
-                parallelizer.stage_map,
-                world.mesh,
+                parallelizer.parameters,
                 sync_batch_norm=sync_batch_norm,
                 adds_up=parallelizer.adds_up,
-                zero=zero,
+                make_zero=parallelizer.make_zero,
                 float32_gradients=config.tuning.float32_gradients,
                 rounds_gradients=not config.master_weights,
             )
@@ -383,6 +380,7 @@ class Run:
             self.offload = Offload(config.offloaded, world.device)
             around_forwards = parallelizer.around_forwards(self.offload, self.grad_sync.local_parameters)
             self._make_steps(around_forwards, autocasts=autocasts)
+            undo.enter_context(parallelizer.parameters.followed_by(*self._followers()))
             self._installed = undo.pop_all()
 
     def _make_steps(self, around_forwards: Callable[[], AbstractContextManager[None]], *, autocasts: bool) -> None:
@@ -396,8 +394,7 @@ class Run:
         self.context = StepContext(
             module,
             self._attached.parallelizer.body,
-            self._attached.parallelizer.stage_map,
-            world.mesh,
+            self._attached.parallelizer.parameters,
             streams=world.streams,
             failures=world.failures,
             abandon=world.abandon,
@@ -411,7 +408,6 @@ class Run:
         self.context.program = make_program(
             self.context,
             self._attached.parallelizer.body,
-            self._attached.parallelizer.stage_map,
             self.grad_sync,
             num_microbatches=config.num_microbatches,
             frees_early=config.zero_stage == 3 and config.frees_early,
@@ -429,25 +425,22 @@ class Run:
             self.training_step = ManualTrainingStep(self.context, self.grad_sync)
         self.evaluation_step = EvaluationStep(self.context, self.grad_sync)
 
+    def _followers(self) -> list[Follower]:
+        """Return the parts of the run that depend on the places of parameters, in the order of their changes."""
+        attached = self._attached
+        context = [] if self.context is None else [self.context]
+        return [attached.parallelizer, attached.checkpointer, attached.master_weights, self.grad_sync, *context]
+
     def _place_parameters(self, used: Mapping[str, Collection[int]] | None) -> None:
-        """Let parameters outside of the layers live where the first batch of training uses them; on every rank."""
-        context, parallelizer = self.context, self._attached.parallelizer
-        assert context is not None
+        """Move parameters outside the layers to the stages that use them in the first training batch; on every rank."""
+        parallelizer = self._attached.parallelizer
         outside = parallelizer.find_outside(used)
         if not outside:
             return
-        optimizers = self._attached.module.trainer.strategy.optimizers
-        self.grad_sync.detach()
-        placeholders = parallelizer.place_outside(outside)
-        mark_parts(self._attached.module)
-        self._attached.checkpointer.place_parameters(parallelizer.stage_map, placeholders)
-        self._attached.master_weights.drop(placeholders)
         with self._world.connections.opened():
-            self.grad_sync.attach(parallelizer.stage_map, parallelizer.make_zero())
-        self.grad_sync.zero.follow(optimizers)
-        context.place_parameters(parallelizer.stage_map)
+            parallelizer.parameters.move(outside)
         rank_zero_info(placed_text(outside))
-        misplaced = misplaced_text(context.module, parallelizer.stage_map)
+        misplaced = misplaced_text(self._attached.module, parallelizer.stage_map)
         if misplaced is not None:
             rank_zero_warn(misplaced)
 
@@ -511,7 +504,7 @@ class Run:
         world, module, undo = self._world, self._attached.module, self._installed
         self.is_installed = True
         undo.enter_context(lines_beside_bars(world.mesh))
-        self.grad_sync.zero.follow(trainer.strategy.optimizers)
+        self.grad_sync.follow(trainer.strategy.optimizers)
         estimate = partial(self._attached.parallelizer.estimate_memory, trainer.strategy.optimizers)
         add_callbacks(trainer, world.resume, MemoryReport(estimate, memory_table, world.mesh))
         desync = self.context.desync if self.context else StepDesync(module, world.mesh, world.desync, refusing)

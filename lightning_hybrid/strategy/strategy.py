@@ -25,7 +25,6 @@ from typing_extensions import override
 
 from lightning_hybrid.axes import Sizes
 from lightning_hybrid.checkpoint.file_io import FileIO
-from lightning_hybrid.checkpoint.ownership import Ownership
 from lightning_hybrid.checkpoint.weights.weights import Source
 from lightning_hybrid.config import HybridConfig, Settings, explains_errors, takes, usual_microbatches
 from lightning_hybrid.data_parallel.grad_clip import clip_by_total_norm, total_norm
@@ -912,8 +911,8 @@ class HybridStrategy(ReplicaCollectives):
             raise WrongUseError(full_parameters.IN_STEP)
         if not attached.parallelizer.is_done and not attached.parallelizer.is_whole:
             raise WrongUseError(full_parameters.NOT_DIVIDED)
-        ownership = Ownership(root, attached.parallelizer.stage_map, self.mesh)
-        given = root, root if module is None else module, ownership, self.mesh, self.root_device
+        places = attached.parallelizer.parameters
+        given = root, root if module is None else module, places, self.mesh, self.root_device
         parameters = full_parameters.FullParameters(*given, gradients=gradients)
         masters = attached.master_weights.opened
         with parameters.opened(masters, writes=writes, refuses_calls=self._shares_model):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_hybrid.axes import Sizes
 from lightning_hybrid.data_parallel.grad_sync import GradientSync
-from lightning_hybrid.data_parallel.zero.zero import NoZero
+from lightning_hybrid.data_parallel.parameter_map import ParameterMap
 from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.pipeline_parallel.placeholders import PlaceholderTensor, replace_with_placeholders
 from lightning_hybrid.pipeline_parallel.schedules import Placement
@@ -47,7 +47,7 @@ def divided(data: int, pipeline: int) -> tuple[Model, Mesh, GradientSync]:
     stages = STAGES if pipeline == 2 else (range(6),)
     stage_map = model.stage_map(pipeline, stages)
     replace_with_placeholders(model, stage_map, mesh.pipeline_rank)
-    return model, mesh, GradientSync(model, stage_map, mesh, zero=NoZero())
+    return model, mesh, GradientSync(ParameterMap(model, stage_map, mesh))
 
 
 def real(model: Model) -> dict[str, nn.Parameter]:
@@ -169,7 +169,7 @@ def shared_table(pipeline: int) -> int:
     for block in body:
         if not block.table.is_meta:
             block.table = block.table.clone()
-    grad_sync = GradientSync(model, stage_map, mesh, zero=NoZero())
+    grad_sync = GradientSync(ParameterMap(model, stage_map, mesh))
     grad_sync.broadcast_parameters()
     return len(grad_sync._buffers)
 

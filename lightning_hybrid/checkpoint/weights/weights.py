@@ -13,16 +13,14 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
 from lightning_hybrid.checkpoint.optimizer_state import OptimizerStates
-from lightning_hybrid.checkpoint.ownership import Ownership
 from lightning_hybrid.checkpoint.state_dict_match import check_match, load_module_state, shape_of
 from lightning_hybrid.checkpoint.storage.checksums import verify
 from lightning_hybrid.checkpoint.storage.remote import is_directory
 from lightning_hybrid.checkpoint.weights.hugging_face import HuggingFaceFolder
 from lightning_hybrid.checkpoint.weights.tensor_files import SAFETENSORS, open_tensors, read_torch
-from lightning_hybrid.distributed.mesh import Mesh
+from lightning_hybrid.data_parallel.parameter_map import ParameterMap
 from lightning_hybrid.distributed.module_names import fold_numbered
 from lightning_hybrid.error_codes.entry import without_code
-from lightning_hybrid.pipeline_parallel.stage_map import StageMap
 
 #: What a user may give: a path, or the state dict of an undivided module.
 Source = str | Path | Mapping[str, Any]
@@ -67,15 +65,12 @@ class Weights:
         directory = DistributedCheckpoint(self._directory)
         return {path[0]: entry.size for path, entry in directory.below(directory.module_root).items() if entry}
 
-    def load(
-        self, module: LightningModule, stage_map: StageMap, mesh: Mesh, *, share: tuple[int, int] = (0, 1)
-    ) -> None:
+    def load(self, module: LightningModule, parameters: ParameterMap, *, share: tuple[int, int] = (0, 1)) -> None:
         """Give the module its values.
 
         Args:
             module: The user's module, parallelized. Its `strict_loading` says whether names may differ.
-            stage_map: Which stage holds what.
-            mesh: The ranks.
+            parameters: The places of its tensors.
             share: (number, count): which of so many equal parts of files is compared with its checksums here.
 
         Raises:
@@ -93,7 +88,7 @@ class Weights:
             return
         from lightning_hybrid.checkpoint.sharded import ShardedCheckpoint  # as there
 
-        checkpoint = ShardedCheckpoint(module, Ownership(module, stage_map, mesh), OptimizerStates(module), mesh)
+        checkpoint = ShardedCheckpoint(module, parameters, OptimizerStates(module))
         checkpoint.load(self._directory, strict=module.strict_loading, read_extra=lambda path: {})
 
 

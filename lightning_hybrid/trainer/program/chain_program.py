@@ -48,7 +48,6 @@ class ChainProgram(StepProgram):
     Args:
         context: The state that steps share.
         body: The chain.
-        stage_map: The stages of the module's tensors.
         grad_sync: Has the parameters that ZeRO shards.
         num_microbatches: The requested number of microbatches of an evaluation step.
         frees_early: True if the full parameters of a layer are freed after each call.
@@ -59,7 +58,6 @@ class ChainProgram(StepProgram):
         self,
         context: StepContext,
         body: Body,
-        stage_map: StageMap,
         grad_sync: GradientSync,
         *,
         num_microbatches: int,
@@ -68,8 +66,9 @@ class ChainProgram(StepProgram):
     ) -> None:
         self._context = context
         assert body.chain is not None
-        self._body, self._chain, self._stage_map, self._grad_sync = body, body.chain, stage_map, grad_sync
+        self._body, self._chain, self._grad_sync = body, body.chain, grad_sync
         self._num_microbatches, self._frees_early = num_microbatches, frees_early
+        stage_map = context.parameter_map.stage_map
         self._cut = BodyCut(body.name, body.chain, body.lists)
         self.places_parameters = stage_map.places_outside
         # A chain that the user has named opens only for a step that writes parameters, such as those of a teacher.
@@ -79,7 +78,7 @@ class ChainProgram(StepProgram):
         self._tracer: ChainUse | None = None
         self._uses: dict[Hashable, tuple[frozenset[str], ...]] = {}
         self._is_traceable = True
-        self._find_code_before(stage_map)
+        self._find_code_before()
         if self.places_parameters and not stage_map.outside and (context.is_first or context.is_last):
             self._tracer = make_chain_use(
                 context.module, body, stage_map, context.device, around_discovery=context.around_discovery
@@ -150,7 +149,6 @@ class ChainProgram(StepProgram):
         program = FrameProgram(
             self._context,
             self._body,
-            self._stage_map,
             self._grad_sync,
             frees_early=self._frees_early,
             places_parameters=self.places_parameters,
@@ -187,13 +185,13 @@ class ChainProgram(StepProgram):
             self._tracer, self._is_traceable = None, False
             rank_zero_info(stays_text(call.name, error))
 
-    def place_parameters(self, stage_map: StageMap) -> None:
-        """Take note of the stages on which parameters outside the chain live from now on."""
-        self._stage_map = stage_map
-        self._find_code_before(stage_map)
+    def parameters_moved(self) -> None:
+        """Take note that parameters outside the chain have moved; see :meth:`StepProgram.parameters_moved`."""
+        self._find_code_before()
 
-    def _find_code_before(self, stage_map: StageMap) -> None:
+    def _find_code_before(self) -> None:
         """Find out whether this rank, if it runs the step, lacks parameters around the chain."""
+        stage_map = self._context.parameter_map.stage_map
         stage = 0 if self._context.mesh.pipeline_rank == 0 else len(stage_map.stages) - 1
         lacks = any(stage not in stages for stages in stage_map.outside.values())
         self._cut.code_before = CodeBefore(self._context.device) if lacks else None

@@ -45,7 +45,6 @@ class FrameProgram(StepProgram):
     Args:
         context: The state that steps share.
         body: The layers that are divided into stages.
-        stage_map: The stages of the module's tensors.
         grad_sync: Has the parameters that ZeRO shards.
         frees_early: True if the full parameters of a layer are freed after each call.
         places_parameters: True if the first training batch decides where parameters outside the layers live.
@@ -57,7 +56,6 @@ class FrameProgram(StepProgram):
         self,
         context: StepContext,
         body: Body,
-        stage_map: StageMap,
         grad_sync: GradientSync,
         *,
         frees_early: bool,
@@ -67,11 +65,11 @@ class FrameProgram(StepProgram):
         self._context = context
         self.places_parameters = places_parameters
         self._module, self._mesh, self._streams = context.module, context.mesh, context.streams
-        self._stage_map, self._grad_sync, self._uses = stage_map, grad_sync, uses
+        self._map, self._grad_sync, self._uses = context.parameter_map, grad_sync, uses
         self.cut = self._cut = make_frame(
             context.module,
             body,
-            stage_map,
+            self._map.stage_map,
             context.device,
             remembers=context.remembers,
             around_discovery=context.around_discovery,
@@ -104,10 +102,9 @@ class FrameProgram(StepProgram):
         known = [*plans, *self._cut.plans]  # an evaluation may have come before
         return stages_by_parameter([*self._uses, *(plan.parameters for plan in known)])
 
-    def place_parameters(self, stage_map: StageMap) -> None:
-        """Take note of the stages on which parameters outside the layers live from now on."""
-        self._stage_map = stage_map
-        self._cut.place_parameters(find_holders(self._module, stage_map))
+    def parameters_moved(self) -> None:
+        """Use the new places of parameters; see :meth:`StepProgram.parameters_moved`."""
+        self._cut.place_parameters(find_holders(self._module, self._map.stage_map))
         self.share_buffers()  # placeholders have replaced them again
 
     def share_buffers(self) -> None:
@@ -115,8 +112,8 @@ class FrameProgram(StepProgram):
         mesh = self._mesh
         source = mesh.model_group_rank(0, 0)
         for name, buffer in list(self._module.named_buffers()):
-            held = self._stage_map.ranks_of(name)
-            if not self._stage_map.is_outside(name) or len(held) == mesh.sizes.pipeline:
+            held = self._map.stage_map.ranks_of(name)
+            if not self._map.stage_map.is_outside(name) or len(held) == mesh.sizes.pipeline:
                 continue
             is_source = mesh.model_group.rank() == source
             # A tensor that is made like a placeholder would be a placeholder.
@@ -197,7 +194,7 @@ class FrameProgram(StepProgram):
             self._warn_of_travels(step, [travel for plan in plans for travel in plan.travels])
         fetched: dict[str, Tensor] = {}
         for name, stage in {name: stage for plan in plans for name, stage in plan.fetched.items()}.items():
-            rank = self._stage_map.placement.ranks[stage]
+            rank = self._map.stage_map.placement.ranks[stage]
             parameter, source = self._module.get_parameter(name), mesh.model_group_rank(rank, 0)
             is_source = mesh.model_group.rank() == source
             fetched[name] = (

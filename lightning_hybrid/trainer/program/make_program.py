@@ -23,7 +23,6 @@ from lightning_hybrid.trainer.program.whole_program import WholeProgram
 def make_program(
     context: StepContext,
     body: Body | None,
-    stage_map: StageMap,
     grad_sync: GradientSync,
     *,
     num_microbatches: int,
@@ -35,7 +34,6 @@ def make_program(
     Args:
         context: The state that steps share.
         body: The layers that are divided into stages; ``None`` if there is one stage.
-        stage_map: The stages of the module's tensors.
         grad_sync: Has the parameters that ZeRO shards.
         num_microbatches: The requested number of microbatches of an evaluation step.
         frees_early: True if the full parameters of a layer are freed after each call.
@@ -47,15 +45,13 @@ def make_program(
         return FrameProgram(
             context,
             body,
-            stage_map,
             grad_sync,
             frees_early=frees_early,
-            places_parameters=stage_map.places_outside,
+            places_parameters=context.parameter_map.stage_map.places_outside,
         )
     return ChainProgram(
         context,
         body,
-        stage_map,
         grad_sync,
         num_microbatches=num_microbatches,
         frees_early=frees_early,

@@ -25,7 +25,6 @@ from torch import Tensor
 from lightning_hybrid.distributed.failure import is_transport
 from lightning_hybrid.pipeline_parallel.frame.frame import FrameCut
 from lightning_hybrid.pipeline_parallel.frame.plan import FramePlan
-from lightning_hybrid.pipeline_parallel.stage_map import StageMap
 
 
 class StepCall(NamedTuple):
@@ -179,8 +178,8 @@ class StepProgram(ABC):
         """
         return {}
 
-    def place_parameters(self, stage_map: StageMap) -> None:  # noqa: B027  one stage has all parameters
-        """Take note of the stages on which parameters outside the layers live from now on."""
+    def parameters_moved(self) -> None:  # noqa: B027  one stage has all parameters
+        """Take note that the context's parameter map has changed."""
 
     def plan(
         self,

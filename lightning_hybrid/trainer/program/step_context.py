@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import count
 from typing import Any
@@ -12,10 +12,11 @@ import torch
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import LightningModule
 from lightning.pytorch.profilers import PassThroughProfiler, Profiler
+from torch import Tensor
 
+from lightning_hybrid.data_parallel.parameter_map import ParameterMap
 from lightning_hybrid.distributed.factories import plain_factories
 from lightning_hybrid.distributed.failure import WrongUseError, add_note, is_transport
-from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.distributed.process_group import torch_profiles
 from lightning_hybrid.distributed.random import RandomStreams
 from lightning_hybrid.distributed.watch.desync import Desync
@@ -27,7 +28,6 @@ from lightning_hybrid.pipeline_parallel.frame.plan import FramePlan
 from lightning_hybrid.pipeline_parallel.p2p import MOST_FORMATS
 from lightning_hybrid.pipeline_parallel.recorder import Recorder
 from lightning_hybrid.pipeline_parallel.splitting.split_watch import microbatch_text
-from lightning_hybrid.pipeline_parallel.stage_map import StageMap
 from lightning_hybrid.tensor_parallel.context_parallel.context_parallel import ContextParallel
 from lightning_hybrid.tensor_parallel.layers import original_classes
 from lightning_hybrid.tensor_parallel.shape_errors import explain_shape_error
@@ -50,8 +50,7 @@ class StepContext:
     Args:
         module: The user's module, with placeholders for what lives elsewhere.
         body: What is divided into stages; ``None`` if there is one stage.
-        stage_map: Which stage holds what.
-        mesh: The ranks.
+        parameters: The places of the module's tensors.
         streams: The random streams.
         failures: Where failures are written.
         abandon: Lets go of everything that is under way.
@@ -85,8 +84,7 @@ class StepContext:
         self,
         module: LightningModule,
         body: Body | None,
-        stage_map: StageMap,
-        mesh: Mesh,
+        parameters: ParameterMap,
         *,
         streams: RandomStreams,
         failures: Failures,
@@ -98,7 +96,9 @@ class StepContext:
         context_parallel: ContextParallel | None,
         remembers: bool,
     ) -> None:
-        self.module, self.mesh, self.device = module, mesh, device
+        self.module, self.mesh, self.device = module, parameters.mesh, device
+        self.parameter_map = parameters
+        mesh, stage_map = parameters.mesh, parameters.stage_map
         self.streams, self.engine = streams, engine
         self.placement = stage_map.placement
         self.num_stages = self.placement.num_stages
@@ -140,13 +140,12 @@ class StepContext:
         self._epoch: Any = None  # of which the metrics have been found
         self._watch = BodyWatch(module, body, own_layers) if body else None
 
-    def place_parameters(self, stage_map: StageMap) -> None:
-        """Parameters outside of the layers have come to live where they are used.
+    def release_parameters(self) -> None:
+        """Do nothing before parameters move; see :class:`Follower`."""
 
-        Args:
-            stage_map: Which stage holds what.
-        """
-        self.program.place_parameters(stage_map)
+    def take_parameters(self, placeholders: Mapping[int, Tensor]) -> None:
+        """Use the parameters outside the layers that this rank has now; see :class:`Follower`."""
+        self.program.parameters_moved()
         self._parameters = list(self.module.parameters())
 
     def run_layers(self, stage: int, random: AbstractContextManager[None], x: Any) -> Any:
