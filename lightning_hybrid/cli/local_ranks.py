@@ -39,7 +39,7 @@ class RankError(RuntimeError):
 
     Args:
         text: Description of the failure.
-        is_raised: True if code on a rank raised an error whose text does not come from this package.
+        is_raised: True if a rank raised an error whose message does not come from this package.
 
     Attributes:
         is_raised: The value of the argument with the same name.
