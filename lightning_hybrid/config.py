@@ -225,15 +225,15 @@ class Faults(_Group):
     """Settings for detecting lost ranks, deadlocks, diverging ranks and non-finite gradients.
 
     Args:
-        heartbeat_timeout: Time after which a rank that sends no heartbeat is considered lost. A rank can be lost
-            because its process was stopped, its node failed, or the network is down. All other ranks then exit with an
-            error that names the lost rank. A rank sends heartbeats even while it computes, loads data or saves a
-            checkpoint. The minimum is 3 seconds. ``None`` turns this check off.
+        heartbeat_timeout: Time after which a rank that sends no heartbeat is considered lost. All other ranks then exit
+            with an error that names the lost rank. A rank can be lost because its process was stopped, its node failed,
+            or the network is down. A rank sends heartbeats even while it computes, loads data or saves a checkpoint.
+            The minimum is 3 seconds. ``None`` turns this check off.
         stall_timeout: Time after which the job ends with an error if ranks are waiting for each other and no rank makes
             progress. The error shows where each rank is in the code, and names the rank that the other ranks are
-            waiting for. While that rank is busy, the job does not end. A rank is busy, for example, while it computes,
-            compiles, loads data or saves a checkpoint. Values above 80% of ``HybridStrategy(timeout=...)`` are reduced
-            to 80%. ``None`` turns this check off.
+            waiting for. The job does not end while that rank computes, compiles, loads data, saves a checkpoint or is
+            otherwise busy. Values above 80% of ``HybridStrategy(timeout=...)`` are reduced to 80%. ``None`` turns this
+            check off.
         detect_desync: If True, ranks compare checksums before each training batch to detect whether they have diverged.
             The checksums cover the batch, the random state, and the parameters that exist on several replicas or
             stages. Only ranks of the same replica compare batches. This check is slow, so use it only for debugging. If
@@ -242,9 +242,8 @@ class Faults(_Group):
         on_nonfinite: Action to take if a gradient on any rank is NaN or infinite before an optimizer step. ``"raise"``
             raises an error on every rank. ``"skip"`` skips the step without changing parameters and optimizer states,
             and logs the number of skipped steps as ``"skipped_steps"``. ``"ignore"`` performs the step, and shows a
-            warning the first time that this happens. With ``precision="16-mixed"``, such gradients occur in normal
-            training, and the gradient scaler skips the affected steps. Therefore, ``"raise"`` is not supported with
-            this precision.
+            warning for the first such step. With ``precision="16-mixed"``, such gradients occur in normal training, and
+            the gradient scaler skips the affected steps. Therefore, ``"raise"`` is not supported with this precision.
         compare_microbatches: If True, the first training step determines how to combine the losses of microbatches. To
             do so, the step computes the loss of the same samples twice without a backward pass: once as one microbatch,
             and once as two microbatches. If the loss is a sum over samples, the losses of the microbatches are added.
@@ -333,14 +332,14 @@ class Tuning(_Group):
             links between nodes in the first three steps. For each of these links, ``"auto"`` then uses the smallest
             value that hides the latency. On CUDA devices, free memory limits this value. For links within a node,
             ``"auto"`` uses 0.
-        reshard_after_forward: When ZeRO stage 3 reshards the parameters of a layer. FSDP2 has an argument with the same
-            name and purpose. ``True`` means after each forward and backward pass of the layer, which requires the least
-            memory. ``False`` means after the last backward pass of the layer in a step, so that all microbatches of the
-            step use the same all-gather. ``"auto"`` means ``False`` if there are several microbatches, and ``True``
-            otherwise.
+        reshard_after_forward: Determines when ZeRO stage 3 reshards the parameters of a layer. FSDP2 has an argument
+            with the same name and purpose. ``True`` means after each forward and backward pass of the layer, which
+            requires the least memory. ``False`` means after the last backward pass of the layer in a step, so that all
+            microbatches of the step use the same all-gather. ``"auto"`` means ``False`` if there are several
+            microbatches, and ``True`` otherwise.
         float32_gradients: If True, gradients of half-precision parameters (``precision="bf16-true"``) are summed in
             float32 over microbatches and ranks.
-        memory_limit: Maximum memory per device that a layout may need in the layout search. Pass a string such as
+        memory_limit: Maximum memory per device for layouts that the layout search may choose. Pass a string such as
             ``"80GiB"`` or ``"24GB"``, or a number of bytes. Default: all memory of a CUDA device, and no limit on the
             CPU. Set the limit below the memory of the device, because libraries need memory too.
 

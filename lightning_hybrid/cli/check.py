@@ -37,7 +37,7 @@ _MOST_SHOWN = 5
 
 @dataclass(frozen=True)
 class Experiment:
-    """An additional training run with one change, made to find the cause of a difference.
+    """An additional training run with one change, to find the cause of a difference.
 
     Attributes:
         change: Description of the change, such as ``"zero_stage=0"``.
@@ -69,7 +69,7 @@ class CheckResult:
         comparisons: All compared values, in the order in which they were computed.
         tolerance: The largest relative difference at which two values still count as equal.
         notes: Notes on the comparison, for example a note that dropout probabilities were set to 0.
-        experiments: Additional training runs that were made to find the cause of a difference.
+        experiments: Additional training runs to find the cause of a difference.
         reason: The cause of the difference, if the values differ.
         remedy: What to change to remove the difference, if the values differ.
     """
@@ -156,7 +156,7 @@ def check(
         trainer: Arguments of the Trainer. Only ``accumulate_grad_batches``, ``gradient_clip_val`` and
             ``gradient_clip_algorithm`` are accepted.
         time_limit: Time limit for each training run, in seconds.
-        progress: Function that is called before each training run. Its argument is a description of the run.
+        progress: Function that is called with a description of each training run before the run starts.
         layout: Arguments of `HybridStrategy`. ``data_parallel_size="auto"`` is replaced by 1, and a list of sizes is
             replaced by its first entry. ``global_batch_size`` is ignored. Set ``accumulate_grad_batches`` in
             ``trainer`` instead.

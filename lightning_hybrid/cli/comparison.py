@@ -25,15 +25,13 @@ class Comparison:
     Attributes:
         step: The number of the optimizer step, starting at 1; ``None`` for values at the end of training.
         name: ``"loss"``, ``"gradient norm"``, ``"log NAME"``, ``"weight NAME"`` or ``"buffer NAME"``.
-        expected: The value in one process. For a tensor, ``expected`` is the norm of the tensor. For a step with
-            several batches, ``expected`` is the mean over these batches. If training in one process did not produce the
-            value, ``expected`` is ``nan``.
+        expected: The value in one process. A tensor is represented by its norm, and a step with several batches by the
+            mean over its batches. If training in one process did not produce the value, ``expected`` is ``nan``.
         actual: The value under the layout, computed in the same way.
-        difference: The relative difference between the value under the layout and the expected value. For tensors, this
-            is the norm of the difference, divided by the norm of the expected tensor. Two tensors with equal norms can
-            therefore differ. The divisor is at least 1e-3 for a number, and at least 1e-3 times the square root of N
-            for a tensor of N numbers. For a step with several batches, ``difference`` is the largest difference of any
-            batch.
+        difference: The relative difference from the expected value. For tensors, this is the norm of the difference,
+            divided by the norm of the expected tensor. Two tensors with equal norms can therefore differ. The divisor
+            is at least 1e-3 for a number, and at least 1e-3 times the square root of N for a tensor of N numbers. For a
+            step with several batches, this is the largest difference of any batch.
     """
 
     step: int | None

@@ -35,7 +35,7 @@ _NOT_THE_USERS = (
 
 
 class RankError(RuntimeError):
-    """A rank raised an error, died or took too long.
+    """Raised if a rank raises an error, dies or exceeds the time limit.
 
     Args:
         text: Description of the failure.

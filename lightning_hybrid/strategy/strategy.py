@@ -95,20 +95,20 @@ class HybridStrategy(ReplicaCollectives):
             ``"interleaved_1f1b"``. Default: ``"1f1b"``, or ``"interleaved_1f1b"`` if ``num_chunks`` is greater than 1.
         num_chunks: Number of stages on each pipeline rank. Values greater than 1 require
             ``schedule="interleaved_1f1b"`` or ``"gpipe"``.
-        partition: How layers are assigned to stages. ``"uniform"`` assigns the same number of layers to every stage.
-            Any remaining layers are assigned to the last stages, one to each. ``"parameters"`` minimizes the number of
-            parameters of the largest stage, including the parameters of the embedding and the head. A list assigns the
-            layers explicitly. It contains either the number of layers of each stage, such as ``[6, 7, 7, 4]``, or the
-            stage index of each layer. Stage indices start at 0 and follow the order in which a microbatch passes
-            through the stages of all ranks and chunks. You can also set the stage index as an attribute of a layer or
-            of a container of layers: ``layer.pipeline_stage = 1``.
+        partition: How layers are assigned to stages. ``"uniform"`` assigns the same number of layers to every stage. If
+            layers remain, the last stages get one extra layer each. ``"parameters"`` minimizes the number of parameters
+            of the largest stage, including the parameters of the embedding and the head. A list assigns the layers
+            explicitly. It contains either the number of layers of each stage, such as ``[6, 7, 7, 4]``, or the stage
+            index of each layer. Stage indices start at 0 and follow the order in which a microbatch passes through the
+            stages of all ranks and chunks. You can also set the stage index as an attribute of a layer or of a
+            container of layers: ``layer.pipeline_stage = 1``.
         body: Dotted name of the layers that the pipeline splits into stages, or a list of dotted names. A string names
             either one list of layers or one `nn.Sequential`, which `training_step` must call as a whole. A list of
-            strings names layer lists and single layers in the order in which `training_step` calls them. With a list of
-            strings, your code can call the layers individually. In a name, ``*`` matches any text between two dots.
-            With ``None``, the strategy uses the module's ``pipeline_body`` if it is defined. Otherwise, the strategy
-            uses the outermost `nn.Sequential` that contains more than half of the parameters. If there is no such
-            `nn.Sequential`, the strategy uses the layer lists with the most parameters.
+            strings names layer lists and single layers in the order in which `training_step` calls them. Your code can
+            call these layers individually. In a name, ``*`` matches any text between two dots. With ``None``, the
+            strategy uses the module's ``pipeline_body`` if it is defined. Otherwise, the strategy uses the outermost
+            `nn.Sequential` that contains more than half of the parameters. If there is no such `nn.Sequential`, the
+            strategy uses the layer lists with the most parameters.
         tensor_parallel_mode: Arrangement of the tensor-parallel ranks. ``"1d"`` shards weights by columns or rows, as
             Megatron-LM does. ``"2d"``, ``"2.5d"`` and ``"3d"`` also shard activations. For an integer q,
             ``tensor_parallel_size`` must be q x q with ``"2d"``, ``tensor_parallel_depth`` x q x q with ``"2.5d"``, and
@@ -121,8 +121,8 @@ class HybridStrategy(ReplicaCollectives):
             ``tensor_parallel_plan()`` if it is defined. Otherwise, ``"auto"`` uses a built-in plan for the supported
             layers of torch and Hugging Face. ``None`` shards no layers.
         sequence_parallel: If True, activations between tensor-parallel layers are sharded along the sequence dimension.
-            This applies only inside modules to which the plan assigns the style ``"sequence_region"``. The built-in
-            plan assigns this style to torch's transformer layers.
+            The sharding applies only inside modules to which the plan assigns the style ``"sequence_region"``. The
+            built-in plan assigns this style to torch's transformer layers.
         context_parallel_size: Number of ranks over which each sequence is split in the layers of the body. The last
             norm, the head and the loss also compute on sequence shards. All other code outside the body receives full
             sequences.
@@ -140,8 +140,8 @@ class HybridStrategy(ReplicaCollectives):
             pass, but recomputed in the backward pass. ``True`` selects every layer. ``"selective"`` also selects every
             layer, but stores the results of matrix multiplications and attention. An int sets how many layers are
             selected in each stage, and a float sets which fraction of the layers is selected in each stage. A list of
-            ints contains one number of layers for each stage. A list of module names selects the named layers. In a
-            name, ``*`` matches any text between two dots.
+            ints contains the number of selected layers for each stage. A list of module names selects the named layers.
+            In a name, ``*`` matches any text between two dots.
         offload: Tensors to move to CPU memory while the device does not need them: ``"activations"``, ``"optimizer"``
             (optimizer states), or a list of both. Offloading has no effect if the device is the CPU.
         master_weights: If True, half-precision parameters (``precision="bf16-true"`` or ``"16-true"``) have float32
@@ -164,29 +164,29 @@ class HybridStrategy(ReplicaCollectives):
             with DDP. If False, the module stays sharded. ``"auto"`` gathers the module if each node has enough memory
             for three copies of the module per process. Otherwise, the module stays sharded, and a log message explains
             how to gather it. The next run shards the module again.
-        initial_weights: Path of the file or folder from which the initial weights are loaded. All formats that
-            :meth:`load_weights` accepts are supported. A run that resumes from a checkpoint ignores this argument.
-        timeout: Time after which an unfinished collective fails. In this argument and in all other arguments that set a
-            time, a number means seconds.
+        initial_weights: Path of the initial weights. All formats that :meth:`load_weights` accepts are supported. A run
+            that resumes from a checkpoint ignores this argument.
+        timeout: Time after which an unfinished collective fails. For all arguments that set a time, a number means
+            seconds.
         layout: ``"auto"`` searches for the fastest layout when a run starts. The search chooses values for the
             following arguments, except for arguments that you set: `tensor_parallel_size`, `pipeline_parallel_size`,
             `context_parallel_size`, `tensor_parallel_mode`, `tensor_parallel_depth`, `context_parallel`,
             `num_microbatches`, `schedule`, `num_chunks`, `tuning.extra_in_flight`, `zero_stage` and `recompute`. If you
             set a list of sizes, the search tries only these sizes. All ranks measure the speed of their devices and of
             the links between them. Rank 0 estimates the step time of all layouts that fit within `tuning.memory_limit`,
-            and logs the fastest layout as arguments that you can copy. To search only for the values of individual
-            arguments, set these arguments to ``"auto"`` instead. You can do this with `tensor_parallel_size`,
-            `pipeline_parallel_size`, `schedule`, `num_chunks`, `zero_stage` and `recompute`.
+            and logs the fastest layout as arguments that you can copy. To search for individual values only, set
+            `tensor_parallel_size`, `pipeline_parallel_size`, `schedule`, `num_chunks`, `zero_stage` or `recompute` to
+            ``"auto"`` instead.
         faults: Settings for detecting lost ranks, deadlocks, diverging ranks and non-finite gradients; see `Faults`.
         launch: Settings that control how processes are started and how ranks are numbered; see `Launch`.
         tuning: Settings that trade memory for speed or precision; see `Tuning`.
 
     Attributes:
-        settings: The arguments of the strategy. Values such as ``num_microbatches="auto"`` are replaced by the values
-            that the run uses.
-        sizes: An object with the parallel sizes as its attributes `data`, `tensor`, `pipeline` and `context`. The sizes
-            are available after the Trainer has been created. If the layout search chooses the sizes, they are available
-            only after a run has started.
+        settings: The arguments of the strategy. Values such as ``num_microbatches="auto"`` are replaced by actual
+            values.
+        sizes: The parallel sizes, as the attributes `data`, `tensor`, `pipeline` and `context`. The sizes are available
+            after the Trainer has been created. If the layout search chooses them, they are available only after a run
+            has started.
 
     Raises:
         ValueError, TypeError: If an argument is invalid.
@@ -295,16 +295,16 @@ class HybridStrategy(ReplicaCollectives):
                 DTensor, it is redistributed to the placements in ``layout``.
             layout: The placements of the tensor along the axes of the device mesh. Along an axis, ``"S(d)"`` shards
                 dimension ``d``, ``"B"`` replicates the tensor, and ``"P"`` stores partial sums that add up to the
-                tensor. A single placement such as ``"S(0)"`` applies to the tensor-parallel axis. A list such as
+                tensor. A single placement such as ``"S(0)"`` applies to the tensor-parallel axis. A string such as
                 ``"S(0),S(1)"`` contains one placement for each axis except the pipeline axis, in the order of
                 `rank_order`. ``"data_parallel=S(0)"`` or ``{"data_parallel": "S(0)"}`` sets the placement for the named
                 axis.
 
         Returns:
             The DTensor. It is part of the autograd graph of ``tensor``, so that a parameter that you distribute in a
-            step receives its gradient. The method `full_tensor()` of the DTensor returns the full tensor. If you
-            distribute a parameter before a run starts, for example in `configure_model`, the result is a new parameter.
-            Assign it to the module in place of the old parameter.
+            step receives its gradient. Its method `full_tensor()` returns the full tensor. If you distribute a
+            parameter before a run starts, for example in `configure_model`, the result is a new parameter. Assign it to
+            the module in place of the old parameter.
 
         Raises:
             TypeError: If the layout is neither a string nor a mapping.
@@ -873,12 +873,12 @@ class HybridStrategy(ReplicaCollectives):
             source: The state dict of the full module, or a path. The path can name a state dict or checkpoint that
                 `torch.save` wrote, a ``.safetensors`` file, a sharded checkpoint directory, or a Hugging Face folder.
                 The names in a Hugging Face folder must match a model that is an attribute of the module. In other
-                sources, the names must match the names in the module, unless the module has ``strict_loading=False``.
-                For tied parameters, one of their names is sufficient.
+                sources, all names must match, unless the module has ``strict_loading=False``. For tied parameters, one
+                of their names is sufficient.
 
         Raises:
-            FileNotFoundError, ValueError: If the source cannot be read, or if a Hugging Face folder does not match
-                exactly one part of the module. Every rank raises the error.
+            FileNotFoundError, ValueError: If the source cannot be read, or if a Hugging Face folder matches no part or
+                several parts of the module. Every rank raises the error.
             RuntimeError: If parameter names or shapes do not match. Every rank raises the error before any weights are
                 loaded.
         """

@@ -28,26 +28,25 @@ class ModuleHooks(Protocol):
         """Return the weight of a microbatch's loss, such as the number of unmasked tokens in the microbatch.
 
         Without this method, the weight is the number of samples in the microbatch. :func:`count_tokens` can create this
-        method for you.
+        method.
 
         Args:
             microbatch: The microbatch that `training_step` receives in place of the batch.
 
         Returns:
             The weight, as a number or a tensor with one element. The weight must be at least 0. The strategy divides
-            each weight by the sum of the weights of all microbatches in the optimizer step, including the microbatches
-            of all replicas and accumulated batches. The gradients then equal the gradients of a single process with all
-            samples in one batch. Mean values that `training_step` logs are weighted in the same way. The loss must be
-            finite even if the weight is 0. If `training_step` divides by the weight, it must therefore divide by at
-            least 1.
+            each weight by the sum of the weights of all microbatches in the optimizer step, on all replicas and in all
+            accumulated batches. The gradients then equal the gradients of a single process with all samples in one
+            batch. Mean values that `training_step` logs are weighted in the same way. The loss must be finite even if
+            the weight is 0. If `training_step` divides by the weight, it must therefore divide by at least 1.
         """
 
     def split_batch(self, batch: Any, num_microbatches: int) -> Sequence[Any]:
         """Split a training batch into microbatches.
 
         Without this method, a batch is split along the first dimension of its tensors. If the tensors do not all have
-        the same size in this dimension, the whole batch is one microbatch. The functions :func:`split_rows`,
-        :func:`split_graphs`, :func:`split_targets` and :func:`split_samples` can create this method for you.
+        the same size in this dimension, the whole batch is one microbatch. :func:`split_rows`, :func:`split_graphs`,
+        :func:`split_targets` and :func:`split_samples` can create this method.
 
         Args:
             batch: The batch from the data loader.
@@ -55,8 +54,8 @@ class ModuleHooks(Protocol):
 
         Returns:
             At least one microbatch. All ranks of a replica must return the same number of microbatches.
-            :meth:`microbatch_weight` determines the weight of each microbatch. If that method is not defined, the
-            weight is the number of samples (or graphs) in the microbatch.
+            :meth:`microbatch_weight` determines the weight of each microbatch. Without that method, the weight is the
+            number of samples or graphs in the microbatch.
         """
 
     def split_body_input(self, x: Any, num_microbatches: int) -> Sequence[Any]:
@@ -96,7 +95,7 @@ def count_tokens(
             labels.
         ignore_index: Labels with this value are not counted. Use the same value as in `torch.nn.CrossEntropyLoss`.
         shift: If True, the first label of each sequence is not counted. Use this option for causal language models of
-            the library `transformers`, because they shift the labels by one position.
+            `transformers`, which shift the labels.
 
     Returns:
         A function that returns the number of counted labels in a microbatch, as an int64 tensor of shape ``()``.

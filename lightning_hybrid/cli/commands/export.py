@@ -32,8 +32,8 @@ def run(args: Sequence[str]) -> None:
         "--prefix",
         metavar="NAME",
         help="export only tensors whose names start with this prefix, such as `model.`, and remove the prefix from the"
-        " names; '' exports all tensors under their full names (default: the first part of the names if all names"
-        " have the same first part, otherwise '')",
+        " names; '' exports all tensors under their full names (default: the first part of the names, if it is the same"
+        " in all names)",
     )
     parser.add_argument(
         "--max-shard-size",
@@ -47,8 +47,7 @@ def run(args: Sequence[str]) -> None:
         "--config",
         type=Path,
         metavar="PATH",
-        help="path of the model's config.json or of the folder that contains config.json (default: the configuration"
-        " in the checkpoint, if any)",
+        help="path of the model's config.json or of its folder (default: the configuration in the checkpoint, if any)",
     )
     options = parser.parse_args(args)
 

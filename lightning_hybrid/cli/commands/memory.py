@@ -17,7 +17,7 @@ def run(args: Sequence[str]) -> None:
     """Show what each rank would hold."""
     description = (
         "Estimate how much memory each rank needs for parameters, gradients, optimizer states, activations and buffers."
-        " The command does not train and needs no GPU, because it runs the training step on fake tensors."
+        " The command needs no GPU, because it runs the training step on fake tensors, which have no values."
     )
     parser = ConfigParser("memory", description, "--memory 40GiB --data.batch_size 64")
     group = parser.group("hardware")

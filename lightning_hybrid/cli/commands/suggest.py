@@ -14,9 +14,9 @@ from lightning_hybrid.strategy.auto_layout.machine import Machine
 
 _DESCRIPTION = (
     "Estimate the memory and step time of many layouts for a given number of ranks. Print the fastest layouts that fit"
-    " in memory, and the reasons why other layouts were rejected. The command does not train and needs no GPU, because"
-    " it runs the training step on fake tensors. The hardware options describe the devices and links. Their defaults"
-    " describe A100 GPUs with 80 GiB."
+    " in memory, and the reasons why other layouts were rejected. The command needs no GPU, because it runs the"
+    " training step on fake tensors, which have no values. The hardware options describe the devices and links. Their"
+    " defaults describe A100 GPUs with 80 GiB."
 )
 # The sizes of the configuration give way to those that are tried.
 _UNDIVIDED = {
@@ -163,7 +163,7 @@ def _add_search(group: Any) -> None:
 def _add_hardware(group: Any) -> None:
     usual = Machine()
     group.add_argument(
-        "--nodes", type=positive, metavar="K", help="number of nodes (default: as many as needed for 8 ranks per node)"
+        "--nodes", type=positive, metavar="K", help="number of nodes (default: enough for 8 ranks per node)"
     )
     for name, (text, unit) in _MACHINE.items():
         default = getattr(usual, name)

@@ -40,19 +40,19 @@ Key = str | int
 def split_rows(*offsets: Key) -> Any:
     """Create a `split_batch` hook that splits packed documents into microbatches with about the same number of tokens.
 
-    The hook splits a batch between documents. It splits tensors of shape ``(1, tokens, ...)``, tensors with one row per
-    token and tensors with one row per document. In each microbatch, the offsets start at 0 again. Numbers such as
-    ``max_seqlen`` are passed unchanged to every microbatch, so ``max_seqlen`` remains an upper bound. The weight of a
-    microbatch is its number of tokens, so the loss must be a mean over tokens. If the loss ignores some labels, also
+    The hook splits a batch at document boundaries. It splits tensors of shape ``(1, tokens, ...)``, tensors with one
+    row per token and tensors with one row per document. In each microbatch, the offsets start at 0 again. Numbers such
+    as ``max_seqlen`` are passed unchanged to every microbatch, so ``max_seqlen`` remains an upper bound. The weight of
+    a microbatch is its number of tokens, so the loss must be a mean over tokens. If the loss ignores some labels, also
     set ``microbatch_weight = lightning_hybrid.count_tokens(...)``.
 
     Args:
         offsets: Key, attribute name or tuple index of the document offsets in a batch, such as ``"cu_seqlens"``. Pass
-            several of them if different tensors, such as the queries and keys of attention, have different offsets for
-            the same documents. The first offsets are then used to count tokens.
+            several arguments if different tensors, such as the queries and keys of attention, have different offsets
+            for the same documents. The offsets of the first argument are then used to count tokens.
 
     Returns:
-        A function that takes a batch and a number of microbatches, and returns the microbatches.
+        A function that splits a batch into microbatches.
 
     Raises:
         TypeError: If no argument is passed, or if an argument is neither a string nor an integer.
@@ -71,16 +71,16 @@ def split_graphs(batch: Key = "batch", edge_index: Key = "edge_index") -> Any:
     A `Batch` of PyTorch Geometric does not need a hook. Use this hook for mappings, dataclasses, named tuples and other
     objects. The hook splits a tensor by nodes, graphs or edges if the tensor has one row per node, graph or edge. If
     there are as many edges as nodes or graphs, only tensors whose names contain "edge" are split by edges. In each
-    microbatch, the numbers of nodes and graphs start at 0. The weight of a microbatch is its number of graphs.
+    microbatch, nodes and graphs are numbered from 0. The weight of a microbatch is its number of graphs.
 
     Args:
-        batch: Key, attribute name or tuple index of the tensor that contains the graph number of each node. The tensor
-            has shape ``(nodes,)`` and dtype int64, and its values are in ascending order.
-        edge_index: Key, attribute name or tuple index of the tensor that contains the two nodes of each edge. The
-            tensor has shape ``(2, edges)`` and dtype int64.
+        batch: Key, attribute name or tuple index of the graph number of each node, an int64 tensor of shape
+            ``(nodes,)`` in ascending order.
+        edge_index: Key, attribute name or tuple index of the two nodes of each edge, an int64 tensor of shape ``(2,
+            edges)``.
 
     Returns:
-        A function that takes a batch and a number of microbatches, and returns the microbatches.
+        A function that splits a batch into microbatches.
 
     Raises:
         TypeError: If a key is neither a string nor an integer.
@@ -100,11 +100,11 @@ def split_targets(targets: Key = "targets", lengths: Key = "target_lengths") -> 
 
     Args:
         targets: Key, attribute name or tuple index of the targets in a batch.
-        lengths: Key, attribute name or tuple index of the tensor that contains the number of targets of each sample.
-            The tensor has shape ``(samples,)``.
+        lengths: Key, attribute name or tuple index of the number of targets of each sample, a tensor of shape
+            ``(samples,)``.
 
     Returns:
-        A function that takes a batch and a number of microbatches, and returns the microbatches.
+        A function that splits a batch into microbatches.
 
     Raises:
         TypeError: If a key is neither a string nor an integer.
@@ -123,7 +123,7 @@ def split_samples() -> Any:
     Each microbatch is a list of consecutive samples. The weight of a microbatch is its number of samples.
 
     Returns:
-        A function that takes a batch and a number of microbatches, and returns the microbatches.
+        A function that splits a batch into microbatches.
 
     Example::
 

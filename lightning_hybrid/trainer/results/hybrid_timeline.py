@@ -24,19 +24,21 @@ class HybridTimeline(Callback):
     For each recorded batch, rank 0 writes two files. You can open the trace ``batch-N.json`` in https://ui.perfetto.dev
     or ``chrome://tracing``. The picture ``batch-N.svg`` shows the measured step of the first replica below a simulated
     step. In the simulated step, each forward or backward pass takes its median measured time, and messages take no
-    time. The callback also logs which fraction of its time a rank spends on different activities, averaged over the
-    pipeline ranks of the first replica: ``timeline/bubble`` (neither forward nor backward), ``timeline/wait`` (waiting
-    for messages), ``timeline/messages`` (sending and receiving messages), ``timeline/reduce`` (reducing gradients
-    without overlap with backward) and ``timeline/optimizer`` (running the optimizer). The last four values are
-    fractions of the time from the first computation or message to the end of the batch.
+    time.
+
+    The callback also logs fractions of time, averaged over the pipeline ranks of the first replica: ``timeline/bubble``
+    (neither forward nor backward), ``timeline/wait`` (waiting for messages), ``timeline/messages`` (sending and
+    receiving), ``timeline/reduce`` (reducing gradients without overlap with backward) and ``timeline/optimizer``
+    (optimizer step). The last four values are fractions of the time from the first computation or message to the end of
+    the batch.
 
     All ranks synchronize before each recorded batch, so that they start recording at the same time. Other batches are
     not affected. During recorded batches, the Trainer's profiler does not record forward passes, backward passes and
     messages.
 
     Args:
-        batches: Indices of the training batches to record. The first batch of training has index 0. Do not record the
-            first batches of a run, because they are slower than later batches.
+        batches: Indices of the training batches to record, starting at 0. Avoid the first batches of a run, because
+            they are slower than later batches.
         dirpath: Folder for the files. Default: ``timeline`` in the Trainer's ``default_root_dir``.
 
     Raises:
