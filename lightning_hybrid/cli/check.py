@@ -71,7 +71,7 @@ class CheckResult:
         notes: Notes on the comparison, for example a note that dropout probabilities were set to 0.
         experiments: Additional training runs to find the cause of a difference.
         reason: The cause of the difference, if the values differ.
-        remedy: What to change to remove the difference, if the values differ.
+        remedy: How to remove the difference, if the values differ.
     """
 
     layout: str

@@ -873,8 +873,8 @@ class HybridStrategy(ReplicaCollectives):
             source: The state dict of the full module, or a path. The path can name a state dict or checkpoint that
                 `torch.save` wrote, a ``.safetensors`` file, a sharded checkpoint directory, or a Hugging Face folder.
                 The names in a Hugging Face folder must match a model that is an attribute of the module. In other
-                sources, all names must match, unless the module has ``strict_loading=False``. For tied parameters, one
-                of their names is sufficient.
+                sources, all names must match the module's names, unless the module has ``strict_loading=False``. For
+                tied parameters, one of their names is sufficient.
 
         Raises:
             FileNotFoundError, ValueError: If the source cannot be read, or if a Hugging Face folder matches no part or
@@ -892,12 +892,12 @@ class HybridStrategy(ReplicaCollectives):
     ) -> Iterator[None]:
         """Return a context manager that gathers full parameters on every rank. Every rank must enter the context.
 
-        Use this context in hooks that read or change parameters of the full model, for example to log histograms or
-        weight norms, or to initialize parameters. The context corresponds to FSDP's `summon_full_params` and
-        DeepSpeed's `GatheredParameters`. Inside the context, new parameter objects replace sharded parameters and the
-        parameters of other stages. Access the new objects through the module, for example with `self.parameters()`, and
-        not through the optimizer. Each rank needs memory for all gathered parameters, so pass only the part of the
-        module that you need. You cannot call layers inside the context.
+        Use this context in hooks that read or change parameters of the full model, for example to log weight norms or
+        to initialize parameters. The context corresponds to FSDP's `summon_full_params` and DeepSpeed's
+        `GatheredParameters`. Inside the context, new parameter objects replace sharded parameters and the parameters of
+        other stages. Access the new objects through the module, for example with `self.parameters()`, and not through
+        the optimizer. Each rank needs memory for all gathered parameters, so pass only the part of the module that you
+        need. You cannot call layers inside the context.
 
         Example::
 
@@ -937,10 +937,10 @@ class HybridStrategy(ReplicaCollectives):
         """Gather the full module in place on every rank, so that the module has ordinary layers and parameters again.
 
         Call this method on every rank, after a run or in the last hook of a run (`teardown`). Afterward, you can use
-        the module in a single process or train it with another Trainer and a different layout. New parameters without
-        gradients replace sharded parameters and the parameters of other stages, but the optimizers of the run still
-        refer to the old parameters. After this call, `trainer.save_checkpoint` still saves the optimizer states.
-        Metrics that you update in a step are not gathered: their states stay on the last stage.
+        the module in a single process, or train it with another Trainer and layout. New parameters without gradients
+        replace sharded parameters and the parameters of other stages, but the optimizers of the run still refer to the
+        old parameters. After this call, `trainer.save_checkpoint` still saves the optimizer states. Metrics that you
+        update in a step are not gathered: their states stay on the last stage.
 
         Raises:
             ValueError: If layers were sharded by torch parallel styles (such as `ColwiseParallel`) or by your own code.
