@@ -225,31 +225,33 @@ class Faults(_Group):
     """Settings for detecting lost ranks, deadlocks, diverging ranks and non-finite gradients.
 
     Args:
-        heartbeat_timeout: Time without a heartbeat after which a rank is considered lost, for example because its
-            process was stopped, its node failed, or the network is down. All other ranks then exit with an error that
-            names the lost rank. A rank sends heartbeats even while it computes, loads data or saves a checkpoint. The
-            minimum is 3 seconds; ``None`` turns this check off.
-        stall_timeout: Time after which the job ends if ranks are waiting for each other and no rank makes progress. The
-            error shows where each rank is in the code, and names the rank that the other ranks are waiting for. The job
-            does not end while that rank is busy, for example because it computes, compiles, loads data or saves a
-            checkpoint. A value above 80% of ``HybridStrategy(timeout=...)`` is reduced to this limit. ``None`` turns
-            this check off.
-        detect_desync: If True, ranks compare checksums before each training batch to find out whether they have
-            diverged. The checksums cover the batch, the parameters that several replicas or stages hold, and the random
-            state. Batches are compared only between the ranks of one replica. This check is slow, so use it only for
-            debugging. If False, ranks still compare the settings that determine which messages they exchange.
+        heartbeat_timeout: Time after which a rank that sends no heartbeat is considered lost. All other ranks then exit
+            with an error that names the lost rank. A rank can be lost because its process was stopped, its node failed,
+            or the network is down. A rank sends heartbeats even while it computes, loads data or saves a checkpoint.
+            The minimum is 3 seconds. ``None`` turns this check off.
+        stall_timeout: Time after which the job ends with an error if ranks are waiting for each other and no rank makes
+            progress. The error shows where each rank is in the code, and names the rank that the other ranks are
+            waiting for. The job does not end while that rank computes, compiles, loads data, saves a checkpoint or is
+            otherwise busy. Values above 80% of ``HybridStrategy(timeout=...)`` are reduced to 80%. ``None`` turns this
+            check off.
+        detect_desync: If True, ranks compare checksums before each training batch to detect whether they have diverged.
+            The checksums cover the batch, the random state, and the parameters that exist on several replicas or
+            stages. Only ranks of the same replica compare batches. This check is slow, so use it only for debugging. If
+            False, ranks compare only properties that determine which messages they exchange, such as the number of
+            microbatches and the shapes of the tensors in a batch.
         on_nonfinite: Action to take if a gradient on any rank is NaN or infinite before an optimizer step. ``"raise"``
-            raises an error on every rank. ``"skip"`` skips the step, which leaves parameters and optimizer states
-            unchanged, and logs the number of skipped steps as ``"skipped_steps"``. ``"ignore"`` performs the step, and
-            shows a warning the first time. With ``precision="16-mixed"``, the gradient scaler skips these steps, and
-            ``"raise"`` is not supported.
-        compare_microbatches: If True, the first training step determines how to combine the losses of microbatches. For
-            this purpose, it computes the loss of the same samples twice, once as one microbatch and once as two,
-            without a backward pass. If the loss is a sum over samples, the losses of the microbatches are added. If the
-            loss is a mean over targets, the loss of each microbatch is weighted by its number of targets, and replicas
-            are weighted in the same way. If the loss is neither of these nor a mean over samples,
-            ``num_microbatches="auto"`` selects one microbatch; a number that you set is kept, but a warning is shown.
-            If False, the losses are not compared, and the losses of microbatches and replicas are averaged.
+            raises an error on every rank. ``"skip"`` skips the step without changing parameters and optimizer states,
+            and logs the number of skipped steps as ``"skipped_steps"``. ``"ignore"`` performs the step, and shows a
+            warning for the first such step. With ``precision="16-mixed"``, such gradients occur in normal training, and
+            the gradient scaler skips the affected steps. Therefore, ``"raise"`` is not supported with this precision.
+        compare_microbatches: If True, the first training step determines how to combine the losses of microbatches. To
+            do so, the step computes the loss of the same samples twice without a backward pass: once as one microbatch,
+            and once as two microbatches. If the loss is a sum over samples, the losses of the microbatches are added.
+            If the loss is a mean over targets, the losses of microbatches and replicas are weighted by their numbers of
+            targets. If the loss is neither a sum nor a mean over samples or targets, ``num_microbatches="auto"``
+            selects one microbatch. For such a loss, the strategy keeps a number of microbatches that you set, but shows
+            a warning. If this argument is False, the losses of microbatches and replicas are averaged without a
+            comparison.
 
     Raises:
         ValueError, TypeError: If an argument is invalid.
@@ -278,16 +280,16 @@ class Launch(_Group):
     """Settings that control how processes are started and how ranks are numbered.
 
     Args:
-        start_method: How the processes of a node are started, unless a launcher such as `torchrun` starts them.
-            ``"popen"`` runs the script once for each process. ``"fork"``, ``"spawn"`` and ``"forkserver"`` run the
-            Trainer's method, such as `fit`, in worker processes. The worker processes return the weights, the metrics
-            and the path of the best checkpoint to the main process. ``"auto"`` selects ``"fork"`` in a notebook and
-            ``"popen"`` otherwise.
+        start_method: How the strategy starts the processes of a node. This setting has no effect if a launcher such as
+            `torchrun` starts the processes. ``"popen"`` runs the script once for each process. ``"fork"``, ``"spawn"``
+            and ``"forkserver"`` run the Trainer's method, such as `fit`, in worker processes. The worker processes
+            return the weights, the metrics and the path of the best checkpoint to the main process. ``"auto"`` selects
+            ``"fork"`` in a notebook and ``"popen"`` otherwise.
         process_group_backend: Backend of the `torch.distributed` process groups. Default: NCCL on CUDA and Gloo on the
             CPU.
-        rank_order: Order of the parallel axes in the numbering of ranks, from the outermost to the innermost axis, such
-            as ``"pp-dp-tp"``. Ranks along the innermost axis have consecutive numbers. With context parallelism, the
-            order can include ``cp``. If it does not, ``cp`` is inserted before ``tp``.
+        rank_order: Order of the parallel axes for numbering ranks, from the outermost to the innermost axis. Ranks
+            along the innermost axis have consecutive numbers. With context parallelism, the order can include ``cp``.
+            If the order does not include ``cp``, the strategy inserts ``cp`` before ``tp``.
 
     Raises:
         ValueError, TypeError: If an argument is invalid.
@@ -323,21 +325,23 @@ class Tuning(_Group):
     """Settings that trade memory for speed or precision.
 
     Args:
-        extra_in_flight: Number of extra microbatches in flight at each stage boundary, to hide network latency between
-            nodes. An int applies to all boundaries; a list contains one value for each boundary between neighboring
-            pipeline ranks. Each extra microbatch needs memory for its activations on the ranks before the boundary. The
-            results of training stay bitwise identical. ``"auto"`` measures the links between nodes in the first three
-            steps. For each of these links, it then uses the smallest value that hides the latency, as far as the memory
-            of CUDA devices allows. For links within a node, it uses 0.
-        reshard_after_forward: Determines when ZeRO stage 3 reshards the parameters of a layer, like FSDP2's argument of
-            the same name. ``True`` means after each forward and each backward of the layer, which needs the least
-            memory. ``False`` means after the last backward of the layer in a step, so that the microbatches of a step
-            share one all-gather. ``"auto"`` means ``False`` with several microbatches and ``True`` otherwise.
-        float32_gradients: If True, gradients of half-precision parameters (``precision="bf16-true"``) are summed over
-            microbatches and ranks in float32.
-        memory_limit: Limit on the memory per device in the layout search, such as ``"80GiB"``, ``"24GB"`` or a number
-            of bytes. Default: all memory of a CUDA device, and no limit on the CPU. Set the limit below the memory of
-            the device, because libraries need memory too.
+        extra_in_flight: Number of extra microbatches in flight at each stage boundary. Extra microbatches hide the
+            network latency between nodes. An int applies to all boundaries. A list contains one value for each boundary
+            between neighboring pipeline ranks. Each extra microbatch needs memory for its activations on the ranks
+            before the boundary. The training results are bitwise identical for all values. ``"auto"`` measures the
+            links between nodes in the first three steps. For each of these links, ``"auto"`` then uses the smallest
+            value that hides the latency. On CUDA devices, free memory limits this value. For links within a node,
+            ``"auto"`` uses 0.
+        reshard_after_forward: Determines when ZeRO stage 3 reshards the parameters of a layer. FSDP2 has an argument
+            with the same name and purpose. ``True`` means after each forward and backward pass of the layer, which
+            requires the least memory. ``False`` means after the last backward pass of the layer in a step, so that all
+            microbatches of the step use the same all-gather. ``"auto"`` means ``False`` if there are several
+            microbatches, and ``True`` otherwise.
+        float32_gradients: If True, gradients of half-precision parameters (``precision="bf16-true"``) are summed in
+            float32 over microbatches and ranks.
+        memory_limit: Maximum memory per device for layouts that the layout search may choose. Pass a string such as
+            ``"80GiB"`` or ``"24GB"``, or a number of bytes. Default: all memory of a CUDA device, and no limit on the
+            CPU. Set the limit below the memory of the device, because libraries need memory too.
 
     Raises:
         ValueError, TypeError: If an argument is invalid.

@@ -37,13 +37,13 @@ _MOST_SHOWN = 5
 
 @dataclass(frozen=True)
 class Experiment:
-    """A repetition of the checked training with one change, to find the cause of a difference.
+    """An additional training run with one change, to find the cause of a difference.
 
     Attributes:
-        change: What was changed.
-        difference: The largest relative difference from training in one process; ``None`` if the repetition failed.
-        equal: True if this difference is within the tolerance for equal values.
-        failure: The error, if the repetition failed.
+        change: Description of the change, such as ``"zero_stage=0"``.
+        difference: The largest relative difference from training in one process; ``None`` if the run failed.
+        equal: True if ``difference`` is at most the largest difference at which two values still count as equal.
+        failure: The error, if the run failed.
     """
 
     change: str
@@ -68,8 +68,8 @@ class CheckResult:
         layout: The layout as text.
         comparisons: All compared values, in the order in which they were computed.
         tolerance: The largest relative difference at which two values still count as equal.
-        notes: Notes on the comparison, for example that dropout was set to 0.
-        experiments: Additional training runs, made to find the cause of a difference.
+        notes: Notes on the comparison, for example a note that dropout probabilities were set to 0.
+        experiments: Additional training runs to find the cause of a difference.
         reason: The cause of the difference, if the values differ.
         remedy: How to remove the difference, if the values differ.
     """
@@ -89,7 +89,7 @@ class CheckResult:
 
     @property
     def equal(self) -> bool:
-        """True if all values under the layout equal the values in one process."""
+        """True if all values under the layout equal the values in one process, within the tolerance."""
         return not self.differences
 
     @property
@@ -137,12 +137,12 @@ def check(
     progress: Callable[[str], None] = lambda text: None,
     **layout: Any,
 ) -> CheckResult:
-    """Train a module in one process and under a layout, and compare the results.
+    """Train a module in one process, train it again under a layout, and compare the results.
 
     Both runs train in float64 on the CPU and use the same batches from the loader. They run in forked copies of this
-    process. If a module stores its dropout probability in an attribute, this probability is set to 0. Under the layout,
-    each replica trains on different batches. The single process trains on the batches of all replicas and averages
-    their gradients, as Lightning's DDP does.
+    process. If a module stores its dropout probability in an attribute, ``check`` sets this probability to 0. Under the
+    layout, each replica trains on different batches. The single process trains on the batches of all replicas and
+    averages the gradients of these batches, as Lightning's DDP does.
 
     Example::
 
@@ -156,17 +156,19 @@ def check(
         trainer: Arguments of the Trainer. Only ``accumulate_grad_batches``, ``gradient_clip_val`` and
             ``gradient_clip_algorithm`` are accepted.
         time_limit: Time limit for each training run, in seconds.
-        progress: Function that is called before each training run, with a description of the run.
-        layout: Arguments of `HybridStrategy`. ``data_parallel_size="auto"`` is treated as 1, and a list of sizes as its
-            first entry. ``global_batch_size`` is ignored; set ``accumulate_grad_batches`` in ``trainer`` instead.
+        progress: Function that is called with a description of each training run before the run starts.
+        layout: Arguments of `HybridStrategy`. ``data_parallel_size="auto"`` is replaced by 1, and a list of sizes is
+            replaced by its first entry. ``global_batch_size`` is ignored. Set ``accumulate_grad_batches`` in
+            ``trainer`` instead.
 
     Returns:
-        The compared values and, if they differ, the cause of the difference.
+        The compared values and, if values differ, the cause of the difference.
 
     Raises:
-        ValueError, TypeError: If an argument is invalid, or if the losses in one process are not finite.
+        ValueError, TypeError: If an argument is invalid, or if training in one process produces a loss or gradient norm
+            that is not finite.
         RankError: If training fails in one process or under the layout.
-        RuntimeError: If the operating system cannot copy (fork) a process.
+        RuntimeError: If the operating system cannot fork a process.
     """
     if not isinstance(steps, int) or steps < 1:
         raise ValueError(f"steps must be an integer of at least 1, got {steps!r}. [LH103]")

@@ -20,18 +20,18 @@ _OVER_REPLICAS: tuple[Callable[[Sequence[float]], float], ...] = (lambda v: sum(
 
 @dataclass(frozen=True)
 class Comparison:
-    """A compared value, as computed in one process and under the layout.
+    """A value, computed once in one process and once under the layout.
 
     Attributes:
-        step: The number of the optimizer step, from 1; ``None`` for values at the end of training.
+        step: The number of the optimizer step, starting at 1; ``None`` for values at the end of training.
         name: ``"loss"``, ``"gradient norm"``, ``"log NAME"``, ``"weight NAME"`` or ``"buffer NAME"``.
-        expected: The value in one process. For a tensor, this is its norm; for a step with several batches, the mean
-            over these batches. ``nan`` if training in one process did not produce this value.
+        expected: The value in one process. A tensor is represented by its norm, and a step with several batches by the
+            mean over its batches. If training in one process did not produce the value, ``expected`` is ``nan``.
         actual: The value under the layout, computed in the same way.
         difference: The relative difference from the expected value. For tensors, this is the norm of the difference,
-            divided by the norm of the expected tensor, so two tensors of equal norm can differ. The divisor is at least
-            1e-3 or, for a tensor of N numbers, at least 1e-3 times the square root of N. For a step with several
-            batches, this is the largest difference of any batch.
+            divided by the norm of the expected tensor. Two tensors with equal norms can therefore differ. The divisor
+            is at least 1e-3 for a number, and at least 1e-3 times the square root of N for a tensor of N numbers. For a
+            step with several batches, this is the largest difference of any batch.
     """
 
     step: int | None

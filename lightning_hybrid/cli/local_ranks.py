@@ -35,11 +35,11 @@ _NOT_THE_USERS = (
 
 
 class RankError(RuntimeError):
-    """A rank raised an error, died or took too long.
+    """Raised if a rank raises an error, dies or exceeds the time limit.
 
     Args:
         text: Description of the failure.
-        is_raised: True if code on a rank raised an error whose text does not come from this package.
+        is_raised: True if a rank raised an error whose message does not come from this package.
 
     Attributes:
         is_raised: The value of the argument with the same name.

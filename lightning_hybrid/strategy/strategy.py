@@ -69,24 +69,24 @@ class HybridStrategy(ReplicaCollectives):
     """Strategy that trains a LightningModule with data, tensor, context and pipeline parallelism.
 
     Losses, metrics and weights are the same as in a run with one process, up to rounding. The layers of the module are
-    split into stages, and each pipeline rank runs one or more stages. Each batch is split into microbatches, which pass
-    through the stages in the order that a schedule defines. The weights of a layer are sharded over the tensor-parallel
-    ranks. Replicas average their gradients.
+    split into stages, and each pipeline rank runs one or more stages. Each batch is split into microbatches. A schedule
+    defines the order in which the stages process the microbatches. The weights of a layer are sharded over the
+    tensor-parallel ranks. Replicas average their gradients.
 
     Example::
 
         trainer = Trainer(devices=4, strategy=HybridStrategy(pipeline_parallel_size=2))
 
     Args:
-        data_parallel_size: Number of replicas. ``"auto"`` means the number of processes divided by the product of the
-            other parallel sizes.
+        data_parallel_size: Number of replicas of the model. ``"auto"`` means the number of processes divided by the
+            product of the other parallel sizes.
         tensor_parallel_size: Number of ranks over which the weights of each layer are sharded. These ranks should be on
-            the same node. A list contains several allowed values; see ``pipeline_parallel_size``.
-        pipeline_parallel_size: Number of pipeline ranks over which the layers are split. A list, such as ``[4, 2]``,
-            contains several allowed values in order of preference, so that a job can restart on fewer nodes. The
-            strategy uses the first value that, together with an allowed ``tensor_parallel_size``, matches the number of
-            processes (and ``data_parallel_size``, if that is set). With a list, arguments that contain one value for
-            each stage or rank must be valid for every size in the list.
+            the same node. You can also pass a list of allowed sizes; see ``pipeline_parallel_size``.
+        pipeline_parallel_size: Number of pipeline ranks over which the layers are split. A list such as ``[4, 2]``
+            contains the allowed sizes in order of preference, so that a job can restart on fewer nodes. The strategy
+            uses the first size that is compatible with the number of processes, an allowed ``tensor_parallel_size``
+            and, if you set it, ``data_parallel_size``. If you pass a list, arguments with one value for each stage or
+            rank must be valid for every size in the list.
         num_microbatches: Number of microbatches into which each batch is split. ``"auto"`` means ``4 *
             pipeline_parallel_size``, or 1 without a pipeline. If the module has batch norm, ``"auto"`` splits small
             batches into fewer microbatches, so that each microbatch has at least two samples.
@@ -94,93 +94,98 @@ class HybridStrategy(ReplicaCollectives):
             ``"interleaved_1f1b"``. Default: ``"1f1b"``, or ``"interleaved_1f1b"`` if ``num_chunks`` is greater than 1.
         num_chunks: Number of stages on each pipeline rank. Values greater than 1 require
             ``schedule="interleaved_1f1b"`` or ``"gpipe"``.
-        partition: How layers are assigned to stages. ``"uniform"``: every stage has the same number of layers, and any
-            remaining layers are added to the last stages, one to each. ``"parameters"``: the layers are split so that
-            the largest stage has as few parameters as possible; the parameters of the embedding and the head are
-            counted too. A list assigns the layers directly: it contains either the number of layers of each stage, such
-            as ``[6, 7, 7, 4]``, or the stage index of each layer, starting at 0. Stage indices count the stages of all
-            ranks and chunks in the order in which a microbatch passes through them. You can also set the stage as an
-            attribute of a layer, or of a container of layers: ``layer.pipeline_stage = 1``.
-        body: Dotted name, or list of dotted names, of the layers that the pipeline splits into stages. A string names
-            one `nn.Sequential`, which `training_step` must call as a whole, or one list of layers. A list of strings
-            names several layer lists and single layers, in the order in which the step calls them; your code can call
-            these layers individually. In a name, ``*`` matches any text between two dots. With ``None``, the strategy
-            uses the module's ``pipeline_body`` if it is defined. Otherwise, it uses the outermost `nn.Sequential` with
-            more than half of the parameters or, if there is none, the layer lists with the most parameters.
+        partition: How layers are assigned to stages. ``"uniform"`` assigns the same number of layers to every stage. If
+            layers remain, the last stages get one extra layer each. ``"parameters"`` minimizes the number of parameters
+            of the largest stage, including the parameters of the embedding and the head. A list assigns the layers
+            explicitly. It contains either the number of layers of each stage, such as ``[6, 7, 7, 4]``, or the stage
+            index of each layer. Stage indices start at 0 and follow the order in which a microbatch passes through the
+            stages of all ranks and chunks. You can also set the stage index as an attribute of a layer or of a
+            container of layers: ``layer.pipeline_stage = 1``.
+        body: Dotted name of the layers that the pipeline splits into stages, or a list of dotted names. A string names
+            either one list of layers or one `nn.Sequential`, which `training_step` must call as a whole. A list of
+            strings names layer lists and single layers in the order in which `training_step` calls them. Your code can
+            call these layers individually. In a name, ``*`` matches any text between two dots. With ``None``, the
+            strategy uses the module's ``pipeline_body`` if it is defined. Otherwise, the strategy uses the outermost
+            `nn.Sequential` that contains more than half of the parameters. If there is no such `nn.Sequential`, the
+            strategy uses the layer lists with the most parameters.
         tensor_parallel_mode: Arrangement of the tensor-parallel ranks. ``"1d"`` shards weights by columns or rows, as
-            Megatron-LM does. ``"2d"``, ``"2.5d"`` and ``"3d"`` also shard activations. They require a
-            ``tensor_parallel_size`` of q x q for ``"2d"``, ``tensor_parallel_depth`` x q x q for ``"2.5d"``, and q x q
-            x q for ``"3d"``, where q is an integer.
-        tensor_parallel_depth: Number of square grids of tensor-parallel ranks, used only with
-            ``tensor_parallel_mode="2.5d"``. Each grid holds all weights and processes a part of the samples.
-        tensor_parallel_plan: How layers are sharded. A mapping assigns styles to module names, or placements to names
-            of parameters and buffers. A placement is a string such as ``"S(0)"``; see :meth:`distribute`. In a name,
-            ``*`` matches any text between two dots. ``"auto"`` uses the module's ``tensor_parallel_plan()`` if it is
-            defined, and otherwise a built-in plan for the known layers of torch and Hugging Face. ``None`` shards no
-            layers.
-        sequence_parallel: If True, activations between tensor-parallel layers are sharded along the sequence dimension
-            in the regions that the plan marks as sequence-parallel. The built-in plan for torch's transformer layers,
-            for example, marks such regions.
-        context_parallel_size: Number of ranks over which each sequence is split in the layers of the body. Code outside
-            these layers works with full sequences, except for the last norm, the head and the loss, which work with
-            sequence shards.
+            Megatron-LM does. ``"2d"``, ``"2.5d"`` and ``"3d"`` also shard activations. For an integer q,
+            ``tensor_parallel_size`` must be q x q with ``"2d"``, ``tensor_parallel_depth`` x q x q with ``"2.5d"``, and
+            q x q x q with ``"3d"``.
+        tensor_parallel_depth: Number of square grids into which ``tensor_parallel_mode="2.5d"`` divides the
+            tensor-parallel ranks. Each grid holds all weights and processes a part of the samples.
+        tensor_parallel_plan: How layers are sharded over the tensor-parallel ranks. A mapping assigns styles to module
+            names, or placements to names of parameters and buffers. A placement is a string such as ``"S(0)"``; see
+            :meth:`distribute`. In a name, ``*`` matches any text between two dots. ``"auto"`` uses the module's
+            ``tensor_parallel_plan()`` if it is defined. Otherwise, ``"auto"`` uses a built-in plan for the supported
+            layers of torch and Hugging Face. ``None`` shards no layers.
+        sequence_parallel: If True, activations between tensor-parallel layers are sharded along the sequence dimension.
+            The sharding applies only inside modules to which the plan assigns the style ``"sequence_region"``. The
+            built-in plan assigns this style to torch's transformer layers.
+        context_parallel_size: Number of ranks over which each sequence is split in the layers of the body. The last
+            norm, the head and the loss also compute on sequence shards. All other code outside the body receives full
+            sequences.
         context_parallel: How context-parallel ranks communicate in attention (`F.scaled_dot_product_attention`).
-            ``"ulysses"`` changes the sharding from positions to heads before attention, and back to positions
-            afterward. ``"ring"`` passes blocks of keys and values from rank to rank. ``"all_gather"`` gathers all keys
-            and values on each rank.
+            ``"ulysses"`` changes the sharding from positions to attention heads before attention, and back to positions
+            after attention. ``"ring"`` passes blocks of keys and values from rank to rank. ``"all_gather"`` gathers all
+            keys and values on each rank.
         global_batch_size: Number of samples per optimizer step, summed over all replicas. Each replica accumulates
-            gradients over as many batches as needed, so this number stays the same if a job restarts with a different
-            number of replicas. With ``None``, ``Trainer(accumulate_grad_batches=...)`` sets the number of accumulated
-            batches.
-        zero_stage: ZeRO stage, which determines what is sharded over replicas. 0 shards nothing, 1 shards optimizer
-            states, 2 also gradients, and 3 also parameters.
-        recompute: Activation checkpointing: the layers whose activations are not stored in forward, but recomputed in
-            backward. ``True`` selects every layer. ``"selective"`` also selects every layer, but the results of matrix
-            multiplications and attention are stored. An int selects that many layers of each stage, and a float selects
-            that fraction of the layers of each stage. A list of ints contains the number of layers for each stage. A
-            list of module names selects the named layers; in a name, ``*`` matches any text between two dots.
-        offload: Tensors that are moved to CPU memory while the device does not need them: ``"activations"``,
-            ``"optimizer"`` (optimizer states), or a list of both. This has no effect if the device is the CPU.
+            gradients over as many batches as this number requires. The number of samples therefore stays the same if a
+            job restarts with a different number of replicas. With ``None``, ``Trainer(accumulate_grad_batches=...)``
+            sets the number of accumulated batches.
+        zero_stage: ZeRO stage, which determines what is sharded over replicas. Stage 0 shards nothing, and stage 1
+            shards optimizer states. Stage 2 also shards gradients, and stage 3 also shards parameters.
+        recompute: Layers to which activation checkpointing is applied. Their activations are not stored in the forward
+            pass, but recomputed in the backward pass. ``True`` selects every layer. ``"selective"`` also selects every
+            layer, but stores the results of matrix multiplications and attention. An int sets how many layers are
+            selected in each stage, and a float sets which fraction of the layers is selected in each stage. A list of
+            ints contains the number of selected layers for each stage. A list of module names selects the named layers.
+            In a name, ``*`` matches any text between two dots.
+        offload: Tensors to move to CPU memory while the device does not need them: ``"activations"``, ``"optimizer"``
+            (optimizer states), or a list of both. Offloading has no effect if the device is the CPU.
         master_weights: If True, half-precision parameters (``precision="bf16-true"`` or ``"16-true"``) have float32
             master weights. Optimizers update the master weights with float32 gradients, and checkpoints contain the
-            master weights. With ``"16-true"``, the loss is scaled, as with ``"16-mixed"``.
-        broadcast_batches: If True, one rank of each replica loads each batch, and sends the other ranks of the replica
-            only the tensors that they need. If False, every rank loads the batch itself, and the ranks of a replica
-            compare checksums of the batch.
-        loss_reduction: How ``training_step`` reduces its loss over the samples of a batch: ``"mean"`` or ``"sum"``.
-        dynamic_shapes: Set this to True if the shapes of the tensors between layers depend on the values in the batch,
-            and not only on the shapes of the tensors in the batch.
+            master weights. With ``"16-true"``, the loss is scaled, as it is with ``"16-mixed"``.
+        broadcast_batches: If True, only one rank of each replica loads the batches. It sends the other ranks of the
+            replica only the tensors that they need. If False, every rank loads all batches of its replica, and the
+            ranks of a replica compare checksums of each batch.
+        loss_reduction: How your ``training_step`` reduces the loss over the samples of a batch: ``"mean"`` or
+            ``"sum"``.
+        dynamic_shapes: Set this argument to True if the shapes of tensors between layers depend on the values in a
+            batch. If False, these shapes must depend only on the shapes of the tensors in the batch.
         save_distributed_checkpoint: If True, a checkpoint is a directory to which every rank writes its own part. If
-            False, a checkpoint is one file, which rank 0 writes. Both kinds of checkpoints can be loaded under any
+            False, a checkpoint is one file, which rank 0 writes. You can load both kinds of checkpoints under any
             layout.
-        async_save: If True, a checkpoint is first copied to CPU memory, and then written in the background while
+        async_save: If True, a checkpoint is first copied to CPU memory and then written in the background while
             training continues.
-        gather_module_on_teardown: If True, every rank has the full module after a run, as after a call to
-            :meth:`gather_module`. You can then save, call or export the module as you would after training with DDP. If
-            False, the module stays sharded. ``"auto"`` gathers the module if each node has enough memory for three
-            copies of it per process; otherwise, the module stays sharded, and a message names the method that gathers
-            it. The next run shards the module again.
-        initial_weights: Path of the initial weights: any file or folder that :meth:`load_weights` accepts. A run that
-            resumes from a checkpoint ignores this argument.
-        timeout: Time after which an unfinished collective fails. In this and all other arguments that set a time, a
-            number means seconds.
-        layout: ``"auto"`` searches for the fastest layout when a run starts. The search varies every layout argument
-            that has its default value: the sizes of tensor, pipeline and context parallelism, `tensor_parallel_mode`
-            with `tensor_parallel_depth`, `context_parallel`, `num_microbatches`, `schedule`, `num_chunks`,
-            `tuning.extra_in_flight`, `zero_stage` and `recompute`. The search does not change arguments that you set; a
-            list of sizes limits the search to these sizes. Rank 0 measures the speed of the device and of the links
-            between ranks, and estimates the step time of all layouts that fit within `tuning.memory_limit`. It logs the
-            fastest layout as arguments that you can copy. To search only for the values of individual arguments, set
-            these arguments to ``"auto"``; `tensor_parallel_size`, `pipeline_parallel_size`, `schedule`, `num_chunks`,
-            `zero_stage` and `recompute` accept this value.
+        gather_module_on_teardown: If True, the strategy calls :meth:`gather_module` at the end of each run, so that
+            every rank has the full module. You can then save, call or export the module as you would after training
+            with DDP. If False, the module stays sharded. ``"auto"`` gathers the module if each node has enough memory
+            for three copies of the module per process. Otherwise, the module stays sharded, and a log message explains
+            how to gather it. The next run shards the module again.
+        initial_weights: Path of the initial weights. All formats that :meth:`load_weights` accepts are supported. A run
+            that resumes from a checkpoint ignores this argument.
+        timeout: Time after which an unfinished collective fails. For all arguments that set a time, a number means
+            seconds.
+        layout: ``"auto"`` searches for the fastest layout when a run starts. The search chooses values for the
+            following arguments, except for arguments that you set: `tensor_parallel_size`, `pipeline_parallel_size`,
+            `context_parallel_size`, `tensor_parallel_mode`, `tensor_parallel_depth`, `context_parallel`,
+            `num_microbatches`, `schedule`, `num_chunks`, `tuning.extra_in_flight`, `zero_stage` and `recompute`. If you
+            set a list of sizes, the search tries only these sizes. All ranks measure the speed of their devices and of
+            the links between them. Rank 0 estimates the step time of all layouts that fit within `tuning.memory_limit`,
+            and logs the fastest layout as arguments that you can copy. To search for individual values only, set
+            `tensor_parallel_size`, `pipeline_parallel_size`, `schedule`, `num_chunks`, `zero_stage` or `recompute` to
+            ``"auto"`` instead.
         faults: Settings for detecting lost ranks, deadlocks, diverging ranks and non-finite gradients; see `Faults`.
         launch: Settings that control how processes are started and how ranks are numbered; see `Launch`.
         tuning: Settings that trade memory for speed or precision; see `Tuning`.
 
     Attributes:
-        settings: The arguments of the strategy, after values such as ``num_microbatches="auto"`` have been resolved.
-        sizes: The parallel sizes, as the attributes `data`, `tensor`, `pipeline` and `context`. They are available
-            once the Trainer exists or, if the layout search determines them, once a run has started.
+        settings: The arguments of the strategy. Values such as ``num_microbatches="auto"`` are replaced by actual
+            values.
+        sizes: The parallel sizes, as the attributes `data`, `tensor`, `pipeline` and `context`. The sizes are available
+            after the Trainer has been created. If the layout search chooses them, they are available only after a run
+            has started.
 
     Raises:
         ValueError, TypeError: If an argument is invalid.
@@ -222,7 +227,7 @@ class HybridStrategy(ReplicaCollectives):
 
     @property
     def world(self) -> World:
-        """Objects that exist as long as the process groups do."""
+        """Objects that exist as long as the process groups exist."""
         if self._world is None:
             raise RuntimeError("The device mesh exists only after the processes have been set up. [LH140]")
         return self._world
@@ -236,7 +241,7 @@ class HybridStrategy(ReplicaCollectives):
 
     @property
     def run(self) -> Run:
-        """The current run or, after it has ended, the last run."""
+        """The current run or, between runs, the last run."""
         assert self._run is not None, "no run has begun"
         return self._run
 
@@ -265,10 +270,10 @@ class HybridStrategy(ReplicaCollectives):
 
     @property
     def device_mesh(self) -> DeviceMesh:
-        """The device mesh.
+        """The device mesh of all ranks.
 
-        Its axes are ``"data_parallel"``, ``"tensor_parallel"`` and ``"pipeline_parallel"``, and also
-        ``"context_parallel"`` if ``context_parallel_size`` is greater than 1.
+        The mesh has the axes ``"data_parallel"``, ``"tensor_parallel"`` and ``"pipeline_parallel"``. If
+        ``context_parallel_size`` is greater than 1, it also has the axis ``"context_parallel"``.
         """
         return self.world.mesh.device_mesh
 
@@ -278,27 +283,27 @@ class HybridStrategy(ReplicaCollectives):
         return self.mesh.model_group
 
     def distribute(self, tensor: Tensor, layout: str | Mapping[str, str]) -> DTensor:
-        """Distribute a tensor over the ranks of this stage, as a DTensor.
+        """Distribute a tensor over the ranks of this stage, and return it as a DTensor.
 
-        torch operators redistribute the DTensor when necessary. Use this method in code that shards its own tensors,
-        such as a buffer, an activation, or a parameter in `configure_model`. To shard a parameter without changing the
-        code, add its name to `tensor_parallel_plan`.
+        The operators of torch redistribute the DTensor when necessary. Use this method to shard tensors in your own
+        code, for example a buffer, an activation, or a parameter that `configure_model` creates. To shard a parameter
+        without changing the code, add its name to `tensor_parallel_plan`.
 
         Args:
-            tensor: The full tensor, of any dtype, with the same values on every rank of the stage. A DTensor is
-                redistributed to the placements in ``layout``.
-            layout: The placements of the tensor along the axes of the device mesh. ``"S(d)"`` shards dimension ``d``
-                over the ranks of the axis, ``"B"`` replicates the tensor on these ranks, and ``"P"`` stores it as a
-                partial sum: the values on these ranks add up to the tensor. ``"S(0),S(1)"`` sets the placements for the
-                data-parallel and the tensor-parallel axis, in the order that these axes have in `rank_order`;
-                ``"S(0)"`` alone sets the placement for the tensor-parallel axis. ``"data_parallel=S(0)"`` or
-                ``{"data_parallel": "S(0)"}`` sets the placement for the named axis.
+            tensor: The full tensor, of any dtype, with the same values on every rank of the stage. If you pass a
+                DTensor, it is redistributed to the placements in ``layout``.
+            layout: The placements of the tensor along the axes of the device mesh. Along an axis, ``"S(d)"`` shards
+                dimension ``d``, ``"B"`` replicates the tensor, and ``"P"`` stores partial sums that add up to the
+                tensor. A single placement such as ``"S(0)"`` applies to the tensor-parallel axis. A string such as
+                ``"S(0),S(1)"`` contains one placement for each axis except the pipeline axis, in the order of
+                `rank_order`. ``"data_parallel=S(0)"`` or ``{"data_parallel": "S(0)"}`` sets the placement for the named
+                axis.
 
         Returns:
-            The DTensor, connected to the autograd graph of ``tensor``, so that a distributed parameter receives its
-            gradient in a step. The DTensor's method `full_tensor()` returns the plain tensor. If you distribute a
-            parameter before a run starts, such as in `configure_model`, the result is a new parameter, which you must
-            assign to the module in place of the old one.
+            The DTensor. It is part of the autograd graph of ``tensor``, so that a parameter that you distribute in a
+            step receives its gradient. Its method `full_tensor()` returns the full tensor. If you distribute a
+            parameter before a run starts, for example in `configure_model`, the result is a new parameter. Assign it to
+            the module in place of the old parameter.
 
         Raises:
             TypeError: If the layout is neither a string nor a mapping.
@@ -310,7 +315,10 @@ class HybridStrategy(ReplicaCollectives):
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Keyword arguments for a `DistributedSampler`: `num_replicas` and `rank`, the data-parallel rank."""
+        """Keyword arguments for a `DistributedSampler`.
+
+        `num_replicas` is the number of replicas, and `rank` is the data-parallel rank.
+        """
         if self._world is None and self.sizes.num_replicas == 1:
             return {"num_replicas": 1, "rank": 0}
         return {"num_replicas": self.mesh.num_replicas, "rank": self.mesh.data_rank}
@@ -324,13 +332,13 @@ class HybridStrategy(ReplicaCollectives):
     @property
     @override
     def is_alone(self) -> bool:
-        """True if no process groups exist, such as before a run or after they have been destroyed."""
+        """True if no process groups exist, for example before a run or after the groups have been destroyed."""
         return self._world is None or not dist.is_initialized()
 
     @property
     @override
     def in_step(self) -> bool:
-        """True while a step of the module runs, if it does not run on every rank."""
+        """True while a step of the module runs, if the step does not run on every rank."""
         context = None if self._run is None else self._run.context
         return context is not None and context.in_step
 
@@ -509,7 +517,7 @@ class HybridStrategy(ReplicaCollectives):
 
     @override
     def on_train_start(self) -> None:
-        """Log the effective batch size, and continue from the position that a loaded checkpoint contains."""
+        """Log the effective batch size, and resume at the position that a loaded checkpoint contains."""
         trainer = self._module.trainer
         size = getattr(trainer.train_dataloader, "batch_size", None)
         num_microbatches = requested = self.settings.num_microbatches
@@ -575,7 +583,7 @@ class HybridStrategy(ReplicaCollectives):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        """Return the dataloader of this rank: one rank of each model group loads the samples of its replica."""
+        """Return the dataloader of this rank. Only one rank of each model group loads the samples of its replica."""
         if self._world is None and self.sizes.num_replicas == 1:
             return dataloader  # asked for before a run, such as for `Trainer.estimated_stepping_batches`
         return self.world.loaders(dataloader, self._module.trainer)
@@ -618,7 +626,10 @@ class HybridStrategy(ReplicaCollectives):
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        """Run backward and average the gradients. With a pipeline, `training_step` has done both, so only hooks run."""
+        """Run backward and average the gradients.
+
+        With a pipeline, `training_step` has already done this, so this method only runs hooks.
+        """
         plugin, module = self.precision_plugin, self._module
         closure_loss = plugin.pre_backward(closure_loss, module)
 
@@ -838,7 +849,7 @@ class HybridStrategy(ReplicaCollectives):
     @outside_of_steps
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the full state dict on rank 0, and an empty one on other ranks.
+        """Return the full state dict on rank 0, and an empty state dict on all other ranks.
 
         If checkpoints are directories (`save_distributed_checkpoint`), return the part of this rank instead.
         """
@@ -854,15 +865,15 @@ class HybridStrategy(ReplicaCollectives):
         """Load weights into the module. Each rank loads only the weights that it holds.
 
         Call this method on every rank, in a hook such as `on_fit_start`. If the module is not sharded yet, the weights
-        are loaded when the strategy shards it. Parameters on the meta device are created with the loaded values. If the
-        source does not contain one of these parameters, the parameter is initialized as usual.
+        are loaded when the strategy shards the module. Parameters on the meta device are created with the loaded values
+        or, if the source does not contain them, initialized as usual.
 
         Args:
-            source: The state dict of the full module, or the path of one of the following: a state dict or checkpoint
-                that `torch.save` wrote, a ``.safetensors`` file, a sharded checkpoint directory, or a Hugging Face
-                folder whose parameter names match a model that is an attribute of the module. Parameter names must
-                match, unless the module has ``strict_loading=False``. For tied parameters, one of their names in the
-                source is sufficient.
+            source: The state dict of the full module, or a path. The path can name a state dict or checkpoint that
+                `torch.save` wrote, a ``.safetensors`` file, a sharded checkpoint directory, or a Hugging Face folder.
+                The names in a Hugging Face folder must match a model that is an attribute of the module. In other
+                sources, all names must match the module's names, unless the module has ``strict_loading=False``. For
+                tied parameters, one of their names is sufficient.
 
         Raises:
             FileNotFoundError, ValueError: If the source cannot be read, or if a Hugging Face folder matches no part or
@@ -880,12 +891,12 @@ class HybridStrategy(ReplicaCollectives):
     ) -> Iterator[None]:
         """Return a context manager that gathers full parameters on every rank. Every rank must enter the context.
 
-        Use this context in hooks that read or change parameters of the full model, for example to log histograms or
-        weight norms, or to initialize parameters. It corresponds to FSDP's `summon_full_params` and DeepSpeed's
-        `GatheredParameters`. Inside the context, new parameter objects replace parameters of other stages and
-        parameters that tensor parallelism or ZeRO shards. Access the new objects through the module, for example with
-        `self.parameters()`, and not through the optimizer. Each rank needs memory for all gathered parameters, so pass
-        only the part of the module that you need. Layers cannot be called inside the context.
+        Use this context in hooks that read or change parameters of the full model, for example to log weight norms or
+        to initialize parameters. The context corresponds to FSDP's `summon_full_params` and DeepSpeed's
+        `GatheredParameters`. Inside the context, new parameter objects replace sharded parameters and the parameters of
+        other stages. Access the new objects through the module, for example with `self.parameters()`, and not through
+        the optimizer. Each rank needs memory for all gathered parameters, so pass only the part of the module that you
+        need. You cannot call layers inside the context.
 
         Example::
 
@@ -894,8 +905,8 @@ class HybridStrategy(ReplicaCollectives):
 
         Args:
             module: The part of the LightningModule whose parameters are gathered. Default: the full LightningModule.
-            gradients: If True, gradients are gathered too, and each parameter has its full gradient inside the context.
-                If False, ``grad`` is ``None`` inside the context.
+            gradients: If True, gradients are also gathered, and each parameter has its full gradient inside the
+                context. If False, ``grad`` is ``None`` inside the context.
             writes: If True, the values of parameters and gradients on rank 0 are copied to all ranks at the end of the
                 context. If False, changes made inside the context are lost.
 
@@ -922,13 +933,13 @@ class HybridStrategy(ReplicaCollectives):
 
     @outside_of_steps
     def gather_module(self) -> None:
-        """Gather the full module in place on every rank, so that it has ordinary layers and parameters again.
+        """Gather the full module in place on every rank, so that the module has ordinary layers and parameters again.
 
-        Call this method on every rank, after a run or in its last hook (`teardown`). Afterward, you can use the module
-        in a single process, or let another Trainer shard it differently. Sharded parameters and parameters of other
-        stages are replaced by new parameters without gradients; the optimizers of the run still refer to the old
-        parameters. After this call, `trainer.save_checkpoint` still saves the optimizer states. The states of metrics
-        that are updated in steps are not gathered; they stay on the last stage.
+        Call this method on every rank, after a run or in the last hook of a run (`teardown`). Afterward, you can use
+        the module in a single process, or train it with another Trainer and layout. New parameters without gradients
+        replace sharded parameters and the parameters of other stages, but the optimizers of the run still refer to the
+        old parameters. After this call, `trainer.save_checkpoint` still saves the optimizer states. Metrics that you
+        update in a step are not gathered: their states stay on the last stage.
 
         Raises:
             ValueError: If layers were sharded by torch parallel styles (such as `ColwiseParallel`) or by your own code.
@@ -952,7 +963,7 @@ class HybridStrategy(ReplicaCollectives):
     @outside_of_steps
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the full optimizer state on rank 0, and an empty one on other ranks.
+        """Return the full optimizer state on rank 0, and an empty optimizer state on all other ranks.
 
         If checkpoints are directories (`save_distributed_checkpoint`), return the part of this rank instead.
         """

@@ -14,12 +14,12 @@ from lightning_hybrid.distributed.failure import WrongUseError
 class ModuleHooks(Protocol):
     """Optional hooks of a LightningModule, in addition to Lightning's own. Define only the hooks that you need.
 
-    Do not inherit from this class unless a type checker requires it; in that case, define all hooks.
+    Do not inherit from this class unless a type checker requires it. If you inherit from this class, define all hooks.
 
     Attributes:
-        pipeline_body: Dotted name of the layer list that is split into stages, such as ``"model.layers"``. It can also
-            be a list of names of layer lists and single layers, in the order in which they are called. The argument
-            ``body`` of `HybridStrategy` overrides this attribute.
+        pipeline_body: Dotted name of the layer list that is split into stages, such as ``"model.layers"``. You can also
+            set a list of dotted names of layer lists and single layers, in the order in which `training_step` calls
+            them. The argument ``body`` of `HybridStrategy` overrides this attribute.
     """
 
     pipeline_body: str | Sequence[str]
@@ -27,43 +27,45 @@ class ModuleHooks(Protocol):
     def microbatch_weight(self, microbatch: Any) -> float | Tensor:
         """Return the weight of a microbatch's loss, such as the number of unmasked tokens in the microbatch.
 
-        Without this method, the weight is the number of samples in the microbatch. You can create this method with
-        :func:`count_tokens`.
+        Without this method, the weight is the number of samples in the microbatch. :func:`count_tokens` can create this
+        method.
 
         Args:
             microbatch: The microbatch that `training_step` receives in place of the batch.
 
         Returns:
-            The weight, at least 0, as a number or a tensor with one element. Each weight is divided by the sum of the
-            weights of all microbatches in an optimizer step, over all replicas and accumulated batches. Gradients then
-            equal the gradients of a single process with all samples in one batch. Mean values that `training_step` logs
-            are weighted in the same way. The loss must be finite even if the weight is 0, so a step that divides by the
-            weight must divide by at least 1.
+            The weight, as a number or a tensor with one element. The weight must be at least 0. The strategy divides
+            each weight by the sum of the weights of all microbatches in the optimizer step, on all replicas and in all
+            accumulated batches. The gradients then equal the gradients of a single process with all samples in one
+            batch. Mean values that `training_step` logs are weighted in the same way. The loss must be finite even if
+            the weight is 0. If `training_step` divides by the weight, it must therefore divide by at least 1.
         """
 
     def split_batch(self, batch: Any, num_microbatches: int) -> Sequence[Any]:
         """Split a training batch into microbatches.
 
-        Without this method, a batch is split along the first dimension of its tensors if this dimension has the same
-        size in all of them; otherwise, the whole batch is one microbatch. You can create this method with
-        :func:`split_rows`, :func:`split_graphs`, :func:`split_targets` or :func:`split_samples`.
+        Without this method, a batch is split along the first dimension of its tensors. If the tensors do not all have
+        the same size in this dimension, the whole batch is one microbatch. :func:`split_rows`, :func:`split_graphs`,
+        :func:`split_targets` and :func:`split_samples` can create this method.
 
         Args:
             batch: The batch from the data loader.
             num_microbatches: The requested number of microbatches.
 
         Returns:
-            The microbatches: at least one, and the same number on every rank of a replica. The weight of a microbatch
-            is the result of :meth:`microbatch_weight` or, without that method, its number of samples (or graphs).
+            At least one microbatch. All ranks of a replica must return the same number of microbatches.
+            :meth:`microbatch_weight` determines the weight of each microbatch. Without that method, the weight is the
+            number of samples or graphs in the microbatch.
         """
 
     def split_body_input(self, x: Any, num_microbatches: int) -> Sequence[Any]:
-        """Split the input to the body into microbatches in an evaluation step.
+        """In an evaluation step, split the input of the body into microbatches.
 
         A module that defines this method must also define :meth:`join_body_output`.
 
         Args:
-            x: The input to the body for the whole batch. The body consists of the layers that the pipeline splits.
+            x: The input of the body for the whole batch. The body consists of the layers that the pipeline splits into
+                stages.
             num_microbatches: The requested number of microbatches.
         """
 
@@ -71,36 +73,35 @@ class ModuleHooks(Protocol):
         """In an evaluation step, combine the outputs of the body for all microbatches into the output for the batch.
 
         Args:
-            outputs: The output of the body for each microbatch.
+            outputs: The outputs of the body, one for each microbatch.
         """
 
     def tensor_parallel_plan(self) -> Mapping[str, Any] | None:
         """Return the plan that ``tensor_parallel_plan="auto"`` uses for this module.
 
         Returns:
-            A mapping from module names to styles, where ``*`` in a name matches any text between two dots. Instead of a
-            method, the module can also have an attribute of this name that contains the mapping.
+            A mapping from module names to styles. In a name, ``*`` matches any text between two dots. Instead of this
+            method, you can define an attribute with the same name that contains the mapping.
         """
 
 
 def count_tokens(
     key: str | int | None = None, *, ignore_index: int = -100, shift: bool = False
 ) -> Callable[[Any], Tensor]:
-    """Create a `microbatch_weight` hook that counts the labels that cross-entropy does not ignore.
+    """Create a `microbatch_weight` hook that counts the labels that contribute to a cross-entropy loss.
 
     Args:
-        key: Key, attribute name or index of the labels in a batch; ``None`` if the batch itself is the tensor of
+        key: Key, attribute name or index of the labels in a batch. Use ``None`` if the batch itself is the tensor of
             labels.
-        ignore_index: Labels with this value are not counted; `torch.nn.CrossEntropyLoss` has the same argument.
-        shift: If True, the first label of each sequence is not counted. Use this for causal language models of the
-            library `transformers`, which shift the labels.
+        ignore_index: Labels with this value are not counted. Use the same value as in `torch.nn.CrossEntropyLoss`.
+        shift: If True, the first label of each sequence is not counted. Use this option for causal language models of
+            `transformers`, which shift the labels.
 
     Returns:
-        A function that takes a microbatch and returns the number of its counted labels, as an int64 tensor of shape
-        ``()``.
+        A function that returns the number of counted labels in a microbatch, as an int64 tensor of shape ``()``.
 
     Raises:
-        TypeError: If `key` is not a string, an integer or ``None``.
+        TypeError: If `key` is neither a string nor an integer nor ``None``.
 
     Example::
 

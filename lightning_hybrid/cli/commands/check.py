@@ -13,10 +13,10 @@ def run(args: Sequence[str]) -> None:
     description = (
         "Train a few steps in one process and again under the layout of a configuration, and compare losses, logged"
         " values, gradients and weights. Both runs use float64 on the CPU of this machine. If values differ, print the"
-        " cause. In the printed table, < marks values whose relative difference is above 1e-8, or above 1e-4 if the"
-        " step computes in float32. The exit status is 0 if all values are equal, 1 if values differ, and 2 if the"
-        " values could not be compared. With --dry, nothing is trained: the step runs on fake tensors, and parameters"
-        " use no memory. The exit status is then 2 if training could not start."
+        " cause. In the printed table, < marks values with a relative difference above 1e-8, or above 1e-4 if the step"
+        " computes in float32. The exit status is 0 if all values are equal, 1 if values differ, and 2 if the values"
+        " could not be compared. With --dry, the command only runs the step on fake tensors, and parameters use no"
+        " memory. The exit status is then 0 if training can start, and 2 if it cannot."
     )
     parser = ConfigParser("check", description, "--trainer.devices 2 --model.batch_size 4 --steps 3")
     group = parser.group("training")
@@ -31,7 +31,7 @@ def run(args: Sequence[str]) -> None:
         help="time limit for each training run, in seconds (default: 600)",
     )
     group.add_argument(
-        "--dry", action="store_true", help="only check whether training can start, by running the step on fake tensors"
+        "--dry", action="store_true", help="run the step on fake tensors, to check only whether training can start"
     )
     parser.add_json()
     options, overrides = parser.parse_known_args(args)

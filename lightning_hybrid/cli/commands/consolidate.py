@@ -12,11 +12,11 @@ def run(args: Sequence[str]) -> None:
     parser = Parser(
         "consolidate",
         description="Convert a checkpoint directory to an ordinary Lightning checkpoint in one file. The checkpoint can"
-        " be larger than RAM. It can also be one that Lightning's FSDPStrategy or ModelParallelStrategy saved.",
-        epilog="The command unpickles the checkpoint, which can run code. Use only checkpoints that you trust.",
+        " be larger than RAM. Checkpoints of Lightning's FSDPStrategy and ModelParallelStrategy are also supported.",
+        epilog="The command unpickles the checkpoint. This can run code, so use only checkpoints that you trust.",
     )
-    parser.add_argument("directory", metavar="DIR", help="checkpoint directory; can be a URL such as s3://...")
-    parser.add_argument("file", type=on_disk, metavar="FILE", help="file to write")
+    parser.add_argument("directory", metavar="DIR", help="path or URL (such as s3://...) of the checkpoint directory")
+    parser.add_argument("file", type=on_disk, metavar="FILE", help="output file")
     parser.add_argument(
         "--weights-only", action="store_true", help="omit the states of optimizers, schedulers and callbacks"
     )

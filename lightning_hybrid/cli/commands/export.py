@@ -20,20 +20,20 @@ def run(args: Sequence[str]) -> None:
     """Write the weights of a checkpoint as Hugging Face does."""
     parser = Parser(
         "export",
-        description="Export the weights of a checkpoint to a new folder as model.safetensors, which `from_pretrained`"
-        " and `safetensors.torch.load_file` can read. The checkpoint can be larger than RAM.",
-        epilog="The command unpickles the checkpoint, which can run code. Use only checkpoints that you trust.",
+        description="Export the weights of a checkpoint to a new folder, in safetensors format. You can load them with"
+        " `from_pretrained` or `safetensors.torch.load_file`. The checkpoint can be larger than RAM.",
+        epilog="The command unpickles the checkpoint. This can run code, so use only checkpoints that you trust.",
     )
     parser.add_argument(
-        "checkpoint", metavar="CHECKPOINT", help="checkpoint file or directory; can be a URL such as s3://..."
+        "checkpoint", metavar="CHECKPOINT", help="path or URL (such as s3://...) of a checkpoint file or directory"
     )
-    parser.add_argument("folder", type=on_disk, metavar="FOLDER", help="output folder; it must be new or empty")
+    parser.add_argument("folder", type=on_disk, metavar="FOLDER", help="output folder, which must be new or empty")
     parser.add_argument(
         "--prefix",
         metavar="NAME",
-        help="export only tensors whose names start with this prefix, such as `model.`, and remove it from the names"
-        " (default: the first part of the names, if it is the same in all names; '' exports all tensors under their"
-        " full names)",
+        help="export only tensors whose names start with this prefix, such as `model.`, and remove the prefix from the"
+        " names; '' exports all tensors under their full names (default: the first part of the names, if it is the same"
+        " in all names)",
     )
     parser.add_argument(
         "--max-shard-size",
@@ -47,8 +47,7 @@ def run(args: Sequence[str]) -> None:
         "--config",
         type=Path,
         metavar="PATH",
-        help="config.json of the model, or the folder that contains it (default: the configuration in the"
-        " checkpoint, if any)",
+        help="path of the model's config.json or of its folder (default: the configuration in the checkpoint, if any)",
     )
     options = parser.parse_args(args)
 

@@ -12,11 +12,11 @@ def run(args: Sequence[str]) -> None:
     parser = Parser(
         "inspect",
         description="Show the contents of a checkpoint: tensors, optimizers and the layout of the run. The values"
-        " of tensors are not read. Similar layers are combined in one line.",
+        " of tensors are not read. Similar layers are combined into one line.",
         epilog="The command does not run code from the checkpoint. For objects other than tensors and plain"
-        " containers, it shows only the class.",
+        " containers, the command shows only the class.",
     )
-    parser.add_argument("path", metavar="PATH", help="checkpoint file or directory; can be a URL such as s3://...")
+    parser.add_argument("path", metavar="PATH", help="path or URL (such as s3://...) of a checkpoint file or directory")
     parser.add_argument("--every-name", action="store_true", help="print a separate line for each tensor")
     parser.add_json()
     options = parser.parse_args(args)

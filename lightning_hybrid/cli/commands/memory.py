@@ -17,7 +17,7 @@ def run(args: Sequence[str]) -> None:
     """Show what each rank would hold."""
     description = (
         "Estimate how much memory each rank needs for parameters, gradients, optimizer states, activations and buffers."
-        " No run is started, and no GPU is needed: the training step runs on fake tensors."
+        " The command needs no GPU, because it runs the training step on fake tensors, which have no values."
     )
     parser = ConfigParser("memory", description, "--memory 40GiB --data.batch_size 64")
     group = parser.group("hardware")
@@ -29,7 +29,7 @@ def run(args: Sequence[str]) -> None:
         type=quantity,
         default=Machine.memory,
         metavar="X",
-        help="memory that a run can use on each device (default: 80 GiB)",
+        help="memory that is available to a run on each device (default: 80 GiB)",
     )
     parser.add_json()
     options, overrides = parser.parse_known_args(args)

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 def run(args: Sequence[str]) -> None:
     """Show which rank would hold what."""
     description = (
-        "Show the layout, the pipeline stages and the tensor-parallel plan of a configuration. For several nodes, also"
-        " show how many bytes a training step sends between nodes. No run is started."
+        "Show the layout, the pipeline stages and the tensor-parallel plan of a configuration. With several nodes, also"
+        " show how many bytes a training step sends between nodes. The command does not train."
     )
     parser = ConfigParser("plan", description, "--trainer.devices 8 --trainer.strategy.init_args.partition parameters")
     parser.add_json()

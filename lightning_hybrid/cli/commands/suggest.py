@@ -14,9 +14,9 @@ from lightning_hybrid.strategy.auto_layout.machine import Machine
 
 _DESCRIPTION = (
     "Estimate the memory and step time of many layouts for a given number of ranks. Print the fastest layouts that fit"
-    " in memory, and why the other layouts were rejected. No run is started, and no GPU is needed: the training step"
-    " runs on fake tensors. The hardware options describe the devices and links; the defaults describe A100 GPUs with"
-    " 80 GiB."
+    " in memory, and the reasons why other layouts were rejected. The command needs no GPU, because it runs the"
+    " training step on fake tensors, which have no values. The hardware options describe the devices and links. Their"
+    " defaults describe A100 GPUs with 80 GiB."
 )
 # The sizes of the configuration give way to those that are tried.
 _UNDIVIDED = {
@@ -37,8 +37,8 @@ _UNDIVIDED = {
 }
 # Arguments of a machine: option, what it is, the unit of its value.
 _MACHINE = {
-    "memory": ("memory that a run can use on each device, excluding memory used by libraries", "B"),
-    "flops": ("speed that matrix multiplications reach on a device", "FLOP/s"),
+    "memory": ("memory that is available to a run on each device, excluding memory used by libraries", "B"),
+    "flops": ("speed of matrix multiplications on a device", "FLOP/s"),
     "memory_bandwidth": ("memory bandwidth of a device", "B/s"),
     "node_bandwidth": ("bandwidth of each rank for messages within a node", "B/s"),
     "network_bandwidth": ("bandwidth of each rank for messages between nodes", "B/s"),
@@ -131,32 +131,32 @@ def _add_search(group: Any) -> None:
         "--samples",
         type=positive,
         metavar="N",
-        help="number of samples per optimizer step, summed over all replicas (default: one batch of the loader per"
-        " rank)",
+        help="number of samples per optimizer step, summed over all replicas (default: the loader's batch size times"
+        " the number of ranks)",
     )
     samples.add_argument(
         "--keep-batch",
         action="store_true",
-        help="train each replica on one batch of the loader, and sort layouts by the time per sample, as"
+        help="assume that each replica trains on one batch of the loader, and sort layouts by the time per sample, as"
         " HybridStrategy(layout='auto') does",
     )
     group.add_argument(
         "--max-tensor",
         type=positive,
         metavar="N",
-        help="largest tensor-parallel size to try (default: the number of ranks in a node)",
+        help="largest tensor-parallel size to try (default: the number of ranks per node)",
     )
     group.add_argument(
         "--max-context",
         type=positive,
         metavar="N",
-        help="largest context-parallel size to try (default: the number of ranks in a node, or less if a rank would"
-        " have fewer than 1024 positions)",
+        help="largest context-parallel size to try (default: the number of ranks per node, reduced so that each rank"
+        " has at least 1024 positions)",
     )
     group.add_argument(
         "--measure",
         action="store_true",
-        help="time forward passes on this CPU instead of counting their operations",
+        help="measure the time of forward passes on this CPU instead of counting their operations",
     )
 
 
@@ -188,8 +188,8 @@ def _add_hardware(group: Any) -> None:
         type=_share,
         default=usual.overlap,
         metavar="X",
-        help="fraction of the compute time during which gradients or ring-attention messages can be sent (default:"
-        " %(default)g)",
+        help="fraction of the compute time that can overlap with sending gradients or ring-attention messages"
+        " (default: %(default)g)",
     )
 
 

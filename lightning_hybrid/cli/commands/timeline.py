@@ -20,8 +20,8 @@ def run(args: Sequence[str]) -> None:
     """Draw one step of a schedule."""
     parser = Parser(
         "timeline",
-        description="Draw one training step of a pipeline schedule. Also print the size of the bubble and, for"
-        " each rank, the highest number of microbatches whose activations are in memory at the same time.",
+        description="Draw one training step of a pipeline schedule, and print the size of the bubble. For each rank,"
+        " also print the highest number of microbatches whose activations are in memory at the same time.",
     )
     _add_arguments(parser)
     options = parser.parse_args(args)
@@ -63,7 +63,7 @@ def _add_arguments(parser: Parser) -> None:
         "--chunks",
         type=int,
         metavar="N",
-        help="number of stages (chunks) on each rank (default: 1; 2 for interleaved_1f1b)",
+        help="number of stages (chunks) on each rank (default: 2 for interleaved_1f1b, otherwise 1)",
     )
     parser.add_argument(
         "--extra-in-flight",
@@ -101,7 +101,7 @@ def _add_arguments(parser: Parser) -> None:
             metavar="X",
             help=f"number of messages that a link {where} can send during a forward pass (default: unlimited)",
         )
-    output.add_argument("--svg", type=Path, metavar="FILE", help="also save the picture as this SVG file")
+    output.add_argument("--svg", type=Path, metavar="FILE", help="also save the picture in this SVG file")
     parser.add_json()
 
 

@@ -38,24 +38,24 @@ Key = str | int
 
 
 def split_rows(*offsets: Key) -> Any:
-    """Create a `split_batch` hook that splits packed rows into microbatches of about the same number of tokens.
+    """Create a `split_batch` hook that splits packed documents into microbatches with about the same number of tokens.
 
-    Tensors with one row per token, tensors of shape ``(1, tokens, ...)`` and tensors with one row per document are
-    split at document boundaries. In each microbatch, the offsets start at 0 again. All other values, such as
-    ``max_seqlen`` (which remains an upper bound), are passed unchanged to every microbatch. The weight of a microbatch
-    is its number of tokens, so the loss must be a mean over tokens. If the loss ignores some labels, also set
-    ``microbatch_weight = lightning_hybrid.count_tokens(...)``.
+    The hook splits a batch at document boundaries. It splits tensors of shape ``(1, tokens, ...)``, tensors with one
+    row per token and tensors with one row per document. In each microbatch, the offsets start at 0 again. Numbers such
+    as ``max_seqlen`` are passed unchanged to every microbatch, so ``max_seqlen`` remains an upper bound. The weight of
+    a microbatch is its number of tokens, so the loss must be a mean over tokens. If the loss ignores some labels, also
+    set ``microbatch_weight = lightning_hybrid.count_tokens(...)``.
 
     Args:
-        offsets: Where to find the offsets of documents in a batch, such as ``"cu_seqlens"``: the key of a mapping, the
-            name of an attribute, or the index in a tuple. Pass several keys if different tensors, such as queries and
-            keys, have their own offsets for the same documents. The first key is then used to count tokens.
+        offsets: Key, attribute name or tuple index of the document offsets in a batch, such as ``"cu_seqlens"``. Pass
+            several arguments if different tensors, such as the queries and keys of attention, have different offsets
+            for the same documents. The offsets of the first argument are then used to count tokens.
 
     Returns:
-        A function that takes a batch and a number of microbatches, and returns the microbatches.
+        A function that splits a batch into microbatches.
 
     Raises:
-        TypeError: If no key is passed, or if a key is neither a string nor an integer.
+        TypeError: If no argument is passed, or if an argument is neither a string nor an integer.
 
     Example::
 
@@ -66,22 +66,21 @@ def split_rows(*offsets: Key) -> Any:
 
 
 def split_graphs(batch: Key = "batch", edge_index: Key = "edge_index") -> Any:
-    """Create a `split_batch` hook that splits a batch in which several graphs are joined into one large graph.
+    """Create a `split_batch` hook for batches in which several graphs are joined into one large graph.
 
-    A `Batch` of PyTorch Geometric is split without a hook. Use this hook for mappings, dataclasses, named tuples and
-    other objects. Tensors with one row per node are split by nodes, and tensors with one row per graph by graphs.
-    Tensors with one row per edge are split by edges. If there are as many edges as nodes or graphs, only tensors whose
-    names contain "edge" are split by edges. In each microbatch, nodes are numbered from 0. The weight of a microbatch
-    is its number of graphs.
+    A `Batch` of PyTorch Geometric does not need a hook. Use this hook for mappings, dataclasses, named tuples and other
+    objects. The hook splits a tensor by nodes, graphs or edges if the tensor has one row per node, graph or edge. If
+    there are as many edges as nodes or graphs, only tensors whose names contain "edge" are split by edges. In each
+    microbatch, nodes and graphs are numbered from 0. The weight of a microbatch is its number of graphs.
 
     Args:
-        batch: Where to find the tensor with the number of the graph that contains each node. Its shape is ``(nodes,)``,
-            its dtype is int64, and its values are in ascending order.
-        edge_index: Where to find the tensor with the two nodes of each edge. Its shape is ``(2, edges)``, and its dtype
-            is int64.
+        batch: Key, attribute name or tuple index of the graph number of each node, an int64 tensor of shape
+            ``(nodes,)`` in ascending order.
+        edge_index: Key, attribute name or tuple index of the two nodes of each edge, an int64 tensor of shape ``(2,
+            edges)``.
 
     Returns:
-        A function that takes a batch and a number of microbatches, and returns the microbatches.
+        A function that splits a batch into microbatches.
 
     Raises:
         TypeError: If a key is neither a string nor an integer.
@@ -95,18 +94,17 @@ def split_graphs(batch: Key = "batch", edge_index: Key = "edge_index") -> Any:
 
 
 def split_targets(targets: Key = "targets", lengths: Key = "target_lengths") -> Any:
-    """Create a `split_batch` hook for targets that are concatenated into one tensor, as for `torch.nn.CTCLoss`.
+    """Create a `split_batch` hook for batches whose targets are joined into one tensor, as for `torch.nn.CTCLoss`.
 
-    Other values with one row per sample are split in the same way as without this hook. The weight of a microbatch is
-    its number of samples.
+    Other values with one row per sample are split by samples. The weight of a microbatch is its number of samples.
 
     Args:
-        targets: Where to find the targets in a batch: the key of a mapping, the name of an attribute, or the index in a
-            tuple.
-        lengths: Where to find the tensor with the number of targets of each sample. Its shape is ``(samples,)``.
+        targets: Key, attribute name or tuple index of the targets in a batch.
+        lengths: Key, attribute name or tuple index of the number of targets of each sample, a tensor of shape
+            ``(samples,)``.
 
     Returns:
-        A function that takes a batch and a number of microbatches, and returns the microbatches.
+        A function that splits a batch into microbatches.
 
     Raises:
         TypeError: If a key is neither a string nor an integer.
@@ -120,12 +118,12 @@ def split_targets(targets: Key = "targets", lengths: Key = "target_lengths") -> 
 
 
 def split_samples() -> Any:
-    """Create a `split_batch` hook for batches that are lists of samples, as ``collate_fn=list`` returns them.
+    """Create a `split_batch` hook for batches that are lists of samples, such as the results of ``collate_fn=list``.
 
-    Each microbatch is a list of consecutive samples. Its weight is the length of this list.
+    Each microbatch is a list of consecutive samples. The weight of a microbatch is its number of samples.
 
     Returns:
-        A function that takes a batch and a number of microbatches, and returns the microbatches.
+        A function that splits a batch into microbatches.
 
     Example::
 

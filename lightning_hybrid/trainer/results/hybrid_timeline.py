@@ -19,27 +19,30 @@ _SHARES = {"wait": ("wait",), "messages": ("send", "receive"), "reduce": ("reduc
 
 
 class HybridTimeline(Callback):
-    """Callback that records when each rank computes, sends and waits in selected training batches.
+    """Callback that records when each rank computes, sends and waits during selected training batches.
 
-    For each recorded batch, rank 0 writes two files. ``batch-N.json`` is a trace for https://ui.perfetto.dev and
-    ``chrome://tracing``. ``batch-N.svg`` is a picture that shows the measured step of the first replica below a
-    simulated step with the same durations. The callback also logs fractions of a rank's time, averaged over the
-    pipeline ranks of the first replica: ``timeline/bubble`` (neither forward nor backward), ``timeline/wait`` (waiting
-    for messages), ``timeline/messages`` (sending and receiving), ``timeline/reduce`` (reducing gradients without
-    overlap with backward) and ``timeline/optimizer``. The last four are fractions of the time from the first
-    computation or message to the end of the batch.
+    For each recorded batch, rank 0 writes two files. You can open the trace ``batch-N.json`` in https://ui.perfetto.dev
+    or ``chrome://tracing``. The picture ``batch-N.svg`` shows the measured step of the first replica below a simulated
+    step. In the simulated step, each forward or backward pass takes its median measured time, and messages take no
+    time.
 
-    All ranks synchronize before each recorded batch, so that their clocks start together. Other batches are not
-    affected. The Trainer's profiler does not record the forward passes, backward passes and messages of recorded
-    batches.
+    The callback also logs fractions of time, averaged over the pipeline ranks of the first replica: ``timeline/bubble``
+    (neither forward nor backward), ``timeline/wait`` (waiting for messages), ``timeline/messages`` (sending and
+    receiving), ``timeline/reduce`` (reducing gradients without overlap with backward) and ``timeline/optimizer``
+    (optimizer step). The last four values are fractions of the time from the first computation or message to the end of
+    the batch.
+
+    All ranks synchronize before each recorded batch, so that they start recording at the same time. Other batches are
+    not affected. During recorded batches, the Trainer's profiler does not record forward passes, backward passes and
+    messages.
 
     Args:
-        batches: Numbers of the training batches to record, counted from 0 since the start of training. Avoid the first
-            batches of a run, which are slower than later ones.
-        dirpath: Folder for the files; by default ``timeline`` in the Trainer's ``default_root_dir``.
+        batches: Indices of the training batches to record, starting at 0. Avoid the first batches of a run, because
+            they are slower than later batches.
+        dirpath: Folder for the files. Default: ``timeline`` in the Trainer's ``default_root_dir``.
 
     Raises:
-        ValueError: If a batch number is negative.
+        ValueError: If a batch index is negative.
 
     Example:
         >>> callback = HybridTimeline(batches=[10, 20])
