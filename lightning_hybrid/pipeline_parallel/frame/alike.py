@@ -112,7 +112,7 @@ class _Comparison:
             return self._are_alike(vars(one), vars(other), depth + 1)
         if isinstance(one, np.ndarray):
             return np.array_equal(one, other)
-        if isinstance(one, weakref.ref):  # of recurrent layers, to their weights
+        if isinstance(one, weakref.ref):  # recurrent layers have these to their weights
             return self.is_alike(one(), other(), depth)
         return (one == other) is True
 

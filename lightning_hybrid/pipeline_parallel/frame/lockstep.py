@@ -131,7 +131,7 @@ class Lockstep(StepMode):
         if index >= len(self._layers):  # its own calls are handled one by one
             return unit(*args, **kwargs)
         self._num_layer_calls += 1
-        number = self._num_layer_calls  # the same under every layout
+        number = self._num_layer_calls  # equal for every layout
         taps = Taps(self._layers[index], find_taps(self._layers[index], of_torch=False))
         calls: list[TappedCall] = []
 

@@ -32,7 +32,7 @@ def without_reentrant(is_divided: Callable[[], bool]) -> Iterator[None]:
         if not is_divided():
             return function.apply(run, preserve_rng_state, *args)
         if not any(isinstance(arg, Tensor) and arg.requires_grad for arg in args):
-            with _no_grad():  # as the function does: nothing in it gets a gradient
+            with _no_grad():  # as in torch's function, no tensor gets a gradient
                 return run(*args)
         return checkpoint.checkpoint(run, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state)
 

@@ -358,8 +358,7 @@ class StatesOfStages:
         parameters that the stage writes        have its values while it runs, and are restored in between
         the batch                               writes go into a copy
 
-    It is created at the first stage of a step that needs it: changes by hooks between two steps are visible to all
-    stages.
+    It is created again in each step, so changes by hooks between two steps are visible to all stages.
 
     Args:
         module: The user's module.

@@ -1,6 +1,7 @@
 """The search for units: the modules that run on exactly one stage each, such as transformer blocks.
 
-:func:`find_body` calls it. It also keeps the layers of a student and its teacher on the same stage.
+`pipeline_parallel.body` calls :func:`find_units` or :func:`named_units`, and groups units into rows that stay on one
+stage, such as a layer and its frozen copy.
 """
 
 from __future__ import annotations
@@ -54,11 +55,11 @@ def named_units(module: nn.Module, patterns: Sequence[str]) -> Units:
 def find_units(module: nn.Module, num_stages: int) -> Units:
     """Find the units of a module that the user has not named.
 
-    The units are the members of the outermost lists and Sequentials that hold most of the parameters, and of smaller
-    lists in the same numbered row (``layer1``, ``layer2``, ...). If there is only one list, its members are the units,
-    whatever its size. If there are fewer units than stages, or if a unit is much larger than an average stage, the
-    members of the lists inside the largest unit replace this unit. If the module has a teacher, the lists of the
-    trained part come first, even if they are small.
+    The units are the members of the outermost lists and Sequentials that each hold at least 15% of the parameters, and
+    of smaller lists in the same numbered row (``layer1``, ``layer2``, ...). If there is only one list, its members are
+    the units, whatever its size. If there are fewer units than stages, or if a unit is much larger than an average
+    stage, the members of the lists inside the largest unit replace this unit. If the module has a teacher, the lists of
+    the trained part come first, even if they are small.
 
     Args:
         module: The user's module.
@@ -134,7 +135,8 @@ def spread(module: nn.Module, rows: Sequence[Units], num_stages: int) -> list[Un
     Args:
         module: The user's module.
         rows: The rows of :func:`side_by_side`.
-        num_stages: The number of stages. If the student has fewer layers, the longer of the two parts defines the rows.
+        num_stages: The number of stages. If the student has fewer layers, its layers are distributed over the rows of
+            the teacher if the teacher has more.
 
     Returns:
         The rows.
