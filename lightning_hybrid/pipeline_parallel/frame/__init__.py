@@ -1,1 +1,1 @@
-"""The cut of any model: its units are divided into stages, its own code around them runs on each of them."""
+"""Pipeline stages for any model: layers are divided over the stages, and each stage runs the code around its layers."""

@@ -1,4 +1,4 @@
-"""Layers that differ in values alone: while a step is followed, one of each kind runs for all of them."""
+"""Layers that differ only in the values of their tensors: a trace of a step runs one layer of each kind."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from lightning_hybrid.pipeline_parallel.frame.graph import Call
 from lightning_hybrid.pipeline_parallel.frame.operators import Seen, memory_of
 from lightning_hybrid.pipeline_parallel.frame.stage_states import CONTAINERS, containers_in, find_owners, is_object
 
-#: Types of values that are alike if they are equal.
+#: Types whose values are compared with `==`.
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
-# Hooks of modules that no forward calls.
+# Attributes with hooks that `forward` does not call.
 _OF_STATE_DICTS = frozenset(
     {
         "_state_dict_hooks",
@@ -33,17 +33,17 @@ _OF_STATE_DICTS = frozenset(
         "_load_state_dict_post_hooks",
     }
 )
-_DEPTH = 4  # of objects in objects whose attributes are compared
+_DEPTH = 4  # the most levels of nested objects whose attributes are compared
 
 
 def first_alike(layers: Mapping[str, nn.Module]) -> dict[nn.Module, nn.Module]:
-    """Return for each layer the first one that differs from it in values alone.
+    """Return, for each layer, the first layer that differs from it only in the values of tensors.
 
-    Alike are layers of the same classes, whose tensors have the same shapes and whose attributes are equal. A number
-    that is the position of the layer in its list, as `layer_idx` of transformers, is as good as another one's.
+    Layers are alike if they have the same classes, their tensors have the same shapes, and their attributes are equal.
+    An integer attribute may differ if it is the position of the layer in its list, as `layer_idx` in transformers.
 
     Args:
-        layers: By dotted name, in order.
+        layers: The layers by dotted name, in order.
     """
     found: dict[nn.Module, nn.Module] = {}
     firsts: list[tuple[int, nn.Module]] = []
@@ -60,20 +60,32 @@ def first_alike(layers: Mapping[str, nn.Module]) -> dict[nn.Module, nn.Module]:
 
 
 def _position(name: str, number: int) -> int:
-    """Return the position of a layer in its list; if its name does not say it, that among all layers."""
+    """Return the position of a layer in its list; its position among all layers if its name ends with no number."""
     last = name.rpartition(".")[2]
     return int(last) if last.isdecimal() else number
 
 
 @dataclass
 class _Comparison:
-    """A comparison of two layers at these positions of their list."""
+    """A comparison of two layers.
+
+    Attributes:
+        first: The position of the first layer in its list.
+        second: The position of the second layer in its list.
+    """
 
     first: int
     second: int
     _seen: set[tuple[int, int]] = field(default_factory=set)
 
     def is_alike(self, one: Any, other: Any, depth: int = 0) -> bool:
+        """Return True if two objects are equal, except for the values of tensors and the positions of the layers.
+
+        Args:
+            one: An object of the first layer.
+            other: The object of the second layer.
+            depth: The number of objects around it whose attributes are compared.
+        """
         if one is other or (id(one), id(other)) in self._seen:
             return True
         if type(one) is not type(other):
@@ -85,7 +97,7 @@ class _Comparison:
             return _kind_of(one) == _kind_of(other)
         if isinstance(one, nn.Module):
             return self._are_alike(vars(one), vars(other), depth)
-        if isinstance(one, Mapping):  # numbers of hooks differ
+        if isinstance(one, Mapping):  # the integer keys of hooks differ
             keys = [[key for key in each if not isinstance(key, int)] for each in (one, other)]
             return keys[0] == keys[1] and self._all_alike(one.values(), other.values(), depth)
         if isinstance(one, (list, tuple)):
@@ -100,15 +112,17 @@ class _Comparison:
             return self._are_alike(vars(one), vars(other), depth + 1)
         if isinstance(one, np.ndarray):
             return np.array_equal(one, other)
-        if isinstance(one, weakref.ref):  # of recurrent layers, to their weights
+        if isinstance(one, weakref.ref):  # recurrent layers have these to their weights
             return self.is_alike(one(), other(), depth)
         return (one == other) is True
 
     def _all_alike(self, one: Collection[Any], other: Collection[Any], depth: int) -> bool:
+        """Return True if two collections have the same length, and their items are alike."""
         pairs = zip(one, other, strict=False)
         return len(one) == len(other) and all(self.is_alike(*pair, depth) for pair in pairs)
 
     def _are_alike(self, one: Mapping[Any, Any], other: Mapping[Any, Any], depth: int) -> bool:
+        """Return True if two dictionaries of attributes have the same names, and their values are alike."""
         return one.keys() == other.keys() and all(
             name in _OF_STATE_DICTS
             or _are_empty(one[name], other[name])
@@ -118,28 +132,29 @@ class _Comparison:
 
 
 def _are_empty(one: Any, other: Any) -> bool:
-    """Return whether both are empty dictionaries, as most attributes of a module are."""
+    """Return True if both values are empty dictionaries of the same type, as most attributes of a module are."""
     return isinstance(one, dict) and type(one) is type(other) and not one and not other
 
 
 def _captured(function: Any) -> list[Any]:
-    """Return the object of a bound method and the variables of a closure."""
+    """Return the object of a bound method and the values of the variables in a closure."""
     cells = getattr(function, "__closure__", None) or ()
     return [getattr(function, "__self__", None), *(cell.cell_contents for cell in cells)]
 
 
 def _kind_of(tensor: Tensor) -> tuple[Any, ...]:
+    """Return the class, shapes, dtype and flags of a tensor: all that is compared."""
     local = to_local(tensor) if isinstance(tensor, DTensor) else tensor
     return type(tensor), tensor.shape, local.shape, tensor.dtype, tensor.requires_grad, tensor.is_meta
 
 
 class _Outcome(NamedTuple):
-    """The outcome of a call of the first unit of a kind.
+    """The result of a call of the first unit of a kind.
 
     Attributes:
         call: The call.
-        outputs: The leaves that it returned: a fake tensor, the position of an argument, or a plain value.
-        spec: The tree of these.
+        outputs: The leaves of the result: fake tensors, :class:`_Argument`, or plain values.
+        spec: The tree of the result.
     """
 
     call: Call
@@ -148,24 +163,24 @@ class _Outcome(NamedTuple):
 
 
 class _Argument(int):
-    """The position of an argument that a call returned itself."""
+    """The position of an argument that a call returned."""
 
 
 class RepeatedUnits:
-    """Calls of units that need not run while a step is followed, since a unit of the same kind ran with like arguments.
+    """Results of units that need not run in a trace, because a unit of the same kind ran with like arguments.
 
     ::
 
         h.0(x)    runs on fake tensors           returns fake tensors, writes nothing, keeps nothing
-        h.1(x)    alike, x looks the same        new fake tensors like those
+        h.1(x)    alike, x looks the same        new fake tensors like the results of h.0
         h.2(x)    alike, x has another shape     runs
 
     A call is repeated only if its result is its only effect: it wrote no tensor, changed no attribute of the unit,
     received no object that it might change, and returned new tensors with memory of their own.
 
     Args:
-        units: The units with their names; while a step is followed their tensors are fake ones.
-        fake: Makes a fake tensor that looks like another one.
+        units: The units with their names. While a step is traced, their tensors are fake.
+        fake: Returns a fake tensor that looks like another tensor.
     """
 
     def __init__(self, units: Sequence[tuple[str, nn.Module]], fake: Callable[[Tensor], Tensor]) -> None:
@@ -177,14 +192,14 @@ class RepeatedUnits:
     def __call__(
         self, call: Call, leaves: Sequence[Any], spec: TreeSpec, run: Callable[[], Any], seen: Callable[[], Seen]
     ) -> tuple[Any, Call]:
-        """Return the result of a unit, and the call that ran: this one, or an earlier one like it.
+        """Return the result of a unit, and the call that ran: this call, or an earlier call of a unit of the same kind.
 
         Args:
             call: The call of the unit.
-            leaves: The leaves of its arguments, tensors among them fake.
-            spec: The tree of these.
+            leaves: The leaves of the arguments; tensors among them are fake.
+            spec: The tree of the arguments.
             run: Makes the call.
-            seen: Tells what its operators have done.
+            seen: Returns the effects of the operators since the call began.
         """
         assert call.unit is not None
         key = self._key_of(call.unit, leaves, spec) if call.unit < len(self._units) else None
@@ -203,22 +218,22 @@ class RepeatedUnits:
             outputs, returned = flatten(result)
             known_outputs = _without_arguments(outputs, leaves, held)
             if known_outputs is not None:
-                # Lookalikes: a tensor that is alive at the end of the step would have to travel to the last stage.
+                # Store copies: a stored result would be alive at the end of the step, as if the last stage needed it.
                 like = [self._fake(leaf) if isinstance(leaf, Tensor) else leaf for leaf in known_outputs]
                 self._outcomes[key] = _Outcome(call, like, returned)
         return result, call
 
     def forget(self, call: Call) -> None:
-        """Run units like the one of a call, because the call has other effects than its result."""
+        """Run units of this kind again, because the call has other effects than its result."""
         self._outcomes = {key: each for key, each in self._outcomes.items() if each.call is not call}
 
     def _key_of(self, index: int, leaves: Sequence[Any], spec: TreeSpec) -> Hashable | None:
-        """Return a key that is equal for alike calls; ``None`` for a call that always runs.
+        """Return a key that is equal for calls that may share a result; ``None`` for a call that always runs.
 
         Args:
             index: The position of the unit.
-            leaves: The leaves of its arguments, tensors among them fake.
-            spec: The tree of these.
+            leaves: The leaves of the arguments; tensors among them are fake.
+            spec: The tree of the arguments.
         """
         memories: dict[int, int] = {}
         parts: list[Hashable] = []
@@ -235,7 +250,7 @@ class RepeatedUnits:
         return self._first(index), spec, tuple(parts)
 
     def _first(self, index: int) -> nn.Module:
-        """Return the first unit that was called and is like this one; or the unit itself."""
+        """Return the first called unit that is like a unit; the unit itself if there is none."""
         name, unit = self._units[index]
         if unit not in self._firsts:
             firsts, position = self._by_class.setdefault(type(unit), []), _position(name, index)
@@ -247,7 +262,7 @@ class RepeatedUnits:
 
 
 def _memories(values: Iterable[Any]) -> set[int]:
-    """Return the memory of the tensors among some values."""
+    """Return the memory of the tensors among some values; see :func:`memory_of`."""
     return {memory_of(each) for each in values if isinstance(each, Tensor)}
 
 
@@ -255,9 +270,9 @@ def _without_arguments(outputs: Sequence[Any], leaves: Sequence[Any], held: Coll
     """Replace arguments among the outputs by their positions; return ``None`` if the call cannot be repeated.
 
     Args:
-        outputs: The leaves of what it returned.
-        leaves: Those of its arguments.
-        held: The memory of tensors that were there before.
+        outputs: The leaves of the result.
+        leaves: The leaves of the arguments.
+        held: The memory of the tensors that existed before the call.
     """
     places = {id(leaf): place for place, leaf in reversed(list(enumerate(leaves))) if isinstance(leaf, Tensor)}
     memories = set(held)
@@ -289,6 +304,7 @@ def _contents(unit: nn.Module) -> list[tuple[Any, ...]]:
 
 
 def _is_same(before: Sequence[tuple[Any, ...]], now: Sequence[tuple[Any, ...]]) -> bool:
+    """Return True if the contents of a unit are the same objects as before."""
     return len(before) == len(now) and all(
         len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
         for one, other in zip(before, now, strict=True)

@@ -1,4 +1,7 @@
-"""The result of a call and its changes to its arguments, sent to ranks that have not made the call."""
+"""The result of a call and its changes to its arguments, as a message to ranks that have not made the call.
+
+:class:`Lockstep` uses it: one stage calls a layer, and the other ranks make the same changes to their own objects.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from lightning_hybrid.distributed.replaced import refill
 from lightning_hybrid.pipeline_parallel.frame.stage_states import ATOMS, CONTAINERS, is_object
 from lightning_hybrid.pipeline_parallel.placeholders import PlaceholderBuffer, is_placeholder
 
-# Marks in a pickle: something that the receiver has itself, a tensor that is sent or is not, and a device.
+# Marks in a pickle: an object that the receiver has, a tensor that is sent, a tensor that is kept, and a device.
 _KNOWN, _SENT, _KEPT, _DEVICE = "known", "sent", "kept", "device"
 
 _KEPT_TEXT = (
@@ -31,9 +34,10 @@ class Packed(NamedTuple):
     """The result of a call, and its changes to its arguments.
 
     Attributes:
-        payload: The pickle of both, without tensors.
+        payload: The pickle of the result and the changes, without tensors.
         tensors: The tensors that are sent.
-        kept: The tensors that stay with the sender, as the call has put them into an object, such as a cache of keys.
+        kept: The tensors that stay with the sender, because the call stored them in an object, such as a key-value
+            cache.
     """
 
     payload: bytes
@@ -42,7 +46,7 @@ class Packed(NamedTuple):
 
 
 class KeptTensor(PlaceholderBuffer):
-    """The shape of a tensor that a layer of another stage has put into an object."""
+    """A placeholder for a tensor that a layer of another stage has stored in an object."""
 
     @classmethod
     def __torch_function__(
@@ -65,13 +69,13 @@ def kept_like(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -
 
 
 class Arguments:
-    """The objects, containers and tensors among the arguments of a call, as they were before it.
+    """The objects, containers and tensors among the arguments of a call, as they were before the call.
 
-    Each rank of a model group makes one before a call, and finds the same things in the same order. So a number names
-    each thing that the call changes::
+    Each rank of a model group makes this object before a call, and finds the same things in the same order. So a number
+    identifies each thing that the call changes::
 
         rank that calls     cache.layers[0].keys = tensor (2, 4, 7, 8)     -->  (3, {"keys": kept (2, 4, 7, 8)})
-        the others          set `keys` of their object 3 to a tensor without values
+        other ranks         set `keys` of their object 3 to a tensor without values
 
     Args:
         values: The arguments.
@@ -83,16 +87,17 @@ class Arguments:
         self._before: list[Any] = []
 
     def watch(self, is_absent: Callable[[Tensor], bool]) -> None:
-        """Notice changes from here on, on the rank that makes the call.
+        """Start to detect changes, on the rank that makes the call.
 
         Args:
-            is_absent: Whether some ranks do not have the values of a tensor. Such a tensor is not sent.
+            is_absent: Returns True if some ranks do not have the values of a tensor. Changes of this tensor are not
+                sent.
         """
         nodes = self._nodes
         self._before = [None if isinstance(node, Tensor) and is_absent(node) else _copied(node) for node in nodes]
 
     def pack(self, result: Any) -> Packed:
-        """Return a result, with the changes since :meth:`watch`.
+        """Return the result of the call with all changes since :meth:`watch`.
 
         Args:
             result: The result of the call.
@@ -125,18 +130,18 @@ class Arguments:
         return [value for value in new if isinstance(value, Tensor)]
 
     def unpack(self, payload: bytes, tensors: Sequence[Tensor], device: torch.device) -> tuple[Any, list[Tensor]]:
-        """Make the changes of another rank here.
+        """Make the changes of another rank on this rank.
 
         Args:
-            payload: Of :class:`Packed`.
-            tensors: Of :class:`Packed`, as they have arrived.
-            device: Where this rank computes.
+            payload: The payload of :class:`Packed`.
+            tensors: The tensors of :class:`Packed`, as received.
+            device: The device of this rank.
 
         Returns:
             The result of the call, and a placeholder for each tensor that stays with the sender.
 
         Raises:
-            WrongUseError: If the arguments here are others.
+            WrongUseError: If this rank has other arguments than the sender.
         """
         unpickler = _Unpickler(io.BytesIO(payload), self._nodes, tensors, device)
         number, result, changes = unpickler.load()
@@ -152,7 +157,17 @@ class Arguments:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles values without tensors, devices, and things that the receiver has."""
+    """A pickler that replaces tensors, devices, and objects that the receiver has, by marks.
+
+    Args:
+        file: The buffer for the pickle.
+        numbers: The numbers of the objects that the receiver has, by `id()`.
+        sent: The tensors that are sent.
+
+    Attributes:
+        sent: The tensors that are sent; single values that were found in objects are added.
+        kept: The tensors that stay with the sender.
+    """
 
     def __init__(self, file: io.BytesIO, numbers: dict[int, int], sent: Sequence[Tensor]) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
@@ -160,7 +175,7 @@ class _Pickler(pickle.Pickler):
         self._positions = {id(tensor): position for position, tensor in reversed(list(enumerate(sent)))}
 
     def persistent_id(self, value: Any) -> Any:
-        """Return the mark for a value; ``None`` if it is pickled."""
+        """Return the mark for a value; ``None`` if the value is pickled."""
         if isinstance(value, torch.device):
             return _DEVICE, value.type
         if not isinstance(value, Tensor):
@@ -173,13 +188,13 @@ class _Pickler(pickle.Pickler):
             place = next((place for place, each in enumerate(self.kept) if each is value), len(self.kept))
             self.kept += [value] * (place == len(self.kept))
             return _KEPT, place, tuple(value.shape), value.stride(), value.dtype
-        self._positions[id(value)] = len(self.sent)  # a length: code around the layers may read it
+        self._positions[id(value)] = len(self.sent)  # a single value, such as a length, which code may read
         self.sent.append(value)
         return _SENT, self._positions[id(value)]
 
 
 class _Unpickler(pickle.Unpickler):
-    """The other side of :class:`_Pickler`."""
+    """An unpickler that replaces the marks of :class:`_Pickler` by values of this rank."""
 
     def __init__(self, file: io.BytesIO, nodes: Sequence[Any], tensors: Sequence[Tensor], device: torch.device) -> None:
         super().__init__(file)
@@ -200,7 +215,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _inside(value: Any) -> Sequence[Any] | None:
-    """Return the values in an object or a container, none for an array or a tensor; ``None`` for anything else."""
+    """Return the values in an object or a container, none for arrays, tensors and sets; ``None`` for other values."""
     if type(value) in ATOMS:
         return None
     if isinstance(value, (Tensor, np.ndarray)):
@@ -209,13 +224,13 @@ def _inside(value: Any) -> Sequence[Any] | None:
         return list(value)
     if isinstance(value, dict):
         return list(value.values())
-    if type(value) in CONTAINERS:  # in a set nothing has a place
+    if type(value) in CONTAINERS:  # a set has no order that is equal on all ranks
         return ()
     return list(vars(value).values()) if is_object(value) else None
 
 
 def _copied(node: Any) -> Any:
-    """Return a copy or a version, which shows later whether something has changed; ``None`` if it cannot change."""
+    """Return a copy or a version, which later shows whether the node has changed; ``None`` if it cannot change."""
     if isinstance(node, Tensor):
         return node.clone() if node.is_inference() else node._version
     if is_object(node):
@@ -224,6 +239,7 @@ def _copied(node: Any) -> Any:
 
 
 def _is_changed(node: Any, before: Any) -> bool:
+    """Return True if a node differs from the copy or the version that :func:`_copied` returned."""
     if isinstance(node, Tensor):
         return not torch.equal(node, before) if isinstance(before, Tensor) else bool(node._version != before)
     if isinstance(node, np.ndarray):
@@ -237,7 +253,7 @@ def _is_changed(node: Any, before: Any) -> bool:
 
 
 def _changed(node: Any, before: Any) -> Any:
-    """Return the new contents of a container, an array or a tensor; of an object the attributes that differ."""
+    """Return the new contents of a container, an array or a tensor; for an object, the attributes that differ."""
     if isinstance(node, Tensor):
         return node.detach()
     if not is_object(node):
@@ -248,7 +264,7 @@ def _changed(node: Any, before: Any) -> Any:
 
 
 def _apply(node: Any, value: Any) -> None:
-    """Make the change of another rank here."""
+    """Make a change of another rank on this rank."""
     if isinstance(node, Tensor):
         node.copy_(value)
     elif isinstance(node, np.ndarray):

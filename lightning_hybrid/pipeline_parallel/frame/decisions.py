@@ -1,4 +1,7 @@
-"""What the user's code reads from tensors that are on every rank, and how it is read again for another batch."""
+"""Decisions of a step: values that the user's code reads from real tensors, and that may select the calls of the step.
+
+A plan fits another batch only if this batch leads to the same decisions; :meth:`Decisions.hold` checks this.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from torch import Tensor
 
 from lightning_hybrid.distributed.pytree import TreeSpec, flatten, unflatten
 
-#: What these make has no numbers yet, and gets its place in a graph of autograd later on.
+#: Functions whose results have no values yet, and may become part of an autograd graph later.
 _EMPTY: frozenset[Callable[..., Any]] = frozenset(
     {
         *(torch.empty, torch.empty_like, torch.empty_strided, torch.empty_permuted),
@@ -23,13 +26,22 @@ _EMPTY: frozenset[Callable[..., Any]] = frozenset(
 
 
 class Input(NamedTuple):
-    """A tensor among the arguments of the step."""
+    """The source of a tensor: a leaf of the step's arguments.
+
+    Attributes:
+        position: The position of the leaf.
+    """
 
     position: int
 
 
 class Made(NamedTuple):
-    """A tensor that a call of real tensors made."""
+    """The source of a tensor: the result of a call of real tensors.
+
+    Attributes:
+        call: The number of the call.
+        leaf: The position among the leaves of the result.
+    """
 
     call: int
     leaf: int
@@ -40,10 +52,10 @@ class RealCall:
     """A call without absent operands.
 
     Attributes:
-        function: What is called.
-        sources: Its arguments: where tensors come from, and values.
-        spec: Their tree.
-        draws: Whether it draws random numbers.
+        function: The function that is called.
+        sources: The leaves of its arguments: :class:`Input`, :class:`Made`, a tensor of the module, or a plain value.
+        spec: The tree of the arguments and keyword arguments.
+        draws: True if the call draws random numbers.
         touched: The memory of its operands.
         written: The memory that it writes.
     """
@@ -57,19 +69,20 @@ class RealCall:
 
 
 class Decisions:
-    """What a step has read from tensors that are on every rank, and what may decide which calls come next.
+    """The values that a step has read from real tensors, and that may select the next calls.
 
-    What does not depend on the batch, on random numbers or on tensors of the module is left out: it stays as it is.
+    Values that do not depend on the batch, on random numbers or on tensors of the module are left out, because they
+    never change.
 
     Args:
-        calls: The calls of real tensors, by their numbers, in order.
-        outcomes: By the numbers of those that have read something: what they gave.
-        integers: Those of the batch, by their positions: lengths and paths may depend on them without a trace.
+        calls: The calls of real tensors by number, in order.
+        outcomes: The results of the calls that read values, by the number of the call.
+        integers: The integers in the batch, by position. Code can read them without a call that can be traced.
 
     Attributes:
-        read_states: Whether tensors are read that are not made of the batch, and may differ from rank to rank.
-        different: What was something else when they were last compared: the number of a call, or an integer, as text;
-            ``None`` if nothing was.
+        read_states: True if the step reads tensors of the module, which may differ from rank to rank.
+        different: The difference that the last :meth:`hold` found: the number of a call, or a text for an integer;
+            ``None`` if there was no difference.
     """
 
     def __init__(
@@ -87,15 +100,15 @@ class Decisions:
         self.read_states = any(isinstance(source, Tensor) for call in self._calls.values() for source in call.sources)
 
     def __len__(self) -> int:
-        """How many there are."""
+        """Return the number of decisions."""
         return len(self._outcomes) + len(self._integers)
 
     def hold(self, arguments: Sequence[Any], seed: Callable[[int], None]) -> bool:
-        """Whether a step with these arguments reads the same.
+        """Return True if a step with these arguments reads the same values.
 
         Args:
-            arguments: Of the step.
-            seed: Seeds the generators for the call of a number.
+            arguments: The arguments of the step.
+            seed: Seeds the generators for the call with a number.
         """
         self.different = None
         if not len(self):
@@ -105,7 +118,7 @@ class Decisions:
             if inputs[position] != integer:
                 self.different = f"an integer in the batch, such as {integer}"
                 return False
-        copies: dict[int, Tensor] = {}  # of tensors that are the user's, where anything is written
+        copies: dict[int, Tensor] = {}  # of the user's tensors, if a call writes something
         results: dict[int, list[Any]] = {}
 
         def copied(tensor: Tensor) -> Tensor:
@@ -133,9 +146,9 @@ class Decisions:
 
 
 def _varying(calls: Mapping[int, RealCall]) -> set[int]:
-    """The calls whose results may be others in another step."""
+    """Return the numbers of the calls whose results may differ in another step."""
     varying: set[int] = set()
-    written: set[int] = set()  # by one of them
+    written: set[int] = set()  # by a varying call
     for number, call in calls.items():
         if (
             call.draws
@@ -151,11 +164,11 @@ def _varying(calls: Mapping[int, RealCall]) -> set[int]:
 
 
 def may_be_invariant(call: RealCall, invariant: Collection[int]) -> bool:
-    """Whether a call is likely to make the same for every microbatch of a step: it does not depend on the batch.
+    """Return True if a call does not depend on the batch, so that it probably has the same result for every microbatch.
 
     Args:
         call: The call.
-        invariant: The numbers of such calls before it.
+        invariant: The numbers of earlier calls for which this is true.
     """
     return (
         not call.draws
@@ -169,13 +182,18 @@ def may_be_invariant(call: RealCall, invariant: Collection[int]) -> bool:
 
 
 def is_in_place(function: Callable[..., Any] | None) -> bool:
-    """Whether a function is one that changes its first argument, and gives it back, by its name."""
+    """Return True if a function changes its first argument and returns it, according to its name."""
     name = getattr(function, "__name__", "")
     return name.endswith("_") and not name.startswith("__")
 
 
 def _leading_to(numbers: Collection[int], calls: Mapping[int, RealCall]) -> dict[int, RealCall]:
-    """The calls that lead to some; those that write what these use are among them."""
+    """Return the calls on which some calls depend, including calls that write their operands, and the calls themselves.
+
+    Args:
+        numbers: The numbers of the calls.
+        calls: All calls by number, in order.
+    """
     needed: dict[int, RealCall] = {}
     used: set[int] = set(numbers)
     touched: set[int] = set()
@@ -189,23 +207,31 @@ def _leading_to(numbers: Collection[int], calls: Mapping[int, RealCall]) -> dict
 
 
 def apply(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Call a function with a tree of arguments."""
+    """Call a function with arguments and keyword arguments."""
     return function(*args, **kwargs)
 
 
 def read_values(*tensors: Tensor) -> list[Any]:
-    """Return the numbers of tensors, as lists."""
+    """Return the values of tensors, as lists."""
     return [tensor.tolist() for tensor in tensors]
 
 
 def integers_of(batch: Any) -> dict[int, int]:
-    """The integers that a batch holds, by their positions among its leaves; those in lists go by samples."""
+    """Return the integers in a batch by their positions among its leaves, except the integers in lists.
+
+    A list may have one entry per sample, so its integers are expected to differ.
+    """
     leaves, spec = flatten(batch)
     return {position: leaves[position] for position in _alone(spec, 0) if type(leaves[position]) is int}
 
 
 def _alone(spec: TreeSpec, first: int) -> Iterator[int]:
-    """The positions of leaves that are in no list."""
+    """Return the positions of the leaves that are not in a list.
+
+    Args:
+        spec: The tree.
+        first: The position of its first leaf.
+    """
     if spec.kind is None:
         yield first
     for child in spec.children if spec.kind is not list else ():
@@ -214,12 +240,12 @@ def _alone(spec: TreeSpec, first: int) -> Iterator[int]:
 
 
 def outcome_of(result: Any) -> list[Any]:
-    """What may decide something: numbers, and of tensors their shapes."""
+    """Return the parts of a result that may be decisions: plain values, and the shapes of tensors."""
     return [leaf.shape if isinstance(leaf, Tensor) else leaf for leaf in flatten(result)[0]]
 
 
 def _same(one: Sequence[Any], other: Sequence[Any]) -> bool:
-    """Whether what was read is equal, leaf by leaf."""
+    """Return True if two outcomes are equal, leaf by leaf."""
     return len(one) == len(other) and all(
         np.array_equal(a, b) if isinstance(a, np.ndarray) else type(a) is type(b) and a == b
         for a, b in zip(one, other, strict=True)

@@ -1,4 +1,4 @@
-"""A run of the user's step without values of parameters: which of its calls need which results of others."""
+"""The trace of a step: a run of the user's code with fake parameters, which records the calls and their operands."""
 
 from __future__ import annotations
 
@@ -66,10 +66,10 @@ from lightning_hybrid.pipeline_parallel.frame.step_mode import StepMode
 from lightning_hybrid.pipeline_parallel.frame.writes import call_each, is_foreach
 
 _PLAIN = frozenset({bool, int, float, str, complex, torch.dtype, torch.device})
-# Leaves of a call beyond those of its result: what it wrote.
+# Leaf numbers for tensors that a call wrote, which are not leaves of its result.
 _WRITTEN, _ALIASES, _CHANGED, _MANY = 1_000_000, 2_000_000, 3_000_000, 500_000
 
-#: The usual reason why layers are called again with what they made, or their caches are used; and what to do.
+#: Advice for token generation, the usual reason why layers are called again with their own results.
 GENERATION = (
     "Token generation, which feeds each token back to the first stage, works only in `validation_step`, `test_step` or"
     " `predict_step`, without gradients and without `context_parallel_size`. Alternatively, generate tokens after the"
@@ -78,40 +78,46 @@ GENERATION = (
 
 
 class ValueNeeded(BaseException):
-    """The number of an absent value was asked for; no `except Exception` of the user's catches it."""
+    """The code around the units needs the value of an absent tensor, so the trace ends.
+
+    It is not an `Exception`, so that `except Exception` in the user's code does not catch it.
+    """
 
 
 class Discovery(StepMode):
-    """Follows one run of the user's step, in which parameters and the results of units are fake tensors.
+    """A mode that traces one run of the user's step, in which parameters and the results of units are fake tensors.
 
     ::
 
-        batch, buffers     real tensors     calls of them alone are computed, and have numbers
-        parameters         fake tensors     calls with one of these, or with a result of such a call, are absent
-        units              run on fake tensors; what they give is absent
+        batch, buffers     real tensors     a call of real tensors only is made, and its result has values
+        parameters         fake tensors     a call with a parameter, or with the result of such a call, is absent
+        units              run on fake tensors; their results are absent
 
-    Every call is numbered. Absent tensors are told apart as objects, which are known as long as the user's code has
-    them: those that are alive when the step is over are what the last stage must have in the end.
+    Each call has a number. Absent tensors are identified as Python objects, for as long as the user's code holds them.
+    The last stage needs the absent tensors that still exist at the end of the step.
 
-    Calls are made with gradients off, so that no graph keeps objects alive; whether a result would require grad is
-    computed beside them.
+    Calls are made with gradients off, so that no autograd graph keeps objects alive. The trace computes separately
+    whether a result would require a gradient.
 
     Args:
-        device: Where this rank computes.
+        device: The device of this rank.
         units: The units with their names.
-        seed: Seeds the generators for the call of a number.
-        names: The name of each parameter of the module, by its identity.
-        absent_states: Tensors of the module, by their identities, that the step writes with absent values.
-        tries_zeros: Whether a unit that needs numbers may run on zeros.
-        passes_lengths: Whether so may a function around the units whose shapes are decided by tensors with values. Else
-            the step belongs to the last stage from there on.
-        taps: Hooks inside units that are called as code around them, by the positions of the units.
-        num_layers: The number of units that are layers of the body; those behind them are given their parameters and
-            buffers as arguments.
+        seed: Seeds the generators for the call with a number.
+        names: The name of each parameter of the module, by its `id()`.
+        absent_states: The `id()` of tensors of the module that the step writes with absent tensors, and that are
+            therefore absent.
+        tries_zeros: True if a unit that reads values may run on zeros.
+        passes_lengths: True if a function around the units may run on zeros if its result shapes depend only on real
+            tensors. If False, the trace ends at such a function.
+        taps: Hooks inside units that are called as code around the units, by the positions of the units.
+        num_layers: The number of units that are pipelined layers. The other units are pinned modules: their parameters
+            and buffers are arguments of their calls.
 
     Attributes:
-        graph: What has been found.
-        escaped: Such hooks that should be: what they see is still there when a unit has returned.
+        graph: The calls found so far.
+        fakes: The mode of the fake tensors.
+        escaped: Hooks inside units that should be in `taps`: a tensor that they received still exists after the unit
+            has returned.
     """
 
     def __init__(
@@ -140,28 +146,28 @@ class Discovery(StepMode):
         self._names: dict[int, tuple[weakref.ref[Tensor], Value]] = {}
         self._absent_states, self._tries_zeros = absent_states, tries_zeros
         self._passes_lengths = passes_lengths
-        self._passed: int | None = None  # the number of the first such call
+        self._passed: int | None = None  # the number of the first function that ran on zeros
         self._taps, self._watches = taps, dict[int, HookWatch]()
         self.escaped: set[tuple[int, Tap]] = set()
         self._checkpoints: dict[int, tuple[Any, int]] = {}
         self._parameters: dict[int, Tensor] = {}
         self._parameter_names = dict(names)
-        self._parameters_in: dict[int, set[str]] = {}  # by memory
+        self._parameters_in: dict[int, set[str]] = {}  # names by memory
         self._originals: dict[int, tuple[Tensor, Tensor]] = {}
         self._inputs: dict[int, tuple[Tensor, int]] = {}
         self._made: dict[int, tuple[weakref.ref[Tensor], Made]] = {}
-        self._lengths: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}  # that units return, with their values
+        self._lengths: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}  # that units return: fake tensors and values
         self._real_calls: dict[int, RealCall] = {}
         self._outcomes: dict[int, list[Any]] = {}
-        self._written: set[int] = set()  # memory of real tensors
-        self._invariant: dict[int, list[tuple[Tensor, Tensor]]] = {}  # with copies of what they read and made
+        self._written: set[int] = set()  # written memory of real tensors
+        self._invariant: dict[int, list[tuple[Tensor, Tensor]]] = {}  # operands and results of calls, with copies
 
     def fake(self, tensor: Tensor) -> Tensor:
-        """A fake tensor that looks like this one, which may have no values here."""
+        """Return a fake tensor that looks like a tensor, which may have no values on this rank."""
         return fake_like(self.fakes, tensor, self._device)
 
     def parameter(self, parameter: Tensor) -> nn.Parameter:
-        """What stands for a parameter."""
+        """Return the fake parameter for a parameter."""
         fake = as_parameter(self.fake(parameter), requires_grad=parameter.requires_grad)
         self._parameters[id(parameter)] = self._parameters[id(fake)] = fake
         if id(parameter) in self._parameter_names:
@@ -170,20 +176,23 @@ class Discovery(StepMode):
         return fake
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """What stands for a tensor with values that the step may change."""
+        """Return a copy of a real tensor that the step may change."""
         copied = tensor.detach().clone()
         self._originals[id(copied)] = copied, tensor
         return copied
 
     def run(self, step: Callable[..., Any], arguments: Sequence[Any]) -> Graph:
-        """Follow a step, inside of :func:`without_collector`.
+        """Trace a step, inside :func:`without_collector`.
 
         Args:
             step: The user's step.
-            arguments: Its arguments; tensors among them are copied.
+            arguments: The arguments of the step; tensors among them are copied.
+
+        Returns:
+            The graph of the step.
 
         Raises:
-            WrongUseError: If values pass where they cannot be followed.
+            WrongUseError: If the step uses absent tensors in a way that cannot be traced.
         """
         leaves, spec = flatten(list(arguments))
         copies = [peek(leaf).clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
@@ -193,12 +202,12 @@ class Discovery(StepMode):
                 kept = step(*unflatten(copies, spec))
         except ValueNeeded as needed:
             kept = needed
-        self._checkpoints.clear()  # frames of the user's code hold values
+        self._checkpoints.clear()  # frames of the user's code keep tensors alive
         collect_new()
         gone = [key for key, (reference, _) in self._stand_ins.items() if reference() is None]
-        for key in gone:  # or else it depends on whose memory was used again which of these are still there
+        for key in gone:  # otherwise the reuse of an `id()` would decide which fake tensors remain
             del self._stand_ins[key]
-        # Not what stands for parameters: each stage has, and writes, its own.
+        # Fake parameters are not counted: each stage has its own parameters, and writes them.
         held = ((reference(), value) for reference, value in self._names.values())
         alive = {value for tensor, value in held if tensor is not None and id(tensor) not in self._parameters}
         self.graph.wanted += sorted(alive - set(self.graph.wanted))
@@ -212,10 +221,10 @@ class Discovery(StepMode):
         return self.graph
 
     def note_assigned(self, owner: Any, name: str, before: Any, now: Tensor) -> None:
-        """Note an attribute that is another tensor after the step.
+        """Note that an attribute is another tensor after the step.
 
         Args:
-            owner: A module, or an object of the user's.
+            owner: A module, or an object of the user.
             name: The name of the attribute or buffer.
             before: The value before the step.
             now: The value after the step.
@@ -227,18 +236,18 @@ class Discovery(StepMode):
             self.graph.assigned.append((owner, name))
 
     def has_values(self, tensor: Tensor) -> bool:
-        """Whether a tensor is there on every stage."""
+        """Return True if a tensor has values on every stage."""
         return not isinstance(tensor, FakeTensor) and self._name_of(tensor) is None
 
     @property
     def has_passed_in_vain(self) -> bool:
-        """Return whether no unit was called after the first call whose shapes depend on tensors with values."""
+        """Return True if a function ran on zeros because of `passes_lengths`, but no unit was called after it."""
         return self._passed is not None and all(call.unit is None for call in self.graph.calls[self._passed :])
 
     # Calls of torch functions.
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Follow a call."""
+        """Trace a call of a torch function."""
         kwargs = kwargs or {}
         if func in METADATA:
             return func(*args, **kwargs)
@@ -254,7 +263,7 @@ class Discovery(StepMode):
         return self._call(Call(func, None, f"`{function_name(func)}`", users_line()), func, args, kwargs)
 
     def call_module(self, name: str, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Follow a call of a module of the frame that is one call: that of a function of its parameters too."""
+        """Trace a call of a leaf module as one call of a function that takes the module's parameters."""
         call = Call(module, None, repr(name), users_line())
         with self.paused():
             return self._call(call, forward, args, kwargs, list(module.parameters()))
@@ -262,7 +271,15 @@ class Discovery(StepMode):
     def _call(
         self, call: Call, func: Callable[..., Any], args: Any, kwargs: Any, parameters: Sequence[Tensor] = ()
     ) -> Any:
-        """Follow a call of a function that uses these parameters beside its arguments; nothing is followed in here."""
+        """Trace a call of a function. The mode is off, so calls inside the function are not traced.
+
+        Args:
+            call: The call.
+            func: The function.
+            args: The arguments of the call.
+            kwargs: The keyword arguments of the call.
+            parameters: Parameters that the function uses in addition to its arguments.
+        """
         leaves, spec = flatten((args, kwargs))
         count = len(leaves)
         leaves += parameters
@@ -281,7 +298,7 @@ class Discovery(StepMode):
         memory = memory_of(leaves[0]) if leaves and isinstance(leaves[0], Tensor) else 0
         with self._operators.watch() as seen:
             result = func(*args, **kwargs)
-        if func == SETS_DATA:  # no operator shows that
+        if func == SETS_DATA:  # this write uses no operator
             seen.written |= {memory, memory_of(leaves[0])}
         call.draws = seen.draws
         call.counts = self._note_writes(seen.written)
@@ -290,14 +307,14 @@ class Discovery(StepMode):
         return result
 
     def _note_states(self, call: Call, leaves: Sequence[Any]) -> None:
-        """Note which tensors of the module are among the arguments of a call."""
+        """Note the tensors of the module among the arguments of a call."""
         states = [self._originals[id(leaf)][1] for leaf in leaves if id(leaf) in self._originals]
         call.states = tuple(map(id, states))
         self.graph.states.update(zip(call.states, states, strict=True))
         call.inside = running_modules() if states else ()
 
     def call_unit(self, index: int, unit: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Follow a call of a unit."""
+        """Trace a call of a unit."""
         leaves, spec = flatten((args, kwargs))
         call = Call(None, index, repr(self._units[index][0]), users_line())
         number = len(self.graph.calls)
@@ -325,7 +342,7 @@ class Discovery(StepMode):
                 drawn |= elsewhere or after.torch != before.torch
                 return (result, tapped) if len(taps) else result
 
-            if hooks and self._taps:  # each hook has to show what it does
+            if hooks and self._taps:  # each hook has to run
                 return call_it()
             result, ran = self._repeats(call, fakes, spec, call_it, lambda: self._operators.seen)
             return result
@@ -343,17 +360,28 @@ class Discovery(StepMode):
         return result
 
     def _note_escaped(self, index: int, watch: HookWatch) -> None:
-        """Note which hooks inside a unit that has returned have let something out of it."""
+        """Note hooks inside a unit that have kept tensors after the unit has returned."""
         self._watches[index] = watch
         known = {id(fake) for _, fake in self._stand_ins.values()} | self._parameters.keys() | self._originals.keys()
-        with READING:  # a watcher keeps what the stack that it reads holds
+        with READING:  # a watcher keeps objects on the stack that it reads alive
             escaped = watch.escaped(lambda tensor: self._name_of(tensor) is not None or id(tensor) in known)
         self.escaped |= {(index, tap) for tap in escaped}
 
     def _absent(
         self, number: int, call: Call, leaves: list[Any], run: Callable[[list[Any]], Any], *, trains: bool = False
     ) -> Any:
-        """Make what an absent call returns, out of fake tensors."""
+        """Compute the result of an absent call with fake tensors, and record the call's operands and effects.
+
+        Args:
+            number: The number of the call.
+            call: The call.
+            leaves: The leaves of the arguments.
+            run: Makes the call; it takes the leaves, with a fake tensor for each tensor.
+            trains: True if a unit has parameters that require a gradient.
+
+        Returns:
+            The result.
+        """
         call.is_absent = True
         fakes, real = list(leaves), {}
         requires_grad = trains
@@ -366,7 +394,7 @@ class Discovery(StepMode):
             if value is not None:
                 operands[value] = None
             elif isinstance(leaf, FakeTensor) and id(leaf) not in self._parameters:
-                if not self.escaped:  # a hook made it of what it saw
+                if not self.escaped:  # a hook computed it from a tensor that it received
                     watches = self._watches.items()
                     self.escaped |= {(index, tap) for index, watch in watches for tap in watch.called()}
                 raise WrongUseError(
@@ -383,7 +411,7 @@ class Discovery(StepMode):
                 call.has_batch = call.has_batch or self._is_of_batch(leaf)
         call.operands = tuple(operands)
         objects = Contents(leaves if call.unit is not None and self._tries_zeros else ())
-        # Not inside of the fake mode: what a layer makes without operands (a table in a cache) has to be real.
+        # The fake mode is not entered, so that tensors which a layer creates (a table in a cache) are real.
         with torch.no_grad(), without_torchs_errors(), self._operators.watch() as seen:
             try:
                 result, failure = run(fakes), None
@@ -397,7 +425,7 @@ class Discovery(StepMode):
             if failure is not None:
                 result, seen = self._run_on_zeros(number, unit, fakes, given, run, objects, is_own=is_own)
             elif self._tries_zeros and _returns_lengths(result, fakes, given):
-                with suppress(Exception):  # then nobody knows them
+                with suppress(Exception):  # then the values of the lengths remain unknown
                     result, seen = self._run_on_zeros(number, unit, fakes, given, run, objects, is_own=is_own)
         elif failure is not None:
             try:
@@ -415,7 +443,7 @@ class Discovery(StepMode):
                 aliases = self._aliases(leaves[place])
                 for position, alias in enumerate(aliases):
                     self._name(alias, Value(number, _ALIASES + 100 * place + position))
-                is_own = call.unit is not None and call.unit >= self._num_layers  # has no gradient
+                is_own = call.unit is not None and call.unit >= self._num_layers  # its buffers have no gradient
                 has_grad = requires_grad and not is_own and memory_of(fake) not in seen.statistics
                 call.is_in_place |= bool(aliases) or has_grad
         self._name_own(number, call, seen.written)
@@ -443,9 +471,17 @@ class Discovery(StepMode):
     ) -> tuple[Any, Seen]:
         """Run a unit on zeros, and on the values of operands that every stage has.
 
-        Where shapes of its results are others with ones in these, another batch with other lengths has another plan.
-        If a module is no layer of the body, the shapes that it returns must not depend on other values.
-        Arguments are those of :func:`run_on_zeros`; `given` are the operands by the fake tensors that stand for them.
+        If ones in place of integer operands change the shapes of the results, the shapes depend on lengths: a batch
+        with other lengths then gets another plan. The result shapes of a pinned module must not depend on other values.
+
+        Args:
+            number: The number of the call.
+            unit: The unit.
+            fakes: The leaves of the arguments.
+            given: The operands that every stage has, by the `id()` of their fake tensors.
+            run: Makes the call.
+            objects: The contents of objects among the arguments before the first attempt.
+            is_own: True if the unit is a pinned module.
         """
 
         def attempt(value: Callable[[Tensor], Tensor], fill: Callable[..., Tensor] = torch.zeros) -> tuple[Any, Seen]:
@@ -454,7 +490,7 @@ class Discovery(StepMode):
 
         whole = [tensor for tensor in given.values() if is_whole(tensor)]
         shapes: list[Any] = []
-        with suppress(Exception):  # ones may be wrong where the numbers of the batch are right
+        with suppress(Exception):  # ones may be invalid where the values of the batch are valid
             if whole:
                 shapes = _shapes(attempt(lambda each: torch.ones_like(each) if is_whole(each) else each.clone())[0])
         if is_own and _shapes(attempt(torch.clone, _counted)[0]) != _shapes(attempt(torch.clone)[0]):
@@ -475,7 +511,7 @@ class Discovery(StepMode):
         return result, seen
 
     def _known_lengths(self, leaves: Sequence[Any]) -> dict[int, Tensor]:
-        """The values of lengths that units have returned, by the identities of the fake tensors for them."""
+        """Return the values of lengths that units have returned, by the `id()` of their fake tensors."""
         entries = [(leaf, self._lengths[id(leaf)]) for leaf in leaves if id(leaf) in self._lengths]
         return {id(leaf): value for leaf, (reference, value) in entries if reference() is leaf}
 
@@ -487,12 +523,12 @@ class Discovery(StepMode):
         given: Mapping[int, Tensor],
         run: Callable[[list[Any]], Any],
     ) -> tuple[Any, Seen]:
-        """Run a function around the units whose shapes depend on lengths or on a mask that every stage has.
+        """Run a function around the units on zeros if its result shapes depend only on real lengths or on a real mask.
 
-        A batch with other ones has another plan. Arguments are those of :meth:`_run_on_zeros`.
+        A batch with other lengths or another mask gets another plan. The arguments are those of :meth:`_run_on_zeros`.
 
         Raises:
-            ValueError: If something depends on values that are absent.
+            ValueError: If the result depends on values of absent tensors.
         """
         whole = {place: given[id(fake)] for place, fake in enumerate(fakes) if id(fake) in given}
         whole = {place: tensor for place, tensor in whole.items() if is_whole(tensor)}
@@ -523,10 +559,13 @@ class Discovery(StepMode):
         return result, seen
 
     def _lose(self, written: set[int]) -> set[int]:
-        """The memory of tensors with values that an absent call has written, as the memory of what stands for them.
+        """Return the memory of the real tensors that an absent call has written.
 
-        What kept such tensors for the sake of calls that might not depend on the batch lets go of them: from here on
-        it counts who has them.
+        References to these tensors that were kept to find invariant calls are dropped: a tensor that is alive at the
+        end of the step would count as needed by the last stage.
+
+        Args:
+            written: The memory that the call has written; for real tensors, the memory of their fake tensors.
         """
         if not written:
             return set()
@@ -540,7 +579,7 @@ class Discovery(StepMode):
         return lost
 
     def _note_writes(self, written: set[int]) -> tuple[int, ...]:
-        """Which tensors of the module a call has written in some memory; and which arguments of the step."""
+        """Return the `id()` of the module's tensors in some written memory, and note written arguments of the step."""
         if not written:
             return ()
         inputs = self._inputs.values()
@@ -548,7 +587,7 @@ class Discovery(StepMode):
         return tuple(id(tensor) for copied, tensor in self._originals.values() if memory_of(copied) in written)
 
     def _name_own(self, number: int, call: Call, written: set[int]) -> None:
-        """Tensors with values that a call has written through something that shares their memory are absent too."""
+        """Make real tensors absent if a call has written them through another tensor that shares their memory."""
         for position, (reference, fake) in enumerate(list(self._stand_ins.values())):
             tensor = reference()
             if written and tensor is not None and memory_of(fake) in written:
@@ -570,6 +609,17 @@ class Discovery(StepMode):
         *,
         requires_grad: bool,
     ) -> Any:
+        """Give names to the absent tensors in a result, describe its leaves in ``call.outputs``, and return the result.
+
+        Args:
+            number: The number of the call.
+            call: The call.
+            leaves: The leaves of the arguments.
+            fakes: The leaves of the arguments, with a fake tensor for each tensor.
+            result: The result of the call with fake tensors.
+            written: The memory that the call has written.
+            requires_grad: True if floating-point results require a gradient.
+        """
         outputs, spec = flatten(result)
         given = [*enumerate(leaves), *enumerate(fakes)]
         places = {id(leaf): place for place, leaf in reversed(given) if leaf is not None and type(leaf) not in _PLAIN}
@@ -578,20 +628,21 @@ class Discovery(StepMode):
         firsts: dict[int, int] = {}
         for position, leaf in enumerate(list(outputs)):
             place = places.get(id(leaf))
-            if self._is_made(leaf, number):  # lengths
+            if self._is_made(leaf, number):  # lengths with values
                 call.outputs.append(leaf)
                 continue
             first = firsts.setdefault(id(leaf), position) if isinstance(leaf, Tensor) else position
-            if first != position and place is None:  # a hook has seen what the layer returns, or another hook sees
+            if first != position and place is None:  # received by two hooks, or by a hook and returned
                 call.aliases[position], outputs[position] = first, outputs[first]
                 call.outputs.append(call.outputs[first])
                 continue
             if is_given_back and isinstance(leaf, Tensor) and memory_of(leaf) not in written:
-                # What was computed of nothing this time (a layer that is dropped) has a name of its own, and is a view.
+                # A call that returns its argument now may return a new tensor later (a skipped layer), so the result
+                # gets its own name; it is a view.
                 place, leaf = None, (leaf if isinstance(leaf, FakeTensor) else self._stand_in(leaf)).detach()
                 outputs[position] = leaf
             if call.unit is not None and place is not None and self._is_written_real(leaves[place], leaf, written):
-                # Where the unit is not called, what arrives takes the place of what it returns, not of its argument.
+                # Stages that do not call the unit use the received tensor as the result, not as the argument.
                 place, leaf = None, self.fake(leaf)
                 outputs[position] = leaf
             if isinstance(leaf, Tensor) and (place is None or memory_of(leaf) in written):
@@ -616,21 +667,21 @@ class Discovery(StepMode):
         return unflatten(outputs, spec)
 
     def _is_made(self, leaf: Any, number: int) -> bool:
-        """Return whether a leaf that an absent call returns is a tensor with values on every stage."""
+        """Return True if a leaf that an absent call returns is a tensor with values on every stage."""
         made = self._made.get(id(leaf))
         return made is not None and made[0]() is leaf and made[1].call == number
 
     def _is_written_real(self, given: Any, fake: Any, written: set[int]) -> bool:
-        """Whether an argument is a tensor with values, and has been written."""
+        """Return True if an argument is a real tensor that was written."""
         return isinstance(given, Tensor) and not isinstance(given, FakeTensor) and memory_of(fake) in written
 
     def _like(self, tensor: Tensor) -> Tensor:
-        """What is handed out for an absent tensor where it is not made."""
+        """Return the fake tensor that other stages return in place of an absent tensor."""
         like = self.fake(tensor)
         return like.requires_grad_() if tensor.requires_grad else like
 
     def _rename(self, number: int, call: Call, written: set[int]) -> None:
-        """Absent tensors that a call has written, also through a view of them, have new names."""
+        """Give new names to absent tensors that a call has written, also through a view."""
         for key, (reference, value) in list(self._names.items()):
             tensor = reference()
             if tensor is None:
@@ -643,7 +694,7 @@ class Discovery(StepMode):
                     self._name(tensor, call.old[value])
 
     def _note_parameters(self, call: Call, leaves: list[Any], fakes: list[Any], result: Any, written: set[int]) -> None:
-        """Note the parameters that a call writes, and those whose values it reads."""
+        """Note the parameters that a call writes, and the parameters whose values it reads."""
         given = {memory_of(fake) for fake in fakes if isinstance(fake, Tensor)}
         names = set().union(*(self._parameters_in[memory] for memory in given & self._parameters_in.keys()))
         made = {memory_of(leaf) for leaf in flatten(result)[0] if isinstance(leaf, Tensor)} if names else given
@@ -658,15 +709,19 @@ class Discovery(StepMode):
                     f"{call} sets an attribute of a tensor that is on another stage. Create a new tensor"
                     " instead. [LH422]"
                 )
-            for key in rewritten & self._parameter_names.keys():  # it has the memory of what was assigned
+            for key in rewritten & self._parameter_names.keys():  # its memory is now the memory of the assigned tensor
                 name = self._parameter_names[key]
-                for names_there in self._parameters_in.values():  # others may have its former memory later
+                for names_there in self._parameters_in.values():  # its old memory may be used again
                     names_there.discard(name)
                 self._parameters_in.setdefault(memory_of(self._parameters[key]), set()).add(name)
         call.rewritten = frozenset(self._parameter_names.get(key, "") for key in rewritten)
 
     def _check_checkpoint(self, call: Call) -> None:
-        """What is made again in backward must draw what it drew: one unit can, as its numbers begin where it begins."""
+        """Note if `torch.utils.checkpoint` recomputes a call; raise an error if it would draw other random numbers.
+
+        A checkpoint of a single unit draws the same numbers, because the random stream of the unit starts where the
+        checkpoint starts.
+        """
         if call.unit is None and not call.draws and not call.parameters:
             return
         frame = find_checkpoint()
@@ -684,10 +739,10 @@ class Discovery(StepMode):
     def _stop(
         self, number: int, call: Call, operands: Sequence[Value] | dict[Value, None], error: Exception
     ) -> NoReturn:
-        """From here on the step belongs to the last stage."""
+        """End the trace at a call that needs values of absent tensors. Only the last stage runs the remaining step."""
         del self.graph.calls[number:]
         self.graph.wanted += list(operands)
-        reads = type(error).__name__.startswith("DataDependent")  # of torch's fake tensors: the call itself says it
+        reads = type(error).__name__.startswith("DataDependent")  # of torch's fake tensors
         self.graph.needed_in = running_modules()
         self.graph.needed = str(call) if reads else f"{call} ({type(error).__name__}: {error})"
         raise ValueNeeded from error
@@ -695,11 +750,13 @@ class Discovery(StepMode):
     # Names of absent tensors.
 
     def _is_absent(self, tensor: Tensor) -> bool:
+        """Return True if a tensor is absent."""
         if id(tensor) in self._parameters or self._name_of(tensor) is not None or isinstance(tensor, FakeTensor):
             return True
         return id(tensor) in self._originals and id(self._originals[id(tensor)][1]) in self._absent_states
 
     def _name_of(self, tensor: Tensor) -> Value | None:
+        """Return the name of an absent tensor; ``None`` if the tensor has no name."""
         entry = self._names.get(id(tensor))
         if entry is None or entry[0]() is not tensor:
             return None
@@ -707,26 +764,28 @@ class Discovery(StepMode):
         return entry[1]
 
     def _name(self, tensor: Tensor, value: Value) -> None:
+        """Give a tensor a name, which makes it absent."""
         self._names[id(tensor)] = weakref.ref(tensor), value
 
     def _stand_in(self, tensor: Tensor) -> Tensor:
-        """The fake tensor that a tensor with values is in absent calls: always the same one."""
+        """Return the fake tensor that replaces a real tensor in absent calls. It is the same object for each call."""
         known = self._stand_ins.get(id(tensor))
         if known is None or known[0]() is not tensor:
             known = self._stand_ins[id(tensor)] = weakref.ref(tensor), self.fakes.from_tensor(tensor)
         return known[1]
 
     def _aliases(self, tensor: Tensor) -> list[Tensor]:
-        """Other tensors with values that share the memory of this one."""
+        """Return other real tensors that share the memory of a tensor."""
         known = [reference() for reference, _ in self._made.values()]
         known += [copied for copied, _ in self._originals.values()] + [given for given, _ in self._inputs.values()]
         memory = memory_of(tensor)
         others = [each for each in known if each is not None and each is not tensor]
         return [each for each in others if not isinstance(each, FakeTensor) and memory_of(each) == memory]
 
-    # Calls of real tensors, which may have to be made again for what is read from them.
+    # Calls of real tensors, which may have to be made again to check decisions for another batch.
 
     def _remember(self, number: int, call: Call, leaves: list[Any], spec: TreeSpec, result: Any, seen: Seen) -> None:
+        """Record a call of real tensors, so that it can be made again for another batch."""
         assert call.function is not None
         sources = [self._source(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         written = frozenset(seen.written)
@@ -746,9 +805,9 @@ class Discovery(StepMode):
                 self._made[id(leaf)] = weakref.ref(leaf), Made(number, position)
 
     def _unwritten(self) -> frozenset[int]:
-        """The calls that do not depend on the batch, and whose operands and results nobody has written.
+        """Return the calls that do not depend on the batch, and whose operands and results were not written.
 
-        What others than torch's operators write - collectives, extensions - leaves no trace but other numbers.
+        Writes by code other than torch operators (collectives, extensions) are detected only if they change values.
         """
         found: set[int] = set()
         for number, tensors in self._invariant.items():
@@ -762,7 +821,7 @@ class Discovery(StepMode):
         return frozenset(found)
 
     def _is_of_batch(self, tensor: Tensor) -> bool:
-        """Return whether a tensor with values was made of an argument of the step."""
+        """Return True if a real tensor was computed from an argument of the step."""
         waiting, seen = [self._source(tensor)], set[int]()
         while waiting:
             source = waiting.pop()
@@ -774,7 +833,7 @@ class Discovery(StepMode):
         return False
 
     def _source(self, tensor: Tensor) -> Any:
-        """Where an operand of a real call comes from."""
+        """Return the source of an operand: an argument of the step, an earlier call, or the tensor itself."""
         made = self._made.get(id(tensor))
         if made is not None and made[0]() is tensor:
             return made[1]
@@ -784,7 +843,7 @@ class Discovery(StepMode):
 
 
 def _returns_lengths(result: Any, fakes: Sequence[Any], given: Mapping[int, Tensor]) -> bool:
-    """Return whether a unit that was given lengths returns some that it has made."""
+    """Return True if a unit that received lengths returns new tensors that may be lengths: one row of integers."""
     if not any(map(is_whole, given.values())):
         return False
     arguments = set(map(id, fakes))
@@ -793,7 +852,10 @@ def _returns_lengths(result: Any, fakes: Sequence[Any], given: Mapping[int, Tens
 
 
 def _reading_again(made: Iterable[Tensor]) -> Callable[..., Any]:
-    """Return a function of lengths: what was made of them alone, and their numbers; with other ones these differ."""
+    """Return a function of lengths that returns the lengths' values, and tensors computed from the lengths.
+
+    The tensors are always the same: with other lengths the returned values differ, and the plan does not fit.
+    """
     kept = list(made)
     return lambda *lengths: [kept, read_values(*lengths)]
 
@@ -801,13 +863,13 @@ def _reading_again(made: Iterable[Tensor]) -> Callable[..., Any]:
 def _reading_lengths(
     run: Callable[[list[Any]], Any], fakes: Sequence[Any], places: Sequence[int], keeps: Sequence[int]
 ) -> Callable[..., Any]:
-    """Return a function of lengths: the results of a call that are made of them alone, and the numbers of lengths.
+    """Return a function of lengths: it returns the results of a call that depend only on them, and their values.
 
     Args:
-        run: Makes the call, with the leaves of its arguments.
-        fakes: These.
-        places: Where lengths are among them.
-        keeps: Where such results are among those of the call.
+        run: Makes the call; it takes the leaves of the arguments.
+        fakes: The leaves of the arguments.
+        places: The positions of the lengths among these leaves.
+        keeps: The positions of these results among the leaves of the result.
     """
     if not keeps:
         return read_values
@@ -827,9 +889,10 @@ def _reading_lengths(
 
 
 def _counted(shape: torch.Size, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a tensor whose numbers are all different, and none of them zero."""
+    """Return a tensor with the values 1, 2, 3, ...: all are different, and none is zero."""
     return torch.arange(1, shape.numel() + 1, dtype=dtype, device=device).view(shape)
 
 
 def _shapes(result: Any) -> list[torch.Size]:
+    """Return the shapes of the tensors in a result."""
     return [leaf.shape for leaf in flatten(result)[0] if isinstance(leaf, Tensor)]

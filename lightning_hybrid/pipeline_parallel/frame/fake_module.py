@@ -1,4 +1,4 @@
-"""The user's module with fake parameters, for a run that leaves no trace."""
+"""The user's module with fake parameters, for a trace that leaves no changes behind."""
 
 from __future__ import annotations
 
@@ -23,21 +23,24 @@ from lightning_hybrid.pipeline_parallel.frame.stage_states import Copies, find_o
 def fake_module(
     module: nn.Module, units: Sequence[nn.Module], arguments: Sequence[Any], discovery: Discovery
 ) -> Iterator[Callable[[], bool]]:
-    """Inside, parameters are fake tensors; whatever the step changes in the module is as before afterwards.
+    """Replace the parameters of a module by fake tensors while entered, and undo all changes by the step afterwards.
 
-    So is what it changes in objects of the user's that the module has, or that are among the arguments.
+    Changes in objects of the user that the module or the arguments hold are undone too.
 
     Args:
         module: The user's module.
-        units: The units, whose buffers are fake too.
-        arguments: Of the step.
+        units: The units; their buffers become fake too.
+        arguments: The arguments of the step.
         discovery: Makes the fake tensors.
 
     Yields:
-        To be called once the step has run: tells the discovery which attributes are others, and says whether tensors
-            that the step makes once, for itself and all later ones, have been made. These stay.
+        A function to call when the step has run. It reports changed attributes to the discovery. It returns True if the
+        step has created tensors for itself and all later steps, such as a lazily created table; these tensors are kept.
+
+    Raises:
+        WrongUseError: If the step draws random numbers from a generator of its own.
     """
-    of_units = {id(part) for unit in units for part in unit.modules()}  # a metric's hash depends on its state
+    of_units = {id(part) for unit in units for part in unit.modules()}  # metrics hash their state
     copies, fakes = Copies(), _Fakes(discovery)
     owners = find_owners([module])
     given = find_owners(flatten(list(arguments))[0]).values()
@@ -53,6 +56,7 @@ def fake_module(
     swapped: list[tuple[Any, dict[str, Any]]] = []
 
     def finish() -> bool:
+        """Report changed attributes to the discovery, and return True if the step has created tensors that are kept."""
         for name, generator, state in generators:
             if not equal_states(generator_state(generator), state):
                 raise WrongUseError(
@@ -71,7 +75,7 @@ def fake_module(
         return bool(lazy)
 
     with Preserved(parts, generators=[generator for _, generator, _ in generators]):
-        # What the module's own code uses comes first: what is tied to it is no part of a unit.
+        # Modules around the units come first, so that a tensor that is tied to them is not handled as part of a unit.
         for part in sorted(parts, key=lambda part: id(part) in of_units):
             is_given, table = any(part is other for other in of_batch), vars(part)
             tensor = torch.clone if is_given else partial(fakes, in_unit=id(part) in of_units)
@@ -84,24 +88,29 @@ def fake_module(
                     del hooks[key]
         yield finish
     for part, name, value in lazy:
-        setattr(part, name, value)  # a buffer stays one
+        setattr(part, name, value)  # `setattr` keeps a buffer a buffer
     graph = discovery.graph
     written = graph.changed.union(*((*call.counts, *call.fills) for call in graph.calls))
     graph.places = find_places(find_owners([module], units), written)
 
 
 class _Fakes:
-    """What stands for tensors: what is tied stays tied."""
+    """A factory of the tensors that replace the module's tensors. Tied parameters stay tied.
+
+    Args:
+        discovery: Makes the tensors.
+    """
 
     def __init__(self, discovery: Discovery) -> None:
         self._discovery = discovery
 
     def __call__(self, tensor: Tensor, *, in_unit: bool) -> Tensor:
+        """Return the replacement of a tensor: a fake tensor for parameters and tensors of units, otherwise a copy."""
         if isinstance(tensor, nn.Parameter):
             return self._discovery.parameter(tensor)
         return self._discovery.fake(tensor) if in_unit else self._discovery.copy(tensor)
 
 
 def _held(part: Any) -> dict[str, Any]:
-    """What a module or an object has by name."""
+    """Return the attributes and buffers of a module, or the attributes of an object, by name."""
     return {name: value for table in tables_of(part) for name, value in table.items()}

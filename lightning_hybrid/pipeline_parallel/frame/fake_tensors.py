@@ -1,4 +1,4 @@
-"""Tensors without values, and what is done where code needs some."""
+"""Fake tensors of a trace, and runs on zeros for code that reads values of fake tensors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lightning_hybrid.pipeline_parallel.frame.stage_states import Contents
 
 
 class AbsentValueError(WrongUseError):
-    """A value is used where it is not."""
+    """The values of a tensor are used on a rank that does not have them."""
 
 
 FakeMode: Any
@@ -31,7 +31,7 @@ try:
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
     class FakeMode(FakeTensorMode):  # type: ignore[no-redef, no-untyped-call]
-        """A mode for tensors without values. No operator can use these tensors after the step has been traced.
+        """A mode for fake tensors. No operator can use these tensors after the step has been traced.
 
         Attributes:
             is_over: True after the step has been traced.
@@ -40,17 +40,21 @@ try:
         is_over = False
 
         def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            """Run an operator on tensors, at least one of which has no values."""
+            """Run an operator on tensors, at least one of which is fake.
+
+            Raises:
+                AbsentValueError: If the trace is over.
+            """
             if self.is_over:
                 raise AbsentValueError(absent_text(f"`{func.overloadpacket.__name__}` at {users_line()}"))
             return super().dispatch(func, types, args, kwargs)
 
-except ImportError:  # then nothing but a plain chain can be divided
+except ImportError:  # without fake tensors, only an `nn.Sequential` that is called as a whole can be split
     FakeMode, FakeTensor = None, None
 
 
 def fake_mode() -> Any:
-    """Return a mode for tensors without values, in which operators take tensors with values too."""
+    """Return a mode for fake tensors, in which operators also accept tensors with values."""
     return FakeMode(allow_non_fake_inputs=True)
 
 
@@ -58,15 +62,16 @@ _READING = frozenset({torch.equal, Tensor.__int__, Tensor.item})
 
 
 def with_single_numbers() -> FunctionMode:
-    """Give a number that is drawn alone a value while entered, and read numbers of tensors that have values.
+    """Return a mode in which `torch.randint` returns a value if it draws a single number, and values can be read.
 
-    Numbers that ranks of a group have in common decide about the random streams of their layers, so a step without
-    values would end there.
+    Values can be read only from tensors that have values. Ranks of a group draw common numbers to seed the random
+    streams of their layers. With a fake tensor, a dry run of a step would end there.
     """
     return FunctionMode(_call_with_values)
 
 
 def _call_with_values(func: Any, args: Any, kwargs: Any) -> Any:
+    """Make a call; without modes if it draws a single number or reads values of tensors that are not fake."""
     is_single = func is torch.randint and () in (*args, kwargs.get("size"))
     if is_single or (func in _READING and not any(isinstance(leaf, FakeTensor) for leaf in flatten(args)[0])):
         with without_modes():
@@ -75,21 +80,24 @@ def _call_with_values(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def fake_like(mode: Any, tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a fake tensor that looks like a tensor, which may have no values here.
+    """Return a fake tensor with the shape, strides and dtype of a tensor, which may have no values on this rank.
 
-    It is put together by hand: an operator in the mode takes twenty times as long, for each parameter of the module.
+    It is built without an operator: in the fake mode, an operator takes twenty times as long for each parameter.
 
     Args:
         mode: The fake mode.
-        tensor: Gives shape, strides and dtype.
-        device: Where the fake tensor seems to be.
+        tensor: The tensor with the shape, strides and dtype.
+        device: The device that the fake tensor reports.
     """
     empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
     return FakeTensor(mode, empty, device)  # type: ignore[no-any-return]
 
 
 def as_parameter(fake: Tensor, *, requires_grad: bool) -> nn.Parameter:
-    """Make a fake tensor an `nn.Parameter`, as the class does with tensors of other classes, without an operator."""
+    """Turn a fake tensor into an `nn.Parameter` without an operator, and return it.
+
+    The class `nn.Parameter` does the same with tensors of other classes.
+    """
     fake.requires_grad_(requires_grad)
     fake._is_param = True
     assert isinstance(fake, nn.Parameter)
@@ -97,15 +105,15 @@ def as_parameter(fake: Tensor, *, requires_grad: bool) -> nn.Parameter:
 
 
 def is_whole(tensor: Tensor) -> bool:
-    """Return whether a tensor has integers or truth values, as lengths and masks do."""
+    """Return True if a tensor has integers or booleans, as lengths and masks do."""
     return not tensor.is_floating_point() and not tensor.is_complex()
 
 
 def absent_text(what: str) -> str:
-    """The text for a value that is used where it is not.
+    """Return the error message for code that uses values of a tensor on a rank that does not have them.
 
     Args:
-        what: What uses it.
+        what: The code that uses the values.
     """
     return (
         f"{what} uses a tensor from another pipeline stage. The tensor was not used at this point when the step was"
@@ -115,9 +123,9 @@ def absent_text(what: str) -> str:
 
 
 def collect_new() -> None:
-    """Free the cycles of objects that were made since :func:`~.collector.without_collector` was entered.
+    """Free cycles of objects that were created since :func:`~.collector.without_collector` was entered.
 
-    Not while a watcher reads the stack of this thread, as that keeps the variables of calls that are over.
+    It waits while a watcher reads the stack of this thread, because the watcher then keeps variables of finished calls.
     """
     with READING:
         gc.collect(0)  # new objects are young
@@ -140,27 +148,28 @@ def run_on_zeros(
     fill: Callable[..., Tensor] = torch.zeros,
     keeps: Collection[int] = (),
 ) -> tuple[Any, Seen]:
-    """Return the result of a unit or a function that reads numbers: run its code on zeros of the same shapes.
+    """Return the result of a unit or function that reads values: run its code on zeros of the same shapes.
 
-    Operands that every stage has keep their values: a layer may fail with zeros for lengths or indices.
+    Operands that every stage has keep their values, because zeros may be invalid as lengths or indices.
 
-    An error of the user's shows itself here as it would in one process. Objects among the arguments, such as a cache of
-    keys, still hold what an attempt without values has put there: it is taken out of them before, and zeros afterwards.
+    Errors of the user's code are raised here as in one process. Objects among the arguments, such as a key-value cache,
+    still contain tensors from the previous attempt with fake tensors: these are removed before the run, and zeros are
+    replaced by fake tensors after the run.
 
     Args:
-        modules: Those of the unit, with fake parameters, buffers and attributes.
-        fakes: The leaves of its arguments.
-        run: Calls it with such leaves.
-        operators: Watches what it does.
-        fake: Makes a fake tensor that looks like one with values.
-        objects: What objects among its arguments held before it was first tried.
-        known: Copies of the operands that have values, by the identities of the fake tensors that stand for them.
-        fill: Makes what is taken for values that are absent, as `torch.zeros` does.
+        modules: The modules of the unit, with fake parameters, buffers and attributes.
+        fakes: The leaves of the arguments.
+        run: Makes the call; it takes the leaves of the arguments.
+        operators: Records the effects of the operators.
+        fake: Returns a fake tensor that looks like a tensor with values.
+        objects: The contents of objects among the arguments before the first attempt.
+        known: Copies of the operands that have values, by the `id()` of their fake tensors.
+        fill: Makes the values of the other operands, as `torch.zeros` does.
         keeps: The positions of results that keep their values.
 
     Returns:
-        What it returns, out of fake tensors, arguments among them; and what its operators have done to the fake ones.
-        Of what :class:`Seen` knows then, what it returns is found by its position: lengths made of lengths alone.
+        The result, with fake tensors and arguments as leaves; and the effects of the operators on the fake tensors.
+        `Seen.known` has the leaves of the result that were computed only from known lengths, by their position.
     """
     zeros: dict[int, tuple[Tensor, Tensor]] = {}
 

@@ -1,4 +1,8 @@
-"""Cutting the user's step at the units of any model: the step runs on every stage, what lives elsewhere is absent."""
+"""Pipeline stages for any model: the user's step runs on every stage, and each stage makes only the calls it needs.
+
+`FrameProgram` makes one :class:`FrameCut` for each run. `find_plan` traces a step and plans it; `run` runs the part of
+one stage.
+"""
 
 from __future__ import annotations
 
@@ -61,51 +65,53 @@ from lightning_hybrid.pipeline_parallel.schedules import Placement
 
 _log = logging.getLogger(__name__)
 
-# Plans that are remembered for one signature: the step has as many paths through its own `if`s; and in all.
+# The most plans that are remembered for one signature, and in total.
 _MOST_OF_KEY, _MOST_PLANS = 32, 512
-# Where `module.compile()` keeps what a call of the module runs instead.
+# The attribute in which `module.compile()` stores the compiled call of the module.
 _COMPILED = "_compiled_call_impl"
 _FIRST_OF_SHAPES = (
     "In evaluation, the strategy expects later batches of the same shapes to take the same path as the first one, which"
     " called no layer at this point. Set HybridStrategy(dynamic_shapes=True) to trace every batch."
 )
 _END = "the end of the step"
-# With so many paths for one signature a step seems to read another number each time.
+# With this number of paths for one signature, a step probably reads a different value each time.
 _MANY = 8
 
 
 class FrameCut:
-    """The user's step, cut at the calls of units.
+    """The user's step, split at the calls of units.
 
     ::
 
-        stage 0      frame code, units of stage 0 run, others are absent  -> unwind     value: a list of tensors
-        stage s      frame code, what arrived takes its place, own units  -> unwind     value: a list of tensors
-        last stage   frame code, what arrived takes its place, own units, loss          value: the step's
+        stage 0      code around the units, own units                     -> unwind     value: a list of tensors
+        stage s      code around the units, received tensors, own units   -> unwind     value: a list of tensors
+        last stage   code around the units, received tensors, own units, loss           value: the result of the step
 
-    Frame code is all code of the step and of the model around the units. It makes the same calls in the same order on
-    every stage, so the number of a call names what it makes. A stage computes the calls that it needs; the others give
-    absent values, whose shapes were seen when the path was discovered.
+    A unit is a pipelined layer, or a *pinned* module: a module around the layers that became a unit during a trace,
+    because it needs values that only one stage has. The code around the units is all other code of the step and of the
+    model. It makes the same calls in the same order on every stage, so a call is identified by its number. A stage
+    makes the calls that it needs. Its other calls return fake tensors with the shapes from the trace.
 
     Args:
         module: The user's module.
-        units: The units with their names, in the order in which they are divided.
-        stages: The units of each stage, by position.
+        units: The pipelined layers with their names, in the order of the stages.
+        stages: The positions of the units of each stage.
         placement: The rank of each stage.
-        device: Where this rank computes.
-        holders: The stages of parameters outside of units that not all of them have, by name.
-        remembers: Whether plans are remembered; not where shapes depend on values in ways that cannot be seen.
-        around_discovery: Around a step that is followed: what it logs does not count, and its layers are whole.
-        leaf_modules: Modules outside of units, with their names, whose calls are not looked into, because ranks that
-            share their parameters meet there: a call is made as a whole, or not at all.
-        compare: Called with the calls of a step that was followed, as text: they must be the same on every rank.
-        once: Why no unit may be called twice in a step, with what to do; ``None`` if it may.
-        agrees: Whether a number is the same on every rank, which all of them ask.
-        metrics: Modules outside of units whose states count on the last stage alone.
+        device: The device of this rank.
+        holders: The stages of parameters outside the units that not every stage has, by name.
+        remembers: If True, plans are kept for later steps. If False, every step is traced, because its shapes may
+            depend on values.
+        around_discovery: Returns a context for traces, in which logs are dropped and layers have full parameters.
+        leaf_modules: Modules outside the units, with their names, whose calls are made as a whole or not at all,
+            because tensor-parallel ranks communicate in them.
+        compare: Called with texts for the calls of a trace, to check that they are equal on every rank.
+        once: The reason why no layer may be called twice in a step, with advice; ``None`` if it may.
+        agrees: Returns True if a number is equal on every rank. All ranks call it.
+        metrics: Modules outside the units whose state counts only on the last stage.
 
     Attributes:
-        holders: The stages of parameters outside of units that not all of them have, by name.
-        num_followed: How many steps have been followed.
+        holders: The stages of parameters outside the units that not every stage has, by name.
+        num_followed: The number of traced steps.
     """
 
     _tries_zeros = _taps_hooks = True
@@ -136,30 +142,30 @@ class FrameCut:
         self._stage_of = {unit: stage for stage, positions in enumerate(stages) for unit in positions}
         self._num_stages, self._placement = len(stages), placement
         of_units = {part for _, unit in units for part in unit.modules()}
-        # Compiled code would hide from a stage what the code around the units calls.
+        # Calls in compiled code would not reach the mode.
         self._compiled_around = [
             part for part in module.modules() if part not in of_units and vars(part).get(_COMPILED) is not None
         ]
         self._device = device
         self._remembers, self.num_followed = remembers, 0
         self._plans: dict[Hashable, list[FramePlan]] = {}
-        self._graphs: dict[Hashable, list[Graph]] = {}  # of plans that were made for other stages of parameters
+        self._graphs: dict[Hashable, list[Graph]] = {}  # of plans for earlier stages of parameters
         self.holders = holders
         self._all_holders: dict[str, Collection[int]] | None = None
         self._numbers = count()
         self._warned = False
         self._mode: StepMode | None = None
-        self._states: StatesOfStages | None = None  # of the step that runs, if a rank has several stages
-        self._invariant: defaultdict[int, InvariantCalls] | None = None  # by plan, if the step that runs repeats
+        self._states: StatesOfStages | None = None  # of the running step, if a rank has several stages
+        self._invariant: defaultdict[int, InvariantCalls] | None = None  # by plan, if the running step repeats
         self._replaced: list[tuple[dict[str, Any], str, Any]] = []
-        self._free = set[nn.Module]()  # need numbers, and no unit is called after them
+        self._free = set[nn.Module]()  # modules that need values, without units after them
 
     @contextmanager
     def __call__(self, *, repeats: bool = True) -> Iterator[None]:
-        """While this is entered, calls of units and of leaf modules come here.
+        """Redirect calls of units and of leaf modules to this object while entered.
 
         Args:
-            repeats: Whether the user's step runs several times, for a microbatch each.
+            repeats: True if the user's step runs several times, once for each microbatch.
         """
         self._invariant = defaultdict(InvariantCalls) if repeats and self._remembers else None
         try:
@@ -178,7 +184,7 @@ class FrameCut:
             self._put_back(0)
 
     def _put_back(self, count: int) -> None:
-        """Give modules the attributes that they had, except for the first ones that were replaced."""
+        """Restore replaced attributes, except the first ``count`` that were replaced."""
         while len(self._replaced) > count:
             table, name, before = self._replaced.pop()
             if before is None:
@@ -187,33 +193,40 @@ class FrameCut:
                 table[name] = before
 
     def _replace(self, module: nn.Module, name: str, value: Any) -> None:
-        """Give a module another attribute, until the cut is left."""
+        """Replace an attribute of a module until the context of :meth:`__call__` ends."""
         table = vars(module)
         self._replaced.append((table, name, table.get(name)))
         table[name] = value
 
     def _redirect_pinned(self, index: int) -> None:
+        """Redirect calls of a pinned module, with its parameters and buffers as arguments."""
         module = self._units[index][1]
         self._redirect(module, lambda mode, *call: call_with_states(partial(mode.call_unit, index), module, *call))
 
     def _redirect(self, module: nn.Module, call: Callable[..., Any]) -> None:
+        """Redirect calls of a module to the mode of the step that is running.
+
+        Args:
+            module: A unit or a leaf module.
+            call: Makes a call; it takes the mode, the `forward` of the module, the arguments and the keyword arguments.
+        """
         before, compiled = vars(module).get("forward"), vars(module).get(_COMPILED)
         hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
-        # What runs a layer again would be traced for each call; hooks of the user's are code around the layer, and a
-        # compiled call has them inside.
+        # Recomputation in a replaced `forward` would be compiled again for each call. Hooks of the user are code around
+        # the layer, but a compiled call contains them.
         if compiled is not None and (before is not None or not all(map(is_own_hook, hooks))):
             self._replace(module, _COMPILED, None)
             compiled = None
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            # Of the class that it has now: while a step is followed that is another one.
+            # The class is looked up at each call: in a trace, tensor-parallel layers have their original class.
             return type(module).forward(module, *args, **kwargs) if before is None else before(*args, **kwargs)
 
         run = forward if compiled is None else compiled
 
         def redirected(*args: Any, **kwargs: Any) -> Any:
             mode = self._mode
-            if mode is None:  # inside of another one, or again in backward, by what recomputes activations
+            if mode is None:  # inside another unit, or recomputed in backward
                 return run(*args, **kwargs)
             self._mode = None
             try:
@@ -222,24 +235,24 @@ class FrameCut:
                 self._mode = mode
 
         redirected.is_redirected = True  # type: ignore[attr-defined]
-        # A compiled call traces `forward`, which therefore stays as it is.
+        # A compiled call uses `forward`, which must therefore not be replaced.
         self._replace(module, "forward" if compiled is None else _COMPILED, redirected)
 
     @contextmanager
     def unfollowed(self) -> Iterator[None]:
-        """Inside, nothing that runs is part of the user's step."""
+        """Pause the mode of the step while entered: code that runs is not part of the user's step."""
         mode = self._mode
-        if mode is None or mode.is_answering:  # torch follows nothing while a mode answers a call
+        if mode is None or mode.is_answering:  # the mode is off while it handles a call
             yield
             return
         with mode.paused():
             yield
 
     def place_parameters(self, holders: Mapping[str, Collection[int]]) -> None:
-        """Parameters outside of units are no longer on every stage.
+        """Set the stages of the parameters outside the units, and make new plans for known steps.
 
         Args:
-            holders: The stages of those that not all of them have, by name.
+            holders: The stages of the parameters that not every stage has, by name.
         """
         self.holders = holders
         self._all_holders = None
@@ -247,25 +260,25 @@ class FrameCut:
         self._plans.clear()
 
     def _forget_plans(self) -> None:
-        """Follow every step again: a module has become a unit."""
+        """Forget all plans and graphs, because a module has become a unit."""
         self._plans.clear()
         self._graphs.clear()
 
     @property
     def all_holders(self) -> Mapping[str, Collection[int]]:
-        """The stages of all parameters that not every stage has, those of units among them, by name."""
+        """Return the stages of all parameters that not every stage has, including parameters of units, by name."""
         if self._all_holders is None:
             of_unit = {
                 id(part): stage
                 for unit, stage in self._stage_of.items()
-                if unit < self._num_layers  # what others have may live on several stages
+                if unit < self._num_layers  # parameters of pinned modules may be on several stages
                 for part in self._units[unit][1].modules()
             }
             stages: dict[int, set[int] | None] = {}
             for part in self._module.modules():
                 for parameter in part.parameters(recurse=False):
                     known = stages.setdefault(id(parameter), set())
-                    if id(part) not in of_unit:  # also what is tied to a layer lives where `holders` says
+                    if id(part) not in of_unit:  # tied to a layer: see `holders`
                         stages[id(parameter)] = None
                     elif known is not None:
                         known.add(of_unit[id(part)])
@@ -275,12 +288,12 @@ class FrameCut:
 
     @property
     def _stages_of_unit(self) -> dict[str, Collection[int]]:
-        """The stages of the parameters that belong to units alone, by name."""
+        """Return the stages of the parameters that only units contain, by name."""
         return {name: stages for name, stages in self.all_holders.items() if name not in self.holders}
 
     @property
     def _units_of(self) -> dict[str, list[int]]:
-        """The positions of the units that contain a parameter, by its name."""
+        """Return the positions of the units that contain each parameter, by its name."""
         units: dict[int, list[int]] = {}
         for index, (_, unit) in enumerate(self._units):
             for parameter in unit.parameters():
@@ -289,12 +302,12 @@ class FrameCut:
 
     @property
     def layers(self) -> list[nn.Module]:
-        """The units that are divided, without modules between them that have become some."""
+        """Return the pipelined layers: the units without pinned modules."""
         return [unit for _, unit in self._units[: self._num_layers]]
 
     @property
     def plans(self) -> list[FramePlan]:
-        """The plans that are remembered, of training and of evaluation."""
+        """Return the remembered plans, of training and of evaluation steps."""
         return [plan for known in self._plans.values() for plan in known]
 
     def find_plan(
@@ -306,20 +319,22 @@ class FrameCut:
         before: Callable[[], None] = lambda: None,
         choice: int | None = None,
     ) -> FramePlan:
-        """The plan for a step; where it has not been seen yet, the step is followed once without values.
+        """Return the plan of a step. If no remembered plan fits, trace the step.
 
-        Of several plans that the arguments do not tell apart it is the one that was used last.
+        If several plans fit the arguments, the plan that was used last is returned.
 
         Args:
-            key: Steps with equal keys have arguments of equal shapes, and take the same path unless they read numbers.
+            key: The signature of the step. Steps with equal keys have arguments of equal shapes, and take the same path
+                unless they read values.
             step: The user's step.
-            arguments: Its arguments.
-            seed: Seeds the generators for the call of a number.
-            before: Called before a step is followed.
-            choice: The number of the plan, where it is known, or ``FOLLOW``; the same on every rank.
+            arguments: The arguments of the step.
+            seed: Seeds the generators for the call with a number.
+            before: Called before the step is traced.
+            choice: The number of a plan, or ``FOLLOW`` to trace the step; equal on every rank. ``None`` to search for a
+                plan that fits.
 
         Raises:
-            WrongUseError: If the step cannot be divided in this way.
+            WrongUseError: If the step cannot be split into stages.
         """
         known = self._plans.setdefault(key, []) if self._remembers else []
         plan = self._choose(known, arguments, seed) if choice is None else None
@@ -344,7 +359,7 @@ class FrameCut:
                 if not self._pin_writer(graph, error.state):
                     raise
                 graph = None
-        known = self._plans.setdefault(key, []) if self._remembers else []  # of what has become a unit there are none
+        known = self._plans.setdefault(key, []) if self._remembers else []  # cleared if a module was pinned
         _log.debug(
             "`%s` was %s in %.0f ms: %d calls; numbers of tensors sent from each stage to the next: %s",
             getattr(step, "__name__", type(step).__name__),
@@ -359,32 +374,32 @@ class FrameCut:
     def _choose(
         self, known: Sequence[FramePlan], arguments: Sequence[Any], seed: Callable[[int], None]
     ) -> FramePlan | None:
-        """The plan that was used last, among those for what a step reads from its arguments."""
+        """Return the plan that was used last among the plans that fit; ``None`` if none fits or if ranks disagree."""
         with torch.no_grad():
             plan = next((each for each in reversed(known) if each.graph.decisions.hold(arguments, seed)), None)
-        if any(each.graph.decisions.read_states for each in known):  # a hook may have written them on one rank
+        if any(each.graph.decisions.read_states for each in known):  # a hook may have changed the states on one rank
             plan = plan if self._agrees(-1 if plan is None else plan.number) else None
         return plan
 
     def _known_graph(self, key: Hashable, arguments: Sequence[Any], seed: Callable[[int], None]) -> Graph | None:
-        """Return what the step does, if it was followed before parameters were placed; each is returned once."""
+        """Return and forget the graph of a step that was traced before parameters were placed; ``None`` without one."""
         known = self._graphs.get(key, [])
         with torch.no_grad():
             graph = next((each for each in reversed(known) if each.decisions.hold(arguments, seed)), None)
-        if graph is None or graph.decisions.read_states:  # a hook may have written them on one rank
+        if graph is None or graph.decisions.read_states:  # a hook may have changed the states on one rank
             return None
         self._graphs[key] = [each for each in known if each is not graph]
         return graph
 
     def other_plans(self, plan: FramePlan) -> list[FramePlan]:
-        """The others for the signature of a plan, the one that was used last first."""
+        """Return the other plans for the signature of a plan, the plan that was used last first."""
         known = next((known for known in self._plans.values() if plan in known), [])
         return [each for each in reversed(known) if each is not plan]
 
     def _discover_all(self, step: Callable[..., Any], arguments: Sequence[Any], seed: Callable[[int], None]) -> Graph:
-        """Follow a step; behind a module that needs numbers too, where units are called there.
+        """Trace a step; pin modules that need values of absent tensors if units are called after them.
 
-        Such a module becomes a unit by itself: a codebook that looks for codes that nobody uses.
+        An example is a codebook that searches for unused codes.
         """
         graph = self._discover(step, arguments, seed)
         while graph.needed is not None:
@@ -394,7 +409,7 @@ class FrameCut:
                 return graph
             num_replaced = len(self._replaced)
             stage = self._pin(names[module], module, graph.calls)
-            with contextlib.suppress(Exception):  # of the user's code too: with zeros it may do anything
+            with contextlib.suppress(Exception):  # the user's code may fail in any way with zeros
                 beyond = self._discover(step, arguments, seed)
                 first = next(at for at, call in enumerate(beyond.calls) if call.unit == len(self._units) - 1)
                 if any(call.unit is not None for call in beyond.calls[first + 1 :]):
@@ -411,13 +426,19 @@ class FrameCut:
         return graph
 
     def _can_pin(self, module: nn.Module) -> bool:
-        """Return whether a module may become a unit: it is not a unit, and contains none."""
+        """Return True if a module can become a unit: it can be called, is not a unit, and contains no unit."""
         others = {part for _, part in (*self._units, *self._leaf_modules)}
         is_called = type(module).forward is not nn.Module.forward
         return is_called and module is not self._module and others.isdisjoint(module.modules())
 
     def _pin(self, name: str, module: nn.Module, before: Sequence[Call]) -> int:
-        """Make a module a unit, on the stage of the last layer among some calls, which is returned."""
+        """Make a module a unit on the latest stage whose units were called before it, and return this stage.
+
+        Args:
+            name: The dotted name of the module.
+            module: The module.
+            before: The calls before the call of the module.
+        """
         self._stage_of[len(self._units)] = stage = max(
             (self._stage_of[call.unit] for call in before if call.unit is not None), default=0
         )
@@ -426,18 +447,18 @@ class FrameCut:
         return stage
 
     def _pin_writer(self, graph: Graph, state: int) -> bool:
-        """Make a module that writes a buffer of its own a unit: where the layer is that is called before it.
+        """Pin a module that writes a buffer of its own, on the latest stage whose units are called before it.
 
-        It is the innermost one that has the buffer and is called: a codebook, running statistics of a kind of its own.
-        Its parameters live where they are used, as those of code around the layers; what the other stages know of its
-        buffers comes from there.
+        The module is the innermost module that has the buffer and is called, such as a codebook or custom running
+        statistics. Its parameters are kept on the stages that use them, as parameters outside the units. Other stages
+        receive its new buffers from its stage.
 
         Args:
-            graph: A step in which it was none.
-            state: The identity of the buffer.
+            graph: A trace in which the module was not a unit.
+            state: The `id()` of the buffer.
 
         Returns:
-            Whether there is such a module.
+            True if there is such a module.
         """
         buffer = next((name for name, each in self._module.named_buffers() if id(each) == state), None)
         first = next(number for number, call in enumerate(graph.calls) if state in call.states)
@@ -454,7 +475,7 @@ class FrameCut:
         return False
 
     def _remember(self, known: list[FramePlan], plan: FramePlan, step: str) -> None:
-        """Keep a plan; the oldest ones go where there are many."""
+        """Keep a plan, forget the oldest plans if there are too many, and warn once about a step with many paths."""
         known.append(plan)
         if len(known) > _MOST_OF_KEY:
             del known[0]
@@ -473,11 +494,14 @@ class FrameCut:
             )
 
     def _discover(self, step: Callable[..., Any], arguments: Sequence[Any], seed: Callable[[int], None]) -> Graph:
-        """Follow a step; again where the first time has shown which tensors of the module are absent values too.
+        """Trace a step, again with other settings as long as a trace shows that they are needed.
 
-        Or which hooks inside units let something out of them, so that every stage has to call them. Or that no unit is
-        called after the first call whose shapes lengths decide: it is the last stage's then, and the plan that of all
-        lengths.
+        - If the step writes absent tensors into tensors of the module, the next trace treats these as absent from the
+          start.
+        - If hooks inside units have kept tensors, the next trace calls these hooks as code around the units.
+        - If no unit is called after the first function whose result shapes depend on lengths, the next trace ends at
+          this function. The last stage then runs the function with any lengths, and one plan is enough.
+        - If the step has created tensors for later steps, the next trace has these tensors.
         """
         passes_lengths = self._tries_zeros
         states: frozenset[int] = frozenset()
@@ -512,7 +536,7 @@ class FrameCut:
             states |= graph.state_writes.keys()
 
     def _follow(self, discovery: Discovery, step: Callable[..., Any], arguments: Sequence[Any]) -> tuple[Graph, bool]:
-        """Follow a step once; also whether it has made something for later steps, which stays."""
+        """Trace a step once; return the graph, and True if the step has created tensors that later steps use."""
         units = self.layers
         self._mode = discovery
         try:
@@ -521,8 +545,8 @@ class FrameCut:
                 torch.set_grad_enabled(torch.is_grad_enabled()),
                 self._around_discovery(),
                 _uncompiled(),
-                # Otherwise the number of objects that a rank has made decides which values still exist; and a pass over
-                # all objects of the process takes 0.2 s.
+                # Otherwise the number of objects on a rank would decide which tensors still exist. A collection of all
+                # objects of the process also takes 0.2 s.
                 without_collector(),
                 fake_module(self._module, units, arguments, discovery) as finish,
                 contextlib.redirect_stdout(io.StringIO()),
@@ -534,6 +558,12 @@ class FrameCut:
             discovery.fakes.is_over = True
 
     def _make_plan(self, graph: Graph) -> FramePlan:
+        """Plan a traced step: find the routes, and the part of each stage.
+
+        Raises:
+            WrongUseError: If the step cannot be split into stages.
+            StateError: If a tensor of the module is written on one stage and read on another.
+        """
         calls = Counter(call.unit for call in graph.calls if call.unit is not None and call.unit < self._num_layers)
         if self._once is not None and calls and max(calls.values()) > 1:
             (unit, times), *_ = calls.most_common()
@@ -575,13 +605,13 @@ class FrameCut:
         )
 
     def _of_layers(self, graph: Graph) -> dict[str, Call]:
-        """The parameters of units that the code around them uses, by name, each with the first such call."""
+        """Return the parameters of units that the code around the units uses, by name, each with its first use."""
         names = self._stages_of_unit.keys()
         around = [call for call in reversed(graph.calls) if call.unit is None]
         return {name: call for call in around for name in sorted(call.parameters & names)}
 
     def _check_shared(self, graph: Graph, routes: Sequence[Route]) -> None:
-        """A parameter of a leaf module has other values on each rank that shares it, and is known to that module."""
+        """Raise an error if a parameter of a leaf module is sent: only this module can use a tensor-parallel shard."""
         leaves = {id(each): name for name, module in self._leaf_modules for each in module.parameters()}
         travelling = [graph.parameter_of(value) for route in routes for value in route.received]
         for name in [*filter(None, travelling), *(name for route in routes for name in sorted(route.fetched))]:
@@ -593,7 +623,7 @@ class FrameCut:
                 )
 
     def _parameters_of(self, graph: Graph, routes: Sequence[Route], writes: Writes) -> tuple[frozenset[str], ...]:
-        """Return the parameters outside of units that each stage uses; a write alone is not a use."""
+        """Return the names of the parameters outside the units that each stage has and uses; writes are not uses."""
         calls = graph.all_calls
         used = [
             set().union(*(calls[number].parameters for number in route.computed - writes.serving)) for route in routes
@@ -602,7 +632,7 @@ class FrameCut:
             stages = [stage for stage, names in enumerate(used) if name in names] or [self._num_stages - 1]
             for stage in self._stages_of_unit.get(name, stages):
                 used[stage] |= sources
-        if graph.needed is not None:  # what comes then has not been seen
+        if graph.needed is not None:  # the remaining calls are unknown
             used[-1] |= {name for name, _ in self._module.named_parameters()}
         of_units = self._stages_of_unit.keys()
         return tuple(
@@ -611,7 +641,7 @@ class FrameCut:
         )
 
     def _order_text(self, graph: Graph, early: Call | None, late: Call) -> str:
-        """The text for units that are not called in the order in which they are divided."""
+        """Return the error message for units that are not called in the order of the stages."""
         order = list(dict.fromkeys(call.unit for call in graph.calls if call.unit is not None))
         names = [self._units[index][0] for index in order]
         assert late.unit is not None
@@ -651,18 +681,20 @@ class FrameCut:
             plan: The plan.
             stage: The stage.
             step: The user's step.
-            arguments: Its arguments.
-            inputs: What the stage before made; ``None`` on the first stage.
-            seed: Seeds the generators for the call of a number.
-            random: Around a unit that draws random numbers, for the call of a number.
-            fetched: By name, the values of parameters that earlier stages use than those that have them.
-            skipped: Calls that write parameters, and that another microbatch makes.
+            arguments: The arguments of the step.
+            inputs: The tensors from the previous stage; ``None`` on the first stage.
+            seed: Seeds the generators for the call with a number.
+            random: Returns a context for a unit that draws random numbers from numpy or `random`, by the number of the
+                call.
+            fetched: The values of parameters that only later stages have, by name.
+            skipped: The numbers of calls that write parameters and that another microbatch makes.
 
         Returns:
-            A list of tensors for the next stage; on the last stage what the step returns.
+            A list of tensors for the next stage; on the last stage, the result of the step.
 
         Raises:
-            WrongUseError: If the step does something else than what was discovered.
+            PathChangedError: If the step takes another path than its plan.
+            WrongUseError: If the step does something after the end of the trace that the last stage cannot do alone.
         """
         run = partial(self._run, plan, stage, step, inputs=inputs, seed=seed, random=random, skipped=skipped)
         run = partial(run, fetched=fetched or {})
@@ -691,7 +723,7 @@ class FrameCut:
         fetched: Mapping[str, Tensor],
         skipped: Collection[int],
     ) -> Any:
-        """Run a stage's part of a step; as :meth:`run`, where no other stage of this rank comes after it."""
+        """Run a stage's part of a step with the current state of the module; the arguments are those of :meth:`run`."""
         part = plan.parts[stage]
         parameters = {name: self._module.get_parameter(name) for name in part.parameters}
         invariant = None if self._invariant is None else self._invariant[plan.number]
@@ -711,7 +743,7 @@ class FrameCut:
         except OtherPathError as error:
             number, found, called = error.args
             raise PathChangedError(self._path_text(plan, number, found), plan, number, called) from None
-        except AbsentValueError as error:  # the same calls may be made with other values
+        except AbsentValueError as error:  # another plan may have the same calls with other values
             raise PathChangedError(str(error), plan, running.number, is_same=True) from error
         except LateParameterError as error:
             raise WrongUseError(self._parameter_text(plan, *error.args)) from None
@@ -748,16 +780,16 @@ class FrameCut:
         plain: Callable[[Any], Any],
         is_tensor_parallel: bool,
     ) -> Any:
-        """Run a step on all stages at once, and return what it returns.
+        """Run a step on all stages at once, and return its result.
 
         Args:
             step: The user's step.
-            arguments: Its arguments.
+            arguments: The arguments of the step.
             rank: This pipeline rank.
-            exchange: As of :class:`Lockstep`.
-            random: As of :class:`Lockstep`.
-            plain: As of :class:`Lockstep`.
-            is_tensor_parallel: As of :class:`Lockstep`.
+            exchange: See :class:`Lockstep`.
+            random: See :class:`Lockstep`.
+            plain: See :class:`Lockstep`.
+            is_tensor_parallel: See :class:`Lockstep`.
         """
         ranks, rank_of = range(self._placement.num_ranks), self._placement.ranks
         held = {name: frozenset(rank_of[stage] for stage in stages) for name, stages in self.all_holders.items()}
@@ -778,7 +810,7 @@ class FrameCut:
         return value
 
     def _path_text(self, plan: FramePlan, number: int, found: str | int) -> str:
-        """The text for a step that does something else than what was discovered."""
+        """Return the error message for a step that takes another path than its plan."""
         calls = plan.graph.calls
         expected = str(calls[number]) if number < len(calls) else _END
         found = repr(self._units[found][0]) if isinstance(found, int) else found
@@ -790,7 +822,7 @@ class FrameCut:
         )
 
     def _written_text(self, plan: FramePlan, position: int) -> str:
-        """The text for a tensor of the module that is written after the number of an absent value was needed."""
+        """Return the error message for a tensor of the module that is written after the end of the trace."""
         tensor, reader = plan.kept[position]
         name = next((repr(name) for name, each in self._module.named_buffers() if each is tensor), "a tensor")
         return (
@@ -800,7 +832,7 @@ class FrameCut:
         )
 
     def _parameter_text(self, plan: FramePlan, placeholder: Tensor) -> str:
-        """The text for a parameter of another stage that is used after the number of an absent value was needed."""
+        """Return the error message for a parameter of another stage that is used after the end of the trace."""
         name = next((name for name, each in self._module.named_parameters() if each is placeholder), None)
         if name is None or name not in self.holders:
             return without_value_text(f"code after {plan.graph.needed}")
@@ -811,7 +843,7 @@ class FrameCut:
         )
 
     def _late_text(self, plan: FramePlan, index: int) -> str:
-        """The text for a unit of another stage that is called after the number of an absent value was needed."""
+        """Return the error message for a unit of another stage that is called after the end of the trace."""
         again = any(call.unit == index for call in plan.graph.calls)
         dynamic = "" if torch.is_grad_enabled() else f" {_FIRST_OF_SHAPES}"
         return (
@@ -824,20 +856,20 @@ class FrameCut:
 
 
 def _uncompiled() -> AbstractContextManager[object]:
-    """Return a context in which compiled code runs as it was written: it is not compiled for fake tensors."""
+    """Return a context in which compiled functions run uncompiled, as they cannot be compiled for fake tensors."""
     has_compiled = "torch._dynamo.eval_frame" in sys.modules  # importing it takes a second
     return torch.compiler.set_stance("force_eager") if has_compiled else contextlib.nullcontext()
 
 
 def _tensors(modules: Iterable[nn.Module]) -> set[int]:
-    """The identities of the tensors in attributes and buffers of modules."""
+    """Return the `id()` of the tensors in attributes and buffers of modules."""
     values = [value for module in modules for table in (vars(module), module._buffers) for value in table.values()]
     held = [value for value in values if isinstance(value, Tensor) or type(value) in (list, tuple, dict)]
     return {id(leaf) for leaf in flatten(held)[0] if isinstance(leaf, Tensor)}
 
 
 def _folded(names: Sequence[str]) -> list[str]:
-    """Names that are all of a numbered row, in its order, become one pattern."""
+    """Replace names by one pattern where they are all members of a numbered list, in its order."""
     folded: list[str] = []
     for parent, group in groupby(names, key=lambda name: name.rpartition(".")[0]):
         row = list(group)

@@ -1,4 +1,10 @@
-"""What one run of the user's step does around the units: its calls in order, and which result is made from which."""
+"""The graph of a traced step: the calls around its units in order, and the earlier results that each call uses.
+
+A *unit* is a module that runs on exactly one stage, such as a pipelined layer. A tensor is *absent* if it depends on
+parameters or on the result of a unit: only some stages have its values, and the trace has a fake tensor. A tensor is
+*real* if every stage has its values. A call is absent if its result is. :class:`Discovery` makes the graph;
+:func:`find_routes` and :func:`make_part` read it.
+"""
 
 from __future__ import annotations
 
@@ -21,23 +27,26 @@ from lightning_hybrid.distributed.tensor_metadata import getters
 from lightning_hybrid.pipeline_parallel.frame.decisions import Decisions, is_in_place
 
 _OwnBackward: Any = torch.autograd.function.BackwardCFunction
-# Code that only passes calls of the user's on.
+# Files whose code only forwards calls of the user's code.
 _NOT_THE_USERS = (
     f"{Path(torch.__file__).parent}/",
     f"{Path(__file__).parent.parent.parent}/",
     str(Path(sysconfig.get_paths()["stdlib"]) / "contextlib"),
 )
 
-# What the user's code may fill beside what it returns.
+# Containers that a unit could fill in addition to returning a result.
 _LISTS = frozenset({list, dict, defaultdict, OrderedDict})
 
 
 class Value(NamedTuple):
-    """The name of a tensor that a call made: the same on every rank, as the calls are.
+    """The name of an absent tensor that a call made or wrote.
+
+    All ranks make the same calls, so the names are equal on all ranks.
 
     Attributes:
         call: The number of the call.
-        leaf: The position among the leaves of what the call returned. Far beyond these come tensors that it wrote.
+        leaf: The position among the leaves of the result. Much larger numbers name tensors that the call wrote in
+            place.
     """
 
     call: int
@@ -45,16 +54,18 @@ class Value(NamedTuple):
 
 
 def call_unit(call: Call, unit: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Call a unit, which must not change the lists and dictionaries that it is given: other stages have their own.
+    """Call a unit, and raise an error if it changes a list or a dictionary among its arguments.
+
+    Other stages have their own lists and dictionaries, and would not see the change.
 
     Args:
-        call: The call.
+        call: The call, for the error message.
         unit: The `forward` of the unit.
-        args: Its arguments.
-        kwargs: Likewise.
+        args: The arguments of the call.
+        kwargs: The keyword arguments of the call.
 
     Raises:
-        WrongUseError: If it does.
+        WrongUseError: If the unit changes one of them.
     """
     if _LISTS.isdisjoint(map(type, (*args, *kwargs.values()))):
         return unit(*args, **kwargs)
@@ -69,17 +80,17 @@ def call_unit(call: Call, unit: Callable[..., Any], args: Any, kwargs: Any) -> A
 
 
 class Argument(NamedTuple):
-    """A leaf of what a call returned that is one of its arguments itself, as it is after writing in place."""
+    """The position of an argument that a call returns as a leaf of its result, such as a tensor it writes in place."""
 
     position: int
 
 
 @dataclass(frozen=True, slots=True)
 class AbsentTensor:
-    """What an absent value looks like.
+    """The description of an absent tensor.
 
     Attributes:
-        tensor: A fake tensor: shape, strides, dtype and device, without values.
+        tensor: A fake tensor with its shape, strides, dtype and device.
     """
 
     tensor: Tensor
@@ -90,36 +101,39 @@ class Call:
     """One call of a torch function, of a leaf module, or of a unit.
 
     Attributes:
-        function: What is called: a function or a leaf module; ``None`` for a unit.
-        unit: The position of the unit; ``None`` for anything else.
-        name: For messages: the function's, or the module's dotted one.
+        function: The function or leaf module that is called; ``None`` for a unit.
+        unit: The position of the unit; ``None`` for other calls.
+        name: The name of the function, or the dotted name of the module, for messages.
         where: The line of the user's code, as ``file:line``.
-        operands: The absent values that it needs, each once.
-        parameters: The names of the parameters that it is given.
-        has_data: Whether it needs tensors that are on every rank, beside these.
-        outputs: The leaves of what it returns: :class:`AbsentTensor`, :class:`Argument`, or a value: what is no tensor,
-            or lengths. Nothing where no operand is absent: then it is computed everywhere.
-        spec: The tree of what it returns.
-        is_absent: Whether its results depend on parameters or units.
-        draws: Whether it draws random numbers.
-        draws_elsewhere: Whether it draws some of numpy or `random`; only units are asked.
-        old: Values that it changes in place, under the names they had before; with the names they have afterwards.
-        written: Tensors that are on every rank (buffers, states of metrics), and that it writes: their positions among
-            the arguments, with the names that they have afterwards.
-        is_in_place: Whether what it writes has to be written wherever it is needed, because it cannot be sent.
-        counts: Tensors of the module that a call without absent operands writes, by their identities: every stage does.
-        fills: Those that one with absent operands writes.
-        is_effect: Whether it does something to its operands that is no value (a hook on a gradient).
-        rewritten: The names of the parameters that it writes, which every stage does that has them; ``""`` for one that
-            the module does not name.
-        computes_with: The names of the parameters whose memory it reads, if it does more than to make a view of it.
-        has_batch: Whether it needs tensors that are on every rank and depend on the batch.
-        is_made_again: Whether `torch.utils.checkpoint` makes it again in backward.
-        states: Tensors of the module (buffers, attributes) among its arguments, by their identities.
-        inside: The modules whose `forward` makes the call, the innermost one first, if there are such tensors.
-        taps: Hooks inside a unit whose calls are returned beside its result, and made by every stage; ``None`` where
-            there are none.
-        aliases: Leaves of what it returns that are the same tensor as an earlier one, with that.
+        operands: The names of the absent tensors that the call needs, each once.
+        parameters: The names of the parameters among the arguments.
+        has_data: True if an absent call has real tensors among its arguments.
+        outputs: The leaves of the result: :class:`AbsentTensor`, :class:`Argument`, a plain value, or a real tensor of
+            lengths. Empty if the call is not absent: every stage makes it.
+        spec: The tree of the result.
+        is_absent: True if the result depends on parameters or units.
+        draws: True if the call draws random numbers.
+        draws_elsewhere: True if a unit draws random numbers from numpy or `random`.
+        old: Absent tensors that the call changes in place: the name of each before the call, with its name after the
+            call.
+        written: Real tensors (buffers, states of metrics) that an absent call writes: the position of each among the
+            arguments, with its name after the call.
+        is_in_place: True if each stage that needs the written tensors has to make the call, because they cannot be
+            sent.
+        counts: The `id()` of the module's tensors that the call writes, if it is not absent. Every stage writes them.
+        fills: The `id()` of the module's tensors that the call writes, if it is absent.
+        is_effect: True if the call returns no new tensor, but does something to its operands (a hook on a gradient).
+        rewritten: The names of the parameters that the call writes, on every stage that has them; ``""`` for a
+            parameter without a name in the module.
+        computes_with: The names of the parameters whose values the call reads. A view of a parameter reads no values.
+        has_batch: True if an absent call has real tensors among its arguments that depend on the batch.
+        is_made_again: True if `torch.utils.checkpoint` recomputes the call in backward.
+        states: The `id()` of the module's tensors (buffers, attributes) among the arguments.
+        inside: The modules whose `forward` makes the call, the innermost first; empty if `states` is empty.
+        taps: Hooks inside a unit whose arguments are returned with the result of the unit, so that every stage can call
+            the hooks; ``None`` if there are none.
+        aliases: Positions of leaves in the result that are the same tensor as an earlier leaf, with the position of
+            that leaf.
     """
 
     function: Callable[..., Any] | None
@@ -150,40 +164,43 @@ class Call:
     aliases: dict[int, int] = field(default_factory=dict)
 
     def returns(self, value: Value) -> bool:
-        """Whether a value is among what the call returns, and not only something that it wrote."""
+        """Return True if a value is a leaf of the result, and not only a tensor that the call wrote."""
         return value.leaf < len(self.outputs)
 
     def num_bytes(self, value: Value) -> int:
-        """The size of a value that it returns."""
+        """Return the size of a value in bytes; 0 if the call does not return it as an absent tensor."""
         leaf = self.outputs[value.leaf] if self.returns(value) else None
         return leaf.tensor.numel() * leaf.tensor.element_size() if isinstance(leaf, AbsentTensor) else 0
 
     def __str__(self) -> str:
-        """For messages."""
+        """Describe the call for messages."""
         return f"{self.name} at {self.where}"
 
 
 @dataclass(slots=True)
 class Graph:
-    """What a step does around its units.
+    """The calls of a step around its units.
 
     Attributes:
-        calls: In the order in which the step makes them.
-        wanted: The values that something still holds when the step is over, or cannot be followed any more; and those
-            that are needed there.
-        decisions: What the user's code read from the batch.
-        state_writes: Tensors of the module that the step writes with absent values, or replaces by such, by their
-            identities; with what the last of them is.
-        assigned: The attributes and buffers to which the step assigns absent values, each as its owner and its name.
-        needed: What needed the number of an absent value; ``None`` if the step was followed to its end.
-        needed_in: The modules whose `forward` ran then, the innermost one first.
-        states: The tensors of the module that are among the arguments of calls, by their identities.
-        written_inputs: The positions of tensors among the leaves of the step's arguments that it writes.
-        changed: Containers and arrays of the module that it changes, by their identities.
-        places: The paths of the attributes and buffers that hold these, or tensors that it writes; by their identities.
-        invariant: The calls that do not depend on the batch, and so are likely to make the same for each microbatch.
-        reads: What gives the parameters that not every stage has, one for each; their numbers are behind those of the
-            calls. The user's code makes no such calls.
+        calls: The calls in the order in which the step makes them. The position of a call is its number.
+        wanted: The names of the absent tensors that the last stage needs at the end of the trace: the user's code still
+            holds them, or the call that ended the trace needs them.
+        decisions: The values that the user's code read from real tensors and from the batch.
+        state_writes: Tensors of the module, by `id()`, into which the step writes values of absent tensors, or which it
+            replaces by absent tensors; with the name of the last value.
+        assigned: The attributes and buffers to which the step assigns absent tensors, each as its owner and its name.
+        needed: The call that needed the value of an absent tensor, as text, where the trace ended; ``None`` if the
+            trace reached the end of the step.
+        needed_in: The modules whose `forward` ran at the end of the trace, the innermost first.
+        states: The tensors of the module that are arguments of calls, by `id()`.
+        written_inputs: The positions of the tensors that the step writes among the leaves of its arguments.
+        changed: The `id()` of containers and arrays of the module that the step changes.
+        places: The paths of the attributes and buffers that hold these containers and arrays, or module tensors that
+            the step writes; by the `id()` of the object.
+        invariant: The numbers of calls that do not depend on the batch, and so probably have the same result for each
+            microbatch.
+        reads: Calls that return one parameter each, for parameters that not every stage has; see :meth:`read`. Their
+            numbers follow the numbers of `calls`. The user's code makes no such calls.
     """
 
     calls: list[Call] = field(default_factory=list)
@@ -200,22 +217,23 @@ class Graph:
     invariant: frozenset[int] = frozenset()
 
     def texts(self) -> list[str]:
-        """What must be the same on every rank, each as text: the calls, and what these and later stages use of them."""
+        """Return the calls, and the values that calls and the end of the step use, as texts that all ranks compare."""
         used = [f"{call}, which uses {self._names(call.operands)}" for call in self.calls if call.operands]
         return [*map(str, self.calls), *used, f"the end of the step, which keeps {self._names(self.wanted)}"]
 
     def _names(self, values: Iterable[Value]) -> str:
+        """Return the names of values for messages: the call and the leaf of each."""
         return ", ".join(f"{self.calls[value.call]} [{value.leaf}]" for value in values)
 
     reads: list[Call] = field(default_factory=list)
 
     def read(self, names: Collection[str]) -> None:
-        """Let parameters be values like any other: calls have them among their operands, and reads give them.
+        """Add a read call for each parameter, and make its result an operand of the calls that use the parameter.
 
-        It takes the place of an earlier call of this method.
+        Then parameters are sent between stages as other values are. A second call replaces the reads of the first call.
 
         Args:
-            names: Of the parameters; those that no call needs are left out.
+            names: The names of the parameters; names that no call uses are ignored.
         """
         used = sorted({name for call in self.calls for name in call.parameters if name in names})
         self.reads = [Call(None, None, repr(name), "", parameters=frozenset((name,)), is_absent=True) for name in used]
@@ -226,11 +244,11 @@ class Graph:
 
     @property
     def all_calls(self) -> list[Call]:
-        """The calls and the reads, by their numbers."""
+        """Return the calls and the reads, by their numbers."""
         return [*self.calls, *self.reads]
 
     def made_of_parameters(self) -> dict[int, frozenset[str]]:
-        """The calls and reads that give nothing but parameters, and functions of these alone; with their names."""
+        """Return the numbers of calls and reads that depend only on parameters, with the names of these parameters."""
         made_of = {len(self.calls) + position: read.parameters for position, read in enumerate(self.reads)}
         for number, call in enumerate(self.calls if self.reads else ()):
             if call.unit is None and call.operands and not call.has_data:
@@ -240,7 +258,7 @@ class Graph:
         return made_of
 
     def parameter_of(self, value: Value) -> str | None:
-        """The name of the parameter that a value is; ``None`` if it is something else."""
+        """Return the name of the parameter that a value is; ``None`` if the value is not a parameter."""
         if value.call < len(self.calls):
             return None
         (name,) = self.reads[value.call - len(self.calls)].parameters
@@ -248,39 +266,42 @@ class Graph:
 
 
 def function_name(function: Callable[..., Any]) -> str:
-    """The name of a torch function, for messages."""
+    """Return the name of a torch function, for messages."""
     name = getattr(function, "__name__", repr(function))
     of_getter = getattr(getattr(function, "__self__", None), "__name__", name)
     return str(of_getter if name == "__get__" else name)
 
 
 def gives_back(call: Call, outputs: Sequence[Any], places: Mapping[int, int]) -> bool:
-    """Whether a call gave back nothing but arguments, though it might have made something of them.
+    """Return True if a call returned only its arguments, although the function does not work in place.
 
-    Where it made something else, arguments among it are what it only hands on (a mask); that it always does so is seen
-    when it runs.
+    With another batch, the same call may return new tensors: a layer may be skipped at random. If a call returns both
+    new tensors and arguments (a mask), it is expected to return these arguments always; :func:`check_returned` checks
+    this.
 
     Args:
         call: The call.
-        outputs: The leaves of what it returned.
-        places: The positions of its arguments, by their identities.
+        outputs: The leaves of the result.
+        places: The positions of the arguments, by `id()`.
     """
     tensors = [leaf for leaf in outputs if isinstance(leaf, Tensor)]
     return not is_in_place(call.function) and all(id(leaf) in places for leaf in tensors)
 
 
 def check_backward(tensor: Tensor) -> None:
-    """Calls are made with gradients off, so only a `torch.autograd.Function` has put a backward on an absent tensor.
+    """Raise an error if an absent tensor around the units has a backward.
+
+    While a step is traced, gradients are off, so only a `torch.autograd.Function` can give a tensor a backward.
 
     Args:
-        tensor: An absent one, around the units.
+        tensor: An absent tensor.
 
     Raises:
-        WrongUseError: If it has.
+        WrongUseError: If the tensor has a backward.
     """
     try:
         function = tensor.grad_fn
-    except RuntimeError:  # of a view that was written
+    except RuntimeError:  # raised for a view whose base was written
         return
     if function is None or (tensor._is_view() and not isinstance(function, _OwnBackward)):
         return
@@ -293,7 +314,7 @@ def check_backward(tensor: Tensor) -> None:
 
 
 def find_checkpoint() -> FrameType | None:
-    """The outermost call inside of `torch.utils.checkpoint` that what runs here is a part of."""
+    """Return the frame of the innermost `torch.utils.checkpoint` call on the stack; ``None`` if there is none."""
     frame = inspect.currentframe()
     while frame is not None and not frame.f_code.co_filename.endswith("torch/utils/checkpoint.py"):
         frame = frame.f_back
@@ -303,7 +324,7 @@ def find_checkpoint() -> FrameType | None:
 
 
 def running_modules() -> tuple[nn.Module, ...]:
-    """The modules whose `forward` runs, the innermost one first."""
+    """Return the modules whose `forward` is running, the innermost first."""
     modules, frame = list[nn.Module](), inspect.currentframe()
     while frame is not None:
         module = frame.f_locals.get("self") if frame.f_code.co_name == "forward" else None
@@ -314,7 +335,7 @@ def running_modules() -> tuple[nn.Module, ...]:
 
 
 def users_line() -> str:
-    """The line of the user's code that runs, as ``file:line``."""
+    """Return the line of the user's code that is running, as ``file:line``."""
     frame = inspect.currentframe()
     assert frame is not None
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
@@ -322,24 +343,24 @@ def users_line() -> str:
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
 
 
-#: Results of these are cut off from the graph, whatever they are made from.
+#: Functions whose results are detached from the autograd graph.
 DETACHES = frozenset({torch.detach, torch.detach_, Tensor.detach, Tensor.detach_}) | getters("data")
-#: The positions of results that are made of lengths alone, whatever the values are; by the names of functions.
+#: The positions of results that depend on lengths but not on the values of the sequences, by the name of the function.
 OF_LENGTHS: dict[str, tuple[int, ...]] = {"_pack_padded_sequence": (1,), "_pad_packed_sequence": (1,)}
-#: These differentiate.
+#: Functions that compute derivatives.
 DERIVATIVES = frozenset({torch.autograd.grad, torch.autograd.backward, Tensor.backward})
-#: These read numbers without an operator that says so.
+#: Functions that read values without an operator that has a tag for it.
 READS = frozenset(
     {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__repr__, Tensor.__format__, Tensor.__contains__}
 )
-#: Bytes of what a call reads and makes beyond which it is made for each microbatch, and not kept for the next one.
+#: The most bytes of arguments and results that an invariant call may keep; larger calls are made for each microbatch.
 MOST_KEPT = 2**24
-#: Through what these give, a tensor may be written without a trace.
+#: Functions whose results let code write a tensor without a torch operator.
 GIVES_MEMORY: frozenset[Callable[..., Any] | None] = frozenset(
     {
         *(Tensor.numpy, Tensor.__array__, Tensor.__dlpack__),
         *(Tensor.untyped_storage, Tensor.storage, Tensor.data_ptr),
     }
 )
-#: These see the gradient of a tensor.
+#: Functions that access the gradient of a tensor.
 HOOKS: frozenset[Callable[..., Any] | None] = frozenset({Tensor.register_hook, Tensor.retain_grad})

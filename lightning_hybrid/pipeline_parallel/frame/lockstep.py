@@ -1,4 +1,7 @@
-"""A step whose control flow depends on results: all stages run its code, and each gets what the others compute."""
+"""A step whose control flow depends on results of layers: all stages run its code, and each layer runs on its stage.
+
+:meth:`FrameCut.run_in_lockstep` uses it for evaluation steps that cannot be traced, such as text generation.
+"""
 
 from __future__ import annotations
 
@@ -25,51 +28,58 @@ _FEW = 1024
 
 
 class Exchange(Protocol):
-    """Sends a tree from one pipeline rank to all ranks of the model group."""
+    """The interface for sending a tree from one pipeline rank to all ranks of the model group."""
 
     def __call__(self, owner: int, tree: Any = None) -> Any:
         """Return the tree of the owner.
 
         Args:
             owner: The pipeline rank that sends.
-            tree: The tree; only the owner's counts.
+            tree: The tree on the owner; ignored on other ranks.
         """
 
     def end(self, checksum: Tensor) -> None:
-        """End a step on all ranks, which have to agree on a checksum."""
+        """End a step on all ranks.
+
+        Args:
+            checksum: A scalar that must be equal on all ranks.
+        """
 
 
 class Lockstep(StepMode):
-    """Runs the user's step on all stages at once: the stage that holds a layer computes it, the others receive.
+    """A mode that runs the user's step on all stages at once: each layer runs on its stage, which sends the result.
 
     ::
 
         stage 0    embed --.    layer 0 --.    (receives)    (receives)    argmax, and the next token
         stage 1    (receives)  (receives)  `-> layer 1 --.   head -------> argmax, and the next token
 
-    The code around the layers has the values that it has in one process, so it may stop at a token, draw one, or call
-    the layers again. A function of torch that receives a parameter of another stage is called where the parameter
-    lives, and its result is sent.
+    The code around the layers has the same values as in one process, so it may stop at a token, draw a token, or call
+    the layers again. A torch function that receives a parameter of another stage is called on that stage, and its
+    result is sent.
 
-    A tensor that a layer puts into an object among its arguments, such as a cache of keys, stays where the layer is;
-    the other ranks have a tensor without values in its place. Tensors that code around the layers makes of it (the
-    rows of a beam) stay there too. Values that are read are sent.
+    If a layer stores a tensor in an object among its arguments, such as a key-value cache, the tensor stays on the
+    stage of the layer. The other ranks get a tensor without values in its place. Tensors that code around the layers
+    computes from it (reordered rows in beam search) stay on that stage too. Values that the code reads are sent.
 
-    Gradients are off: nothing has a backward.
+    Gradients are off, so there is no backward.
 
     Args:
         exchange: Sends results between stages.
         rank: This pipeline rank.
-        layers: The units that are layers of the body; other units are code around them.
+        layers: The units that are pipelined layers. Other units are handled as code around the layers.
         ranks: The pipeline rank that computes each of these layers.
-        holders: The pipeline ranks that have a tensor which not all have, by the identity of the tensor on this rank.
-        device: Where this rank computes.
-        random: Around the calls that one stage makes, by their numbers: each draws from a random stream of its own.
-        plain: Makes ordinary tensors of what tensor-parallel layers return.
-        is_tensor_parallel: Whether layers are tensor-parallel.
+        holders: For each tensor that not all pipeline ranks have, by its `id()` on this rank: the tensor, and the ranks
+            that have it.
+        device: The device of this rank.
+        random: Returns a context with a random stream of its own for a call that one stage makes, by the number of the
+            call.
+        plain: Converts results of tensor-parallel layers to ordinary tensors.
+        is_tensor_parallel: True if layers are tensor-parallel.
 
     Attributes:
-        checksum: Of the integers (tokens, positions) that layers and functions of parameters were given; a scalar.
+        checksum: A checksum of the integers (tokens, positions) that layers and functions of parameters received; a
+            scalar of dtype int64.
     """
 
     def __init__(
@@ -89,7 +99,7 @@ class Lockstep(StepMode):
         self._exchange, self._rank, self._layers, self._ranks = exchange, rank, layers, ranks
         self._device, self._random, self._plain, self._is_tensor_parallel = device, random, plain, is_tensor_parallel
         self._holders = {key: (weakref.ref(tensor), held) for key, (tensor, held) in holders.items()}
-        self._most = 2 * len(self._holders) + _FEW  # beyond which tensors that are gone are forgotten
+        self._most = 2 * len(self._holders) + _FEW  # with more entries, dead references are removed
         self._num_layer_calls = self._num_other_calls = 0
         self.checksum = torch.zeros((), dtype=torch.int64, device=device)
 
@@ -98,7 +108,7 @@ class Lockstep(StepMode):
         kwargs = kwargs or {}
         if func in METADATA:
             if func in _DEVICE and is_placeholder(args[0]):
-                return self._device  # where it would be
+                return self._device  # the device that the tensor would have
             return func(*args, **kwargs)
         if func in DERIVATIVES:
             raise WrongUseError(
@@ -109,7 +119,7 @@ class Lockstep(StepMode):
         self.is_answering = True
         try:
             leaves = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
-            if any(isinstance(leaf, nn.Parameter) for leaf in leaves):  # such as an embedding of tokens
+            if any(isinstance(leaf, nn.Parameter) for leaf in leaves):  # for example an embedding of tokens
                 self._note(leaves)
             held = [leaf for leaf in leaves if self._held_by(leaf)]
             return self._call(func, args, kwargs, held) if held else func(*args, **kwargs)
@@ -117,17 +127,18 @@ class Lockstep(StepMode):
             self.is_answering = False
 
     def call_unit(self, index: int, unit: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Call a unit where it lives, and hooks of the user's inside it on every rank."""
-        if index >= len(self._layers):  # its parameters are known by themselves
+        """Call a unit on its stage, and the user's hooks inside it on every rank."""
+        if index >= len(self._layers):  # its own calls are handled one by one
             return unit(*args, **kwargs)
         self._num_layer_calls += 1
-        number = self._num_layer_calls  # the same under every layout
+        number = self._num_layer_calls  # equal for every layout
         taps = Taps(self._layers[index], find_taps(self._layers[index], of_torch=False))
         calls: list[TappedCall] = []
 
         def note(tap: Tap, hook: Hook, module: nn.Module, *given: Any) -> Any:
+            """Call a hook, and record the call for the other ranks."""
             result = hook(module, *given)
-            if result is None:  # one that changes what its module returns has nothing to do elsewhere
+            if result is None:  # a hook that changes the output only has to run here
                 calls.append(TappedCall(tap, given))
             return result
 
@@ -144,7 +155,7 @@ class Lockstep(StepMode):
         return result
 
     def call_module(self, name: str, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Call a tensor-parallel module around the layers where its parameters live.
+        """Call a leaf module on a stage that has its parameters, and return its result on every rank.
 
         Raises:
             WrongUseError: If no stage has all of its parameters.
@@ -163,17 +174,18 @@ class Lockstep(StepMode):
             return self._share_other(min(common), forward, *self._arrived(min(common), args, kwargs))
 
     def _held_by(self, tensor: Tensor) -> frozenset[int] | None:
-        """Return the pipeline ranks that have the values of a tensor; ``None`` for all."""
+        """Return the pipeline ranks that have the values of a tensor; ``None`` if all ranks have them."""
         entry = self._holders.get(id(tensor))
         return entry[1] if entry is not None and entry[0]() is tensor else None
 
     def _keep(self, tensors: Sequence[Tensor], held: frozenset[int]) -> None:
+        """Note that only some pipeline ranks have the values of some tensors."""
         if len(self._holders) > self._most:
             self._holders = {key: entry for key, entry in self._holders.items() if entry[0]() is not None}
             self._most = 2 * len(self._holders) + _FEW
         self._holders |= {id(tensor): (weakref.ref(tensor), held) for tensor in tensors}
 
-    # Nothing is followed from here on.
+    # The following methods run while the mode is off.
 
     def _call(self, func: Any, args: Any, kwargs: Any, held: Sequence[Tensor]) -> Any:
         """Call a function of tensors that not all ranks have."""
@@ -190,7 +202,7 @@ class Lockstep(StepMode):
                 )
             return self._share_other(min(common), func, args, kwargs)
         shapes = self._shapes_of(func, args, kwargs)
-        if shapes is None:  # numbers are read, or shapes depend on them
+        if shapes is None:  # values are read, or shapes depend on values
             args, kwargs = self._fetched(args, kwargs)
             return func(*args, **kwargs)
         result = func(*args, **kwargs) if self._rank in common else shapes
@@ -199,9 +211,9 @@ class Lockstep(StepMode):
         return result
 
     def _shapes_of(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Return tensors without values for what a function returns; ``None`` if it cannot be known without values.
+        """Return tensors without values for the results of a function; ``None`` if their shapes depend on values.
 
-        Every rank asks, so that all decide alike.
+        Every rank computes this, so that all ranks make the same decision.
         """
         if not all(map(self._held_by, written_operands(func, args, kwargs))):
             return None
@@ -224,7 +236,7 @@ class Lockstep(StepMode):
         )
 
     def _arrived(self, owner: int, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Return the arguments of a call; tensors that its rank does not have are sent, but for those in containers."""
+        """Return the arguments of a call; fetch tensors that its rank does not have, except tensors in containers."""
 
         def arrived(value: Any) -> Any:
             held = self._held_by(value) if isinstance(value, Tensor) else None
@@ -233,6 +245,7 @@ class Lockstep(StepMode):
         return tuple(map(arrived, args)), {name: arrived(value) for name, value in kwargs.items()}
 
     def _fetched(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Return the arguments of a call, with the values of all tensors."""
         leaves, spec = flatten((args, kwargs))
         given = [self._fetch(leaf) if isinstance(leaf, Tensor) and self._held_by(leaf) else leaf for leaf in leaves]
         args, kwargs = unflatten(given, spec)
@@ -242,7 +255,7 @@ class Lockstep(StepMode):
         """Return a tensor with its values, on every rank.
 
         Raises:
-            WrongUseError: If tensor-parallel ranks have parts of it.
+            WrongUseError: If the tensor is sharded over tensor-parallel ranks.
         """
         held = self._held_by(tensor)
         assert held is not None
@@ -256,12 +269,20 @@ class Lockstep(StepMode):
         return tensor if is_here else received
 
     def _share_other(self, owner: int, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Make a call that is not one of a layer on one stage, and return its result on all."""
+        """Make a call that is not a call of a layer on one stage, and return its result on all stages."""
         self._num_other_calls += 1
         return self._share(owner, -self._num_other_calls, run, args, kwargs)
 
     def _share(self, owner: int, number: int, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Make a call on one stage, and return its result on all."""
+        """Make a call on one stage, and return its result on all stages.
+
+        Args:
+            owner: The pipeline rank that makes the call.
+            number: The number of the call, for its random stream; negative unless it is a call of a layer.
+            run: Makes the call.
+            args: The arguments of the call.
+            kwargs: The keyword arguments of the call.
+        """
         arguments = Arguments((args, kwargs))
         if self._rank == owner:
             arguments.watch(lambda tensor: self._held_by(tensor) is not None)
@@ -277,7 +298,7 @@ class Lockstep(StepMode):
         return result
 
     def _note(self, leaves: Sequence[Any]) -> None:
-        """Add tensors of integers that all ranks have to the checksum."""
+        """Add integer tensors that all ranks have to the checksum."""
         for leaf in leaves:
             if isinstance(leaf, Tensor) and leaf.dtype in _INTEGERS and self._held_by(leaf) is None:
                 places = torch.arange(1, leaf.numel() + 1, device=leaf.device)
@@ -285,7 +306,7 @@ class Lockstep(StepMode):
 
 
 def _without_values(leaf: Any) -> Any:
-    """Return a leaf of a call on the meta device."""
+    """Return an argument of a call on the meta device."""
     if isinstance(leaf, torch.device):
         return torch.device("meta")
     if not isinstance(leaf, Tensor):

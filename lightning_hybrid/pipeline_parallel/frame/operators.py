@@ -1,4 +1,7 @@
-"""What the operators of a call do beside computing: draw, read, write."""
+"""Effects of the operators in a call: random draws, reads of values, and writes in place.
+
+The trace of a step (:class:`Discovery`) and `trainer.losses.rehearsal` record these effects.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +20,16 @@ from lightning_hybrid.distributed.pytree import flatten
 
 @dataclass
 class Seen:
-    """What the operators of a call have done.
+    """The effects of the operators in a call.
 
     Attributes:
-        draws: They have drawn random numbers.
-        reads: They have read numbers of a tensor.
-        shapes: They have made tensors whose shapes depend on numbers.
-        written: The memory that they have written, by the identity of its storage.
-        statistics: That of running statistics, which have no gradient.
-        known: Where it is asked for (:meth:`Operators.watch`), tensors that were made of known ones alone.
+        draws: True if an operator has drawn random numbers.
+        reads: True if an operator has read the values of a tensor, as `Tensor.item` does.
+        shapes: True if an operator has made a tensor whose shape depends on values.
+        written: The memory that operators have written; see :func:`memory_of`.
+        statistics: The memory of running statistics of batch norms among `written`. They have no gradient.
+        known: The tensors that were computed only from the known tensors of :meth:`Operators.watch`, by their memory.
+            In a result of :func:`run_on_zeros` they are by their position among the leaves of the result.
     """
 
     draws: bool = False
@@ -36,10 +40,10 @@ class Seen:
     known: dict[int, Tensor] = field(default_factory=dict)
 
 
-#: What `tensor.data = value` calls; other setters (of `grad`, of `requires_grad`) write no numbers.
+#: The function that `tensor.data = value` calls. Other setters (`grad`, `requires_grad`) write no values.
 SETS_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
 
-#: Their schemas do not say that they write their fourth and fifth argument, if the sixth says that they train.
+#: Operators that write their fourth and fifth argument if the sixth (`training`) is true; their schemas omit this.
 BATCH_NORMS = frozenset(
     {torch.ops.aten.native_batch_norm, torch.ops.aten.cudnn_batch_norm, torch.ops.aten.miopen_batch_norm}
 )
@@ -49,7 +53,7 @@ _EFFECTS = {torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_output, 
 
 
 class Operators:
-    """Watches which operators a call consists of."""
+    """A record of the effects of the operators in a call."""
 
     def __init__(self) -> None:
         self._mode = OperatorMode(self._call)
@@ -57,16 +61,16 @@ class Operators:
 
     @property
     def seen(self) -> Seen:
-        """Return what the operators have done since :meth:`watch` was entered last."""
+        """Return the effects since :meth:`watch` was entered last."""
         return self._seen
 
     @contextmanager
     def watch(self, known: Iterable[Tensor] = ()) -> Iterator[Seen]:
-        """Inside, operators are watched.
+        """Record the effects of operators while entered.
 
         Args:
-            known: Tensors of which it is asked what is made of them alone: if there are some, and no number of another
-                one is read.
+            known: Tensors with known values. `Seen.known` then contains the tensors that are computed only from these.
+                It is cleared if an operator reads values of another tensor.
         """
         self._seen = Seen(known={memory_of(tensor): tensor for tensor in known})
         with self._mode:
@@ -89,13 +93,14 @@ class Operators:
         return result
 
     def _note_known(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
+        """Update the known tensors after a call of an operator."""
         seen, operands = self._seen, [leaf for leaf in flatten((args, kwargs))[0] if _is_tensor(leaf)]
-        if func.overloadpacket.__name__ == "_pack_padded_sequence":  # the sizes of its batches are made of lengths
+        if func.overloadpacket.__name__ == "_pack_padded_sequence":  # its batch sizes depend only on the lengths
             operands, result = operands[1:], result[1]
         if all(memory_of(each) in seen.known for each in operands) and not draws(func, args, kwargs):
             seen.known |= {memory_of(leaf): leaf for leaf in flatten(result)[0] if _is_tensor(leaf)}
         elif {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags):
-            seen.known.clear()  # whatever comes next may depend on it
+            seen.known.clear()  # all later results may depend on the values
         else:
             for each in (*flatten(result)[0], *written_tensors(func, args, kwargs)):
                 if _is_tensor(each):
@@ -104,7 +109,7 @@ class Operators:
 
 @cache
 def computes_only(operator: Any) -> bool:
-    """Return whether an operator never draws, writes, or reads numbers, whatever its arguments are: most of them.
+    """Return True if an operator never draws, writes or reads out values, whatever its arguments are.
 
     Args:
         operator: The operator, an overload of `torch.ops`.
@@ -117,7 +122,7 @@ def computes_only(operator: Any) -> bool:
 
 
 def written_tensors(operator: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
-    """Return the tensors that an operator writes, by its schema."""
+    """Return the tensors that an operator writes according to its schema."""
     if not operator._schema.is_mutable:
         return []
     given = _given(operator, args, kwargs)
@@ -130,12 +135,12 @@ def written_tensors(operator: Any, args: Any, kwargs: dict[str, Any]) -> list[Te
 
 
 def memory_of(tensor: Tensor) -> int:
-    """What tells the memory of a tensor, fake or not, from that of others; views of one have the same."""
+    """Return an identifier of the memory of a tensor, fake or not. A view has the identifier of its base."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def num_bytes(tensor: Tensor) -> int:
-    """The size of a tensor's numbers."""
+    """Return the size of the values of a tensor in bytes."""
     return tensor.numel() * tensor.element_size()
 
 
@@ -144,12 +149,12 @@ def _is_tensor(value: Any) -> bool:
 
 
 def _given(operator: Any, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of an operator by their names."""
+    """Return the arguments of an operator by their names."""
     return dict(zip([argument.name for argument in operator._schema.arguments], args, strict=False)) | kwargs
 
 
 def draws(operator: Any, args: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether an operator draws random numbers; attention without dropout has the tag of one that does."""
+    """Return True if an operator draws random numbers. Attention without dropout does not, although it has the tag."""
     if torch.Tag.nondeterministic_seeded not in operator.tags:
         return False
     dropout = [argument for argument in operator._schema.arguments if argument.name == "dropout_p"]
@@ -157,7 +162,7 @@ def draws(operator: Any, args: Any, kwargs: dict[str, Any]) -> bool:
 
 
 def _has_fixed_shape(operator: Any, args: Any) -> bool:
-    """Whether an operator that says the contrary has a result of known shape: indices that are no masks."""
+    """Return True if an operator with the tag for dynamic shapes has a known result shape: indexing without masks."""
     if operator is not torch.ops.aten.index.Tensor:
         return False
     return not any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])

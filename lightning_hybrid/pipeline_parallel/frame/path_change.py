@@ -1,4 +1,7 @@
-"""A step whose path differs from its plan, and the search for a remembered plan that fits it."""
+"""A step that takes another path than its plan, and the search for a remembered plan that fits.
+
+:class:`Running` detects the change, and `trainer.redo` repeats the step.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.pipeline_parallel.frame.graph import Call
 from lightning_hybrid.pipeline_parallel.frame.plan import FramePlan
 
-#: Plan numbers that stand for tracing the step anew, and for running it in lockstep.
+#: Plan numbers with a special meaning: trace the step again, and run the step in lockstep.
 FOLLOW, LOCKSTEP = -1, -2
 
 
@@ -20,9 +23,9 @@ class Choice(NamedTuple):
     """The next attempt at a step.
 
     Attributes:
-        microbatch: The first microbatch whose plan did not fit; earlier ones keep theirs.
-        plan: The number of its next plan, ``FOLLOW`` or ``LOCKSTEP``.
-        follows_rest: Whether later microbatches are traced too, even if plans are remembered for them.
+        microbatch: The first microbatch whose plan did not fit. Earlier microbatches keep their plans.
+        plan: The number of the next plan for this microbatch, ``FOLLOW`` or ``LOCKSTEP``.
+        follows_rest: If True, later microbatches are traced too, even if plans are remembered for them.
     """
 
     microbatch: int
@@ -37,14 +40,15 @@ class Choice(NamedTuple):
 
 
 class PathChangedError(WrongUseError):
-    """An error for a step whose path differs from its plan.
+    """A step takes another path than its plan.
 
     Args:
         text: The message for the user.
         plan: The plan.
-        number: The position of the first call that differs.
-        called: The callee there: a function, a module, or the position of a unit; ``None`` if the step has ended.
-        is_same: Whether all known calls are equal, but use other values.
+        number: The number of the first call that differs.
+        called: The function, the module, or the position of the unit that is called there; ``None`` if the step has
+            ended.
+        is_same: True if the calls are equal, but the step uses other values than in the trace.
     """
 
     def __init__(
@@ -61,26 +65,34 @@ class PathChangedError(WrongUseError):
 
 
 def find_fitting(error: PathChangedError, plans: Sequence[FramePlan]) -> FramePlan | None:
-    """Return the first plan that agrees with the calls of a step up to and including the one that left its plan.
+    """Return the first plan that has the calls of a step up to and including the call that differed from its plan.
 
     ::
 
         its plan     embed  0  1  2  3  head
-        the step     embed  0  1  3                    call 3 is another one
+        the step     embed  0  1  3                    call 3 differs
         fits         embed  0  1  3  head              so does any plan that begins like this
 
     Args:
-        error: The error of that step.
-        plans: The remembered plans for its signature that were not tried yet.
+        error: The error of the step.
+        plans: The remembered plans for the signature of the step that have not been tried yet.
 
     Returns:
-        The plan; ``None`` if no plan fits, and the step must be traced.
+        The plan; ``None`` if no plan fits, so that the step must be traced.
     """
     begin = list(map(_called, islice(error.plan.graph.calls, error.number)))
     return next((plan for plan in plans if _fits(plan, begin, error.called, is_same=error.is_same)), None)
 
 
 def _fits(plan: FramePlan, begin: Sequence[Any], called: Any, *, is_same: bool) -> bool:
+    """Return True if a plan has some first calls and then a call of the given function, module or unit.
+
+    Args:
+        plan: The plan.
+        begin: The functions, modules or unit positions of the first calls.
+        called: The next one; ``None`` if the step has ended.
+        is_same: True if only the first calls count.
+    """
     calls = plan.graph.calls
     if list(map(_called, calls[: len(begin)])) != list(begin):
         return False
@@ -88,12 +100,12 @@ def _fits(plan: FramePlan, begin: Sequence[Any], called: Any, *, is_same: bool) 
         return True
     if called is None:
         return plan.parts[-1].free_from <= len(begin)
-    if isinstance(called, int):  # after the last traced call, other calls may come before it
+    if isinstance(called, int):  # calls after the trace may come before the unit
         units = [call.unit for call in calls[len(begin) :] if call.unit is not None]
         return bool(units) and units[0] == called
     return len(calls) > len(begin) and bool(_called(calls[len(begin)]) == called)
 
 
 def _called(call: Call) -> Any:
-    """The callee of a call; a unit is given by its position."""
+    """Return the function or module of a call, or the position of its unit."""
     return call.function if call.unit is None else call.unit

@@ -1,4 +1,7 @@
-"""What each stage does at each call of a step."""
+"""The plan of a traced step: what each stage does at each call, and which tensors it sends to the next stage.
+
+:class:`FrameCut` makes a :class:`FramePlan` from a graph and its routes. :class:`Running` executes one :class:`Part`.
+"""
 
 from __future__ import annotations
 
@@ -28,19 +31,21 @@ _DROPOUTS: frozenset[Any] = frozenset(
 
 @dataclass(frozen=True, eq=False)
 class FramePlan:
-    """What the stages do in steps with one signature that take one path.
+    """The work of all stages in steps that have the same signature and take the same path.
 
     Attributes:
-        number: Tells plans apart; equal on all ranks.
-        graph: What the step does.
-        parts: What each stage does of it.
-        parameters: The names of the parameters outside of units that each stage uses, and has.
-        travels: What is sent of those that a stage uses and does not have.
-        fetched: Of which stages the values are that earlier ones use, and get before the step, by name.
-        kept: Tensors of the module that other stages than the last one read, and that it must not write where nothing
-            is followed any more; with a call that reads them.
-        writes: Of parameters, that one microbatch of a step makes for all.
-        of_layers: The parameters of units that the code around them uses, by name, each with the first such call.
+        number: The identifier of the plan; equal on all ranks.
+        graph: The calls of the step.
+        parts: The work of each stage.
+        parameters: The names of the parameters outside the units that each stage has and uses.
+        `travels`: The parameters that are sent to stages that use them but do not have them.
+        fetched: Parameters that a stage uses and that only later stages have: the name, and the stage whose values are
+            broadcast before the step.
+        kept: Tensors of the module that the last stage must not write after the trace ended, because other stages read
+            them; each with a call that reads it.
+        writes: The calls that write parameters and that only one microbatch of a step makes.
+        of_layers: The parameters of units that the code around the units uses, by name, each with the first call that
+            uses it.
     """
 
     number: int
@@ -55,19 +60,28 @@ class FramePlan:
 
     @cached_property
     def rewritten(self) -> frozenset[str]:
-        """The names of the parameters that the step writes."""
+        """Return the names of the parameters that the step writes."""
         return frozenset().union(*(call.rewritten for call in self.graph.calls)) - {""}
 
     @cached_property
     def computed_layers(self) -> dict[str, Call]:
-        """Those of `of_layers` that go into something else than writes of parameters, each with the first such call."""
+        """Return the entries of `of_layers` that are used for more than writes of parameters, with the first use."""
         around = [call for number, call in enumerate(self.graph.calls) if number not in self.writes.serving]
         calls = [call for call in reversed(around) if call.unit is None]
         return {name: call for call in calls for name in sorted(call.parameters & self.of_layers.keys())}
 
 
 def find_kept(graph: Graph, routes: Sequence[Route], excluded: Collection[int]) -> tuple[tuple[Tensor, Call], ...]:
-    """What the last stage must not write once the number of an absent value was needed, as others read it."""
+    """Return tensors of the module that other stages read, so that the last stage must not write them after the trace.
+
+    Args:
+        graph: The calls of the step.
+        routes: The route of each stage.
+        excluded: The `id()` of tensors that may be written, such as states of metrics.
+
+    Returns:
+        The tensors, each with a call that reads it. Empty if the trace reached the end of the step.
+    """
     if graph.needed is None:
         return ()
     elsewhere = set().union(*(route.computed for route in routes[:-1]))
@@ -77,23 +91,23 @@ def find_kept(graph: Graph, routes: Sequence[Route], excluded: Collection[int]) 
 
 
 def skipped_writes(plans: Sequence[FramePlan]) -> list[frozenset[int]]:
-    """Return, for each microbatch of a step, the writes of parameters that it leaves to another one.
+    """Return, for each microbatch of a step, the calls that write parameters and that another microbatch makes.
 
     Args:
-        plans: Of each microbatch.
+        plans: The plan of each microbatch.
 
     Raises:
-        WrongUseError: If a parameter is written in a way that cannot be done once.
+        WrongUseError: If one microbatch alone cannot make a write.
     """
     again = {name for plan in plans for part in plan.parts for name in part.rewritten}
     return skipped([plan.writes for plan in plans], [plan.graph for plan in plans], again)
 
 
 def stages_by_parameter(parameters: Iterable[Sequence[frozenset[str]]]) -> dict[str, set[int]]:
-    """The stages that use each parameter outside of units, by its name.
+    """Return the stages that use each parameter outside the units, by name.
 
     Args:
-        parameters: Of each of some steps, the names of what each stage uses.
+        parameters: For each step, the names of the parameters that each stage uses.
     """
     stages: dict[str, set[int]] = {}
     for of_stages in parameters:
@@ -105,19 +119,20 @@ def stages_by_parameter(parameters: Iterable[Sequence[frozenset[str]]]) -> dict[
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """What a stage does at one call.
+    """The action of a stage at one call.
 
     Attributes:
         function: The torch function or leaf module that is called; ``None`` for a unit.
-        unit: The position of the unit; ``None`` for anything else.
-        draws: Whether it draws random numbers.
-        draws_elsewhere: Whether it draws some of numpy or `random`.
-        answer: What is returned where the call is not made; ``None`` where it is.
-        is_invariant: Whether it is made, and likely to make the same for each microbatch.
-        sent: Leaves of the result, or arguments, that the next stage wants: (leaf, position among what is sent, whether
-            a copy is sent, because it will be changed in place, or may be a view of a parameter).
-        call: The call, as it was when it was first seen.
-        instead: What is called in the place of what the user calls, if that is something else.
+        unit: The position of the unit; ``None`` for other calls.
+        draws: True if the call may draw random numbers.
+        draws_elsewhere: True if the call draws random numbers from numpy or `random`.
+        answer: The function that computes the result if the stage does not make the call; ``None`` if it makes the
+            call.
+        is_invariant: True if the result is probably equal for each microbatch, so that it can be kept.
+        sent: Tensors that the next stage needs: (leaf of the result or argument, position among the sent tensors, True
+            if a copy is sent, because the tensor is later changed in place or may be a view of a parameter).
+        call: The call in the trace.
+        instead: The function to call in place of the user's function; ``None`` for the user's function.
     """
 
     function: Callable[..., Any] | None
@@ -133,16 +148,18 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What an absent call returns.
+    """The result of a call that the stage does not make.
 
     Attributes:
-        leaves: Fake tensors and plain values; arguments of the call where it returns them.
-        spec: The tree.
-        value: What is returned, if it is a single leaf that is always the same; a container is the user's to change.
-        received: (leaf, position among the inputs): what arrived from other stages.
-        written: (position among the arguments, position among the inputs): buffers whose new values arrived.
-        aliases: (leaf, earlier leaf) that are one tensor.
-        known: Leaves that are tensors with values; each call returns copies, which are the user's to change.
+        leaves: The leaves of the result: fake tensors, plain values, and :class:`Argument` for arguments of the call.
+        spec: The tree of the result.
+        value: The result, if it is a single leaf that never changes. Containers are built for each call, because the
+            user's code may change them.
+        received: (leaf, position among the inputs) of tensors that have arrived from another stage.
+        written: (position among the arguments, position among the inputs) of buffers whose new values have arrived.
+        aliases: (leaf, earlier leaf) of leaves that are the same tensor.
+        known: The positions of leaves that are tensors with values. Each result gets copies, because the user's code
+            may change them.
     """
 
     leaves: list[Any]
@@ -154,7 +171,13 @@ class Answer:
     known: tuple[int, ...] = ()
 
     def __call__(self, inputs: Sequence[Tensor], args: Any, kwargs: Any) -> Any:
-        """What the call returns."""
+        """Return the result of the call, and write buffers whose new values have arrived.
+
+        Args:
+            inputs: The tensors that have arrived from the previous stage.
+            args: The arguments of the call.
+            kwargs: The keyword arguments of the call.
+        """
         if self.value is not None:
             return self.value
         leaves = list(self.leaves)
@@ -169,30 +192,35 @@ class Answer:
         for leaf, earlier in self.aliases:
             leaves[leaf] = leaves[earlier]
         for argument, position in self.written:
-            # Autograd must not notice: batch norm keeps its statistics for backward, though it needs no number of them.
+            # `.data` hides the write from autograd: batch norm saves its statistics for backward without using them.
             arguments[argument].data.copy_(inputs[position])
         return unflatten(leaves, self.spec)
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What a stage does in a step.
+    """The work of one stage in a step.
 
     Attributes:
-        actions: What it does at each call.
-        passed: (position among the inputs, position among what is sent): what only passes through.
-        read: (name, position among what is sent): parameters of this stage that later ones use.
-        arrived: (name, position among the inputs): parameters of an earlier stage that this one uses.
-        fetched: The names of parameters of later stages that this one uses.
-        sent: The values for the next stage.
-        free_from: From this call on everything is computed, whatever it is.
-        leaves_from: Before this call the step is not left, because it has to do something.
-        draws: The calls that draw random numbers.
-        followed_to: From this call on nothing has to be looked at, if the call before it was a unit of this stage.
-        is_guarded: Whether calls that were not followed may use parameters that this stage does not have.
-        is_last: Whether the step runs to its end.
-        places: The paths of what holds something that this stage writes in place, and a later one of this rank too.
-        rewritten: The names of such parameters.
+        actions: The action at each call.
+        passed: (position among the inputs, position among the sent tensors, True if a copy is sent because this stage
+            changes the tensor) of tensors that are forwarded to the next stage.
+        read: (name, position among the sent tensors) of parameters that this stage sends, because later stages use
+            them.
+        arrived: (name, position among the inputs) of parameters of an earlier stage that this stage uses.
+        fetched: The names of parameters of later stages that this stage uses.
+        sent: The names of the values for the next stage, in order.
+        free_from: The number of the first call from which on the stage makes every call without looking at the plan.
+        leaves_from: The number of the first call at which the stage may leave the step. Earlier calls have side
+            effects.
+        draws: The numbers of the calls that may draw random numbers.
+        followed_to: The number of the call from which on the mode is not needed, if the call before it is a unit of
+            this stage; ``None`` if the mode is needed to the end.
+        is_guarded: True if calls after the end of the trace may use parameters that this stage does not have.
+        is_last: True if the stage runs the step to its end.
+        places: The paths of attributes and buffers that hold something which both this stage and a later stage of this
+            rank write in place.
+        rewritten: The names of parameters that both this stage and a later stage of this rank write.
     """
 
     actions: list[Action]
@@ -212,14 +240,14 @@ class Part:
 
     @property
     def parameters(self) -> list[str]:
-        """The names of the parameters that travel from here, or to here."""
+        """Return the names of the parameters that this stage sends or receives."""
         return [*self.fetched, *(name for name, _ in (*self.read, *self.arrived))]
 
     def without(self, numbers: Collection[int]) -> list[Action]:
-        """Return the actions, with those of some calls answered and not made.
+        """Return the actions, changed so that some calls are answered instead of made.
 
         Args:
-            numbers: Of calls that write parameters.
+            numbers: The numbers of these calls, which write parameters.
         """
         if not numbers:
             return self.actions
@@ -242,17 +270,17 @@ def make_part(
     is_last: bool,
     lacks: bool,
 ) -> Part:
-    """What a stage does.
+    """Return the work of a stage.
 
     Args:
-        graph: What the step does.
-        route: What the stage makes, receives and sends.
-        made_here: The calls that any stage of this rank makes.
-        made_later: The calls that later stages of this rank make.
+        graph: The calls of the step.
+        route: The calls that the stage makes, and the values that it receives and sends.
+        made_here: The absent calls that any stage of this rank makes.
+        made_later: The absent calls that later stages of this rank make.
         limited: The calls that not every microbatch makes.
-        again: Whether a later stage of this rank runs the step again.
-        is_last: Whether it is the last stage.
-        lacks: Whether there are parameters outside of units that it does not have.
+        again: True if a later stage of this rank runs the step again.
+        is_last: True for the last stage.
+        lacks: True if the stage does not have all parameters outside the units.
     """
     received = {value: position for position, value in enumerate(route.received)}
     sent = {value: position for position, value in enumerate(route.sent)}
@@ -313,11 +341,11 @@ def make_part(
 
 
 def _written_again(graph: Graph, made: set[int] | None) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The places of what a stage and a later one of its rank both write, and the names of such parameters.
+    """Return the paths of objects, and the names of parameters, that both a stage and a later stage of its rank write.
 
     Args:
-        graph: What the step does.
-        made: The calls with absent operands that both make; ``None`` if there is no later one.
+        graph: The calls of the step.
+        made: The absent calls that both stages make; ``None`` if the rank has no later stage.
     """
     if made is None:
         return (), ()
@@ -329,21 +357,21 @@ def _written_again(graph: Graph, made: set[int] | None) -> tuple[tuple[str, ...]
 
 
 def _parameters(graph: Graph, positions: Mapping[Value, int]) -> tuple[tuple[str, int], ...]:
-    """Those of some values that are parameters: their names, with the positions."""
+    """Return the names of the parameters among some values, with the positions of the values."""
     named = ((graph.parameter_of(value), position) for value, position in positions.items())
     return tuple((name, position) for name, position in named if name is not None)
 
 
 def _may_draw(call: Call) -> bool:
-    """Whether a call draws; dropout does with another rate, whatever it was when the step was first seen."""
+    """Return True if a call may draw random numbers. A dropout may: its rate may have been zero in the trace."""
     return call.draws or call.function in _DROPOUTS
 
 
 def shard_text(of_layers: Mapping[str, Call]) -> str:
-    """Return the text for a step whose code around the layers uses parameters of which replicas have shards.
+    """Return the error message for a step whose code around the layers uses parameters that ZeRO-3 shards.
 
     Args:
-        of_layers: These parameters by name, each with the first such call.
+        of_layers: The parameters by name, each with the first call that uses it.
     """
     name, call = min(of_layers.items(), key=lambda entry: entry[0])
     return (
@@ -353,18 +381,21 @@ def shard_text(of_layers: Mapping[str, Call]) -> str:
 
 
 def _assigns(call: Call) -> bool:
+    """Return True if a call assigns to `tensor.data`."""
     return bool(call.function == SETS_DATA)
 
 
 def assign(tensor: Tensor, value: Tensor) -> None:
-    """Write what is assigned to `tensor.data`: shards, buckets and what restores tensors know its memory.
+    """Write a value into a parameter in place, instead of assigning it to `tensor.data`.
+
+    The parameter must keep its memory, because ZeRO shards, gradient buckets and saved states refer to it.
 
     Args:
-        tensor: A parameter.
-        value: What is assigned.
+        tensor: The parameter.
+        value: The new value, with the shape and the dtype of the parameter.
 
     Raises:
-        WrongUseError: If it has another shape or dtype.
+        WrongUseError: If the value has another shape or dtype.
     """
     if tensor.shape != value.shape or tensor.dtype != value.dtype:
         raise WrongUseError(
@@ -376,17 +407,25 @@ def assign(tensor: Tensor, value: Tensor) -> None:
 
 
 def _must_run(number: int, call: Call, route: Route) -> bool:
-    """Whether a call does something beside giving values."""
+    """Return True if a stage must make a call for its side effect: it writes the module, or has an effect here."""
     return bool(call.counts or ((call.is_effect or call.rewritten) and number in route.computed))
 
 
 def _make_answer(number: int, call: Call, received: dict[Value, int], is_written: bool) -> Answer:
+    """Return the answer to a call that a stage does not make.
+
+    Args:
+        number: The number of the call.
+        call: The call.
+        received: The values that the stage receives, with their positions.
+        is_written: True if a stage of this rank makes the call, so that buffers already have their new values.
+    """
     assert call.spec is not None
     leaves = [leaf.tensor if isinstance(leaf, AbsentTensor) else leaf for leaf in call.outputs]
     arrived = tuple(
         (leaf, received[Value(number, leaf)]) for leaf in range(len(leaves)) if Value(number, leaf) in received
     )
-    arriving = {} if is_written else call.written  # another stage of this rank may be some microbatches ahead
+    arriving = {} if is_written else call.written  # a stage of this rank may be some microbatches ahead
     written = tuple((place, received[value]) for place, value in arriving.items() if value in received)
     is_fixed = call.spec == LEAF and not arrived and not written and type(leaves[0]) is not Argument
     known = tuple(position for position, leaf in enumerate(call.outputs) if isinstance(leaf, Tensor))

@@ -1,4 +1,4 @@
-"""`torch.utils.checkpoint.checkpoint(..., use_reentrant=True)` in code that is divided into stages."""
+"""Reentrant activation checkpointing (`use_reentrant=True`) in code that is split into stages."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from torch.utils import checkpoint
 
 @contextmanager
 def without_reentrant(is_divided: Callable[[], bool]) -> Iterator[None]:
-    """Run what calls of `checkpoint` with ``use_reentrant=True`` run again in the other way, which gives the same.
+    """Run calls of `checkpoint` with ``use_reentrant=True`` in the other way while entered; the results are equal.
 
-    With ``use_reentrant=True`` a checkpoint is one `torch.autograd.Function`, and its backward is a step of its own
-    inside of the backward that runs. Neither can be divided. With ``use_reentrant=False`` operators save less, and
-    that is all. Calls inside of layers stay as they are, and so does what others have put in the place of torch's
-    function.
+    With ``use_reentrant=True``, a checkpoint is one `torch.autograd.Function`, whose backward runs a nested backward.
+    Neither can be split into stages. With ``use_reentrant=False``, operators only save fewer tensors. Calls inside
+    layers are not changed, nor are functions with which other code has replaced torch's function.
 
     Args:
-        is_divided: Whether the code that runs now is divided into stages.
+        is_divided: Returns True if the code that is running is split into stages.
     """
-    # Everybody who has imported `checkpoint`, or made a partial of it, finds the function by this name.
+    # `checkpoint` looks up the function by this name, also if other code has imported `checkpoint` or made a partial.
     names: Any = vars(checkpoint)
     function = names["CheckpointFunction"]
 
     def apply(run: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+        """Run a checkpointed function, not reentrant if it is split into stages."""
         if not is_divided():
             return function.apply(run, preserve_rng_state, *args)
         if not any(isinstance(arg, Tensor) and arg.requires_grad for arg in args):
-            with _no_grad():  # as the function does: nothing in it gets a gradient
+            with _no_grad():  # as in torch's function, no tensor gets a gradient
                 return run(*args)
         return checkpoint.checkpoint(run, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state)
 
@@ -45,7 +45,7 @@ def without_reentrant(is_divided: Callable[[], bool]) -> Iterator[None]:
 
 @contextmanager
 def _no_grad() -> Iterator[None]:
-    """Switch gradients off outside of the followed path, which must not depend on `requires_grad`."""
+    """Switch gradients off without a call that the trace sees, because the path must not depend on `requires_grad`."""
     before = torch.is_grad_enabled()
     _set_grad_enabled(False)
     try:
@@ -55,5 +55,6 @@ def _no_grad() -> Iterator[None]:
 
 
 def _set_grad_enabled(enabled: bool) -> None:
+    """Set the gradient mode without a call that the trace sees."""
     with torch._C.DisableTorchFunction():
         torch.set_grad_enabled(enabled)

@@ -1,4 +1,8 @@
-"""What each stage computes of a step, and which values it receives and sends."""
+"""Routes: which calls of a traced step each stage makes, and which values it receives and sends.
+
+:class:`FrameCut` and :class:`ChainUse` call :func:`find_routes` and :func:`find_routes_around` once for each traced
+step. Values are sent forward only, from each stage to the next.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ from dataclasses import dataclass, field
 from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.pipeline_parallel.frame.graph import HOOKS, Call, Graph, Value
 
-#: What lets a parameter live on another stage too.
+#: Advice on how to keep a parameter on another stage too.
 KEEP_TEXT = (
     "In the first training step, also use the parameter on the stage that needs it now, for example by adding `0 *"
     " parameter.sum()` to a tensor on that stage. Alternatively, make the parameter part of a layer."
@@ -16,11 +20,16 @@ KEEP_TEXT = (
 
 
 class OrderError(ValueError):
-    """A unit needs what a unit of a later stage makes."""
+    """A unit needs the result of a unit on a later stage."""
 
 
 class StateError(WrongUseError):
-    """A tensor of the module is written on one stage and read on another one; `state` is its identity."""
+    """A tensor of the module is written on one stage and read on another stage.
+
+    Args:
+        text: The message.
+        state: The `id()` of the tensor.
+    """
 
     def __init__(self, text: str, state: int) -> None:
         super().__init__(text)
@@ -29,13 +38,13 @@ class StateError(WrongUseError):
 
 @dataclass
 class Route:
-    """One stage's part of a step.
+    """The part of one stage in a step.
 
     Attributes:
-        computed: The numbers of the absent calls that it makes itself.
-        received: The values that arrive, and are passed on where they are among those sent.
+        computed: The numbers of the absent calls that the stage makes.
+        received: The values that arrive from the previous stage. Some of them may also be in `sent`.
         sent: The values for the next stage.
-        fetched: The names of the parameters that it uses and that only later stages have.
+        fetched: The names of the parameters that the stage uses and that only later stages have.
     """
 
     computed: set[int] = field(default_factory=set)
@@ -46,12 +55,13 @@ class Route:
 
 @dataclass(frozen=True)
 class Travel:
-    """What is sent of parameters in one run of a step, because stages use them that do not have them.
+    """Parameters that are sent in one run of a step to stages that use them but do not have them.
 
     Attributes:
-        names: Of a parameter; or of those that a value is made of that is not smaller, such as a transposed one.
-        stages: That use it, and do not have it.
-        num_bytes: What is sent; where it has a gradient, as much comes back.
+        names: The name of the parameter; or, for a value that is computed from parameters and is not smaller than each
+            of them (such as a transposed one), the names of these parameters.
+        stages: The stages that use the value and do not have the parameters.
+        num_bytes: The bytes that are sent forward. A gradient has the same size and is sent back.
     """
 
     names: tuple[str, ...]
@@ -67,28 +77,30 @@ def find_routes(
     *,
     fetches: bool,
 ) -> list[Route]:
-    """Find out what has to be where.
+    """Return the calls that each stage makes, and the values that it receives and sends.
 
-    A stage makes a value itself if it can: out of the batch, its parameters, its units and what it receives anyway.
-    Else it receives it from the first stage that can. Else, where the operands of a call are spread over several
-    stages, it receives these; or the result, if that is made of parameters and is not larger: an earlier stage then
-    makes it. Parameters that not all stages have are values like any other.
+    A stage makes a value itself if it can: from the batch, its parameters, its units and the values that it receives
+    anyway. Otherwise it receives the value from the first stage that can make it. If no single stage has all operands
+    of a call, the stage receives the operands and makes the call. It receives the result instead if the result depends
+    only on parameters and is not larger than the operands; then an earlier stage makes the call. Parameters that not
+    all stages have are sent as other values are.
 
     Args:
-        graph: What the step does.
+        graph: The calls of the step.
         stage_of: The stage of each unit.
         num_stages: The number of stages.
-        holders: The stages of the parameters outside of units that not all of them have, by name.
-        fetches: Whether stages may have the values of parameters of later stages: those that need no gradient.
+        holders: The stages of the parameters that not every stage has, by name.
+        fetches: If True, a stage may use values of parameters of later stages, which is possible only without
+            gradients.
 
     Returns:
         The route of each stage.
 
     Raises:
-        OrderError: If the stages cannot be passed once from first to last; ``args`` are the call of the unit that
-            comes too early (``None`` if what the step returns does), and that of the later stage's unit.
-        WrongUseError: If something is changed in place where another stage would not see it, or a parameter is needed
-            where it is not.
+        OrderError: If a stage needs the result of a later stage. ``args`` are the call of the unit that needs the
+            result (``None`` if the end of the step needs it), and the call of the later stage's unit.
+        WrongUseError: If a tensor is changed in place and another stage would not see the change, or if a parameter is
+            needed on a stage to which it cannot be sent.
     """
     router = _Router(graph, stage_of, [Route() for _ in range(num_stages)], holders)
     for number, call in enumerate(graph.calls):
@@ -103,36 +115,37 @@ def find_routes(
 def find_routes_around(
     graph: Graph, number: int, num_stages: int, holders: Mapping[str, Collection[int]]
 ) -> list[Route]:
-    """Likewise, around a chain of layers that is called as a whole: only the first and the last stage run the step.
+    """Return the routes around a chain of layers that is called as a whole; only the outer stages run the step.
 
     Args:
-        graph: What the step does.
-        number: Of the call of the chain. It is one of the last stage; what it is called with, the first stage makes.
+        graph: The calls of the step.
+        number: The number of the call of the chain. The last stage makes this call; the first stage makes its
+            arguments.
         num_stages: The number of stages.
-        holders: The stages of all parameters outside of the chain, by name.
+        holders: The stages of all parameters outside the chain, by name.
 
     Returns:
-        The route of each stage; nothing travels but what the layers of the chain hand on, if nothing is sent.
+        The route of each stage. If no route sends a value, the stages only send activations between the chain's layers.
 
     Raises:
-        WrongUseError: If something is changed in place where another stage would not see it, or a parameter is needed
-            where it is not.
+        WrongUseError: If a tensor is changed in place and another stage would not see the change, or if a parameter is
+            needed on a stage to which it cannot be sent.
     """
     router = _Router(graph, {0: num_stages - 1}, [Route() for _ in range(num_stages)], holders)
     router.need(graph.calls[number].operands, 0, number)
     router.routes[-1].computed.add(number)
     for written in [n for n, call in enumerate(graph.calls[:number]) if call.is_absent and call.written]:
-        router.need([Value(written, 0)], num_stages - 1, None)  # a tensor that every stage has, or makes
+        router.need([Value(written, 0)], num_stages - 1, None)  # real tensors that are written before the chain
     return router.finish(fetches=False)
 
 
 def find_travels(graph: Graph, routes: Sequence[Route], sizes: Mapping[str, int]) -> tuple[Travel, ...]:
-    """Which parameters travel.
+    """Return the parameters that are sent to stages that do not have them.
 
     Args:
-        graph: What the step does.
-        routes: What each stage makes, receives and sends.
-        sizes: The bytes of parameters, by name.
+        graph: The calls of the step.
+        routes: The route of each stage.
+        sizes: The size of each parameter in bytes, by name.
     """
     calls, made_of = graph.all_calls, graph.made_of_parameters()
     used = [{value for number in route.computed for value in calls[number].operands} for route in routes]
@@ -142,20 +155,17 @@ def find_travels(graph: Graph, routes: Sequence[Route], sizes: Mapping[str, int]
         size = calls[value.call].num_bytes(value) if name is None else sizes[name]
         fetching = {stage for stage, route in enumerate(routes) if name in route.fetched}
         receiving = {stage for stage, route in enumerate(routes) if value in used[stage] and value in route.received}
-        if (fetching or receiving) and size >= max(sizes[each] for each in names):  # a norm, or a few rows, are cheap
+        if (fetching or receiving) and size >= max(sizes[each] for each in names):  # a norm or a few rows are cheap
             num_messages = sum(value in route.sent for route in routes) + bool(fetching)
             travels.append(Travel(tuple(names), tuple(sorted(fetching | receiving)), num_messages * size))
     return tuple(travels)
 
 
 def travel_text(step: str, travels: Iterable[Travel], holders: Mapping[str, Collection[int]], num_bytes: int) -> str:
-    """The text for parameters that travel, as it is dear.
+    """Return the warning about parameters that are sent between stages in each step, which is slow.
 
-    Args:
-        step: The name of the step.
-        travels: What is sent of them; once for each microbatch.
-        holders: The stages that have them, by name.
-        num_bytes: What is sent in a step.
+    `step` is the name of the step. `travels` are the parameters that are sent, once for each microbatch. `holders` are
+    the stages that have these parameters, by name. `num_bytes` is the number of bytes that are sent in a step.
     """
     places = {(name, travel.stages): None for travel in travels for name in travel.names}
     uses = [f"{name!r} is on {_stages(holders[name])}, but is used on {_stages(stages)}" for name, stages in places]
@@ -167,7 +177,7 @@ def travel_text(step: str, travels: Iterable[Travel], holders: Mapping[str, Coll
 
 
 def lives_on_text(stages: Collection[int]) -> str:
-    """The text that says where a parameter lives, and why."""
+    """Return a text that names the stages of a parameter, and the reason."""
     return f"is on {_stages(stages)}, where the first training batch used it"
 
 
@@ -176,7 +186,14 @@ def _stages(stages: Collection[int]) -> str:
 
 
 class _Router:
-    """Works out the routes, stage by stage."""
+    """A search for the routes, stage by stage.
+
+    Args:
+        graph: The calls of the step.
+        stage_of: The stage of each unit.
+        routes: The routes, which the search fills.
+        holders: The stages of the parameters that not every stage has, by name.
+    """
 
     def __init__(
         self,
@@ -194,10 +211,12 @@ class _Router:
         self._ready = self._find_ready()
 
     def finish(self, *, fetches: bool) -> list[Route]:
-        """Once every stage makes its units: what the last one wants beside them, and what goes along with that.
+        """Add the values for the end of the step, the writes and the effects, check the routes, and return them.
+
+        It is called when every stage has its units and their operands.
 
         Args:
-            fetches: Whether stages may have the values of parameters of later stages.
+            fetches: If True, a stage may use values of parameters of later stages.
         """
         last = len(self.routes) - 1
         self.need(self._graph.wanted, last, None)
@@ -213,7 +232,15 @@ class _Router:
         return self.routes
 
     def need(self, values: Sequence[Value], stage: int, needed_by: int | None) -> None:
-        """Let a stage have values; without recursion, as chains of calls are long."""
+        """Make values available on a stage: by a call there, or by sends from an earlier stage.
+
+        It does not recurse over operands, because chains of calls can be longer than the recursion limit.
+
+        Args:
+            values: The values.
+            stage: The stage.
+            needed_by: The number of the call that needs the values; ``None`` for the end of the step.
+        """
         waiting = list(reversed(values))
         while waiting:
             value = waiting.pop()
@@ -229,7 +256,7 @@ class _Router:
                     route.computed.add(value.call)
                     self._can[stage][value.call] = True
                     waiting += reversed(call.operands)
-                waiting += [old for old, new in call.old.items() if new == value]  # a view of what is written
+                waiting += [old for old, new in call.old.items() if new == value]  # a view of the written tensor
                 continue
             if call.unit is not None and not call.returns(value) and (call.is_in_place or not call.written):
                 raise WrongUseError(
@@ -241,7 +268,7 @@ class _Router:
             self._send(value, source, stage)
 
     def write_parameters(self) -> None:
-        """What writes parameters is done on all stages that have them, out of what all of these have."""
+        """Make each call that writes a parameter on all stages that have the parameter."""
         for number, call in enumerate(self._calls):
             for stage, route in enumerate(self.routes):
                 if number not in route.computed and any(self._holds(name, stage) for name in call.rewritten):
@@ -250,7 +277,7 @@ class _Router:
                     self.need([Value(number, 0)], stage, None)
 
     def _write_text(self, call: Call, stage: int) -> str:
-        """The text for a write with values that a stage that has the parameter cannot have."""
+        """Return the error message for a write whose values are not available on a stage that has the parameter."""
         sources = sorted({name for value in call.operands for name in self._calls[value.call].parameters})
         sources = [name for name in sources if not self._holds(name, stage)]
         if not sources:
@@ -268,7 +295,7 @@ class _Router:
         )
 
     def make_effects(self) -> None:
-        """What is done to a tensor (a hook on its gradient) is done where the tensor is made."""
+        """Make each call with an effect on a tensor (a hook on its gradient) on the stages that compute the tensor."""
         for number, call in enumerate(self._calls):
             for route in self.routes:
                 if call.is_effect and all(value.call in route.computed for value in call.operands):
@@ -282,7 +309,7 @@ class _Router:
                 )
 
     def check_writes(self) -> None:
-        """A tensor that is written, and views of it that are used afterwards, must not arrive one by one."""
+        """Raise an error if a stage receives a tensor and a view of it separately, and then writes one in place."""
         for stage, route in enumerate(self.routes):
             for number in route.computed:
                 call = self._calls[number]
@@ -295,7 +322,10 @@ class _Router:
                     )
 
     def check_states(self, writes: Mapping[int, Value]) -> None:
-        """A tensor of the module that the step writes must be read, in the next step, where it was written."""
+        """Raise an error if a stage reads a tensor of the module that only another stage writes.
+
+        In the next step, this stage would read the old value.
+        """
         for state, value in writes.items():
             writer = self._calls[value.call]
             holders = [
@@ -314,7 +344,7 @@ class _Router:
                     )
 
     def make_the_rest(self, stage: int) -> None:
-        """After the last unit, let a stage make whatever it can: the code there may differ from step to step."""
+        """Make all calls after the last unit that a stage can make, because later steps may use other results."""
         last = max((number for number, call in enumerate(self._calls) if call.unit is not None), default=-1)
         route = self.routes[stage]
         for number in range(last + 1, len(self._graph.calls)):
@@ -324,28 +354,28 @@ class _Router:
                 self.need([Value(number, 0)], stage, None)
 
     def _source(self, value: Value, stage: int) -> int | None:
-        """The stage that a value comes from; ``None`` if it has to be made out of what several stages have."""
+        """Return the stage that provides a value to a stage; ``None`` if no stage up to this one can make it alone."""
         call = self._calls[value.call]
         if call.unit is not None:
             home = self._stage_of[call.unit]
             return home if home <= stage else None
-        if value in call.written.values() and not call.is_in_place:  # those who compute the call anyway have it
+        if value in call.written.values() and not call.is_in_place:  # a stage that makes the call anyway has the value
             for earlier in range(stage + 1):
                 if value.call in self.routes[earlier].computed:
                     return earlier
-        # A hook on a gradient has to see all of it, so the tensor is made once, and others get it from there.
+        # A hook has to see the full gradient, so one stage makes the tensor and sends it to the other stages.
         if self._makes(value.call, stage) and (value.call not in self._hooked or call.is_in_place):
             return stage
-        if call.is_in_place:  # the tensor itself has to be here
+        if call.is_in_place:  # the call must write the tensor of this stage
             return None
-        # Of several stages that have a parameter the nearest one: what is between does not have it.
+        # The nearest stage that has the parameter: the value is then sent through the fewest stages.
         is_parameter = self._graph.parameter_of(value) is not None
         others = range(stage)[::-1] if is_parameter else range(stage + 1)
         source = next((each for each in others if self._makes(value.call, each)), None)
         return self._collector(value, stage) if source is None else source
 
     def _find_ready(self) -> dict[int, int]:
-        """Return the first stage where all operands of a call can be, for calls of parameters and the batch alone."""
+        """Return the first stage that can have all operands, for calls that depend only on parameters and the batch."""
         reads = enumerate(self._graph.reads, len(self._graph.calls))
         ready = {number: min(min(self._holders[name]) for name in call.parameters) for number, call in reads}
         for number, call in enumerate(self._graph.calls):
@@ -355,9 +385,10 @@ class _Router:
         return ready
 
     def _collector(self, value: Value, stage: int) -> int | None:
-        """Return the earlier stage that makes a value of what stages up to it have, if less is sent then.
+        """Return an earlier stage that makes a value from operands of several stages, if this sends fewer bytes.
 
-        A sum over all parameters is added up on the way, instead of each of its terms being sent to the last stage.
+        For example, a sum over all parameters is accumulated from stage to stage, instead of sending each term to the
+        last stage. ``None`` if the stage receives the operands and makes the call itself.
         """
         call, source = self._calls[value.call], self._ready.get(value.call, stage)
         if source >= stage or call.unit is not None:
@@ -367,7 +398,7 @@ class _Router:
         return source if is_less else None
 
     def _makes(self, number: int, stage: int) -> bool:
-        """Whether a stage can make what a call returns."""
+        """Return True if a stage can make a call from its parameters, its units and the values that it receives."""
         route, waiting = self.routes[stage], [number]
         known = self._can[stage]
         while waiting:
@@ -391,14 +422,15 @@ class _Router:
         return known[number]
 
     def _holds(self, name: str, stage: int) -> bool:
-        """Whether a parameter lives on a stage, among others."""
+        """Return True if a stage has a parameter."""
         return stage in self._holders.get(name, (stage,))
 
     def fetch_parameters(self, *, allowed: bool) -> None:
-        """What no stage before has of parameters comes from later ones.
+        """Note the parameters that a stage needs and that only later stages have.
 
         Args:
-            allowed: Whether it may: their gradients could not go back there.
+            allowed: True if these values may be fetched. With gradients it is False, as gradients could not be sent
+                back.
         """
         for stage, route in enumerate(self.routes):
             for call in (self._calls[number] for number in sorted(route.computed)):
@@ -417,7 +449,7 @@ class _Router:
                         )
 
     def check_rewritten(self) -> None:
-        """A parameter that the step writes does not travel: each stage would have another value."""
+        """Raise an error if a parameter is written and sent in the same step: stages would have different values."""
         travelling = {self._graph.parameter_of(value) for route in self.routes for value in route.received}
         travelling = travelling.union(*(route.fetched for route in self.routes))
         for call in self._calls:
@@ -429,6 +461,7 @@ class _Router:
                 )
 
     def _send(self, value: Value, source: int, stage: int) -> None:
+        """Add a value to the sends and receives of all stage boundaries between two stages."""
         for through in range(source, stage):
             self.routes[through].sent[value] = None
             self.routes[through + 1].received[value] = None

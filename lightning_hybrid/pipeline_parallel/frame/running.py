@@ -1,4 +1,7 @@
-"""A stage's part of one step, while it runs."""
+"""The run of one stage's part of a step, according to its plan.
+
+:meth:`FrameCut.run` enters a :class:`Running` around the user's step.
+"""
 
 from __future__ import annotations
 
@@ -30,12 +33,12 @@ from lightning_hybrid.pipeline_parallel.frame.step_mode import StepMode
 from lightning_hybrid.pipeline_parallel.frame.writes import call_each, is_foreach
 from lightning_hybrid.pipeline_parallel.placeholders import is_placeholder
 
-# How functions are called that begin and end contexts.
+# Beginnings of the names of functions that begin and end contexts.
 _ENDS = ("_set_", "set_", "_enter_", "_exit_")
 _DEVICE = getters("device")
-# Results that are kept beside tensors: what a call reads from the ones that it is given.
+# Types of results, other than tensors, that are kept: values that a call reads from its tensors.
 _NUMBERS = frozenset({bool, int, float})
-# Arguments of calls that are equal if `==` says so.
+# Types of arguments that are compared with `==`.
 _VALUES = frozenset(
     {
         *(type(None), bool, int, float, complex, str, type(...)),
@@ -45,47 +48,51 @@ _VALUES = frozenset(
 
 
 class OtherPathError(Exception):
-    """The step does something else than what was discovered.
+    """The step takes another path than in the trace.
 
-    ``args`` are the number of the call, what it is (for messages; of a unit its position), and what it calls: a
-    function, a module, or the position of a unit; ``None`` where the step has ended.
+    ``args`` are the number of the first call that differs; a text for this call, or the position of its unit; and the
+    function, module or unit position that is called there.
     """
 
 
 class LateParameterError(Exception):
-    """A call that was not followed uses a parameter of another stage; ``args`` are the parameter's placeholder."""
+    """A call after the end of the trace uses a parameter of another stage; ``args`` are the parameter's placeholder."""
 
 
 class LateUnitError(Exception):
-    """A unit is called after the last one that was discovered; ``args`` are its position."""
+    """A unit is called after the last unit of the trace; ``args`` are its position."""
 
 
 class Unwind(BaseException):
-    """Leaves the user's step once everything that later stages want is there."""
+    """An exception that leaves the user's step once this stage has all tensors that later stages need."""
 
 
 class InvariantCalls:
-    """Calls that are the same for every microbatch of a step are made once: positions, causal masks, rotary tables.
+    """Calls that have the same result for every microbatch of a step, so that they are made only once.
 
-    Compilers call that loop-invariant code. Which calls these may be is known from the step that was followed; that
-    they are the same is checked each time: the same tensors, which no operator of torch has written since, and equal
-    values. What collectives write is told by :func:`torch.autograd.graph.increment_version`.
+    Examples are positions, causal masks and rotary tables. Compilers call this loop-invariant code motion. The trace
+    tells which calls may be invariant. Before a kept result is returned, the call is checked: it must have the same
+    tensors, which no torch operator has written since, and equal values. Collectives do not count as operators:
+    `tensor_bytes.tell_autograd` notes their writes.
 
     Attributes:
-        made: By their numbers, the calls that were made.
+        made: The calls that were made, by their numbers.
     """
 
     def __init__(self) -> None:
         self.made: dict[int, _Made] = {}
 
     def make(self, number: int, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Make a call, and remember it where it can be known later whether it would make the same again.
+        """Make a call, and keep its result if a later check can tell that it is still valid.
 
         Args:
-            number: Of the call in the user's step.
-            func: What is called.
-            args: Arguments of the call.
-            kwargs: Likewise.
+            number: The number of the call in the user's step.
+            func: The function.
+            args: The arguments of the call.
+            kwargs: The keyword arguments of the call.
+
+        Returns:
+            The result.
         """
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
@@ -101,15 +108,15 @@ class InvariantCalls:
 
 
 class _Made(NamedTuple):
-    """What a call has made, and of what.
+    """A call that was made, with its result.
 
     Attributes:
-        function: What was called.
+        function: The function that was called.
         args: Its arguments.
-        kwargs: Likewise.
-        is_flat: Whether there are only tensors and plain values among them, without names.
-        result: What it returned.
-        versions: Of all tensors that it was given or returned.
+        kwargs: Its keyword arguments.
+        is_flat: True if there are no keyword arguments, and all arguments are tensors or plain values.
+        result: The result of the call.
+        versions: The tensors among the arguments and results, each with its version after the call.
     """
 
     function: Callable[..., Any]
@@ -120,19 +127,37 @@ class _Made(NamedTuple):
     versions: list[tuple[Tensor, int]]
 
     def holds(self, func: Callable[..., Any], args: Any, kwargs: Any) -> bool:
-        """Whether a call would make the same now."""
+        """Return True if a call would have the same result now."""
         if func is not self.function:
             return False
         for tensor, version in self.versions:
             if tensor._version != version or tensor.requires_grad:
                 return False
         if self.is_flat and not kwargs and len(args) == len(self.args) and all(map(is_, args, self.args)):
-            return True  # most often they are the same objects
+            return True  # most often, all arguments are the same objects
         return _is_same_argument(args, self.args) and _is_same_argument(kwargs or {}, self.kwargs)
 
 
 class Running(StepMode):
-    """A stage's part of one step."""
+    """A mode that runs one stage's part of one step.
+
+    Args:
+        part: The work of the stage.
+        inputs: The tensors from the previous stage.
+        parameters: The parameters that are sent from or to this stage, by name.
+        fetched: The values of parameters of later stages, by name.
+        device: The device of this rank.
+        seed: Seeds the generators for the call with a number.
+        random: Returns a context for a unit that draws random numbers from numpy or `random`, by the number of the
+            call.
+        invariant: The invariant calls of the step; ``None`` if no results are kept.
+        skipped: The numbers of calls that write parameters and that another microbatch makes.
+
+    Attributes:
+        number: The number of the next call.
+        sent: The tensors for the next stage; ``None`` for tensors that are not computed yet.
+        missing: The number of tensors for the next stage that are not computed yet.
+    """
 
     def __init__(
         self,
@@ -160,7 +185,7 @@ class Running(StepMode):
         for source, target, changes in part.passed:
             self.sent[target] = inputs[source].clone() if changes else inputs[source]
         for name, target in part.read:
-            # A copy: what the optimizer, or a hook after the step, writes may still be under way.
+            # A copy, because the send may still be running when the optimizer or a hook writes the parameter.
             self.sent[target] = (fetched if name in part.fetched else parameters)[name].clone()
         self._arrived = {id(parameters[name]): inputs[source] for name, source in part.arrived}
         self._arrived |= {id(parameters[name]): fetched[name] for name in part.fetched}
@@ -173,31 +198,31 @@ class Running(StepMode):
         self._versions: list[int] = []
 
     def __enter__(self) -> Self:
-        """Follow calls from here on; not where there is nothing to follow any more."""
+        """Handle calls from here on, unless no further call has to be handled."""
         if not self._is_over:
             super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        """Do not follow calls from here on."""
+        """Stop handling calls."""
         if not self._is_over:
             super().__exit__(*exception)  # type: ignore[no-untyped-call]
 
     def watch(self, tensors: Sequence[Tensor]) -> None:
-        """Notice whether calls behind the last one that was followed write some tensors."""
+        """Detect if calls after the last traced call write some tensors."""
         self._watched = tensors
         self._followed_to = None
 
     def written(self) -> list[int]:
-        """The positions of those tensors that they have written."""
+        """Return the positions of the watched tensors that these calls have written."""
         versions = zip(self._versions, self._watched, strict=False)
         return [position for position, (before, tensor) in enumerate(versions) if tensor._version != before]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """A call of frame code."""
+        """Make or answer a call of the code around the units."""
         if func in METADATA:
             if func in _DEVICE and is_placeholder(args[0]):
-                return self._device  # where it would be
+                return self._device  # the device that the tensor would have
             return func(*args, **kwargs) if kwargs else func(*args)
         number = self.number
         made = self._made.get(number)
@@ -213,14 +238,14 @@ class Running(StepMode):
             self.is_answering = False
 
     def _call(self, key: Any, func: Any, args: Any, kwargs: Any, name: str | None = None) -> Any:
-        """Make a call, or answer it; nothing is followed in here.
+        """Make a call, or answer it. The mode is off, so calls inside the function are not handled.
 
         Args:
-            key: What was found to be called here: a function, or a module.
-            func: What is called.
-            args: Arguments of the call.
-            kwargs: Likewise.
-            name: For messages; ``None`` for that of the function.
+            key: The function or module that the plan has to contain at this number.
+            func: The function that makes the call.
+            args: The arguments of the call.
+            kwargs: The keyword arguments of the call.
+            name: The name for messages; ``None`` for the name of the function.
         """
         number = self.number
         self.number = number + 1
@@ -249,7 +274,7 @@ class Running(StepMode):
         return result
 
     def _run_freely(self, number: int, key: Any, func: Any, args: Any, kwargs: Any) -> Any:
-        """A call after the last unit of the last stage: nothing is absent any more."""
+        """Make a call after the last unit on the last stage, where all values exist; leave the step on other stages."""
         if not self._is_last:
             self._leave(func)
             return func(*args, **(kwargs or {}))
@@ -260,7 +285,11 @@ class Running(StepMode):
         return (self._run_guarded if self._is_guarded else apply)(func, args, kwargs or {})
 
     def _run_guarded(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """A call that was not followed, and may compute with a parameter of another stage."""
+        """Make a call that was not traced.
+
+        Raises:
+            LateParameterError: If the call computes with a parameter of another stage.
+        """
         leaves, _ = flatten((args, kwargs))
         placeholder = next((leaf for leaf in leaves if is_placeholder(leaf)), None)
         try:
@@ -274,7 +303,7 @@ class Running(StepMode):
         return result
 
     def call_module(self, name: str, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """A call of a module of the frame that is one call."""
+        """Make or answer a call of a leaf module."""
         if self._is_over:
             return forward(*args, **kwargs)
         self.__exit__(None, None, None)
@@ -284,7 +313,7 @@ class Running(StepMode):
             self.__enter__()
 
     def call_unit(self, index: int, unit: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """A call of a unit."""
+        """Make or answer a call of a unit."""
         number = self.number
         self.number = number + 1
         if self._arrived:
@@ -298,7 +327,7 @@ class Running(StepMode):
             raise OtherPathError(number, index, index)
         taps = action.call.taps
         if action.answer is not None:
-            with torch._C.DisableTorchFunction():  # it may write what the unit has written elsewhere
+            with torch._C.DisableTorchFunction():  # the answer may write buffers
                 result = action.answer(self._inputs, args, kwargs)
         else:
             self.__exit__(None, None, None)
@@ -326,27 +355,27 @@ class Running(StepMode):
         return result
 
     def _with_arrived(self, args: Any, kwargs: Any) -> Any:
-        """The arguments of a call, with the values of parameters that other stages have."""
+        """Return the arguments of a call, with received values in place of the parameters of other stages."""
         leaves, spec = flatten((args, kwargs or {}))
         return unflatten([self._arrived.get(id(leaf), leaf) for leaf in leaves], spec)
 
     def _prepare(self, number: int) -> None:
-        """Start the stream of the next call that draws: what checkpoints that one goes back there in backward."""
+        """Seed the generators for the next call that draws; a checkpoint around this call saves their state."""
         if self._draws:
             self._seed(next((each for each in self._draws if each >= number), len(self._actions)))
 
     def _leave(self, func: Any) -> None:
-        """Leave the step at the first call after all that later stages want.
+        """Leave the step at the first call after all tensors for later stages are computed.
 
-        Not at once: hooks of the layer that made the last of it come first. And not in a call that ends a context (of
-        gradients switched off, of autocast), which has to be ended; nor while the step is being left.
+        The step is not left immediately, because hooks of the last layer run first. It is not left in a call that ends
+        a context (`no_grad`, autocast), which must complete, nor a second time while it is being left.
         """
         if not self._is_left and not getattr(func, "__name__", "").startswith(_ENDS):
             self._is_left = True
             raise Unwind
 
     def _keep(self, action: Action, result: Any, args: Any, kwargs: Any) -> None:
-        """Something that the next stage wants is there; once everything is, the step can be left on this stage."""
+        """Store results that the next stage needs. Once all are stored, the step can be left on this stage."""
         leaves = [result] if type(result) is Tensor else flatten(result)[0]
         for leaf, position, is_copied in action.sent:
             tensor = flatten((args, kwargs))[0][leaf.position] if isinstance(leaf, Argument) else leaves[leaf]
@@ -357,11 +386,12 @@ class Running(StepMode):
 
 
 def _is_new_tensor(result: Any) -> bool:
+    """Return True if a result is an ordinary tensor that requires no gradient."""
     return type(result) is Tensor and not result.requires_grad
 
 
 def _copied(tree: Any) -> Any:
-    """A tree that stays as it is when its lists and dictionaries are changed."""
+    """Return a copy of a tree, so that later changes of its lists and dictionaries do not change the copy."""
     kind = type(tree)
     if kind is dict:
         return {name: _copied(value) for name, value in tree.items()}
@@ -369,7 +399,7 @@ def _copied(tree: Any) -> Any:
 
 
 def _is_same_argument(one: Any, other: Any) -> bool:
-    """Whether two trees hold the same tensors and equal plain values; others are not looked into."""
+    """Return True if two trees have the same tensors and equal plain values. Other objects count as different."""
     kind = type(one)
     if kind is not type(other):
         return False
@@ -386,12 +416,12 @@ def _is_same_argument(one: Any, other: Any) -> bool:
 
 @contextmanager
 def undoing_assigned(assigned: Iterable[tuple[Any, str]]) -> Iterator[None]:
-    """Let attributes and buffers be what they were at the end, where a stage has assigned values that it does not have.
+    """Restore attributes and buffers to which a stage has assigned fake tensors.
 
-    The last stage has these values, and gives them to the others when an epoch ends.
+    The last stage has the values, and sends them to the other stages at the end of an epoch.
 
     Args:
-        assigned: The owner and the name of each.
+        assigned: The owner and the name of each attribute or buffer.
     """
     tables = [(_table_of(owner, name), name) for owner, name in assigned]
     before = [table.get(name, tables) for table, name in tables]
@@ -400,27 +430,30 @@ def undoing_assigned(assigned: Iterable[tuple[Any, str]]) -> Iterator[None]:
     finally:
         for (table, name), value in zip(tables, before, strict=True):
             if isinstance(table.get(name), FakeTensor):
-                if value is tables:  # there was none
+                if value is tables:  # the attribute did not exist
                     del table[name]
                 else:
                     table[name] = value
 
 
 def _table_of(owner: Any, name: str) -> dict[str, Any]:
+    """Return the dictionary that holds an attribute or a buffer."""
     return next((table for table in reversed(tables_of(owner)) if name in table), vars(owner))
 
 
 def check_returned(call: Call, result: Any, args: Any, kwargs: Any) -> None:
-    """What a unit returns beside the values of tensors is what the other stages take it to be.
+    """Raise an error if the result of a unit differs from the trace in more than the values of tensors.
+
+    Other stages use the result from the trace.
 
     Args:
-        call: The call, as it was when it was first seen.
-        result: What it returns now.
-        args: Its arguments.
-        kwargs: Likewise.
+        call: The call in the trace.
+        result: The result.
+        args: The arguments of the call.
+        kwargs: The keyword arguments of the call.
 
     Raises:
-        WrongUseError: If it is something else.
+        WrongUseError: If the result differs.
     """
     if type(result) is Tensor and call.spec == LEAF and type(call.outputs[0]) is AbsentTensor:
         return
@@ -452,7 +485,7 @@ def check_returned(call: Call, result: Any, args: Any, kwargs: Any) -> None:
 
 
 def _is_same(leaf: Any, seen: Any) -> bool:
-    """Whether two values that are no tensors are equal; objects of other classes are not looked into."""
+    """Return True if two plain values are equal. Objects of other classes are not compared, only their class."""
     if isinstance(seen, np.ndarray):
         return np.array_equal(leaf, seen)
     if type(leaf) is not type(seen):

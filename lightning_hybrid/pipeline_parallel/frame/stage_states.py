@@ -1,4 +1,7 @@
-"""What modules hold beside their parameters: where it is, copies of it, and one of its own for each stage of a rank."""
+"""State that modules and objects hold in addition to parameters: its places, copies of it, and states per stage.
+
+A traced step runs on every stage, so its attributes, buffers and containers must be copied and restored.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +28,14 @@ from lightning_hybrid.distributed.replaced import Preserved, preserved_values, r
 ATOMS = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size})
 CONTAINERS = frozenset({list, dict, set, deque, Counter, OrderedDict, defaultdict})
 _INTERNAL = frozenset(vars(nn.Module())) - {"training"}
-# Objects of their classes are no state of a step: trainers, optimizers, generators, files, locks.
+# Packages whose objects are not state of a step: trainers, optimizers, generators, files, locks.
 _OF_OTHERS = sys.stdlib_module_names | {
     *("torch", "numpy", "lightning", "lightning_fabric", "pytorch_lightning", "lightning_utilities", "lightning_hybrid")
 }
 
 
 def is_object(value: Any) -> bool:
-    """Whether a value is an object of a class of the user's, which holds things in attributes as modules do."""
+    """Return True if a value is an object of a class of the user, which may hold state in attributes as modules do."""
     kind = type(value)
     if kind in (SimpleNamespace, Namespace):
         return True
@@ -44,15 +47,15 @@ def is_object(value: Any) -> bool:
 def find_owners(
     values: Iterable[Any], outside: Collection[nn.Module] = (), *, most: int | None = None
 ) -> dict[str, Any]:
-    """The modules and objects of the user's among some values, and those that they have: in attributes, in containers.
+    """Return the modules and objects of the user among some values, in their attributes and in containers.
 
     Args:
-        values: Where to begin.
-        outside: Modules that are left out, with all that they have.
-        most: Containers of more entries are not looked into; ``None`` for all.
+        values: The values to search.
+        outside: Modules that are left out, with everything that they hold.
+        most: Containers with more entries are not searched; ``None`` to search all.
 
     Returns:
-        What was found, by the path to it; nothing twice.
+        The modules and objects, by the path to each. Each object is returned once.
     """
     owners: dict[str, Any] = {}
     seen: set[int] = set(map(id, outside))
@@ -76,14 +79,22 @@ def find_owners(
 
 
 def _attributes(owner: Any) -> Iterator[tuple[str, Any]]:
-    """What a module or an object holds by name, beside tensors of a module."""
+    """Return the attributes of a module or an object by name, without a module's parameters and buffers."""
     is_module = isinstance(owner, nn.Module)
     yield from (entry for entry in vars(owner).items() if not is_module or entry[0] not in _INTERNAL)
     yield from owner._modules.items() if is_module else ()
 
 
 def find_places(owners: Mapping[str, Any], ids: Collection[int]) -> dict[int, list[str]]:
-    """The paths of the attributes and buffers that hold some tensors, arrays and containers, by their identities."""
+    """Return the paths of the attributes and buffers that hold some tensors, arrays and containers.
+
+    Args:
+        owners: The modules and objects to search, by path.
+        ids: The `id()` of the tensors, arrays and containers.
+
+    Returns:
+        The paths by `id()`.
+    """
     found: dict[int, list[str]] = {}
     for path, owner in owners.items() if ids else ():
         buffers = owner._buffers.items() if isinstance(owner, nn.Module) else ()
@@ -95,7 +106,7 @@ def find_places(owners: Mapping[str, Any], ids: Collection[int]) -> dict[int, li
 
 
 def _inside(value: Any, most: int | None = None) -> Iterator[Any]:
-    """A value, and what it holds in containers; not what those hold that have more entries than ``most``."""
+    """Return a value and everything in it, except the entries of containers with more than ``most`` entries."""
 
     def held(container: Any) -> Sequence[Any] | None:
         kind = type(container)
@@ -111,24 +122,26 @@ def _inside(value: Any, most: int | None = None) -> Iterator[Any]:
 
 
 def containers_in(owners: Sequence[Any]) -> list[Any]:
-    """The containers in the attributes of modules and objects, those of the buffers among them."""
+    """Return the containers in the attributes of modules and objects, including the dictionaries of buffers."""
     buffers = [owner._buffers for owner in owners if isinstance(owner, nn.Module)]
     held = (inner for owner in owners for _, value in _attributes(owner) for inner in _inside(value))
     return buffers + [inner for inner in held if type(inner) in CONTAINERS]
 
 
 class Copies:
-    """Copies of what attributes hold; what is the same object in two places is so among the copies too."""
+    """Copies of values that attributes hold. One object in two places has one copy."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[Any, Any]] = {}
-        self._kinds: dict[type, bool] = {}  # whether their values are copied
+        self._kinds: dict[type, bool] = {}  # by type, True if values are copied
 
     def __call__(self, value: Any, tensor: Callable[[Tensor], Tensor]) -> Any:
-        """A copy of containers, arrays and tensors; anything else itself.
+        """Return a copy of a container, an array or a tensor; a value of another type is returned itself.
+
+        Iterators are replaced by objects that raise an error when the step reads them.
 
         Args:
-            value: Of an attribute.
+            value: The value of an attribute.
             tensor: Copies a tensor.
         """
         kind = type(value)
@@ -159,10 +172,11 @@ class Copies:
         return other
 
     def changed(self) -> set[int]:
-        """The identities of the containers and arrays whose copies have been changed."""
+        """Return the `id()` of the containers and arrays whose copies have been changed."""
         return {id(value) for value, other in list(self._known.values()) if self._is_changed(value, other)}
 
     def _is_changed(self, value: Any, other: Any) -> bool:
+        """Return True if a copy differs from its original by more than the copies of entries."""
         if type(value) is np.ndarray:
             return bool(value.tobytes() != other.tobytes())
         if type(value) not in CONTAINERS or not (value or other):
@@ -178,23 +192,24 @@ class Copies:
 
 
 def _is_copied(kind: type) -> bool:
-    """Return whether values of a type are copied: tensors, arrays, containers; and iterators, which are replaced."""
+    """Return True if values of a type are copied (tensors, arrays, containers) or replaced (iterators)."""
     if issubclass(kind, (Tensor, np.ndarray, tuple)) or kind in CONTAINERS:
         return True
     return issubclass(kind, Iterator) and not issubclass(kind, io.IOBase)
 
 
 class Contents:
-    """The attributes of objects of the user's among some values, and of containers in them, to be put back.
+    """The contents of modules and of objects of the user, saved so that they can be restored.
 
     Args:
-        values: Where the objects are.
-        modules: Modules whose attributes and buffers are put back too, with objects and containers in them.
-        outside: Modules in which no objects are looked for.
-        most: Of containers with more entries, only what lists have got more is put back; ``None`` for no such limit.
+        values: The values to search for objects.
+        modules: Modules whose attributes and buffers are restored too, with the objects and containers in them.
+        outside: Modules that are not searched for objects.
+        most: Containers with more entries are not copied: only entries that were appended to a list are removed.
+            ``None`` to copy all containers.
 
     Attributes:
-        tensors: Those that are held, by their identities; what is in them is not put back.
+        tensors: The tensors in these contents, by `id()`. Their values are not restored.
     """
 
     def __init__(
@@ -210,10 +225,10 @@ class Contents:
         self.renew(values)
 
     def renew(self, values: Sequence[Any]) -> None:
-        """Let what is there now be what is put back.
+        """Save the current contents instead.
 
         Args:
-            values: Where the objects are, instead of the ones before.
+            values: The values to search for objects, instead of the previous values.
         """
         self._values = values
         for each in self._modules:
@@ -229,7 +244,7 @@ class Contents:
         self.tensors = {id(value): value for value in held if isinstance(value, Tensor)}
 
     def put_back(self) -> None:
-        """Make all of them what they were when this was made."""
+        """Restore the contents."""
         for each in self._modules:
             restore(each.table, each.before)
         for table, before in self._tables:
@@ -244,18 +259,18 @@ class Contents:
 
     @property
     def can_be_put_back(self) -> bool:
-        """Return whether large containers kept their number of entries, or are lists with new entries at the end."""
+        """Return True if each large container has its number of entries, or is a list with new entries at the end."""
         return all(len(each) == length or (type(each) is list and len(each) > length) for each, length in self._large)
 
     def release(self) -> None:
-        """Put nothing back any more beside attributes of modules, and hold nothing else."""
+        """Forget everything except the attributes of modules, to free memory."""
         self._values, self._tables, self._containers, self._large, self._arrays, self.tensors = (), [], [], [], [], {}
 
     def keep_new(self, excluded: Collection[str]) -> None:
-        """Let attributes of modules stay that have come since.
+        """Keep attributes of modules that were added since the contents were saved.
 
         Args:
-            excluded: Names of such that do not stay.
+            excluded: The names of attributes that are not kept.
         """
         for each in self._modules:
             for name, value in each.table.items():
@@ -263,10 +278,10 @@ class Contents:
                     each.before[name] = value
 
     def replace_new(self, tensor: Callable[[Tensor], Tensor]) -> None:
-        """Let something else stand for each tensor that has come into them since.
+        """Replace each tensor that was added to the objects since their contents were saved.
 
         Args:
-            tensor: Makes what stands for one.
+            tensor: Returns the replacement of a tensor.
         """
         copies = Copies()
         for table in self._find_tables():
@@ -274,17 +289,18 @@ class Contents:
                 table[name] = copies(value, lambda each: each if id(each) in self.tensors else tensor(each))
 
     def _find_tables(self, of_modules: Sequence[Any] = ()) -> list[dict[str, Any]]:
+        """Return the attribute dictionaries of the user's objects."""
         owners = find_owners([*self._values, *of_modules], self._outside, most=self._most).values()
         return [vars(owner) for owner in owners if not isinstance(owner, nn.Module)]
 
 
 class _ModuleTable:
-    """The attributes of a module, or its buffers, as they were; looked through again only where they are others.
+    """The saved attributes or buffers of a module. They are searched again only if they have changed.
 
     Attributes:
-        table: The attributes or buffers.
-        before: What they were.
-        values: Those that may hold something: containers, arrays, tensors, objects.
+        table: The dictionary of attributes or buffers.
+        before: Its saved entries.
+        values: Its values that may hold state: containers, arrays, tensors, objects.
     """
 
     def __init__(self, table: dict[str, Any]) -> None:
@@ -293,7 +309,7 @@ class _ModuleTable:
         self.values: list[Any] = []
 
     def renew(self) -> None:
-        """Take what they are now."""
+        """Save the current entries."""
         table, before = self.table, self.before
         if len(table) == len(before) and all(map(operator.is_, table.values(), before.values())):
             return
@@ -306,13 +322,14 @@ class _ModuleTable:
 
 
 def _may_hold(value: Any) -> bool:
+    """Return True if a value may hold state."""
     if isinstance(value, tuple):
         return any(type(entry) not in ATOMS for entry in value)
     return isinstance(value, (Tensor, np.ndarray, list)) or type(value) in CONTAINERS or is_object(value)
 
 
 class _NotTaken:
-    """What stands for an iterator: what is taken from it is gone, and each stage would take its own."""
+    """A replacement of an iterator. It raises an error, because each stage would take different items."""
 
     def __init__(self, iterator: Any) -> None:
         self._kind = type(iterator).__name__
@@ -329,22 +346,23 @@ class _NotTaken:
 
 
 class StatesOfStages:
-    """What a step changes in a module, for each of several stages of a rank by itself.
+    """The changes of a step to a module, separate for each stage if a rank has several stages.
 
-    Every stage runs the user's step, and so counts once for each microbatch, and has to see what it has counted itself.
-    The last stage of a rank works with what is there; earlier ones, which may be some microbatches ahead, have this::
+    Each stage runs the user's step, so it counts once for each microbatch, and must see only its own counts. The last
+    stage of a rank works with the module itself. Earlier stages may be some microbatches ahead, and have their own
+    state::
 
-        attributes that it assigns              are kept for its next run, and are what they were in between
-        containers, arrays, buffers, tensors    it has copies, made when it first runs in a step
-          that it writes in place
-        parameters that it writes               are what it has made of them, and what they were in between
-        the batch                               what it writes in there, it writes into a copy
+        attributes that the stage assigns       are kept for its next run, and restored in between
+        containers, arrays, buffers, tensors    have copies, made when the stage first runs in a step
+          that the stage writes in place
+        parameters that the stage writes        have its values while it runs, and are restored in between
+        the batch                               writes go into a copy
 
-    It is made when a step begins: what hooks write between two steps, all stages see.
+    It is created again in each step, so changes by hooks between two steps are visible to all stages.
 
     Args:
         module: The user's module.
-        units: Modules that are no part of it.
+        units: The units. Their state belongs to their own stage, so it is left out.
     """
 
     def __init__(self, module: nn.Module, units: Collection[nn.Module]) -> None:
@@ -367,15 +385,15 @@ class StatesOfStages:
 
     @contextmanager
     def of(self, stage: int, places: Iterable[str], parameters: Sequence[Tensor]) -> Iterator[None]:
-        """Inside, an earlier stage of this rank runs the step.
+        """Give the module the state of an earlier stage of this rank while entered.
 
         Args:
             stage: The stage.
-            places: The paths of what holds something that it writes in place.
-            parameters: Those that it writes.
+            places: The paths of the attributes and buffers that the stage writes in place.
+            parameters: The parameters that the stage writes.
 
         Raises:
-            WrongUseError: If it changes a container that it did not change when it was first seen.
+            WrongUseError: If the step changes a container that it did not change in the trace.
         """
         own = self._own.setdefault(stage, [{} for _ in self._tables])
         self._add_copies(stage, own, places)
@@ -399,6 +417,7 @@ class StatesOfStages:
                 )
 
     def _add_copies(self, stage: int, own: list[dict[str, Any]], places: Iterable[str]) -> None:
+        """Give a stage copies of the objects that it writes in place, where it has none yet."""
         copies = self._copies.setdefault(stage, Copies())
         for path in places:
             position, name = self._positions.get(path), path.rpartition(".")[2]
@@ -407,6 +426,7 @@ class StatesOfStages:
 
     @contextmanager
     def _own_parameters(self, stage: int, parameters: Sequence[Tensor]) -> Iterator[None]:
+        """Give parameters the values of a stage while entered, and keep the values that the stage writes."""
         with preserved_values(parameters):
             for parameter in parameters:
                 if (stage, id(parameter)) in self._parameters:
@@ -418,14 +438,15 @@ class StatesOfStages:
 
 @contextmanager
 def copied_arguments(arguments: Sequence[Any], written: Collection[int]) -> Iterator[list[Any]]:
-    """The arguments of a step, for a stage after which another one of this rank runs it with them.
+    """Copy the arguments of a step while entered, because a later stage of this rank runs the step with them again.
 
     Args:
-        arguments: Of the step.
-        written: The positions of tensors among their leaves that it writes.
+        arguments: The arguments of the step.
+        written: The positions of the tensors that the step writes among the leaves of the arguments.
 
     Yields:
-        The same, in containers of their own; objects of the user's are as before afterwards.
+        The arguments with copies of containers and written tensors. The user's objects are the same, but their
+        attributes are copies while entered.
     """
     leaves, spec = flatten(list(arguments))
     copies = Copies()
@@ -440,12 +461,18 @@ def copied_arguments(arguments: Sequence[Any], written: Collection[int]) -> Iter
 
 
 def _clone(tensor: Tensor) -> Tensor:
-    """A copy of a tensor; parameters are those of all stages."""
+    """Return a copy of a tensor; a parameter is returned itself, because all stages share it."""
     return tensor if isinstance(tensor, nn.Parameter) else tensor.detach().clone()
 
 
 def _put_back(table: dict[str, Any], own: dict[str, Any], before: Mapping[str, Any]) -> None:
-    """A table is as before; what is different, or has ever been, is kept."""
+    """Restore a dictionary of attributes, and keep the entries that the stage has changed now or earlier.
+
+    Args:
+        table: The dictionary.
+        own: The entries of the stage, which are updated.
+        before: The entries to restore.
+    """
     if not own and len(table) == len(before) and all(map(operator.is_, table.values(), before.values())):
         return
     for name in before.keys() - table.keys():

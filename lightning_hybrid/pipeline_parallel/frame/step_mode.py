@@ -1,4 +1,4 @@
-"""The interface of the modes in which code around the layers is traced, runs one stage's part, or runs in lockstep."""
+"""The interface of the modes that receive the calls of code around the units: to trace, run or synchronize a step."""
 
 from __future__ import annotations
 
@@ -12,33 +12,39 @@ from torch.overrides import TorchFunctionMode
 
 
 class StepMode(TorchFunctionMode, ABC):
-    """A mode that gets every call of the code around the layers: of torch's functions, of units and of leaf modules.
+    """A mode that receives each call of the code around the units: of torch functions, units and leaf modules.
+
+    Subclasses are :class:`Discovery`, which traces a step, :class:`Running`, which runs the part of one stage, and
+    :class:`Lockstep`.
 
     Attributes:
-        is_answering: True while a call of a function is answered, in which torch follows nothing.
+        is_answering: True while the mode handles a call of a function; torch then sends no further calls to the mode.
     """
 
     is_answering = False
 
     @abstractmethod
     def call_unit(self, index: int, unit: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Make a call of a unit.
+        """Make a call of a unit, and return its result.
 
         Args:
             index: The position of the unit.
-            unit: Its `forward`.
+            unit: The `forward` of the unit.
             args: The arguments of the call.
             kwargs: The keyword arguments of the call.
         """
 
     @abstractmethod
     def call_module(self, name: str, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Make a call of a module around the layers that is one call, because ranks share its parameters.
+        """Make a call of a leaf module, and return its result.
+
+        A leaf module is a module around the layers whose parameters are sharded over tensor-parallel ranks. It is
+        handled as a single call.
 
         Args:
             name: The dotted name of the module.
             module: The module.
-            forward: Its `forward`.
+            forward: The `forward` of the module.
             args: The arguments of the call.
             kwargs: The keyword arguments of the call.
         """

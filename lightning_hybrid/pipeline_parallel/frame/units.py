@@ -1,4 +1,8 @@
-"""Which modules of a model are units: each is computed on exactly one stage."""
+"""The search for units: the modules that run on exactly one stage each, such as transformer blocks.
+
+`pipeline_parallel.body` calls :func:`find_units` or :func:`named_units`, and groups units into rows that stay on one
+stage, such as a layer and its frozen copy.
+"""
 
 from __future__ import annotations
 
@@ -10,28 +14,28 @@ from torch import nn
 
 from lightning_hybrid.distributed.module_names import join_names, name_matches
 
-# Containers with a smaller share of the parameters are frame, unless they are one of a numbered row.
+# Containers with a smaller fraction of the parameters hold no units, unless they are part of a numbered row.
 _LEAST_SHARE = 0.15
-# A unit that would make a stage this much too large is opened: the lists inside it hold the units then.
+# A unit larger than an average stage by this factor is replaced by the members of the lists inside it.
 _TOO_LARGE = 1.5
 
 Units = list[tuple[str, nn.Module]]
 
 
 def is_container(module: nn.Module) -> bool:
-    """Whether a module is a list, a dictionary or a sequence of others."""
+    """Return True if a module is a list, a dictionary or a sequence of modules, and is not empty."""
     return isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)) and len(module) > 0
 
 
 def named_units(module: nn.Module, patterns: Sequence[str]) -> Units:
-    """The units that the user names.
+    """Return the units that the user names.
 
     Args:
         module: The user's module.
-        patterns: Dotted names, in which ``*`` stands for anything between two dots; of containers their members.
+        patterns: Dotted names; ``*`` matches anything between two dots. A name of a container means its members.
 
     Raises:
-        ValueError: If a pattern matches nothing, or a unit is part of another.
+        ValueError: If a pattern matches nothing, or if a unit is part of another unit.
     """
     parts = dict(module.named_modules(remove_duplicate=False))
     units: dict[nn.Module, str] = {}
@@ -49,19 +53,20 @@ def named_units(module: nn.Module, patterns: Sequence[str]) -> Units:
 
 
 def find_units(module: nn.Module, num_stages: int) -> Units:
-    """The units of a module, by rule.
+    """Find the units of a module that the user has not named.
 
-    They are the members of the outermost lists and Sequentials that hold most of the parameters, and of those that
-    stand in one numbered row with these (``layer1``, ``layer2``, ...); or of the only list there is. Where there are
-    fewer than stages, or one is much larger than a stage should be, the lists inside it take its place. If the module
-    has a teacher, the lists of the trained part come first, even if they are small.
+    The units are the members of the outermost lists and Sequentials that each hold at least 15% of the parameters, and
+    of smaller lists in the same numbered row (``layer1``, ``layer2``, ...). If there is only one list, its members are
+    the units, whatever its size. If there are fewer units than stages, or if a unit is much larger than an average
+    stage, the members of the lists inside the largest unit replace this unit. If the module has a teacher, the lists of
+    the trained part come first, even if they are small.
 
     Args:
         module: The user's module.
         num_stages: The number of stages.
 
     Returns:
-        The units with their names; nothing if there is no list of any size.
+        The units with their names. Empty if no list is large enough.
     """
     count = cache(_count)
     total = max(1, count(module))
@@ -84,12 +89,12 @@ def find_units(module: nn.Module, num_stages: int) -> Units:
 
 
 def has_lists_beside_teacher(module: nn.Module) -> bool:
-    """Return whether both a teacher and the trained part of the module have lists of layers."""
+    """Return True if both a teacher and the trained part of the module have lists of layers."""
     return bool(_lists_beside_teachers(module))
 
 
 def _lists_beside_teachers(module: nn.Module) -> Units:
-    """Find the lists of the trained part and those of its teachers; an empty list if either has none."""
+    """Find the lists of the trained part and of its teachers; return an empty list if either part has none."""
     teachers = {name: module.get_submodule(name) for name in _teachers(module)}
     teaching = sum(map(_count, teachers.values()))
     total = _count(module) - teaching
@@ -108,7 +113,7 @@ def _lists_beside_teachers(module: nn.Module) -> Units:
 def _teachers(module: nn.Module) -> list[str]:
     """Find frozen modules with "teacher" in their name that are not copies of a trained module.
 
-    Only the name tells a teacher from a frozen encoder, whose outputs the trained layers read.
+    Only the name distinguishes a teacher from a frozen encoder whose outputs the trained layers read.
     """
     named = [(name, part) for name, part in module.named_modules() if "teacher" in name.rpartition(".")[2].lower()]
     frozen = [name for name, part in named if _count(part) and not _is_trained(part)]
@@ -120,7 +125,7 @@ def _teachers(module: nn.Module) -> list[str]:
 
 
 def spread(module: nn.Module, rows: Sequence[Units], num_stages: int) -> list[Units]:
-    """Distribute the layers of teachers over the rows of the student, so that each stage has a share of both.
+    """Distribute the layers of teachers over the rows of the student, so that each stage gets layers of both.
 
     ::
 
@@ -130,7 +135,8 @@ def spread(module: nn.Module, rows: Sequence[Units], num_stages: int) -> list[Un
     Args:
         module: The user's module.
         rows: The rows of :func:`side_by_side`.
-        num_stages: The number of stages. If the student has fewer layers, its layers are distributed instead.
+        num_stages: The number of stages. If the student has fewer layers, its layers are distributed over the rows of
+            the teacher if the teacher has more.
 
     Returns:
         The rows.
@@ -149,17 +155,17 @@ def spread(module: nn.Module, rows: Sequence[Units], num_stages: int) -> list[Un
 
 
 def side_by_side(module: nn.Module, units: Units) -> list[Units]:
-    """Rows of units that belong on one stage: each layer of a frozen copy beside the layer that it is a copy of.
+    """Group units into rows that stay on one stage: a layer and its frozen copy form one row.
 
-    So a hook that moves a teacher towards its student finds both. What is a copy is seen by its class, and by the names
-    and shapes of its parameters, none of which requires grad.
+    A hook that moves the weights of a teacher towards its student then finds both on the same stage.
+    :func:`frozen_copies` finds the copies.
 
     Args:
         module: The user's module.
-        units: Its units.
+        units: The units.
 
     Returns:
-        The rows; a unit without a copy is one by itself.
+        The rows. A unit without a copy is a row of its own.
     """
     by_name = dict(units)
     copy_of: dict[str, str] = {}
@@ -174,16 +180,16 @@ def side_by_side(module: nn.Module, units: Units) -> list[Units]:
 
 
 def frozen_copies(module: nn.Module) -> Iterator[tuple[str, str]]:
-    """Find modules that no gradient moves, and that have the class and the parameters of a trained one: teachers.
+    """Find frozen modules that have the class, parameter names and shapes of a trained module: teachers.
 
     Args:
         module: The user's module.
 
     Yields:
-        The names of the copy and of its original; a copy inside of a frozen module is a part of that one.
+        The name of the copy and the name of its original. Modules inside a frozen module are not returned separately.
     """
     if all(parameter.requires_grad for parameter in module.parameters()):
-        return  # nothing is frozen: to count the parameters of every module takes long
+        return  # nothing is frozen, and counting the parameters of every module is slow
     named = [(name, part) for name, part in module.named_modules() if name and _count(part)]
     frozen: dict[str, nn.Module] = {}
     outermost = ""
@@ -201,7 +207,7 @@ def frozen_copies(module: nn.Module) -> Iterator[tuple[str, str]]:
 
 
 def has_teacher(module: nn.Module) -> bool:
-    """Return whether there is a frozen copy of a trained module; layers of one list are no copies of each other.
+    """Return True if there is a frozen copy of a trained module. Layers of one list are not copies of each other.
 
     Args:
         module: The user's module.
@@ -214,6 +220,7 @@ def has_teacher(module: nn.Module) -> bool:
 
 
 def _is_trained(module: nn.Module) -> bool:
+    """Return True if a parameter of a module requires a gradient."""
     return any(parameter.requires_grad for parameter in module.parameters())
 
 
@@ -223,7 +230,7 @@ def _kind_of(module: nn.Module) -> Hashable:
 
 
 def _disjoint(units: Units) -> Units:
-    """Without those that stand there twice, or are a part of an earlier one, or have one as a part."""
+    """Remove units that are listed twice, are part of an earlier unit, or contain an earlier unit."""
     chosen: dict[nn.Module, str] = {}
     inside: set[nn.Module] = set()
     for name, part in units:
@@ -235,7 +242,7 @@ def _disjoint(units: Units) -> Units:
 
 
 def stands_in_row(module: nn.Module, name: str) -> bool:
-    """Whether a container is one of several in a numbered row, such as ``layer4`` beside ``layer3``."""
+    """Return True if a container is one of several in a numbered row, such as ``layer3`` and ``layer4``."""
     parent, _, leaf = name.rpartition(".")
     siblings = module.get_submodule(parent).named_children() if name else ()
     return len([key for key, child in siblings if is_container(child) and _row(key) == _row(leaf) != leaf]) > 1
@@ -244,7 +251,14 @@ def stands_in_row(module: nn.Module, name: str) -> bool:
 def _containers(
     module: nn.Module, prefix: str, total: int, leaves_out: Collection[str] = ()
 ) -> Iterator[tuple[str, nn.Module]]:
-    """The outermost containers that hold much, in the order in which they were made, without some modules."""
+    """Find the outermost containers that hold many of the parameters, in the order in which they were created.
+
+    Args:
+        module: The module to search.
+        prefix: The dotted name of the module.
+        total: The number of parameters to compare with.
+        leaves_out: The names of modules to leave out.
+    """
     if not prefix and is_container(module):
         yield "", module
         return
@@ -259,13 +273,13 @@ def _containers(
 
 
 def _lone(module: nn.Module) -> Units:
-    """The only outermost container with parameters, if there is one: what else could be meant?"""
+    """Return the only outermost container with parameters; an empty list if there are several or none."""
     found = [(name, part) for name, part in _inner("", module) if _count(part)]
     return found if len(found) == 1 else []
 
 
 def _inner(name: str, part: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The outermost containers inside a unit, or the unit itself where it is one."""
+    """Find the outermost containers inside a unit; the unit itself if it is a container."""
     if is_container(part):
         yield name, part
         return
@@ -274,22 +288,24 @@ def _inner(name: str, part: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _members(name: str, container: nn.Module) -> Units:
-    """The layers in a container; a list among them, which nobody can call, stands for its own."""
+    """Return the layers in a container. A list among them, which cannot be called, is replaced by its members."""
     members = [(join_names(name, key), member) for key, member in container.named_children()]
     opened = [_members(*each) if _is_plain_list(each[1]) else [each] for each in members]
     return [layer for layers in opened for layer in layers]
 
 
 def _is_plain_list(module: nn.Module) -> bool:
+    """Return True if a module is a container that cannot be called."""
     return is_container(module) and type(module).forward is nn.Module.forward
 
 
 def _row(name: str) -> str:
-    """The name without the number at its end; the name itself if there is none."""
+    """Replace the number at the end of a name by ``*``. A name without a number is unchanged."""
     return re.sub(r"\d+$", "*", name)
 
 
 def _check_disjoint(units: dict[nn.Module, str]) -> None:
+    """Raise an error if a unit is part of another unit."""
     for unit, name in units.items():
         for path, part in unit.named_modules():
             if path and part in units:
@@ -299,4 +315,5 @@ def _check_disjoint(units: dict[nn.Module, str]) -> None:
 
 
 def _count(module: nn.Module) -> int:
+    """Return the number of parameters of a module."""
     return sum(parameter.numel() for parameter in module.parameters())

@@ -1,4 +1,4 @@
-"""Parameters that a step writes (the moving average of a teacher): once a step, however many microbatches it has."""
+"""Writes of parameters in a step, such as the moving average of a teacher: they are made once for all microbatches."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from lightning_hybrid.pipeline_parallel.frame.graph import AbsentTensor, Graph
 
 @dataclass(frozen=True)
 class Writes:
-    """The calls of a step that write parameters and do not depend on the batch, by the microbatch that makes them.
+    """The calls of a step that write parameters and do not depend on the batch.
 
     Attributes:
-        first: Those made for the first microbatch: everything that uses the parameters comes after them.
-        last: Those made for the last one: everything comes before them.
-        mixed: Those that one microbatch alone cannot make, each with the name of its parameter.
-        serving: These calls, and those that make nothing but what they write.
-        sources: The names of the parameters that the writes of one need, by its name.
+        first: Calls that only the first microbatch makes: all uses of the parameter come after them.
+        last: Calls that only the last microbatch makes: all uses of the parameter come before them.
+        mixed: Calls that one microbatch alone cannot make, each with the name of its parameter.
+        serving: The calls that write parameters, and the calls whose results only these calls use.
+        sources: For each written parameter, the names of the parameters from which its new value is computed.
     """
 
     first: frozenset[int] = frozenset()
@@ -32,32 +32,33 @@ class Writes:
 
     @property
     def limited(self) -> frozenset[int]:
-        """The calls that not every microbatch makes."""
+        """Return the calls that not every microbatch makes."""
         return self.first | self.last
 
 
 _FOREACH = "_foreach_"
-# What their counterparts for one tensor take by name, after so many tensors.
+# Arguments that the functions for single tensors take by name: the number of tensors before the argument, and its name.
 _BY_NAME = {"addcmul": (3, "value"), "addcdiv": (3, "value")}
 
 
 def is_foreach(function: Callable[..., Any]) -> bool:
-    """Return whether a function is one of lists of tensors, such as `torch._foreach_mul_`."""
+    """Return True if a function takes lists of tensors, such as `torch._foreach_mul_`."""
     return getattr(function, "__name__", "").startswith(_FOREACH)
 
 
 def call_each(
     call: Callable[..., Any], function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Make the calls for single tensors that a call for a list of them stands for.
+    """Replace a call for lists of tensors by calls for single tensors, and return their results.
 
-    Tensors of a list may live on several stages, and torch has no DTensor form of all of these functions.
+    Tensors of one list may be on several stages, and torch does not support DTensors in all functions for lists. If
+    there is no function for single tensors, the call is made as it is.
 
     Args:
-        call: Makes a call; takes the function, and the arguments of it.
-        function: What is called: one for lists, see :func:`is_foreach`.
-        args: Its arguments.
-        kwargs: Likewise.
+        call: Makes a call. It takes the function, the arguments and the keyword arguments.
+        function: The function for lists; see :func:`is_foreach`.
+        args: The arguments of the function.
+        kwargs: The keyword arguments of the function.
     """
     singles = _calls_of_each(function, args, kwargs)
     if singles is None:
@@ -69,6 +70,7 @@ def call_each(
 def _calls_of_each(
     function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Iterator[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] | None:
+    """Return the function and the arguments for each tensor; ``None`` if there is no function for single tensors."""
     name = function.__name__
     if not args or not isinstance(args[0], (list, tuple)) or not args[0]:
         return None
@@ -91,10 +93,10 @@ def _calls_of_each(
 
 
 def find_writes(graph: Graph, units_of: Mapping[str, Collection[int]]) -> Writes:
-    """Return which calls write parameters of numbers that are the same for every microbatch, and when.
+    """Return the calls that write parameters with values that are equal for every microbatch, and when they are made.
 
     Args:
-        graph: The step.
+        graph: The calls of the step.
         units_of: The positions of the units that contain a parameter, by its name.
     """
     writers: dict[str, list[int]] = {}
@@ -124,7 +126,7 @@ def find_writes(graph: Graph, units_of: Mapping[str, Collection[int]]) -> Writes
             last.update(numbers)
         else:
             mixed |= dict.fromkeys(numbers, name)
-    for number in first & last:  # one call writes several parameters
+    for number in first & last:  # the call writes several parameters
         mixed[number] = min(graph.calls[number].rewritten)
     return Writes(
         frozenset(first - mixed.keys()),
@@ -136,7 +138,12 @@ def find_writes(graph: Graph, units_of: Mapping[str, Collection[int]]) -> Writes
 
 
 def _for_write(graph: Graph, writers: set[int]) -> set[int]:
-    """Return some calls that write a parameter, and those that make nothing but what they write."""
+    """Return the calls that write a parameter, and the calls whose results only these calls use.
+
+    Args:
+        graph: The calls of the step.
+        writers: The numbers of the calls that write the parameter.
+    """
     for_write = set(writers)
     consumers: dict[int, set[int]] = {}
     for number, call in enumerate(graph.calls):
@@ -150,7 +157,14 @@ def _for_write(graph: Graph, writers: set[int]) -> set[int]:
 
 
 def _uses(graph: Graph, name: str, for_write: Collection[int], units: Collection[int]) -> list[int]:
-    """Return the calls that use a parameter for something else than for what they write into it."""
+    """Return the numbers of the calls that use a parameter for more than computing its new value.
+
+    Args:
+        graph: The calls of the step.
+        name: The name of the parameter.
+        for_write: The calls that compute or write its new value.
+        units: The positions of the units that contain the parameter.
+    """
     return [
         number
         for number, call in enumerate(graph.calls)
@@ -159,15 +173,15 @@ def _uses(graph: Graph, name: str, for_write: Collection[int], units: Collection
 
 
 def skipped(writes: Sequence[Writes], graphs: Sequence[Graph], written_again: Collection[str]) -> list[frozenset[int]]:
-    """Return, for each microbatch of a step, the writes that it leaves to another one.
+    """Return, for each microbatch of a step, the calls that write parameters and that another microbatch makes.
 
     Args:
-        writes: Of the plan of each microbatch.
-        graphs: The steps.
+        writes: The writes in the plan of each microbatch.
+        graphs: The graph in the plan of each microbatch.
         written_again: The names of parameters that several stages of one rank write.
 
     Raises:
-        WrongUseError: If a parameter is written in a way that cannot be done once.
+        WrongUseError: If one microbatch alone cannot make a write.
     """
     if len(writes) == 1 or not any(each.first or each.last or each.mixed for each in writes):
         return [frozenset()] * len(writes)
@@ -192,4 +206,5 @@ def skipped(writes: Sequence[Writes], graphs: Sequence[Graph], written_again: Co
 
 
 def _names(graph: Graph, numbers: Collection[int]) -> set[str]:
+    """Return the names of the parameters that some calls write."""
     return set().union(*(graph.calls[number].rewritten for number in numbers))
