@@ -294,7 +294,7 @@ class _Generators:
         self._own = _own_generators(loader)
 
     def marks(self) -> tuple[Any, ...]:
-        """Return hashes that change when numbers are drawn: for torch, for numpy and `random`, and per own generator."""
+        """Return hashes that change with each draw: for torch, for numpy and `random`, and for each own generator."""
         return *generator_marks(self._device), *map(generator_mark, self._own)
 
     def states(self) -> dict[str, Any]:
