@@ -26,7 +26,7 @@ class AnomalyDetector:
     and named in the error if a NaN follows. An infinite gradient raises an error unless a `GradScaler` handles it.
 
     Args:
-        module: The user's module, after it was split into stages.
+        module: The user's module, after it was parallelized.
         engine: The engine, which knows the current stage and microbatch.
         unfollowed: Returns a context for code that is not part of the user's step.
         scales: True if there is a `GradScaler`, for which infinite gradients are not errors.

@@ -46,7 +46,7 @@ class StepDesync:
     If nothing has changed, only a counter is increased and no message is sent.
 
     Args:
-        module: The user's module, after it was split into stages.
+        module: The user's module, after it was parallelized.
         mesh: The ranks.
         desync: Compares records between the ranks of a group.
         guard: Returns a context that turns a failure into an error on all ranks.
@@ -137,7 +137,7 @@ class DesyncDetector:
     """Compares batches, parameters and the states of random streams between all ranks that must have equal values.
 
     Args:
-        module: The user's module, after it was split into stages.
+        module: The user's module, after it was parallelized.
         mesh: The ranks.
         streams: The random streams.
     """

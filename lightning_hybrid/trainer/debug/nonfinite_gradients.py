@@ -78,7 +78,7 @@ class NonfiniteGuard(GradientWatch):
     ::
 
         backward, gradients reduced --> norm --> hooks, clipping --> is the norm finite? --> step
-                                        `--- or the norm used for clipping ----'       `-> raise, or no step
+                                        `---- or the norm used for clipping ----'       `-> raise, or no step
 
     The norm of all gradients of the model is not finite if one gradient is not finite. The ranks that hold the model
     compute this norm in one collective, and get the same bits. If gradients are clipped by norm, the norm used for
@@ -89,7 +89,7 @@ class NonfiniteGuard(GradientWatch):
 
     Args:
         action: ``"raise"`` or ``"skip"``.
-        module: The user's module, after it was split into stages.
+        module: The user's module, after it was parallelized.
         total_norm: Returns the norm of the gradients of parameters over the ranks that hold the model, for an exponent.
         control_group: The ranks that hold the model, over a backend that takes tensors on the host: the model group,
             or with ZeRO all ranks.
@@ -194,7 +194,7 @@ class NonfiniteWarning(GradientWatch):
     requested the flags of the next step.
 
     Args:
-        module: The user's module, after it was split into stages.
+        module: The user's module, after it was parallelized.
         pipeline_rank: The pipeline rank of this rank.
         is_first: Returns True if no other rank has warned in this run.
     """
