@@ -786,7 +786,7 @@ def _map_tensors(change: Callable[[Tensor], Tensor], tree: Any) -> Any:
 
 
 def _without_graph(tensor: Tensor) -> Tensor:
-    """Return a tensor without its graph. It still requires a gradient if it did before, because a stage may ask that."""
+    """Return a tensor without its graph, but with the same `requires_grad`, which later stages may read."""
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
