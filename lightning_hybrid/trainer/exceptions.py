@@ -68,7 +68,7 @@ class ExceptionCallback(RunCallback):
         self._cause: BaseException | None = None
 
     def close(self, trainer: Trainer) -> None:
-        """End the run: callbacks may save again."""
+        """Allow callbacks to save again, after the run has ended."""
         self.why_not_saved = None
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if vars(callback).get("on_exception") is _save_nothing:
@@ -148,7 +148,7 @@ def _save_nothing(*args: Any) -> None:
 
 
 def print_shortly(error: BaseException, rank: int, *, told_elsewhere: bool) -> None:
-    """Print an error in short form if it ends the process. An `sys.excepthook` of the user is not replaced.
+    """Print an error in short form if it ends the process. The user's own `sys.excepthook` is not replaced.
 
     Args:
         error: The exception that the Trainer is about to raise.

@@ -1,4 +1,4 @@
-"""Comparison of the loss of one microbatch with the losses of its two halves, to decide how losses are combined.
+"""Comparison of losses with and without microbatches, which decides how the losses of microbatches are combined.
 
 ::
 

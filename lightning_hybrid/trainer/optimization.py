@@ -17,7 +17,7 @@ from lightning_hybrid.trainer.run_callback import RunCallback
 
 
 class ReplicaClosure(Closure):
-    """Runs zeroing of gradients, step and backward, in an order in which the step may compute gradients itself.
+    """Zeroes gradients, and runs step and backward; the step may compute gradients itself.
 
     A replica without a loss still takes part in the backward of the other replicas.
 

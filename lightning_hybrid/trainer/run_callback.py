@@ -1,4 +1,4 @@
-"""The base class of the callbacks that the strategy adds to the Trainer during a run."""
+"""The base class of callbacks that the strategy adds to a run."""
 
 from __future__ import annotations
 

@@ -106,8 +106,7 @@ class TrainingStep:
         self._window = AccumulationWindow(context.device)
         self._left_out = LeftOut(context.mesh)
         self._rest: Rest | None = None
-        # If True, messages between stages can be empty. Zeros in place of a missing gradient would make it NaN where
-        # the loss is NaN.
+        # If True, messages between stages can be empty. Zero gradients would not work, as 0 times a loss of NaN is NaN.
         self._may_skip = config.dynamic_shapes or may_return_none(type(context.module))
         context.engine.has_dynamic_shapes = self._may_skip
         self._casts = SharedCasts(context.device.type, grad_sync.local_parameters) if shares_casts else None
@@ -589,7 +588,7 @@ class TrainingStep:
 
 
 class UncutTrainingStep:
-    """Runs the user's step as Lightning does, for a model with one stage, one microbatch and plain tensors.
+    """Runs the user's step as Lightning does, for one stage and one microbatch without tensor or context parallelism.
 
     The Trainer calls backward after the step. :meth:`backward` averages gradients over the replicas.
 
@@ -758,7 +757,7 @@ def _merge(outputs: Sequence[Any], counts: Sequence[int], shares: Sequence[float
 
 
 def _check_graphs(outputs: Sequence[Any], num_microbatches: int, *, each: bool) -> None:
-    """Raise an error if the losses have no autograd graph, as Lightning does, because nothing would be trained.
+    """Check the losses so far, of which the last one has no autograd graph, so that something is trained.
 
     Args:
         outputs: The results of `training_step` so far.

@@ -1,4 +1,4 @@
-"""Warnings about optimizer states and weight averages in half precision, which loses their small updates."""
+"""Warnings about optimizer states in half precision, and about weight averages, because small updates are lost."""
 
 from __future__ import annotations
 

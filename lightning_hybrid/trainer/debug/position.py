@@ -1,4 +1,4 @@
-"""The position of this rank for error messages and the watch thread: the Trainer's loop and the engine's action."""
+"""The position of this rank in its run: the Trainer's loop and the engine's action, for errors and the watch thread."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The position in Lightning's loops at which a checkpoint is saved, and from which the loops resume."""
+"""A position in Lightning's loops, at which a checkpoint is saved, and from which the loops resume."""
 
 from __future__ import annotations
 

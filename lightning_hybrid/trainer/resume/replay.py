@@ -1,4 +1,4 @@
-"""Data loaders that can be replayed up to a batch in the middle of an epoch, including their random numbers.
+"""Replayable data loaders: a resumed run reaches the same batch of an epoch with the same random numbers.
 
 :mod:`.dataloader_state` saves the records of these loaders in a checkpoint and replays the records after a resume.
 """

@@ -1,4 +1,4 @@
-"""Exact resume: saves a run's position, data order, logged values and random numbers, and restores them.
+"""Exact resume: the callback that saves and restores position, data order, logged values and random numbers.
 
 The checkpointer calls :meth:`ResumeCallback.add_to` and :meth:`ResumeCallback.load`; the strategy calls
 :meth:`ResumeCallback.restore` before the first batch.

@@ -1,4 +1,4 @@
-"""Resuming in the middle of an epoch with another number of replicas, after the samples that have been trained on.
+"""Resuming in an epoch with another number of replicas, after the samples that have been trained on.
 
 With batches of ``b`` samples on each of ``n`` replicas, ``k`` batches use the first ``k n b`` samples of one order,
 which is the same for every number of replicas. ::
