@@ -1,1 +1,1 @@
-"""What Lightning's Trainer meets: training and evaluation steps, loaders, precision, results."""
+"""The parts of the strategy that the Trainer calls: training and evaluation steps, data loaders, precision, results."""

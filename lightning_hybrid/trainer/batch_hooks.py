@@ -1,4 +1,4 @@
-"""Batches before their step: when they go to the device, and what the hooks on the way draw."""
+"""Hooks that receive a batch before its step: which hooks read the batch, and the random numbers that hooks draw."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning_hybrid.distributed.random import RandomStreams
 from lightning_hybrid.trainer.lightning_internals import wrap_before_batch_transfer
 from lightning_hybrid.trainer.run_callback import RunCallback
 
-# These tell random numbers of hooks from those of steps, 0 to 3.
+# Seed coordinates of hooks; steps use 0 to 3.
 _TRANSFER, _BATCH_START = 4, 5
 
 _TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
@@ -28,16 +28,16 @@ _EVALUATION_HOOKS = tuple(
 
 
 def batch_reading_hooks(module: LightningModule, *, training: bool = True) -> list[str]:
-    """The hooks that get a batch outside of a step, and may expect it on the device as a whole.
+    """Return the hooks that receive a batch outside of a step, and may expect all of it on the device.
 
-    Lightning's own callbacks get the batch but do not read it, except for :class:`ThroughputMonitor`.
+    Lightning's own callbacks receive the batch but do not read it, except for :class:`ThroughputMonitor`.
 
     Args:
         module: The user's module, attached to a Trainer with callbacks and perhaps a data module.
-        training: Whether the batch is one of training, and not of evaluation.
+        training: True for the hooks of training batches, False for the hooks of evaluation batches.
 
     Returns:
-        Names of hooks; without any, a batch may stay on the host until a step needs it.
+        The names of the hooks. If there are none, a batch may stay on the host until a step needs it.
     """
     trainer: Any = module.trainer
     of_batches = _BATCH_HOOKS if training else _EVALUATION_HOOKS
@@ -52,35 +52,36 @@ def batch_reading_hooks(module: LightningModule, *, training: bool = True) -> li
 
 
 def pinned(batch: Any) -> Any:
-    """The batch in page-locked memory of the host, from which it moves without making the host wait."""
+    """Return a batch with its tensors in pinned host memory, so that copies to the device are asynchronous."""
     return map_leaves(lambda leaf: leaf if isinstance(leaf, LazyTensor) else tensor_bytes.pinned(leaf), batch)
 
 
 class SeededBatchHooks(RunCallback):
-    """Hooks of a batch that run before its step draw the same random numbers on every rank of a model group.
+    """Makes hooks that run before a step draw the same random numbers on every rank of a model group.
 
-    A callback that mixes samples at the start of a batch (mix-up) does so on every rank: on the first stage it changes
-    the inputs, on the last one the labels. It comes after this one. ::
+    For example, a callback that mixes samples at the start of a batch (mix-up) must draw equal numbers on the first
+    stage, where it changes the inputs, and on the last stage, where it changes the labels. This callback runs before
+    the user's callbacks. Outside code sees the generators as if the hooks had drawn nothing::
 
-        on_before_batch_transfer   isolated, seeded
-        batch-transfer hooks       isolated, seeded
-        on_*_batch_start of this   isolated, seeded --.
-        of others, of the module                      | draw
-        step, or the epoch's end   <------------------' closed: as if nothing had been drawn
+        on_before_batch_transfer           isolated, seeded
+        batch-transfer hooks               isolated, seeded
+        on_*_batch_start of this class     isolated, seeded --.
+        on_*_batch_start of other classes                     | draw
+        step, or the end of the epoch      <------------------' generators restored
 
     Args:
         streams: The random streams of this rank.
-        alone: Whether this rank is its model group: then transfer hooks draw as they do in one process.
+        alone: True if the model group has only this rank; transfer hooks then draw as in a single process.
     """
 
     def __init__(self, streams: RandomStreams, *, alone: bool) -> None:
         self._streams = streams
         self._alone = alone
-        self._draws: bool | None = None  # whether there are transfer hooks that might
+        self._draws: bool | None = None  # True if there are transfer hooks, which may draw
 
     @contextmanager
     def installed(self, module: LightningModule) -> Iterator[None]:
-        """While entered, seed for the hook before the transfer, which Lightning calls itself."""
+        """While entered, seed before `on_before_batch_transfer`, which Lightning calls without the strategy."""
         self._draws = None
         with wrap_before_batch_transfer(module, lambda: self.transfer(module, before=True)):
             try:
@@ -89,19 +90,19 @@ class SeededBatchHooks(RunCallback):
                 self.close()
 
     def close(self) -> None:
-        """The hooks at the start of a batch are over."""
+        """Restore the generators after the hooks at the start of a batch."""
         self._streams.end_hooks()
 
     @contextmanager
     def transfer(self, module: LightningModule, *, before: bool = False) -> Iterator[None]:
-        """Around the batch-transfer hooks.
+        """Seed the generators for the batch-transfer hooks, and restore the generators afterwards.
 
         Args:
             module: The user's module.
-            before: Whether this is for the hook that comes before the transfer.
+            before: True for `on_before_batch_transfer`, False for the other transfer hooks.
         """
         trainer: Any = module.trainer
-        if self._draws is None:  # hooks of a run's start may have put some in
+        if self._draws is None:  # looked up late, because hooks at the start of a run may add transfer hooks
             owners = (module, trainer.datamodule)
             self._draws = any(is_overridden(hook, owner) for owner in owners for hook in _TRANSFER_HOOKS)
         if self._alone or not self._draws:
@@ -116,21 +117,21 @@ class SeededBatchHooks(RunCallback):
             yield
 
     def _begin(self, *coordinates: int) -> None:
-        self.close()  # a hook may have said that its batch is to be skipped
+        self.close()  # a hook may have skipped the previous batch, so no step has closed it
         self._streams.begin_hooks(_BATCH_START, *coordinates)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Seed for this batch: a resumed run draws the same."""
+        """Seed by the number of the batch, so that a resumed run draws the same numbers."""
         self._begin(1, trainer.fit_loop.epoch_loop.total_batch_idx)
 
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Seed for this batch."""
+        """Seed by the number of the evaluation batch since the run began."""
         self._begin(0, self._streams.next_number("starts of evaluation batches"))
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The epoch may have ended with a hook that skipped the rest of it; what comes now draws outside."""
+        """Restore the generators, because a hook may have skipped the rest of the epoch."""
         self.close()
 
     on_validation_epoch_end = on_test_epoch_end = on_predict_epoch_end = on_train_epoch_end

@@ -1,4 +1,10 @@
-"""The Trainer's loaders: the samples of each replica, and one batch for each model group."""
+"""Data loaders of the Trainer: samples are split over the replicas, and the ranks of a model group get equal batches.
+
+The strategy calls :class:`DataLoaderPreparer` in `process_dataloader`. It wraps the user's loader::
+
+    user's loader -> samples of a replica -> equal numbers of batches -> equal batches in a model group -> exact resume
+                     (ReplicaSampler)        (EndTogetherLoader)         (SharedLoader, ComparedLoader)    (.resume)
+"""
 
 from __future__ import annotations
 
@@ -35,16 +41,17 @@ from lightning_hybrid.trainer.resume.resume import ResumeCallback
 
 
 class DataLoaderPreparer:
-    """Prepares loaders instead of Lightning.
+    """Prepares the user's loaders for the ranks, in place of Lightning.
 
-    Lightning's own sampler shuffles training data whether or not the user's loader does; ours keeps its order.
+    Lightning's sampler shuffles training data even if the user's loader does not. This class keeps the user's order.
 
     Args:
         mesh: The ranks.
-        device: Of this process.
-        resume: Goes on where a checkpoint was written.
-        share: Whether one rank of each model group loads for all.
-        fetch: Gets what has not been sent to who does not read it; ``None`` if all is sent.
+        device: The device of this rank.
+        resume: Restores the position of a checkpoint.
+        share: If True, one rank of each model group loads the batches for all of its ranks.
+        fetch: Fetches tensors that were not sent to this rank because it did not read them before; ``None`` if all
+            tensors are sent.
         predicts_alone: True if replicas predict independently, so that a replica may have no samples.
     """
 
@@ -61,10 +68,10 @@ class DataLoaderPreparer:
         self._mesh, self._device, self._resume = mesh, device, resume
         self._share, self._fetch = share, fetch
         self._predicts_alone = predicts_alone
-        self._requested: bool | None = None  # `use_distributed_sampler` of the user's Trainer
+        self._requested: bool | None = None  # the user's `Trainer(use_distributed_sampler=...)`
 
     def attach(self, trainer: Trainer) -> None:
-        """Nobody else divides the data."""
+        """Prevent Lightning from adding its own samplers."""
         self._requested = internals.set_use_distributed_sampler(trainer, False)
 
     def detach(self, trainer: Trainer) -> None:
@@ -73,10 +80,10 @@ class DataLoaderPreparer:
             internals.set_use_distributed_sampler(trainer, self._requested)
 
     def __call__(self, loader: object, trainer: Trainer) -> object:
-        """A loader of this replica's samples that gives the same batches to all ranks of the model group."""
+        """Return a loader of this replica's samples, with equal batches on all ranks of the model group."""
         divide, stage = bool(self._requested), trainer.state.stage
         pins = self._device.type == "cuda"
-        # What hooks read outside of steps is not noted; evaluation steps read whole batches on few stages.
+        # Reads in hooks are not recorded, and evaluation steps read whole batches on few stages: send all tensors.
         selects = trainer.training and not batch_reading_hooks(trainer.lightning_module)
         fetch = self._fetch if selects else None
         given = loader, self._mesh
@@ -87,7 +94,7 @@ class DataLoaderPreparer:
             order = replica_order(loader, self._mesh.num_replicas, divide=divide)
             prepared = ReplayableLoader(prepared, self._device, order, waits=self._resume.is_loaded)
         if isinstance(loader, DataLoader) and not isinstance(prepared, DataLoader):
-            internals.warn_of_few_workers(loader, trainer)  # Lightning checks the workers of a `DataLoader` only
+            internals.warn_of_few_workers(loader, trainer)  # Lightning checks only instances of `DataLoader`
         return prepared
 
 
@@ -101,19 +108,20 @@ def prepare_loader(
     pin_memory: bool = False,
     fetch: LeafFetch | None = None,
 ) -> object:
-    """A loader of this replica's samples that gives the same batches to all ranks of its model group.
+    """Return a loader of this replica's samples, with equal batches on all ranks of the model group.
 
     Args:
-        loader: The user's; anything that can be iterated.
+        loader: The user's loader, any iterable.
         mesh: The ranks.
-        divide: Whether the samples of a `DataLoader` are divided over the replicas.
-        share: Whether one rank loads and the others receive; otherwise all load and compare.
-        stage: What the Trainer is doing.
-        pin_memory: Whether batches are received in page-locked memory.
-        fetch: Gets what has not been sent to who does not read it; ``None`` if all is sent.
+        divide: If True, the samples of a `DataLoader` are split over the replicas.
+        share: If True, one rank of the model group loads and sends each batch. If False, all ranks load, and compare
+            checksums.
+        stage: The Trainer's current stage.
+        pin_memory: If True, batches are received in pinned memory.
+        fetch: As for :class:`DataLoaderPreparer`.
     """
     if divide and isinstance(loader, DataLoader):
-        # Where one rank of each model group loads, these ranks are a data-parallel group; otherwise all ranks load.
+        # If one rank of each model group loads, the loading ranks are a data-parallel group; otherwise all ranks load.
         group = mesh.decision_group
         if share and mesh.num_replicas > 1:
             group = mesh.data_control_group
@@ -131,15 +139,15 @@ def prepare_loader(
 
 
 def replica_order(loader: object, num_replicas: int, *, divide: bool) -> ReplicaOrder | None:
-    """How the replicas take their batches from one order of the samples, if they take them in turns.
+    """Return the way in which replicas take their batches from one order of the samples.
 
     Args:
-        loader: The user's.
+        loader: The user's loader.
         num_replicas: The data-parallel size.
-        divide: Whether the samples of a `DataLoader` are divided over the replicas.
+        divide: If True, the samples of a `DataLoader` are split over the replicas.
 
     Returns:
-        ``None`` if it cannot be said which samples have been used up after so many batches.
+        The order; ``None`` if it is unknown which samples have been used after a number of batches.
     """
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset) or is_stateful(loader):
         return None
@@ -153,18 +161,17 @@ def replica_order(loader: object, num_replicas: int, *, divide: bool) -> Replica
 
 
 class ReplicaSampler(Sampler[Any]):
-    """Every `num_replicas`-th sample of another sampler's order, which is the same on all replicas.
+    """Yields every `num_replicas`-th sample of another sampler's order, which is the same on all replicas.
 
-    torch's `DistributedSampler` draws an order of its own; this one keeps the order that one process would see: with a
-    batch of `b` samples on each of `n` replicas, a step takes the samples that one process takes with batches of
-    ``n b``.
+    torch's `DistributedSampler` draws its own order. This sampler keeps the order of a single process: with a batch of
+    `b` samples on each of `n` replicas, a step uses the samples that a single process uses with batches of ``n b``.
 
     Args:
         sampler: The user's sampler.
         num_replicas: The data-parallel size.
         rank: The data rank.
-        group: Over which the first rank's order is broadcast; its ranks iterate together.
-        repeat: Whether the order is filled up with its own beginning, so that all replicas get equally many.
+        group: The ranks that iterate together; its first rank broadcasts the order.
+        repeat: If True, the first samples are repeated at the end, so that all replicas have equally many samples.
     """
 
     def __init__(
@@ -185,12 +192,12 @@ class ReplicaSampler(Sampler[Any]):
 
     def __len__(self) -> int:
         if not isinstance(self._sampler, Sized):
-            raise TypeError(f"{type(self._sampler).__name__} has no length")  # as `len(loader)` says without us
+            raise TypeError(f"{type(self._sampler).__name__} has no length")  # the same error as for the user's loader
         total = len(self._sampler)
         return -(-total // self._num_replicas) if self._repeat else len(range(self._rank, total, self._num_replicas))
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the user's sampler, if it has one."""
+        """Set the epoch of the user's sampler, if it has this method."""
         if callable(set_epoch := getattr(self._sampler, "set_epoch", None)):
             set_epoch(epoch)
 
@@ -198,13 +205,17 @@ class ReplicaSampler(Sampler[Any]):
 def _shard(
     loader: DataLoader[Any], mesh: Mesh, group: dist.ProcessGroup, stage: RunningStage | None
 ) -> DataLoader[Any]:
-    """The same loader over this replica's share of the samples.
+    """Return a copy of a loader that loads only this replica's samples.
 
     Args:
-        loader: The user's loader. One over an iterable data set, or with a `DistributedSampler`, is left alone.
+        loader: The user's loader. A loader with an iterable dataset or a `DistributedSampler` is returned unchanged.
         mesh: The ranks.
         group: The ranks that iterate together.
-        stage: What the Trainer is doing; predictions come once for each sample, without repetitions.
+        stage: The Trainer's current stage. When predicting, no samples are repeated.
+
+    Raises:
+        ValueError: If a `DistributedSampler` is for another number of replicas.
+        TypeError: If the batch sampler has no attribute `sampler`.
     """
     if isinstance(loader.dataset, IterableDataset):
         return loader
@@ -226,8 +237,8 @@ def _shard(
         )
     sampler = ReplicaSampler(order, num_replicas, mesh.data_rank, group, repeat=stage != RunningStage.PREDICTING)
     former, loader = loader.batch_sampler, copy.copy(loader)
-    loader._iterator = None  # of persistent workers, over the undivided samples
-    object.__setattr__(loader, "sampler", sampler)  # a loader refuses to be changed, but this one is a copy
+    loader._iterator = None  # the iterator of persistent workers, which loads the samples of all replicas
+    object.__setattr__(loader, "sampler", sampler)  # `DataLoader` forbids this assignment, but this is a fresh copy
     if batches is not None:
         batches = copy.copy(batches)
         batches.sampler = sampler
@@ -236,7 +247,7 @@ def _shard(
 
 
 def _has_equal_lengths(loader: object) -> bool:
-    """Return whether the samplers of a loader give every replica as many batches."""
+    """Return True if a loader has the same number of batches on every replica."""
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return False
     batches = internals.unwrap_batch_sampler(loader.batch_sampler)
@@ -245,14 +256,16 @@ def _has_equal_lengths(loader: object) -> bool:
 
 
 class EndTogetherLoader(LoaderWrapper):
-    """Iterates a loader of each replica until the first of them has no more batches.
+    """Iterates the loader of each replica until the first replica has no more batches.
 
-    Replicas take part in the same collectives in each step, so one with fewer batches than others would leave these
-    waiting. Each batch is asked for everywhere before it is given anywhere, which costs one message of the hosts.
+    Replicas take part in the same collectives in each step. If a replica had fewer batches, the others would wait for
+    it. Therefore, each batch is fetched on all replicas before any replica yields it, which costs one small message
+    between hosts.
 
     Args:
         loader: The loader of this replica.
-        mesh: The ranks. Those of the same place in each replica iterate together; all ranks make this together.
+        mesh: The ranks. All ranks must create this loader together; ranks that hold the same part of the model iterate
+            together.
     """
 
     def __init__(self, loader: Any, mesh: Mesh) -> None:
@@ -264,7 +277,7 @@ class EndTogetherLoader(LoaderWrapper):
 
     def __len__(self) -> int:
         if self._length < 0:
-            raise TypeError(f"{type(self._loader).__name__} has no length")  # as `len(loader)` says
+            raise TypeError(f"{type(self._loader).__name__} has no length")  # the same error as for the user's loader
         return self._length
 
     def __iter__(self) -> Iterator[Any]:
@@ -293,15 +306,15 @@ class EndTogetherLoader(LoaderWrapper):
 def with_length(loader: object, mesh: Mesh, *, predicts_alone: bool) -> object:
     """Return a loader that Lightning iterates on every replica, even on one without samples.
 
-    Lightning refuses a loader of length 0, or skips its hooks, on the ranks that have it.
+    On a rank whose loader has the length 0, Lightning raises an error or skips hooks.
 
     Args:
         loader: The loader of this replica. Each sample is predicted once, so a replica may have none.
-        mesh: The ranks. All replicas call this together.
-        predicts_alone: As of :class:`DataLoaderPreparer`.
+        mesh: The ranks. All replicas must call this function together.
+        predicts_alone: As for :class:`DataLoaderPreparer`.
 
     Raises:
-        ValueError: If a replica has no samples and others need it to gather shards; on every rank.
+        ValueError: On every rank, if a replica has no samples and other replicas need its parameter shards.
     """
     length = sized_len(loader)
     number = 1 if length is None else length
@@ -318,10 +331,10 @@ def with_length(loader: object, mesh: Mesh, *, predicts_alone: bool) -> object:
 
 
 class EmptyLoader(LoaderWrapper):
-    """A loader without a batch that says it has one.
+    """A loader without batches that reports a length of 1, so that Lightning does not refuse or skip it.
 
     Args:
-        loader: The loader.
+        loader: The empty loader.
     """
 
     def __len__(self) -> int:
@@ -332,15 +345,15 @@ class EmptyLoader(LoaderWrapper):
 
 
 class SharedLoader(LoaderWrapper):
-    """Iterates the loader on one rank of the model group and gives its batches, and its end, to the others.
+    """Iterates the loader on one rank of the model group, which sends each batch and the end to the other ranks.
 
-    Random augmentation, worker seeds and dropout make the loaders of several ranks diverge silently; then the first
-    stage's inputs and the last stage's labels belong to different samples.
+    If each rank loaded its own batches, random augmentations and worker seeds could differ without an error. The first
+    stage's inputs and the last stage's labels would then belong to different samples.
 
     Args:
-        loader: The loader, made on every rank, iterated on one.
-        exchange: From the loading rank to its model group.
-        readers: Finds out who reads what; ``None`` if all is sent to all.
+        loader: The loader. Every rank creates it; one rank iterates it.
+        exchange: Sends from the loading rank to its model group.
+        readers: Determines which tensors each rank reads; ``None`` to send all tensors to all ranks.
     """
 
     def __init__(self, loader: Any, exchange: TreeBroadcast, readers: LeafReaders | None = None) -> None:
@@ -348,10 +361,10 @@ class SharedLoader(LoaderWrapper):
         self._exchange, self._readers = exchange, readers
 
     def __iter__(self) -> Iterator[Any]:
-        self._exchange.about += 1  # another iteration
+        self._exchange.about += 1  # the number of the iteration
         if not self._exchange.is_source:
             return self._receive()
-        try:  # now and not at the first batch: a loader draws random numbers and starts its workers here
+        try:  # not at the first batch, because a loader draws random numbers and starts its workers here
             batches, error = iter(self._loader), None
         except Exception as raised:
             batches, error = iter(()), raised
@@ -368,7 +381,7 @@ class SharedLoader(LoaderWrapper):
                 yield batch
                 self._settle()
         except Exception as raised:
-            if not is_transport(raised):  # of a rank that has left: the others here may be waiting for it elsewhere
+            if not is_transport(raised):  # if a rank has left, the other ranks may be waiting for it in another place
                 self._exchange.fail(raised)
             raise
         self._exchange.end()
@@ -380,7 +393,7 @@ class SharedLoader(LoaderWrapper):
     def _receive(self) -> Iterator[Any]:
         recorded: list[list[int]] = []
         internals.set_recorded_batch_indices(self._loader, recorded)
-        with suppress(StopIteration):  # the rank that loads has no more
+        with suppress(StopIteration):  # the loading rank has no more batches
             while True:
                 self._settle()
                 batch, indices = self._exchange.receive(self._readers)
@@ -394,7 +407,7 @@ class ComparedLoader(LoaderWrapper):
 
     Args:
         loader: The loader.
-        group: The model group, over gloo.
+        group: The model group, with the backend gloo.
     """
 
     def __init__(self, loader: Any, group: dist.ProcessGroup) -> None:
@@ -425,12 +438,12 @@ class ComparedLoader(LoaderWrapper):
 
 
 def checksum(batch: Any) -> int:
-    """A number that differs where batches differ: CRC-32 over the bytes of all leaves, never 0."""
+    """Return a checksum of a batch: CRC-32 over the bytes of all leaves, plus 1, so that it is never 0."""
     value = 1
     for leaf in flatten(batch)[0]:
         if isinstance(leaf, Tensor):
             value = zlib.crc32(repr((leaf.shape, leaf.dtype)).encode(), value)
             value = zlib.crc32(as_bytes(leaf.cpu()).numpy().data, value)
         else:
-            value = zlib.crc32(encode(leaf), value)  # not its `repr`, which may be an address
+            value = zlib.crc32(encode(leaf), value)  # the `repr` of an object may contain its address
     return value + 1

@@ -1,4 +1,4 @@
-"""One evaluation step: the user's step runs once with the whole batch, as the step program divides it."""
+"""An evaluation step: the user's step runs once with the whole batch, and the step program splits it over stages."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ _STEPS = {"validation_step": 1, "test_step": 2, "predict_step": 3}
 
 
 class UncutEvaluationStep:
-    """The user's own step, where nothing is cut.
+    """Runs the user's step as it is, for a model with one stage and without tensor or context parallelism.
 
     Args:
         module: The user's module.
-        grad_sync: Unshards parameters.
+        grad_sync: The gradient synchronization, which unshards parameters.
     """
 
     def __init__(self, module: LightningModule, grad_sync: GradientSync) -> None:
         self._module, self._grad_sync = module, grad_sync
 
     def __call__(self, name: str, *arguments: Any, precision: Callable[[], AbstractContextManager[None]]) -> Any:
-        """Run one batch; arguments as for :class:`EvaluationStep`."""
+        """Run one batch; the arguments are those of :meth:`EvaluationStep.__call__`."""
         with self._grad_sync.step(evaluates=True, is_cut=False), precision():
             return getattr(self._module, name)(*arguments)
 
@@ -40,16 +40,17 @@ class UncutEvaluationStep:
 class EvaluationStep:
     """Runs the user's `validation_step`, `test_step` or `predict_step` through the pipeline.
 
-    The step program divides the step. A step that calls layers again, depending on results, runs in lockstep: on all
-    stages at once. Some steps show that only while they run, after they have read a result on the last stage. Such a
-    step is undone, and runs again::
+    Usually, the step program splits the step over the stages. If the results of layers determine which layers the step
+    calls next, as in text generation, the step runs in lockstep: on all stages at once. For some steps, this becomes
+    known only when the step reads a result on the last stage. The effects of such a step are undone, and the step runs
+    again::
 
-        last stage    x = ...; while not is_over(x):  x = self(x)  fails    --> undone, and in lockstep
-        the others    their part                                            --> undone, and in lockstep
+        last stage      x = ...; while not is_over(x):  x = self(x)  fails    --> undone, runs again in lockstep
+        other stages    their part                                            --> undone, runs again in lockstep
 
     Args:
         context: The state that steps share.
-        grad_sync: Unshards parameters.
+        grad_sync: The gradient synchronization, which unshards parameters.
     """
 
     def __init__(self, context: StepContext, grad_sync: GradientSync) -> None:
@@ -73,7 +74,7 @@ class EvaluationStep:
             if context.program.is_plain:
                 with precision():
                     return user_step(*arguments)
-            # Before the user's code runs, which may take something out of the batch.
+            # Computed before the user's code runs, which may remove something from the batch.
             version, shapes = (coordinates[0], context.version(gradients=False)), signature(arguments)
             call = StepCall(user_step, arguments[0], arguments[1:], coordinates, (version, shapes))
             if context.program.is_open(name):
@@ -88,13 +89,13 @@ class EvaluationStep:
             shared = context.share(lambda: (value, merge_logs(records, [1])), again)
             if isinstance(shared, Choice):
                 shared = self._again(call, trial, precision)
-            elif trial.error is not None:  # of this tensor-parallel rank alone
+            elif trial.error is not None:  # the error occurred only on this tensor-parallel rank
                 with context.guard():
                     raise trial.error
             return shared
 
     def _begin(self, call: StepCall) -> StepState | None:
-        """Return the state that a step may change, if the step may have to run again."""
+        """Save and return the state that a step may change; ``None`` if the step never has to run again."""
         context = self._context
         if not context.program.may_run_again(call):
             return None
@@ -114,7 +115,7 @@ class EvaluationStep:
 
         Args:
             call: The step.
-            trial: The state before the step and, on the last stage, why it has to run again.
+            trial: The state before the step and, on the last stage, the error of the first run.
             precision: The precision plugin's context.
         """
         context = self._context

@@ -1,10 +1,10 @@
-"""The way out after a failure: a rank leaves its groups before a callback can wait for ranks that go on.
+"""The exit of a rank after an exception: it leaves its process groups first, and prints the cause once per job.
 
-What a process prints that ends by it: the cause once, with the lines of the user's code; elsewhere one line.
+The rank that raised the exception prints the traceback, with only the user's frames. The other ranks print one line.
 
 ::
 
-    rank 1, where it was raised                       the other ranks
+    rank 1, which raised the exception                the other ranks
     [rank1]: Traceback (most recent call last):       [rank0]: RuntimeError: Rank 1 (...), action 1F0, failed: ...
     [rank1]:   File "train.py", line 12, in ...
     [rank1]: ValueError: ...
@@ -43,19 +43,20 @@ _LEFT_OUT = (*(f"{package}{os.sep}" for package in _PACKAGES), _OWN)
 
 
 class ExceptionCallback(RunCallback):
-    """Goes before the callbacks of the user: they hear of an exception earlier than the strategy does.
+    """Makes a rank leave its process groups after an exception, before callbacks of the user can wait for other ranks.
 
-    Some save a checkpoint then. Every rank has to take part in that, and the others are somewhere else: they would
-    meet in a collective that is not the same, and wait. In `fit` all ranks stop for a SIGTERM before the same batch;
-    then a checkpoint can be saved.
+    Lightning calls callbacks before the strategy, so this callback comes before the user's callbacks. Some of them save
+    a checkpoint after an exception. All ranks must take part in saving, but the other ranks may be in a different
+    collective, so they would wait forever. After a SIGTERM during `fit`, all ranks stop before the same batch, and a
+    checkpoint can be saved.
 
     Args:
-        failures: Where failures are written.
-        abandon: Lets go of everything that is under way.
-        place: This rank and where it is, as text.
+        failures: The record of the first failure of the run.
+        abandon: Stops everything that is in progress on this rank.
+        place: Returns this rank and its position as text.
 
     Attributes:
-        why_not_saved: Why nothing can be saved any more, once an exception ends this run; ``None`` before.
+        why_not_saved: The reason why checkpoints cannot be saved, once an exception ends this run; ``None`` before.
     """
 
     def __init__(self, failures: Failures, abandon: Callable[[], None], place: Callable[[], str]) -> None:
@@ -67,14 +68,14 @@ class ExceptionCallback(RunCallback):
         self._cause: BaseException | None = None
 
     def close(self, trainer: Trainer) -> None:
-        """The run is over: callbacks may save again."""
+        """Allow callbacks to save again, after the run has ended."""
         self.why_not_saved = None
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if vars(callback).get("on_exception") is _save_nothing:
                 del callback.__dict__["on_exception"]
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Keep callbacks from saving, and leave the groups."""
+        """Prevent callbacks from saving, and leave the process groups."""
         explain_operator_error(exception)
         if self._is_alone or stops_together(exception, trainer):
             return
@@ -87,13 +88,16 @@ class ExceptionCallback(RunCallback):
         self.leave(exception)
 
     def leave(self, exception: BaseException) -> BaseException | None:
-        """Tell the other ranks, and leave every group without a collective; once.
+        """Report the exception to the other ranks, and leave every process group without a collective.
+
+        Only the first call does this; later calls return the same result.
 
         Args:
-            exception: What was raised on this rank.
+            exception: The exception on this rank.
 
         Returns:
-            What was raised on another rank, if this exception only says that it has left.
+            The exception of another rank, if the exception on this rank is only a consequence of it; otherwise
+            ``None``.
         """
         if not self._has_left:
             self._has_left = True
@@ -102,14 +106,14 @@ class ExceptionCallback(RunCallback):
         return self._cause
 
     def are_told_elsewhere(self, exception: BaseException) -> bool:
-        """Whether another rank tells where a failure comes from.
+        """Return True if another rank prints the cause of a failure.
 
         Args:
-            exception: What this rank raises.
+            exception: The exception that this rank raises.
         """
         error: BaseException | None = exception
         while error is not None:
-            if is_transport(error):  # it only noticed that another rank has left
+            if is_transport(error):  # the exception only shows that another rank has left
                 return True
             error = error.__cause__
         first = str(self._failures.cause(patience=0.0))
@@ -119,7 +123,7 @@ class ExceptionCallback(RunCallback):
 
 
 def stops_together(exception: BaseException, trainer: Trainer) -> bool:
-    """Whether all ranks get this exception before the same batch, so that they can go on together until the end."""
+    """Return True if all ranks raise this exception before the same batch, so that they can finish together."""
     return isinstance(exception, SIGTERMException) and trainer.state.fn == TrainerFn.FITTING
 
 
@@ -137,22 +141,22 @@ _WHY_NOT = (
 
 
 def _save_nothing(*args: Any) -> None:
-    """Takes the place of a callback's `on_exception`."""
+    """Replace a callback's `on_exception`."""
 
 
 # -- what is printed ---------------------------------------------------------------------------------------------------
 
 
 def print_shortly(error: BaseException, rank: int, *, told_elsewhere: bool) -> None:
-    """Have an error printed shortly if it ends the process. Whoever prints errors in a way of their own goes on so.
+    """Print an error in short form if it ends the process. The user's own `sys.excepthook` is not replaced.
 
     Args:
-        error: What the Trainer is about to raise.
-        rank: Of this process.
-        told_elsewhere: Whether another rank prints where it comes from.
+        error: The exception that the Trainer is about to raise.
+        rank: The global rank of this process.
+        told_elsewhere: True if another rank prints the cause.
     """
     former = sys.excepthook
-    is_of_torch = (former.__module__ or "").startswith("torch.")  # it adds the rank
+    is_of_torch = (former.__module__ or "").startswith("torch.")  # this hook prints the rank, too
     is_usual = is_of_torch or former in (sys.__excepthook__, print_once)
     if os.environ.get(VARIABLE) != "full" and is_usual:
         sys.excepthook = partial(_print, former, error, rank, told_elsewhere)
@@ -167,26 +171,26 @@ def _print(
     error: BaseException,
     trace: TracebackType | None,
 ) -> None:
-    """In the place of `sys.excepthook`."""
+    """Replace `sys.excepthook`, for one known error."""
     if error is not known:
         former(kind, error, trace)
         return
     if told_elsewhere and not str(error).startswith("Rank ") and not outlives_the_first():
-        return  # the other rank has printed the same text
+        return  # the other rank prints the same text
     lines = [f"{kind.__name__}: {error}"] if told_elsewhere else _lines(error)
     text = "".join(lines).rstrip("\n")
     print("\n".join(f"[rank{rank}]: {line}" for line in text.split("\n")), file=sys.stderr)
 
 
 def _lines(error: BaseException) -> list[str]:
-    """What Python would print, without frames of Lightning, torch and this package."""
+    """Return the lines that Python would print, without frames of Lightning, torch and this package."""
     shown = traceback.TracebackException.from_exception(error)
-    if error.__cause__ is not None and str(error.__cause__) == str(error):  # of another type, where the user's code is
+    if error.__cause__ is not None and str(error.__cause__) == str(error):  # the cause has the user's frames
         assert shown.__cause__ is not None
         shown.stack, shown.__cause__ = shown.__cause__.stack, shown.__cause__.__cause__
     is_refusal = isinstance(error.__cause__ or error, WrongUseError) and shown.__cause__ is None
     if is_refusal and not _users(shown.stack):
-        return list(shown.format_exception_only())  # its text says all
+        return list(shown.format_exception_only())  # the message is sufficient
     chain: list[traceback.TracebackException | None] = [shown]
     number = 0
     for each in chain:

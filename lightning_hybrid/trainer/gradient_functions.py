@@ -1,4 +1,4 @@
-"""Makes gradient functions of torch and Lightning use the gradients of the whole model during a run."""
+"""Gradient functions of torch and Lightning, such as `clip_grad_norm_`, made to use all gradients of the model."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ _Function = Callable[..., Any]
 
 
 def route(function: _Function, to: _Function) -> Callable[[], None]:
-    """Replace the code of a library function, under all names by which it was imported.
+    """Replace the code of a library function, for all names under which it was imported.
 
-    The function object stays, so an earlier ``from torch.nn.utils import clip_grad_norm_`` is affected too.
+    The function object does not change, so code that ran ``from torch.nn.utils import clip_grad_norm_`` before is
+    affected too.
 
     Args:
-        function: A function of Python without free variables, or one that wraps such a function.
-        to: The replacement; receives the original function, and then the arguments of the call.
+        function: A Python function without free variables, or a wrapper of such a function.
+        to: The replacement, which receives the original function and then the arguments of the call.
 
     Returns:
         A function that restores the original code.
@@ -54,20 +55,20 @@ def _routed(*args: Any, _to: _Function, **kwargs: Any) -> Any:
 
 
 class GradientFunctions:
-    """Replacements of gradient functions of torch and Lightning, which cover the whole model during a run.
+    """Replacements of gradient functions of torch and Lightning, which cover the full model during a run.
 
-    Norms are collectives over the ranks that hold the model: each of them must call the function, in the same order.
-    Tensors that do not belong to the module are passed to the original functions.
+    Norms are collectives over the ranks that hold the model, so each of these ranks must call the function, in the same
+    order. Tensors that do not belong to the module are passed to the original functions.
 
     ============================================  =================================================================
-    `torch.nn.utils.get_total_norm`               the norm of gradients of all stages and shards, each counted once
+    `torch.nn.utils.get_total_norm`               the norm of the gradients of all stages and shards
     `torch.nn.utils.clip_grad_norm_`              the same norm; each rank scales its own gradients
     `clip_grads_with_norm_`, `clip_grad_value_`   each rank changes its own gradients
-    `lightning.pytorch.utilities.grad_norm`       the norm of each parameter, and of all, on every rank
+    `lightning.pytorch.utilities.grad_norm`       the norm of each parameter, and the total norm, on every rank
     ============================================  =================================================================
 
     Args:
-        grad_sync: Holds the parameters of this rank.
+        grad_sync: The gradient synchronization, which has the parameters of this rank.
         norm_arguments: Returns the keyword arguments of :func:`~.grad_clip.total_norm`.
     """
 
@@ -136,18 +137,23 @@ class GradientFunctions:
         return found
 
     def _optimized(self, parameters: Sequence[Tensor]) -> list[Any]:
-        """Return parameters, with parameters of the optimizers in place of unsharded ones."""
+        """Return the parameters, where the optimizer's parameter shards replace unsharded parameters."""
         own = self._grad_sync.optimized_parameters()
         return [own.get(id(parameter), parameter) for parameter in parameters]
 
     def _held(self, gradients: Sequence[Tensor]) -> list[nn.Parameter] | None:
-        """Return the parameters of this rank that some gradients belong to; ``None`` if these are not the module's.
+        """Return the parameters of this rank that some gradients belong to.
 
-        An empty list is valid: all parameters of a rank may be frozen, or belong to another optimizer.
+        Args:
+            gradients: The gradients that the user passed.
+
+        Returns:
+            The parameters; ``None`` if the gradients do not belong to the module. An empty list is valid, because all
+            parameters of a rank may be frozen or belong to another optimizer.
 
         Raises:
-            WrongUseError: If only some are gradients of the module, or if a step under ZeRO has moved the gradients to
-                the shards.
+            WrongUseError: If only some gradients belong to the module, or if a step with ZeRO has moved the gradients
+                to the shards.
         """
         if not gradients and self._grad_sync.zero.is_open:
             raise WrongUseError(_IN_STEP_TEXT)

@@ -1,4 +1,7 @@
-"""Results of layers in a step that runs in lockstep: the stage that has a layer sends them to the other ranks."""
+"""Results of layers in a step that runs in lockstep: the stage of a layer sends its result to the other ranks.
+
+:class:`~.program.frame_program.FrameProgram` uses this module in evaluation steps, for example in text generation.
+"""
 
 from __future__ import annotations
 
@@ -13,19 +16,19 @@ from lightning_hybrid.distributed.messages.tree_broadcast import TreeBroadcast
 
 
 class DifferentStepsError(WrongUseError):
-    """The ranks of a model group do different things in a step."""
+    """An error for ranks of a model group that make different calls in a step."""
 
 
 class LayerExchange:
     """Sends trees from any pipeline rank to all ranks of the model group; the first tensor-parallel rank sends.
 
-    Messages are numbered, so that a rank notices if another one makes other calls. Ranks that wait for each other in a
-    circle are found by the watch over all ranks.
+    Messages are numbered, so that a rank detects if another rank makes different calls. The watch over all ranks
+    detects ranks that wait for each other in a cycle.
 
     Args:
         mesh: The ranks.
-        device: Where this rank computes.
-        name: The class of the user's module, for messages.
+        device: The device of this rank.
+        name: The class name of the user's module, for error messages.
     """
 
     def __init__(self, mesh: Mesh, device: torch.device, name: str) -> None:
@@ -33,11 +36,11 @@ class LayerExchange:
         self._number = 0
 
     def __call__(self, owner: int, tree: Any = None) -> Any:
-        """Return the tree of a pipeline rank.
+        """Send or receive the tree of a pipeline rank, and return it.
 
         Args:
-            owner: The pipeline rank.
-            tree: The tree; only the owner's counts.
+            owner: The pipeline rank that sends.
+            tree: The tree; only the owner's argument is used.
 
         Raises:
             DifferentStepsError: If the ranks do not make the same calls.
@@ -51,10 +54,10 @@ class LayerExchange:
             raise self._other_calls() from None
 
     def end(self, checksum: Tensor) -> None:
-        """End a step on all ranks; a rank that still waits for a layer would wait for ever.
+        """End a step on all ranks, so that no rank waits forever for a layer.
 
         Args:
-            checksum: A number that is the same on all ranks if they have called layers with the same tokens.
+            checksum: A number that is equal on all ranks if they have called layers with the same tokens.
 
         Raises:
             DifferentStepsError: If the step of another rank continues, or called layers with other tokens.

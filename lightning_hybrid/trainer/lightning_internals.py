@@ -1,8 +1,8 @@
-"""Everything private of Lightning and torchmetrics that this package reads or replaces, and nothing else.
+"""All access to private names of Lightning and torchmetrics.
 
-Each function is called after what it does, and says in ``Touches`` which private names it uses and in ``Without`` what
-would break if they went. ``tests/test_lightning_contract.py`` tries each one alone, so that an upgrade says within
-seconds which of them moved; ``docs/project/lightning-internals.md`` is made from these docstrings.
+The docstring of each function lists the private names that it uses under ``Touches``, and what would break without it
+under ``Without``. ``tests/test_lightning_contract.py`` tests each function alone: after an upgrade of Lightning, the
+tests show which functions no longer work. ``docs/project/lightning-internals.md`` is made from these docstrings.
 """
 
 from __future__ import annotations
@@ -68,32 +68,32 @@ from lightning_hybrid.distributed.tensor_bytes import to_host
 
 
 def is_last_batch(trainer: Trainer) -> bool:
-    """Whether the batch that was asked for last is the last one of its epoch.
+    """Return True if the batch that was requested last is the last batch of its epoch.
 
     Touches: ``_TrainingEpochLoop._num_ready_batches_reached``.
 
-    Without: a run that ended in the middle of an epoch looks like one that ended with it, and its checkpoint
-        continues with the wrong epoch.
+    Without: A run that ended in the middle of an epoch could not be distinguished from a run that ended with the epoch,
+        and would resume in the wrong epoch.
     """
     return trainer.fit_loop.epoch_loop._num_ready_batches_reached()
 
 
 def is_accumulating(trainer: Trainer) -> bool:
-    """Whether the next optimizer step needs more batches than there have been since the last one.
+    """Return True if the next optimizer step needs more batches.
 
     Touches: ``_TrainingEpochLoop._should_accumulate``.
 
-    Without: nobody is warned that a checkpoint between two optimizer steps has no gradients.
+    Without: There would be no warning that a checkpoint between two optimizer steps contains no gradients.
     """
     return trainer.fit_loop.epoch_loop._should_accumulate()
 
 
 def skips_backward(trainer: Trainer) -> bool:
-    """Whether batches run without a backward, as `StochasticWeightAveraging` asks for to update batch norms.
+    """Return True if batches run without a backward, as `StochasticWeightAveraging` does to update batch norms.
 
     Touches: ``_AutomaticOptimization._skip_backward``.
 
-    Without: a schedule runs backward where Lightning runs none.
+    Without: A schedule would run backward although Lightning skips it.
     """
     return trainer.fit_loop.epoch_loop.automatic_optimization._skip_backward
 
@@ -101,38 +101,38 @@ def skips_backward(trainer: Trainer) -> bool:
 def end_restart(trainer: Trainer) -> None:
     """Make all loops of a fit run as if they had not been restarted.
 
-    The public setter of the fit loop does the opposite where ``max_steps`` is given.
+    The public setter of the fit loop does the opposite if ``max_steps`` is set.
 
     Touches: ``_Loop._restarting``, ``_Loop._resuming_from_checkpoint``.
 
-    Without: Lightning skips hooks, validations and new iterators of a resumed epoch that the uninterrupted run has.
+    Without: In a resumed epoch, Lightning would skip hooks, validations and new iterators of the uninterrupted run.
     """
     for loop in (trainer.fit_loop, trainer.fit_loop.epoch_loop, trainer.fit_loop.epoch_loop.val_loop):
         loop._restarting = loop._resuming_from_checkpoint = False
 
 
 def skip_next_validation(trainer: Trainer, *, skip: bool) -> None:
-    """Say whether the validation after the present batch is over already.
+    """Set if Lightning skips the validation after the current batch, because it is already done.
 
     Touches: ``_TrainingEpochLoop._skip_next_val``.
 
-    Without: a checkpoint that was written at the end of a validation repeats that validation.
+    Without: A run that resumes from a checkpoint at the end of a validation would repeat this validation.
     """
     trainer.fit_loop.epoch_loop._skip_next_val = skip
 
 
 def replace_next_batch(trainer: Trainer, action: Callable[[Callable[[], None]], None]) -> AbstractContextManager[None]:
-    """While entered, do something else, once, where the next batch would be trained with.
+    """While entered, call a function once instead of training on the next batch.
 
-    Lightning's way of restarting in the middle of an epoch is taken up to that batch.
+    Up to that batch, Lightning restarts in the middle of an epoch as usual.
 
     Args:
         trainer: The Trainer.
-        action: Gets a function that trains with the batch. The end of a batch follows in any case.
+        action: Receives a function that trains on the batch. The end of the batch follows in any case.
 
-    Touches: the method ``advance`` of the private class ``_TrainingEpochLoop``, on one object.
+    Touches: The method ``advance`` of the private class ``_TrainingEpochLoop``, on one object.
 
-    Without: a checkpoint that was written in the middle of an epoch continues with that epoch's beginning.
+    Without: A run that resumes in the middle of an epoch would start this epoch again.
     """
     loop = trainer.fit_loop.epoch_loop
 
@@ -145,12 +145,12 @@ def replace_next_batch(trainer: Trainer, action: Callable[[Callable[[], None]], 
 
 
 def before_validation(trainer: Trainer, action: Callable[[], None]) -> AbstractContextManager[None]:
-    """While entered, do something before each validation of a fit, ahead of loaders and hooks.
+    """While entered, call a function before each validation of a fit, before its loaders and hooks.
 
-    Touches: the method ``run`` of the private class ``_EvaluationLoop``, on one object.
+    Touches: The method ``run`` of the private class ``_EvaluationLoop``, on one object.
 
-    Without: a checkpoint in the middle of a validation has random numbers and metrics of its middle, although the
-        validation is run again from its beginning.
+    Without: A checkpoint in the middle of a validation would contain the current random numbers and metrics, although
+        the validation runs again from its start after a resume.
     """
     loop = trainer.fit_loop.epoch_loop.val_loop
     run = loop.run
@@ -167,12 +167,12 @@ def before_validation(trainer: Trainer, action: Callable[[], None]) -> AbstractC
 
 @contextmanager
 def results_through(trainer: Trainer | None, record: Callable[..., None]) -> Iterator[None]:
-    """While entered, what `LightningModule.log` would put among the Trainer's results passes through a function.
+    """While entered, pass values that `LightningModule.log` adds to the Trainer's results through a function.
 
     Args:
         trainer: The Trainer; ``None`` if the module has none.
-        record: Gets a function that puts a value among the results; and the name, the value and the other arguments of
-            the call, by name, which that function takes.
+        record: Receives a function that adds a value to the results, and the name, the value and all other arguments
+            for this function, by keyword.
 
     Touches:
         `Trainer._results`, and the signature of its `log`.
@@ -197,16 +197,16 @@ def results_through(trainer: Trainer | None, record: Callable[..., None]) -> Ite
 
 @contextmanager
 def intercept_results(trainer: Trainer | None, record: Callable[..., None]) -> Iterator[None]:
-    """While entered, what `LightningModule.log` would put among the Trainer's results goes to a function.
+    """While entered, pass values that `LightningModule.log` would add to the Trainer's results to a function instead.
 
     Args:
         trainer: The Trainer; ``None`` if the module has none.
-        record: Gets the name, the value and the other arguments of the call, by name.
+        record: Receives the name, the value and the other arguments of the call, by keyword.
 
     Touches:
         `Trainer._results`, and the signature of its `log`.
     Without:
-        A method that was taken before the step (`Head(log=self.log)`) would log on the last stage alone.
+        A reference to the method from before the step (`Head(log=self.log)`) would log only on the last stage.
     """
 
     def instead(_: Callable[..., None], name: str, value: Any, *, sync_dist_fn: Any, **arguments: Any) -> None:
@@ -217,15 +217,14 @@ def intercept_results(trainer: Trainer | None, record: Callable[..., None]) -> I
 
 
 def keep_results_in_place() -> AbstractContextManager[None]:
-    """While entered, let `self.log` move what was logged before to the device of what is logged only if it must.
+    """While entered, make `self.log` move a result to the device of the logged value only if it is on another device.
 
-    Lightning moves it at every call, and copies all that belongs to it on the way, which takes as long as the rest of
-    the call.
+    Lightning moves the result at every call and copies all its attributes, which takes as long as the rest of the call.
 
     Touches:
-        `_ResultMetric.to`, which is replaced for all.
+        `_ResultMetric.to`, which is replaced for all results.
     Without:
-        Each log of a step would take twice the time.
+        Each log call of a step would take twice as long.
     """
     original = _ResultMetric.to
 
@@ -248,14 +247,14 @@ _NUMBERS = ("value", "cumulated_batch_size")
 
 
 def result_collection(loop: Any) -> dict[str, Any]:
-    """What was logged in a loop since its epoch began: Lightning's entries, by hook and name.
+    """Return the values that a loop has logged since its epoch began: Lightning's entries, by hook and name.
 
     Args:
         loop: The epoch loop of training, or an evaluation loop.
 
     Touches: ``_TrainingEpochLoop._results``, ``_EvaluationLoop._results``.
 
-    Without: metrics that Lightning resets before it uses them again are written to checkpoints as they were.
+    Without: Checkpoints would contain states of metrics that Lightning resets before their next use.
     """
     results: dict[str, Any] = loop._results
     return results
@@ -265,21 +264,23 @@ def result_collection(loop: Any) -> dict[str, Any]:
 def before_log_reductions(
     trainer: Trainer, at_once: Callable[[str], None], at_epoch_end: Callable[[list[str]], None]
 ) -> Iterator[None]:
-    """While entered, call functions before replicas reduce what was logged, in training and evaluation.
+    """While entered, call functions before replicas reduce logged values, in training and evaluation.
 
-    A key is a hook and a name, such as ``"training_step.loss"``. Every rank calls at the same point of its program:
-    when it logs, or when an epoch ends. Progress bars read values, and so have them reduced, on rank 0 first.
+    A key consists of a hook and a name, such as ``"training_step.loss"``. Every rank makes the calls at the same point
+    of its program: when it logs a value, or when an epoch ends. The reduction itself happens when a value is read; the
+    progress bar on rank 0 is the first to read it.
 
     Args:
         trainer: The Trainer.
-        at_once: Gets the key of a value that is reduced when it is logged, or that a hook outside of batches logs.
-        at_epoch_end: Gets the keys of what batches of an epoch have logged and its end reduces, in order.
+        at_once: Receives the key of a value that is reduced when it is logged, or that a hook outside of batches logs.
+        at_epoch_end: Receives the keys of the values that batches have logged and the end of the epoch reduces, in
+            order.
 
     Touches: ``_ResultCollection.update_metrics`` (replaced for all), ``_LoggerConnector`` (``epoch_end_reached``,
         replaced on one object; ``_first_loop_iter``), ``Trainer._results``, ``_ResultMetric`` (``meta``, ``is_tensor``,
         ``has_reset``), ``_Metadata`` (``on_step``, ``on_epoch``), ``_Sync`` (``should``, ``rank_zero_only``).
 
-    Without: replicas that log different keys wait for each other, or mix values.
+    Without: Replicas that log different keys would wait for each other, or mix values.
     """
     connector, update = trainer._logger_connector, _ResultCollection.update_metrics
 
@@ -308,16 +309,16 @@ def _is_reduced(entry: _ResultMetric) -> bool:
 
 
 def result_states(trainer: Trainer) -> dict[str, dict[str, Any]]:
-    """The running means and other reductions of what was logged in this training epoch.
+    """Return the running means and other reductions of values that were logged in this training epoch.
 
     Returns:
-        For each entry of :func:`result_collection` tensors on the host and plain values, but nothing for those that are
-        reduced over a process group of the user's.
+        For each entry of :func:`result_collection`, tensors on the host and plain values. Entries that are reduced over
+        a process group of the user are omitted.
 
     Touches: ``_ResultMetric`` (``meta``, ``is_tensor``, ``has_reset``, ``_forward_cache``), ``_Metadata`` (all fields),
         ``_Sync`` (``should``, ``group``, ``rank_zero_only``).
 
-    Without: means of a resumed epoch are those of its second part.
+    Without: In a resumed epoch, means would cover only the part after the resume.
     """
     states = {}
     for key, entry in result_collection(trainer.fit_loop.epoch_loop).items():
@@ -342,12 +343,12 @@ def load_result_states(trainer: Trainer, states: Mapping[str, Mapping[str, Any]]
 
     Args:
         trainer: The Trainer, before training continues.
-        states: Of the same module; its tensors are on the device of this process.
+        states: The states from a run of the same module, with tensors on the device of this process.
 
     Touches: ``_TrainingEpochLoop._results`` (replaced), ``_ResultCollection`` (a subclass), ``_ResultMetric``,
         ``_Metadata``, ``_Sync`` (made, with all their fields).
 
-    Without: means of a resumed epoch are those of its second part.
+    Without: In a resumed epoch, means would cover only the part after the resume.
     """
     entries = {key: _result_metric(trainer, state) for key, state in states.items()}
     loop = trainer.fit_loop.epoch_loop
@@ -372,11 +373,12 @@ def _result_metric(trainer: Trainer, state: Mapping[str, Any]) -> _ResultMetric:
 
 
 class _ResumedResults(_ResultCollection):
-    """Lightning's results, some of them of the run that wrote a checkpoint.
+    """Lightning's results, with entries from the run that saved the checkpoint.
 
-    Lightning refuses two calls of `self.log` with one key and other arguments. The first call after a resume may have
-    others than the one before the checkpoint: another layout has nothing to synchronise or writes `max` for
-    `torch.max`, and the user may have changed the program. From that call on a value is logged as it says.
+    Lightning raises an error if `self.log` is called twice with the same key and other arguments. The first call after
+    a resume may have other arguments than earlier calls: another layout may have nothing to synchronize or may use
+    `max` for `torch.max`, and the user may have changed the program. Therefore, the arguments of the first call after
+    the resume replace the saved arguments.
     """
 
     def __init__(self, results: _ResultCollection) -> None:
@@ -386,13 +388,13 @@ class _ResumedResults(_ResultCollection):
         self._not_logged_yet: set[str] = set()
 
     def resume(self, entries: Mapping[str, _ResultMetric]) -> None:
-        """Take entries over."""
+        """Add entries from the run that saved the checkpoint."""
         self.update(entries)
         self._not_logged_yet.update(entries)
 
     def log(self, fx: str, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        """Log a value, in the way of the first call."""
-        key = f"{fx}.{name}"  # training has no number of the loader behind it
+        """Log a value with the arguments of the first call after the resume."""
+        key = f"{fx}.{name}"  # in training, Lightning does not append the number of the loader
         if key in self._not_logged_yet:
             self._not_logged_yet.remove(key)
             requested = _RequestedResults(self.training)
@@ -402,32 +404,32 @@ class _ResumedResults(_ResultCollection):
 
 
 class _RequestedResults(_ResultCollection):
-    """How values are logged, without the values."""
+    """Results that contain only the arguments of log calls, without values."""
 
     def update_metrics(self, key: str, value: Any, batch_size: int) -> None:
-        """Nothing to add up."""
+        """Do nothing."""
 
 
 def noted_metrics(trainer: Trainer) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """The values that callbacks, loggers and progress bars have been given, without the newest.
+    """Return the values that callbacks, loggers and progress bars have received, without the newest values.
 
-    The public properties of the Trainer note the newest first, which may synchronise ranks.
+    The public properties of the Trainer first add the newest values, which may synchronize ranks.
 
-    Touches: ``Trainer._logger_connector``, and of it ``_callback_metrics``, ``_logged_metrics``,
+    Touches: ``Trainer._logger_connector`` with its ``_callback_metrics``, ``_logged_metrics``,
         ``_progress_bar_metrics``.
 
-    Without: callbacks and plateau schedulers of a resumed run miss values that were logged before the checkpoint.
+    Without: Callbacks and plateau schedulers of a resumed run would lack values logged before the checkpoint.
     """
     connector = trainer._logger_connector
     return connector._callback_metrics, connector._logged_metrics, connector._progress_bar_metrics
 
 
 def set_num_logged_batches(trainer: Trainer, batches: int) -> None:
-    """Say how many batches of this epoch have been logged.
+    """Set the number of batches of this epoch that have been logged.
 
     Touches: ``_LoggerConnector._first_loop_iter``.
 
-    Without: the first batch after a resume is taken for the first one of its epoch, which resets what was logged.
+    Without: Lightning would treat the first batch after a resume as the first of its epoch, and reset logged values.
     """
     trainer._logger_connector._first_loop_iter = None if batches == 0 else batches == 1
 
@@ -436,15 +438,15 @@ def set_num_logged_batches(trainer: Trainer, batches: int) -> None:
 
 
 def set_use_distributed_sampler(trainer: Trainer, use: bool) -> bool:
-    """Say whether Lightning puts samplers of its own into loaders.
+    """Set if Lightning adds its own samplers to loaders.
 
     Returns:
-        What was said before: at first, the argument of the Trainer.
+        The setting before; at first, the argument of the Trainer.
 
     Touches:
         `Trainer._accelerator_connector`
     Without:
-        Lightning would divide the samples over all ranks, in an order of its own, after they have been divided here.
+        Lightning would split the samples over all ranks in its own order, after this package has split them.
     """
     connector = trainer._accelerator_connector
     before, connector.use_distributed_sampler = connector.use_distributed_sampler, use
@@ -452,12 +454,12 @@ def set_use_distributed_sampler(trainer: Trainer, use: bool) -> bool:
 
 
 def warn_of_few_workers(loader: DataLoader[Any], trainer: Trainer) -> None:
-    """Print the warning of Lightning about a loader with few workers.
+    """Print Lightning's warning about a loader with few workers.
 
     Touches:
         `_worker_check`, `RunningStage.dataloader_prefix`
     Without:
-        Users would get no such warning for loaders that the strategy wraps.
+        This warning would not be printed for loaders that the strategy wraps.
     """
     stage = trainer.state.stage
     assert stage is not None, "loaders must be prepared for a stage of the Trainer"
@@ -465,74 +467,74 @@ def warn_of_few_workers(loader: DataLoader[Any], trainer: Trainer) -> None:
 
 
 def unwrap_batch_sampler(sampler: Any) -> Any:
-    """A loader's batch sampler without what Lightning puts around it for predictions; ``None`` stays ``None``.
+    """Return a loader's batch sampler without Lightning's wrapper for predictions; ``None`` if the sampler is ``None``.
 
     Touches:
         `_IndexBatchSamplerWrapper`, `_IndexBatchSamplerWrapper._batch_sampler`
     Without:
-        The samples of a loader could not be divided over replicas in `Trainer.predict`.
+        The samples of a loader could not be split over replicas in `Trainer.predict`.
     """
     return sampler._batch_sampler if isinstance(sampler, _IndexBatchSamplerWrapper) else sampler
 
 
 def rewrap_batch_sampler(sampler: Any, former: Any) -> Any:
-    """A batch sampler with around it what Lightning had around the former one.
+    """Return a batch sampler, with Lightning's wrapper for predictions if the former sampler had this wrapper.
 
     Touches:
         `_IndexBatchSamplerWrapper`
     Without:
-        A `BasePredictionWriter` would not learn which samples a batch has.
+        A `BasePredictionWriter` would not receive the indices of the samples in a batch.
     """
     return _IndexBatchSamplerWrapper(sampler) if isinstance(former, _IndexBatchSamplerWrapper) else sampler
 
 
 def recorded_batch_indices(loader: Any) -> list[list[int]] | None:
-    """The samples of each batch so far, where Lightning records them; ``None`` where it does not.
+    """Return the indices of the samples in each batch so far; ``None`` if Lightning does not record them.
 
     Touches:
         `_IndexBatchSamplerWrapper`
     Without:
-        As for :func:`set_recorded_batch_indices`.
+        The same as without :func:`set_recorded_batch_indices`.
     """
     sampler = getattr(loader, "batch_sampler", None)
     return sampler.seen_batch_indices if isinstance(sampler, _IndexBatchSamplerWrapper) else None
 
 
 def set_recorded_batch_indices(loader: DataLoader[Any], indices: list[list[int]]) -> None:
-    """Set the list that :func:`recorded_batch_indices` gives, if Lightning has one.
+    """Set the list that :func:`recorded_batch_indices` returns, if Lightning records indices.
 
     Touches:
         `_IndexBatchSamplerWrapper`
     Without:
-        On ranks that receive their batches, a `BasePredictionWriter` would not learn which samples a batch has.
+        On ranks that receive their batches, a `BasePredictionWriter` would not get the indices of samples in a batch.
     """
     if isinstance(sampler := getattr(loader, "batch_sampler", None), _IndexBatchSamplerWrapper):
         sampler.seen_batch_indices = indices
 
 
 def combined_loader(loop: Any) -> CombinedLoader | None:
-    """The loaders of a loop, as Lightning has combined and prepared them; ``None`` if it has not asked for them yet.
+    """Return the combined and prepared loaders of a loop; ``None`` if the loop has not requested its loaders yet.
 
     Args:
         loop: The fit loop, or an evaluation loop.
 
     Touches: ``_FitLoop._combined_loader``, ``_EvaluationLoop._combined_loader``.
 
-    Without: no loader can be resumed in the middle of an epoch.
+    Without: No loader could be resumed in the middle of an epoch.
     """
     found: CombinedLoader | None = loop._combined_loader
     return found
 
 
 def end_loaders(loaders: CombinedLoader) -> None:
-    """End the workers of loaders and what they iterate; their length stays known, for which Lightning asks at the end.
+    """End the workers and iterators of loaders, but keep their lengths, which Lightning reads later.
 
     Args:
-        loaders: From :func:`combined_loader`.
+        loaders: The result of :func:`combined_loader`.
 
     Touches: ``CombinedLoader._iterator``.
 
-    Without: an exception between here and the next epoch is hidden by another one, about a loader without an iterator.
+    Without: An exception before the next epoch would be hidden by an exception about a loader without an iterator.
     """
     iterator = loaders._iterator
     loaders.reset()
@@ -540,110 +542,111 @@ def end_loaders(loaders: CombinedLoader) -> None:
 
 
 def discard_loaders(loop: Any) -> None:
-    """Let a loop ask for its loaders anew.
+    """Make a loop request its loaders again.
 
-    Touches: as :func:`combined_loader`.
+    Touches: The same as :func:`combined_loader`.
 
-    Without: validation loaders of a resumed run are made earlier than those of the uninterrupted one, and shuffle with
+    Without: A resumed run would create its validation loaders earlier than the uninterrupted run, and shuffle with
         other random numbers.
     """
     loop._combined_loader = None
 
 
 def reload_epochs(trainer: Trainer) -> list[float]:
-    """The epochs in which training and validation loaders were made last.
+    """Return the epochs in which the training and the validation loaders were created last.
 
     Touches: ``_FitLoop._last_train_dl_reload_epoch``, ``_EvaluationLoop._last_val_dl_reload_epoch``.
 
-    Without: with ``reload_dataloaders_every_n_epochs`` a resumed run asks for loaders in other epochs.
+    Without: With ``reload_dataloaders_every_n_epochs``, a resumed run would request loaders in other epochs.
     """
     fit_loop = trainer.fit_loop
     return [fit_loop._last_train_dl_reload_epoch, fit_loop.epoch_loop.val_loop._last_val_dl_reload_epoch]
 
 
 def set_reload_epochs(trainer: Trainer, epochs: Iterable[float]) -> None:
-    """Put back what :func:`reload_epochs` gave.
+    """Restore the epochs that :func:`reload_epochs` returned.
 
-    Touches: as there.
+    Touches: The same as :func:`reload_epochs`.
 
-    Without: as there.
+    Without: The same as without :func:`reload_epochs`.
     """
     fit_loop = trainer.fit_loop
     fit_loop._last_train_dl_reload_epoch, fit_loop.epoch_loop.val_loop._last_val_dl_reload_epoch = epochs
 
 
 def data_fetcher(trainer: Trainer) -> Any:
-    """What takes batches from the training loaders, perhaps one ahead; ``None`` before and after a fit.
+    """Return the object that fetches training batches, perhaps one batch ahead; ``None`` before and after a fit.
 
     Touches: ``_FitLoop._data_fetcher``.
 
-    Without: no loader can be resumed in the middle of an epoch.
+    Without: No loader could be resumed in the middle of an epoch.
     """
     return trainer.fit_loop._data_fetcher
 
 
 def start_fetching(fetcher: Any) -> None:
-    """Make new iterators, without fetching a batch ahead.
+    """Create new iterators, without fetching a batch ahead.
 
     Touches: ``_DataFetcher.__iter__``.
 
-    Without: a loader without a length gives a batch while its iterator is still being brought to its place.
+    Without: A loader without a length would return a batch before its iterator has reached the saved position.
     """
     _DataFetcher.__iter__(fetcher)
 
 
 def fetch_ahead(fetcher: Any) -> None:
-    """Fetch the batch that is fetched ahead.
+    """Fetch the batch that Lightning fetches ahead.
 
     Raises:
-        StopIteration: If there is none.
+        StopIteration: If there are no more batches.
 
     Touches: ``_DataFetcher.__next__``, ``_PrefetchDataFetcher.batches``.
 
-    Without: a loader without a length loses a batch at a resume, and its end is noticed too late.
+    Without: After a resume, a loader without a length would lose a batch, and its end would be detected too late.
     """
     fetcher.batches.append(_DataFetcher.__next__(fetcher))
 
 
 def batch_iterator(combined: CombinedLoader) -> Any:
-    """The iterator of one of Lightning's modes of combination, with ``iterators``; ``None`` if there is none yet.
+    """Return the iterator over combined loaders, with an attribute ``iterators``; ``None`` if it does not exist yet.
 
     Touches: ``CombinedLoader._iterator``.
 
-    Without: no loader can be resumed in the middle of an epoch.
+    Without: No loader could be resumed in the middle of an epoch.
     """
     return combined._iterator
 
 
 def num_fetched(iterator: Any) -> int:
-    """How many batches of this epoch a :func:`batch_iterator` has given.
+    """Return the number of batches in this epoch that a :func:`batch_iterator` has returned.
 
     Touches: ``_ModeIterator._idx``.
 
-    Without: a checkpoint does not know how many batches were fetched but not trained with.
+    Without: It would be unknown how many batches a run had fetched, but not trained on, when a checkpoint was saved.
     """
     number: int = iterator._idx
     return number
 
 
 def begun_anew(iterator: Any) -> list[bool] | None:
-    """For each loader of a :func:`batch_iterator` whether it began anew at its end; ``None`` if loaders never do.
+    """Return a flag for each loader of a :func:`batch_iterator`, which is True if the loader has started again.
 
-    The list itself: changes of it are changes of the iterator.
+    Loaders that end before the longest loader start again. The list belongs to the iterator, so changes to the list
+    change the iterator. The result is ``None`` if loaders never start again.
 
     Touches: ``_MaxSizeCycle._consumed``.
 
-    Without: a resumed epoch over a longer and a shorter loader does not end when the longer one does.
+    Without: A resumed epoch over loaders of different lengths would not end with the longest loader.
     """
     return getattr(iterator, "_consumed", None)
 
 
 def set_sampler_epoch(loader: object, epoch: int) -> None:
-    """Tell the samplers of a loader the number of the epoch, as the fit loop does.
+    """Set the epoch of a loader's samplers, as the fit loop does.
 
     Touches: ``lightning.fabric.utilities.data._set_sampler_epoch``.
 
-    Without: a resumed epoch has the order of the first one, with samplers that shuffle by epoch.
+    Without: Samplers that shuffle by epoch would use the order of the first epoch in a resumed epoch.
     """
     _set_sampler_epoch(loader, epoch)
 
@@ -652,21 +655,21 @@ def set_sampler_epoch(loader: object, epoch: int) -> None:
 
 
 def replace_closure(trainer: Trainer, closure: Callable[..., Closure] = Closure) -> None:
-    """Have automatic optimization call another closure; Lightning's own ``Closure`` puts its loop back.
+    """Make automatic optimization use another closure; Lightning's own ``Closure`` restores Lightning's loop.
 
-    Lightning zeroes gradients between step and backward, which would wipe what a schedule of both has computed. And
-    with several processes it refuses a step that returns ``None``.
+    Lightning zeroes gradients between step and backward, which would delete the gradients that a schedule has computed.
+    In addition, Lightning raises an error for a step that returns ``None`` if there are several processes.
 
     Args:
         trainer: The Trainer.
-        closure: Takes what ``Closure`` takes, by name.
+        closure: Receives the arguments of ``Closure``, by keyword.
 
-    Touches: ``_TrainingEpochLoop.automatic_optimization`` (replaced; its progress, which checkpoints know, stays),
+    Touches: ``_TrainingEpochLoop.automatic_optimization`` (replaced, with the same progress, which is in checkpoints),
         ``_AutomaticOptimization`` (a subclass), ``_make_closure``, ``_make_step_fn``, ``_make_backward_fn``,
         ``_make_zero_grad_fn``, ``_skip_backward``, ``_training_step`` (replaced), ``output_result_cls``,
         ``lightning.pytorch.trainer.call._call_strategy_hook``.
 
-    Without: automatic optimization cannot train with a pipeline, nor skip a step with replicas.
+    Without: Automatic optimization could not train with a pipeline, or skip a step with replicas.
     """
     epoch_loop = trainer.fit_loop.epoch_loop
     former = epoch_loop.automatic_optimization
@@ -678,7 +681,7 @@ def replace_closure(trainer: Trainer, closure: Callable[..., Closure] = Closure)
 
 
 class _OptimizationBy(_AutomaticOptimization):
-    """Lightning's loop with another closure."""
+    """Lightning's optimization loop with another closure."""
 
     def __init__(self, trainer: Trainer, closure: Callable[..., Closure]) -> None:
         super().__init__(trainer)
@@ -698,21 +701,23 @@ class _OptimizationBy(_AutomaticOptimization):
 
 
 def is_about_several_optimizers(error: Exception) -> bool:
-    """Whether Lightning refuses several optimizers: it advises manual optimization, which is not always possible.
+    """Return True if the error is Lightning's error about several optimizers.
 
-    Touches: the text of ``lightning.pytorch.core.optimizer._validate_multiple_optimizers_support``.
+    Lightning's error suggests manual optimization, which this package does not support with every layout.
 
-    Without: users are sent from one refusal to the next.
+    Touches: The text of ``lightning.pytorch.core.optimizer._validate_multiple_optimizers_support``.
+
+    Without: Users would follow the suggestion, and get another error.
     """
     return isinstance(error, RuntimeError) and "multiple optimizers" in str(error)
 
 
 def move_optimizer_states(optimizers: Iterable[Optimizer], device: torch.device) -> None:
-    """Move the states of optimizers, all but the step counts that torch wants on the host.
+    """Move the states of optimizers to a device, except step counts that torch requires on the host.
 
     Touches: ``lightning.fabric.utilities.optimizer._optimizers_to_device``.
 
-    Without: optimizers whose states were loaded on the host fail at the first step on a device.
+    Without: Optimizers whose states were loaded on the host would fail at their first step on a device.
     """
     _optimizers_to_device(optimizers, device)
 
@@ -721,36 +726,36 @@ def move_optimizer_states(optimizers: Iterable[Optimizer], device: torch.device)
 
 
 def attached_trainer(module: nn.Module) -> Trainer | None:
-    """The Trainer of a module, if it has one; the property `trainer` raises where there is none.
+    """Return the Trainer of a module; ``None`` if it has no Trainer, for which the property `trainer` raises an error.
 
     Touches:
         `LightningModule._trainer`
     Without:
-        Modules without a Trainer could not be run by the dry run.
+        The dry run could not run modules without a Trainer.
     """
     return getattr(module, "_trainer", None)
 
 
 @functools.cache
 def lightning_attributes() -> frozenset[str]:
-    """The names of the attributes that every module has from Lightning.
+    """Return the names of the attributes that Lightning adds to every module.
 
     Touches:
         The attributes of a `LightningModule`; `_log_hyperparams`, `_hparams`, `_hparams_initial` and `_hparams_name`,
         which `save_hyperparameters` sets.
     Without:
-        Lightning's own state would be taken for results that the user's steps store, and be synchronised.
+        Lightning's own attributes would be treated as results of the user's steps, and be synchronized.
     """
     return frozenset([*vars(LightningModule()), "_log_hyperparams", "_hparams", "_hparams_initial", "_hparams_name"])
 
 
 def replace_callback_log(trainer: Trainer, log: Callable[..., None]) -> AbstractContextManager[None]:
-    """While entered, the Trainer's callbacks log through this function.
+    """While entered, make the Trainer's callbacks log through a function.
 
     Touches:
         The attribute `log` of callbacks, which Lightning sets to the module's method.
     Without:
-        What callbacks log in hooks would differ between the stages.
+        Values that callbacks log in hooks would differ between the stages.
     """
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     return replaced_entries([(vars(callback), {"log": log}) for callback in callbacks])
@@ -759,7 +764,7 @@ def replace_callback_log(trainer: Trainer, log: Callable[..., None]) -> Abstract
 def wrap_before_batch_transfer(
     module: LightningModule, context: Callable[[], AbstractContextManager[None]]
 ) -> AbstractContextManager[None]:
-    """While entered, the hook `on_before_batch_transfer`, which no method of a strategy surrounds, runs in a context.
+    """While entered, run the hook `on_before_batch_transfer` in a context; no method of a strategy wraps this hook.
 
     Touches:
         `LightningModule._on_before_batch_transfer`
@@ -777,36 +782,36 @@ def wrap_before_batch_transfer(
 
 
 def set_device_mesh(module: LightningModule, mesh: DeviceMesh | None) -> None:
-    """Say what ``module.device_mesh`` is, which has no public setter.
+    """Set ``module.device_mesh``, which has no public setter.
 
     Touches: ``LightningModule._device_mesh``.
 
-    Without: `configure_model` cannot use the mesh.
+    Without: `configure_model` could not use the mesh.
     """
     module._device_mesh = mesh
 
 
 def without_example_input(module: LightningModule) -> AbstractContextManager[None]:
-    """While entered, a module has no example that was assigned to it; one of its class stays.
+    """While entered, remove the example input that was assigned to a module; an example input of its class stays.
 
     Touches: ``LightningModule._example_input_array``.
 
-    Without: `ModelSummary` runs a module of which this rank has some layers only.
+    Without: `ModelSummary` would run the module, of which this rank has only some layers.
     """
     return replaced_entries([(vars(module), {"_example_input_array": None})])
 
 
 def choose_checkpoint(trainer: Trainer, choose: Callable[[Any], Any]) -> AbstractContextManager[None]:
-    """Replace, while entered, the checkpoint from which a run resumes: the path found for ``ckpt_path``, or none.
+    """While entered, replace the checkpoint from which a run resumes: the path found for ``ckpt_path``, or ``None``.
 
     Args:
         trainer: The Trainer.
-        choose: Receives the path that was found, or ``None``, and returns the path to use; called once in each run,
+        choose: Receives the path that was found, or ``None``, and returns the path to use. Called once in each run,
             when the process groups exist.
 
     Touches: ``Trainer._checkpoint_connector`` and its ``resume_start`` (replaced on one object).
 
-    Without: if a node finds no last checkpoint on its disk, its ranks start from the beginning while the others resume.
+    Without: If a node had no last checkpoint on its disk, its ranks would start from the beginning, but others resume.
     """
     connector = trainer._checkpoint_connector
 
@@ -817,18 +822,19 @@ def choose_checkpoint(trainer: Trainer, choose: Callable[[Any], Any]) -> Abstrac
 
 
 def find_last_remotely(dated: Callable[[str], str | None]) -> AbstractContextManager[None]:
-    """While entered, ``ckpt_path="last"`` finds checkpoints that are not on a disk.
+    """While entered, make ``ckpt_path="last"`` find checkpoints on remote file systems.
 
-    Lightning lists them without their protocol, and then looks on the disk. It takes the one that was changed last, and
-    a folder of an object store has no time.
+    Lightning lists remote paths without their protocol, so it then looks for them on the disk. In addition, it chooses
+    the checkpoint by its modification time, which folders of object stores do not have.
 
     Args:
-        dated: For where a checkpoint may be, the place with its time; ``None`` if there is no complete one.
+        dated: Receives the path of a possible checkpoint, and returns its path with its time; ``None`` if there is no
+            complete checkpoint.
 
-    Touches: ``ModelCheckpoint._find_last_checkpoints`` (replaced in the class, as the Trainer calls it before anything
-        of a strategy), ``ModelCheckpoint.__resolve_ckpt_dir``, ``ModelCheckpoint._fs``.
+    Touches: ``ModelCheckpoint._find_last_checkpoints`` (replaced in the class, because the Trainer calls it before any
+        method of a strategy), ``ModelCheckpoint.__resolve_ckpt_dir``, ``ModelCheckpoint._fs``.
 
-    Without: a run with such a folder begins anew, each time.
+    Without: A run with a remote folder would start from the beginning each time.
     """
     original = ModelCheckpoint._find_last_checkpoints
 
@@ -845,12 +851,12 @@ def find_last_remotely(dated: Callable[[str], str | None]) -> AbstractContextMan
 
 
 def note_saved_step(callback: ModelCheckpoint, step: int) -> None:
-    """Tell a callback that saves every so many steps that the checkpoint of this step is there.
+    """Tell a callback that saves every n steps that the checkpoint of the current step exists.
 
     Touches: ``ModelCheckpoint._every_n_train_steps``, ``ModelCheckpoint._last_global_step_saved``.
 
-    Without: the first batch after a resume, which may be between two optimizer steps, replaces the checkpoint of the
-        step before it.
+    Without: The first batch after a resume, which may be between two optimizer steps, would overwrite the checkpoint of
+        the step before it.
     """
     every = callback._every_n_train_steps
     if every >= 1 and step % every == 0:
@@ -858,21 +864,21 @@ def note_saved_step(callback: ModelCheckpoint, step: int) -> None:
 
 
 def throughputs(callback: ThroughputMonitor) -> Iterator[Throughput]:
-    """What a monitor counts with, for each stage of the Trainer.
+    """Yield the throughput counters of a monitor, one for each stage of the Trainer such as training.
 
     Touches: ``ThroughputMonitor._throughputs``.
 
-    Without: samples that ranks of one model group share are counted once for each of them.
+    Without: The samples of a model group would be counted once for each of its ranks.
     """
     yield from callback._throughputs.values()
 
 
 def is_wrapping_io(plugin: CheckpointIO) -> TypeGuard[_WrappingCheckpointIO]:
-    """Whether a plugin writes through another one, its ``checkpoint_io``, as `AsyncCheckpointIO` does.
+    """Return True if a plugin writes through another plugin, its ``checkpoint_io``, as `AsyncCheckpointIO` does.
 
     Touches: ``_WrappingCheckpointIO``.
 
-    Without: files written by such a plugin are not replaced at one moment.
+    Without: Files written by this plugin would not be replaced atomically.
     """
     return isinstance(plugin, _WrappingCheckpointIO)
 
@@ -881,18 +887,18 @@ def is_wrapping_io(plugin: CheckpointIO) -> TypeGuard[_WrappingCheckpointIO]:
 
 
 def forward_value(metric: Metric) -> Any:
-    """What the metric's `forward` returned last, which Lightning logs by step; ``None`` before.
+    """Return the last result of the metric's `forward`, which Lightning logs for each step; ``None`` before.
 
     Touches:
         `Metric._forward_cache`
     Without:
-        A metric that is logged with ``on_step=True`` would have no value of the batch.
+        A metric that is logged with ``on_step=True`` would have no value for the batch.
     """
     return metric._forward_cache
 
 
 def set_forward_value(metric: Metric, value: Any) -> None:
-    """Let this be what the metric's `forward` returned last.
+    """Set the last result of the metric's `forward`.
 
     Touches:
         `Metric._forward_cache`
@@ -903,14 +909,14 @@ def set_forward_value(metric: Metric, value: Any) -> None:
 
 
 def batch_metric(metric: Metric) -> Metric:
-    """An empty copy that computes what `forward` would: its `compute` synchronises where the metric's `forward` does.
+    """Return an empty copy of a metric whose `compute` synchronizes as `forward` does: only with `dist_sync_on_step`.
 
     Touches:
-        `Metric._to_sync`, which torchmetrics derives from `sync_on_compute` when a metric is made, and reads.
+        `Metric._to_sync`, which torchmetrics reads, and sets to `sync_on_compute` when a metric is created.
     Without:
-        A value by step would be that of all replicas, with a collective that not all of them call.
+        The value of a step would be the value of all replicas, and would need a collective that not all of them call.
     """
-    # A window's value of a batch is that of its metric; the window itself may be shorter than a batch.
+    # For a running window, the value of a batch is the value of the inner metric; a window can be shorter than a batch.
     copied = copy.deepcopy(metric.base_metric if isinstance(metric, Running) else metric)
     copied.sync_on_compute = copied._to_sync = metric.dist_sync_on_step
     copied.reset()
@@ -918,26 +924,26 @@ def batch_metric(metric: Metric) -> Metric:
 
 
 def update_arguments(metric: Metric, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Those named arguments of a `forward` that the metric's `update` takes.
+    """Return the keyword arguments of a `forward` call that the metric's `update` accepts.
 
     Touches:
         `Metric._filter_kwargs`
     Without:
-        Metrics of a collection, which are all given the same arguments, would refuse those of the others.
+        Metrics of a collection all receive the same arguments, and would raise errors for arguments of other metrics.
     """
     return metric._filter_kwargs(**kwargs)
 
 
 def sync_metrics_over(group: GroupRef) -> AbstractContextManager[None]:
-    """While entered, every metric of this process that names no group of its own synchronizes over a group.
+    """While entered, synchronize every metric of this process that has no process group over a group.
 
     Args:
-        group: The ranks. Once they are gone, torchmetrics' own choice counts, which is WORLD.
+        group: The ranks. After the group was destroyed, metrics use torchmetrics' default, which is WORLD.
 
     Touches:
         `Metric.sync`, which is replaced for all metrics.
     Without:
-        Each sample would count once for every stage, in metrics of callbacks and those that hooks make too.
+        Each sample would count once per stage, also in metrics of callbacks and in metrics that hooks create.
     """
     original = Metric.sync
 
@@ -950,12 +956,12 @@ def sync_metrics_over(group: GroupRef) -> AbstractContextManager[None]:
 
 
 def set_update_count(metric: Metric, count: int) -> None:
-    """Say how often a metric was updated, for which ``Metric.update_count`` has no setter.
+    """Set the update count of a metric; ``Metric.update_count`` has no setter.
 
     Touches: ``Metric._update_count``.
 
-    Without: metrics of a resumed run warn that they were computed before they were updated, and means of their values
-        have wrong weights.
+    Without: Metrics of a resumed run would warn that they were computed before they were updated, and means of their
+        values would have wrong weights.
     """
     metric._update_count = count
 
@@ -974,19 +980,19 @@ class _InPlaceLauncher(_Launcher):
         return _call_in(self._around, function, *args, **kwargs)
 
     def kill(self, signum: Any) -> None:
-        """Do nothing: no processes were started."""
+        """Do nothing, because no processes were started."""
 
 
 def in_place_launcher(around: Callable[[], AbstractContextManager[None]]) -> _Launcher:
-    """Return the launcher that starts no processes, and calls functions of the Trainer in this one.
+    """Return a launcher that starts no processes, and calls functions of the Trainer in this process.
 
     Args:
-        around: Makes a context, which is entered around each of them: a whole run, from before its checkpoint is chosen
-            until all is over.
+        around: Returns a context for each function. A function is a whole run, from before its checkpoint is chosen
+            until its end.
 
     Touches: ``lightning.pytorch.strategies.launchers.launcher._Launcher``.
 
-    Without: what a run changes before anything of a strategy is called stays changed after it.
+    Without: Changes that a run makes before it calls the strategy could not be undone after the run.
     """
     return _InPlaceLauncher(around)
 
@@ -1004,7 +1010,7 @@ class _ScriptLauncher(_SubprocessScriptLauncher):
             return super().launch(function, *args, trainer=trainer, **kwargs)
 
     def _call_children_scripts(self) -> None:
-        """Start the processes, which inherit the environment of this one."""
+        """Start the processes, which inherit the environment of this process."""
         before = {name: os.environ.get(name) for name in self._variables}
         os.environ.update(self._variables)
         try:
@@ -1021,18 +1027,18 @@ def subprocess_launcher(
     variables: Mapping[str, str],
     around: Callable[[], AbstractContextManager[None]],
 ) -> _SubprocessScriptLauncher:
-    """Return the launcher that starts the other processes of this node by running the user's script in each of them.
+    """Return a launcher that starts the other processes of this node by running the user's script in each of them.
 
     Args:
-        environment: The cluster.
-        num_processes: On this node.
+        environment: The cluster environment.
+        num_processes: The number of processes on this node.
         num_nodes: The number of nodes.
-        variables: Environment variables of these processes, which this one does not keep.
-        around: The argument of :func:`in_place_launcher`.
+        variables: Environment variables of the other processes, which this process does not keep.
+        around: See :func:`in_place_launcher`.
 
     Touches: ``lightning.pytorch.strategies.launchers._SubprocessScriptLauncher`` and its ``_call_children_scripts``.
 
-    Without: several processes have to be started from outside, as by `torchrun`.
+    Without: Users would have to start several processes with another program, such as `torchrun`.
     """
     return _ScriptLauncher(environment, num_processes, num_nodes, variables=variables, around=around)
 
@@ -1056,7 +1062,7 @@ class _WorkerLauncher(_MultiProcessingLauncher):
         return super().launch(in_worker, *args, trainer=trainer, **kwargs)
 
     def _collect_rank_zero_results(self, trainer: Trainer, results: Any) -> _WorkerOutput | None:
-        """Return what comes back; weights only if all of them are here."""
+        """Return the results of the worker; with weights only if this rank has all of them."""
         why = self._why(trainer.lightning_module)
         if why is None:
             return super()._collect_rank_zero_results(trainer, results)
@@ -1075,19 +1081,19 @@ def multiprocessing_launcher(
     why: Callable[[LightningModule], str | None],
     around: Callable[[], AbstractContextManager[None]],
 ) -> _MultiProcessingLauncher:
-    """Return the launcher that calls functions of the Trainer in worker processes, and brings back what they change.
+    """Return a launcher that calls functions of the Trainer in worker processes, and returns what they change.
 
     Args:
-        strategy: Whose processes are started.
+        strategy: The strategy whose processes are started.
         start_method: ``"fork"``, ``"spawn"`` or ``"forkserver"``.
-        check: Called with it and a device of the strategy before processes start.
-        why: Says why the weights of a module cannot come back; ``None`` if they can.
-        around: The argument of :func:`in_place_launcher`; it can be pickled.
+        check: Receives the start method and a device of the strategy, before processes start.
+        why: Returns the reason why the weights of a module cannot be returned; ``None`` if they can.
+        around: See :func:`in_place_launcher`; must support pickling.
 
     Touches: ``lightning.pytorch.strategies.launchers._MultiProcessingLauncher`` and its
-        ``_collect_rank_zero_results``, ``_start_method`` and ``_strategy``; ``_WorkerOutput`` beside it.
+        ``_collect_rank_zero_results``, ``_start_method`` and ``_strategy``; ``_WorkerOutput`` of the same module.
 
-    Without: a notebook trains on one device only, or in processes that `torchrun` has started.
+    Without: A notebook could train only on one device, or in processes that `torchrun` has started.
     """
     return _WorkerLauncher(strategy, start_method, check, why, around)
 
@@ -1100,11 +1106,11 @@ def _call_in(
 
 
 def is_interactive() -> bool:
-    """Return whether this process is a notebook or an interactive shell, whose script cannot be run again.
+    """Return True if this process is a notebook or an interactive shell, whose script cannot be run again.
 
-    Touches: ``lightning.fabric.utilities.imports._IS_INTERACTIVE``, which the Trainer asks when it refuses launchers.
+    Touches: ``lightning.fabric.utilities.imports._IS_INTERACTIVE``, which the Trainer reads to check launchers.
 
-    Without: `start_method` has to be given in a notebook.
+    Without: Users would have to set `start_method` in a notebook.
     """
     return bool(imports._IS_INTERACTIVE)
 
@@ -1117,18 +1123,18 @@ def connect_processes(
     device: torch.device | None,
     store: Store | None = None,
 ) -> None:
-    """Make the process group of all processes, as Lightning's strategies do: with its log and its end at exit.
+    """Create the process group of all processes as Lightning's strategies do: with a log line, and destroyed at exit.
 
     Args:
-        environment: The cluster, which knows the address and the ranks.
-        backend: Of the group.
-        timeout: Of the group.
-        device: That the group is bound to; ``None`` for no device.
-        store: Where the processes meet; ``None`` for the one that torch makes.
+        environment: The cluster environment, which knows the address and the ranks.
+        backend: The backend of the group.
+        timeout: The timeout of the group.
+        device: The device to which the group is bound; ``None`` for no device.
+        store: The store through which the processes connect; ``None`` for the store that torch creates.
 
     Touches: ``lightning.fabric.utilities.distributed._init_dist_connection``.
 
-    Without: there is no process group, unless the user makes one.
+    Without: There would be no process group, unless the user creates it.
     """
     _init_dist_connection(environment, backend, timeout=timeout, device_id=device, store=store)
 
@@ -1136,17 +1142,18 @@ def connect_processes(
 def replace_signal_handlers(
     trainer: Trainer, on_terminate: Callable[[int], None], on_requeue: Callable[[int], None]
 ) -> None:
-    """Do something else at SIGTERM, and where SLURM is about to requeue the job; for the runs to come.
+    """Replace the handlers of SIGTERM and of SLURM's signal before a requeue, for all later runs of the Trainer.
 
     Args:
         trainer: The Trainer.
-        on_terminate: Gets the number of the signal, in the handler.
-        on_requeue: Likewise; called only where Lightning would requeue.
+        on_terminate: Receives the number of the signal, in the handler.
+        on_requeue: Receives the number of the signal; called only if Lightning would requeue the job.
 
-    Touches: ``Trainer._signal_connector``, and of it ``_sigterm_notifier_fn`` and ``_slurm_sigusr_handler_fn``
+    Touches: ``Trainer._signal_connector``, and its ``_sigterm_notifier_fn`` and ``_slurm_sigusr_handler_fn``
         (replaced on one object, before it registers them).
 
-    Without: handlers run collectives wherever the other ranks are, which waits for ever inside of a step.
+    Without: Lightning's handlers would run collectives at any position of the program; inside a step, they would wait
+        forever.
     """
     handlers = vars(trainer._signal_connector)
     handlers["_sigterm_notifier_fn"] = lambda signum, _: on_terminate(signum)
@@ -1156,26 +1163,26 @@ def replace_signal_handlers(
 def restore_signal_handlers(trainer: Trainer) -> None:
     """Undo :func:`replace_signal_handlers`.
 
-    Touches: as there.
+    Touches: The same as :func:`replace_signal_handlers`.
 
-    Without: the next run, perhaps with another strategy, has no handlers.
+    Without: The next run, perhaps with another strategy, would have no handlers.
     """
     for name in ("_sigterm_notifier_fn", "_slurm_sigusr_handler_fn"):
         vars(trainer._signal_connector).pop(name, None)
 
 
 def set_received_sigterm(trainer: Trainer) -> None:
-    """Have the Trainer's loops stop as soon as they can: ``trainer.received_sigterm`` is true.
+    """Set ``trainer.received_sigterm``, so that the Trainer's loops stop as soon as possible.
 
     Touches: ``Trainer._signal_connector``.
 
-    Without: callbacks that ask for it, as after an exception, are told that there was none.
+    Without: Callbacks that read this attribute, for example after an exception, would find no SIGTERM.
     """
     trainer._signal_connector.received_sigterm = True
 
 
 def requeue(trainer: Trainer, signum: int) -> None:
-    """Save a checkpoint from which a requeued job goes on, and have SLURM requeue it; on every rank.
+    """Save a checkpoint from which the requeued job resumes, and make SLURM requeue the job; on every rank.
 
     Args:
         trainer: The Trainer.
@@ -1183,7 +1190,7 @@ def requeue(trainer: Trainer, signum: int) -> None:
 
     Touches: ``_SignalConnector._slurm_sigusr_handler_fn``.
 
-    Without: jobs are not requeued.
+    Without: Jobs would not be requeued.
     """
     connector = trainer._signal_connector
     handle: Callable[..., None] = type(connector)._slurm_sigusr_handler_fn
@@ -1191,11 +1198,11 @@ def requeue(trainer: Trainer, signum: int) -> None:
 
 
 def replace_sigterm_broadcast(trainer: Trainer, agree: Callable[[], None]) -> None:
-    """Let another function say before each batch of training whether all ranks stop; it raises if they do.
+    """Replace the function with which ranks agree before each training batch to stop; it raises an error if they stop.
 
     Touches: ``_TrainingEpochLoop._broadcast_sigterm_tensor`` (replaced on one object).
 
-    Without: only rank 0's SIGTERM counts, and each batch waits for the device.
+    Without: Only a SIGTERM of rank 0 would count, and each batch would wait for the device.
     """
     trainer.fit_loop.epoch_loop.__dict__["_broadcast_sigterm_tensor"] = agree
 
@@ -1203,47 +1210,47 @@ def replace_sigterm_broadcast(trainer: Trainer, agree: Callable[[], None]) -> No
 def restore_sigterm_broadcast(trainer: Trainer) -> None:
     """Undo :func:`replace_sigterm_broadcast`.
 
-    Touches: as there.
+    Touches: The same as :func:`replace_sigterm_broadcast`.
 
-    Without: the next run asks ranks of a former one.
+    Without: The next run would communicate with the ranks of this run.
     """
     trainer.fit_loop.epoch_loop.__dict__.pop("_broadcast_sigterm_tensor", None)
 
 
 def validation_interval(trainer: Trainer) -> float | None:
-    """Return the seconds between validations; ``None`` if batches are counted.
+    """Return the seconds between validations; ``None`` if the interval is a number of batches.
 
     Touches: ``Trainer._val_check_time_interval``.
 
-    Without: ranks validate when their own clocks say so, and wait for each other forever.
+    Without: Each rank would validate by its own clock, and ranks would wait for each other forever.
     """
     seconds: float | None = vars(trainer)["_val_check_time_interval"]
     return seconds
 
 
 def is_time_to_validate(trainer: Trainer, last: float) -> tuple[bool, float]:
-    """Return whether the time between validations has passed on this rank, and when the last validation was.
+    """Return True if the time between validations has passed on this rank; and the time of the last validation.
 
     Args:
         trainer: A Trainer with a :func:`validation_interval`.
-        last: What this function returned before; any number at first.
+        last: The time that this function returned before; any number at first.
 
     Touches: ``Trainer._last_val_time`` and ``Trainer._val_check_time_interval``.
 
-    Without: as of :func:`validation_interval`.
+    Without: The same as without :func:`validation_interval`.
     """
     found: float = vars(trainer)["_last_val_time"]
-    if math.isfinite(found):  # set by Lightning since
+    if math.isfinite(found):  # Lightning has set it since then
         last = found
     return time.monotonic() - last >= vars(trainer)["_val_check_time_interval"], last
 
 
 def set_time_to_validate(trainer: Trainer, *, is_due: bool) -> None:
-    """Have the Trainer validate after the next batch, or not.
+    """Make the Trainer validate after the next batch, or not.
 
     Touches: ``Trainer._last_val_time``.
 
-    Without: as of :func:`validation_interval`.
+    Without: The same as without :func:`validation_interval`.
     """
     vars(trainer)["_last_val_time"] = -math.inf if is_due else math.inf
 
@@ -1251,15 +1258,16 @@ def set_time_to_validate(trainer: Trainer, *, is_due: bool) -> None:
 def replace_after_closure(
     plugin: Precision, action: Callable[[Callable[[], None], Optimizer], None]
 ) -> AbstractContextManager[None]:
-    """While entered, let another function run between the closure of an optimizer step and the step.
+    """While entered, call a function between the closure of an optimizer step and the step itself.
 
     Args:
         plugin: The precision plugin.
-        action: Called with what Lightning does there - hooks, and clipping of gradients - and the optimizer.
+        action: Receives a function that does Lightning's work at this point (hooks and gradient clipping), and the
+            optimizer.
 
     Touches: ``Precision._after_closure`` (replaced on one object).
 
-    Without: whether gradients are finite would be known only once the optimizer has used them.
+    Without: Gradients could be checked for infinities only after the optimizer has used them.
     """
 
     def after_closure(model: LightningModule, optimizer: Optimizer) -> None:
@@ -1269,28 +1277,28 @@ def replace_after_closure(
 
 
 def detects_anomaly(trainer: Trainer) -> bool:
-    """Whether ``Trainer(detect_anomaly=True)`` was asked for.
+    """Return True if the Trainer has ``detect_anomaly=True``.
 
     Touches: ``Trainer._detect_anomaly``.
 
-    Without: torch would name a function of autograd, and not the stage, layer and microbatch.
+    Without: Errors about NaNs would name an autograd function instead of the stage, the layer and the microbatch.
     """
     return bool(trainer._detect_anomaly)
 
 
 def training_data(trainer: Trainer) -> Any:
-    """What the Trainer was given to train with, loaders or a datamodule; ``None`` if the module has loaders itself.
+    """Return the training loaders or the datamodule of the Trainer; ``None`` if the module has its own loaders.
 
     Touches: ``fit_loop._data_source``.
 
-    Without: no layout could be found at the start, as a step needs a batch.
+    Without: No layout could be found at the start, because a step needs a batch.
     """
     source = trainer.fit_loop._data_source.instance
     return None if isinstance(source, LightningModule) else source
 
 
-#: Private members of Lightning's ``Strategy`` and ``ParallelStrategy`` that strategies of this package, which inherit
-#: from them, use or override; and what would break without.
+#: Private members of Lightning's ``Strategy`` and ``ParallelStrategy`` that strategies of this package use or override,
+#: each with what would break without it.
 STRATEGY_MEMBERS: Mapping[str, str] = {
     "_checkpoint_io": "its property would return Lightning's plugin, which does not replace files atomically",
     "_configure_launcher": "the Trainer would not create the launcher, so only this process would run",

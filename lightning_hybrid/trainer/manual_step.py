@@ -1,4 +1,4 @@
-"""A training step with manual optimization, under tensor or context parallelism."""
+"""A training step with manual optimization, with tensor or context parallelism."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning_hybrid.trainer.program.program import StepCall
 from lightning_hybrid.trainer.program.step_context import StepContext
 from lightning_hybrid.trainer.results.logging import merge_logs
 
-_TRAINING = 0  # tells the random numbers of training from those of evaluation
+_TRAINING = 0  # the first seed coordinate of training steps
 
 
 class ManualTrainingStep:
@@ -26,17 +26,18 @@ class ManualTrainingStep:
     ::
 
         training_step    forward   manual_backward             optimizer.step()    ...    any number of times
-        this                       backward, then gradients
+        this class                 backward, then gradients
                                    summed and averaged
 
-    Each backward leaves in ``.grad`` what one process has there, so the step may read, clip, accumulate and use it.
+    After each backward, ``.grad`` contains the gradients of a single process, so the step can read, clip, accumulate
+    and use them.
 
     Args:
-        context: The context of the steps of a run.
-        grad_sync: Sums and averages the gradients.
+        context: The state that steps share.
+        grad_sync: The gradient synchronization.
 
     Attributes:
-        has_gradients: False: the user's step calls backward.
+        has_gradients: False, because the user's step calls backward.
         anomaly: Detects values that are not finite; ``None`` without `Trainer(detect_anomaly=True)`.
     """
 
@@ -59,7 +60,7 @@ class ManualTrainingStep:
             others: Arguments of other kinds of steps; unused.
 
         Returns:
-            What `training_step` returned: the same on every rank of a model group, without a graph.
+            The result of `training_step`, the same on every rank of a model group, without an autograd graph.
         """
         context, zero = self._context, self._grad_sync.zero
         version = context.version(gradients=True)
@@ -78,12 +79,12 @@ class ManualTrainingStep:
         """Run a backward, and sum and average the gradients.
 
         Args:
-            loss: The loss that `manual_backward` was given; there always is one.
+            loss: The loss that the user passed to `manual_backward`; never ``None``.
             run: Lightning's backward of a loss.
             reduce: True to reduce gradients now, False to accumulate them on each rank.
 
         Returns:
-            True: there is a loss.
+            True, because there is a loss.
         """
         assert loss is not None
         assert run is not None
@@ -99,7 +100,7 @@ class ManualTrainingStep:
 
     @contextmanager
     def _around_code(self) -> Iterator[None]:
-        """Enter the user's step: optimizers that step in it make their states as they do outside of one."""
+        """Return a context for the user's step, in which optimizers create their states as outside of a step."""
         optimizers = self._context.module.trainer.optimizers
         with ExitStack() as undo:
             if self.anomaly is not None:

@@ -1,17 +1,18 @@
-"""The comparison of the loss of samples in one microbatch and in two: when it is made, and what follows from it.
+"""Comparison of losses with and without microbatches, which decides how the losses of microbatches are combined.
 
 ::
 
-    batch of a new structure      some samples in one microbatch and in two, forward only and without a trace
+    batch of a new structure      some samples in one microbatch and in two, forward only, without side effects
            |                                  |
            |                      Verdict of each rank  -->  all ranks: one Verdict
            v                                  |
-    mean ----> microbatches are averaged, by their samples or by their targets (LabelCount), perhaps each term by its
-               own (TermCounts)
-    sum  ----> microbatches are summed
-    other ---> one microbatch ("auto"), or a warning (a number that was set)
+    mean ----> losses of microbatches are averaged, weighted by samples or by targets (LabelCount), or each term of the
+               loss by its own targets (TermCounts)
+    sum  ----> losses of microbatches are summed
+    other ---> one microbatch ("auto"), or a warning if the user set a number
 
-Where replicas take a batch in one microbatch each, that batch alone is run so, and the replicas compare what they find.
+If each replica processes its batch as one microbatch, only that batch is run, and the replicas compare their findings.
+The guide `check.md` describes the results for users.
 """
 
 from __future__ import annotations
@@ -100,11 +101,11 @@ _NOTE = (
     "This error occurred while the loss of microbatches was compared with the loss of their batch. To skip the"
     " comparison, set HybridStrategy(faults=Faults(compare_microbatches=False))."
 )
-_MOST = 4  # comparisons: where a first one does not tell, or batches have other structures
+_MOST = 4  # comparisons in a run: a comparison can be inconclusive, and batches can have different structures
 
 
 class Forward(Protocol):
-    """The forward of the user's step over several batches, each as a step by itself that draws the same numbers."""
+    """The forward of the user's step for several batches, as separate steps that draw the same random numbers."""
 
     def __call__(
         self,
@@ -113,39 +114,40 @@ class Forward(Protocol):
         loss_of: Callable[[int, Tensor], Tensor],
         run: Callable[[int, Callable[[], Any]], Any],
     ) -> tuple[Sequence[Tensor], Sequence[Sequence[Log]]]:
-        """Run it through the pipeline.
+        """Run the batches through the pipeline.
 
         Args:
             batches: The batches.
-            counts: Their numbers of samples.
-            loss_of: Takes the number of a batch and its loss; returns the one to return.
-            run: Calls each forward of each stage, perhaps twice; takes the number of the batch.
+            counts: The number of samples in each batch.
+            loss_of: Receives the number of a batch and its loss, and returns the loss to use.
+            run: Receives the number of a batch and a function that runs a stage's forward; may call the function twice.
 
         Returns:
-            The losses, on the last stage; and what each batch logged.
+            The losses, on the last stage only; and the logs of each batch.
         """
 
 
 class MicrobatchComparison:
-    """The comparison of the loss of samples in one microbatch with that in two; all ranks come to one verdict.
+    """Compares the loss of samples in one microbatch with their loss in two microbatches; all ranks share the verdict.
 
-    It is made at the first step; at the second one too if there was a single pair of microbatches, which may be equal
-    by chance; and without replicas for batches of another structure, which several replicas meet at different steps.
+    The comparison runs in the first step. It runs again in the second step if there was only one pair of microbatches,
+    whose losses may agree by chance. Without replicas, it also runs for batches with another structure. With replicas,
+    it does not, because different replicas get such batches in different steps.
 
     Args:
-        context: What steps need.
-        grad_sync: Sums and averages the gradients.
+        context: The state that steps share.
+        grad_sync: The gradient synchronization.
         config: The arguments of the strategy.
 
     Attributes:
-        loss_reduction: ``"mean"`` or ``"sum"``: how the losses of the present batch's microbatches are merged.
-        labels: How its targets are counted, if its loss is a mean over them.
-        terms: How the targets of parts of its loss are counted, if these are means over them.
-        log_kinds: Logged values that are not means over samples, by name.
-        explains: If True, the normalizer of the loss is known, and labels need no further check.
+        loss_reduction: ``"mean"`` or ``"sum"``: how the losses of the current batch's microbatches are combined.
+        labels: How the targets of the batch are counted if the loss is a mean over them; otherwise ``None``.
+        terms: How the targets of terms of the loss are counted if these terms are means over them; otherwise ``None``.
+        log_kinds: For each logged value that is not a mean over samples, ``"weighted"`` or ``"sum"``, by name.
+        explains: If True, the divisor of the loss is known, so labels need no further check.
         takes_one: If True, batches run as one microbatch from now on.
-        repeats: If True, a single pair of microbatches was compared, which may have been equal by chance. The next step
-            is compared too; it is traced anew, because its path may differ.
+        repeats: If True, only one pair of microbatches was compared, so the next step is compared, too. That step is
+            traced again, because its path may differ.
     """
 
     def __init__(self, context: StepContext, grad_sync: GradientSync, config: Settings) -> None:
@@ -161,19 +163,19 @@ class MicrobatchComparison:
         is_needed = config.faults.compare_microbatches and is_split and config.loss_reduction == "mean"
         self._left = _MOST if is_needed else 0
         self._verdicts: dict[Hashable, Verdict] = {}  # by the structure of the batch
-        self._structures, self._texts = set[Hashable](), set[str]()  # that were compared here, and on any rank
-        self._changes: list[dict[str, Change]] = []  # of states, with samples in one microbatch, and in each of two
-        self._rounding = self._alone = 0.0  # of a loss; and the loss of the second microbatch alone
-        self._has_stated = False  # that a structure is not compared, or that microbatches differ
+        self._structures, self._texts = set[Hashable](), set[str]()  # structures compared on this rank, and on any rank
+        self._changes: list[dict[str, Change]] = []  # of states, by joined microbatches, the first, the second
+        self._rounding = self._alone = 0.0  # the relative rounding error; the loss of only the second microbatch
+        self._has_stated = False  # True after a warning about a structure or a difference
         self.repeats = False
-        self._needs_graph = False  # as the step computes gradients itself
-        self._last: tuple[Hashable, Verdict | None] = (), None  # of the last batch: its signature, and what is known
+        self._needs_graph = False  # True if the step itself computes gradients
+        self._last: tuple[Hashable, Verdict | None] = (), None  # the signature of the last batch, and its verdict
 
     def is_due(self, signature: Hashable) -> bool:
-        """Look up what is known of a batch, and return whether a comparison would tell more.
+        """Set the attributes to the known verdict on a batch, and return True if the batch should be compared.
 
         Args:
-            signature: Of a microbatch.
+            signature: The signature of a microbatch.
         """
         if not self._left and not self._verdicts:
             return False
@@ -192,16 +194,16 @@ class MicrobatchComparison:
         return self.repeats and self._left > 0
 
     def __call__(self, batch: Any, num_microbatches: int, signature: Hashable, forward: Forward) -> bool:
-        """Compare the microbatches of a batch with the batch.
+        """Compare the microbatches of a batch with the batch; every rank calls this method at the same steps.
 
         Args:
             batch: The batch.
             num_microbatches: The number of its microbatches.
-            signature: Of a microbatch.
+            signature: The signature of a microbatch.
             forward: Runs batches through the pipeline.
 
         Returns:
-            Whether batches are split in another way from now on.
+            True if the batch must be split again: batches run as one microbatch, or losses are summed, from now on.
         """
         context, module = self._context, self._context.module
         if self._is_whole:
@@ -249,14 +251,14 @@ class MicrobatchComparison:
         return verdict.kind == "sum"
 
     def _common(self, batches: list[Any], signature: Hashable) -> list[Any]:
-        """Return as many batches to compare as all ranks have, and note the structures of all ranks.
+        """Return as many batches to compare as every rank has, and record the structures of all ranks.
 
-        Forwards may gather shards of replicas, so each rank runs as many of them: a batch that is among them twice runs
-        once only if that holds on all ranks.
+        Forwards may gather parameter shards of replicas, so each rank must run the same number of forwards. Therefore,
+        two equal batches are run only once if this is possible on every rank.
 
         Args:
-            batches: The batches that this rank could compare.
-            signature: Of a microbatch.
+            batches: The batches that this rank can compare.
+            signature: The signature of a microbatch.
         """
         structure = structure_of(signature)
         self._structures.add(structure)
@@ -271,7 +273,7 @@ class MicrobatchComparison:
         return "any" if self._context.mesh.num_replicas > 1 else structure
 
     def _state_structure(self, structure: Hashable, signature: Hashable) -> None:
-        """Warn of a batch whose structure no rank has compared; a replica may be the only one that meets it."""
+        """Warn once if no rank has compared the structure of a batch, because only some replicas get such batches."""
         self._structures.add(structure)
         if repr(structure) in self._texts or self._has_stated:
             return
@@ -280,11 +282,11 @@ class MicrobatchComparison:
             warnings.warn(structure_text(signature), stacklevel=2)
 
     def _count_targets(self, batch: Any, forward: Forward) -> None:
-        """Find out whether the loss of a batch, which is one microbatch, is made of means over targets.
+        """Find out if the loss of a batch that is one microbatch consists of means over targets.
 
         Args:
             batch: The batch.
-            forward: Runs it through the pipeline.
+            forward: Runs the batch through the pipeline.
         """
         module, group = self._context.module, self._context.mesh.decision_group
         self._left -= 1
@@ -309,16 +311,18 @@ class MicrobatchComparison:
             self._verdicts["any"] = Verdict("mean", nan, (nan, nan), nan, self.labels, terms=self.terms)
 
     def _compare_states(self, batches: Sequence[Any], counts: Sequence[int], number: int, forward: Forward) -> bool:
-        """Compare what forwards write with microbatches and with both joined, and state a difference.
+        """Compare the states that the module writes in two microbatches with the states that it writes in both joined.
+
+        Warn if the states differ, or if the loss of the second microbatch depends on what the first one has written.
 
         Args:
             batches: Two microbatches.
-            counts: Their numbers of samples.
+            counts: The number of samples in each of them.
             number: The number of microbatches of the batch.
-            forward: Runs them.
+            forward: Runs batches through the pipeline.
 
         Returns:
-            Whether batches run as one microbatch from now on.
+            True if batches run as one microbatch from now on.
         """
         group = self._context.mesh.decision_group
         found_here = bool(find_of_batch(self._changes, self._rounding))
@@ -353,7 +357,7 @@ class MicrobatchComparison:
 
     @contextmanager
     def _without_trace(self) -> Iterator[tuple[Callable[..., AbstractContextManager[None]], Untouched, WrittenStates]]:
-        """Let forwards run inside that leave the module as it was; yield contexts for each of them, and its states."""
+        """Restore the module at the end; yield contexts for one run and for its operators, and the module's states."""
         context, of_attributes = self._context, list[Tensor]()
         with (
             untouched_attributes(context.module, of_attributes) as one_run,
@@ -369,7 +373,7 @@ class MicrobatchComparison:
     def _judge_other(
         self, verdict: Verdict, number: int, compare: _Compare, find: Callable[[Verdict], Finding]
     ) -> bool:
-        """Find the cause of a difference and state it; return whether batches run as one microbatch from now on."""
+        """Warn of a difference and its cause, and return True if batches run as one microbatch from now on."""
         self._left, self.explains, self._has_stated = 0, True, True
         cause: Cause | None = None
         with router_losses_scaled(self._context.module, 0.0) as factor:
@@ -385,12 +389,12 @@ class MicrobatchComparison:
         return self._is_auto
 
     def _find(self, experiments: Experiments | None, forward: Forward, verdict: Verdict) -> Finding:
-        """Make the experiments that all ranks can make, and return what they tell.
+        """Run the experiments that are possible on all ranks, and return their joint finding.
 
         Args:
-            experiments: Of the batch of this rank.
-            forward: Runs batches.
-            verdict: Of all ranks.
+            experiments: The experiments with the batch of this rank; ``None`` if there are none.
+            forward: Runs batches through the pipeline.
+            verdict: The verdict of all ranks.
         """
         own = experiments.counts if experiments is not None else {}
         everywhere = all_gather_values(list(own), self._context.mesh.decision_group)
@@ -410,7 +414,7 @@ class MicrobatchComparison:
         return common_finding(self._gather(find))
 
     def _state_router_loss(self, verdict: Verdict, compare: _Compare) -> None:
-        """State the difference that a router loss makes, where rounding of the whole loss hides it."""
+        """Warn of the difference due to a router loss if it is too small to be visible in the whole loss."""
         with router_losses_scaled(self._context.module, LARGE_COEFFICIENT) as factor:
             if factor is None:
                 return
@@ -421,21 +425,21 @@ class MicrobatchComparison:
 
     @property
     def _is_alone(self) -> bool:
-        """Return whether no other rank takes part in the forwards of this one."""
+        """Return True if no other rank takes part in the forwards of this rank."""
         return self._context.mesh.model_group.size() == 1 and not self._grad_sync.zero.is_active
 
     def _verdict(self, compare: _Compare) -> Verdict:
-        """Return the verdict of all ranks: the largest difference that one of them has found."""
+        """Return the joint verdict of all ranks."""
         return joined_verdict(self._gather(compare))
 
     def _gather(self, compare: Callable[[], list[_T]]) -> list[_T]:
-        """Return the findings of all ranks."""
-        own, is_alone = list[_T](), self._is_alone  # a failure destroys the groups that tell
+        """Run a comparison, and return the findings of all ranks; if this rank is alone, ignore its errors."""
+        own, is_alone = list[_T](), self._is_alone  # before `compare`, because a failure destroys the process groups
         try:
             own = compare()
         except Exception as error:
-            if not is_alone:  # otherwise the step itself says what is wrong, if it cannot run either
-                if not isinstance(error.__cause__, WrongUseError):  # which the step would meet too
+            if not is_alone:  # otherwise continue: if the step itself cannot run, it raises an error later
+                if not isinstance(error.__cause__, WrongUseError):  # a `WrongUseError` would also occur in the step
                     add_note(error, _NOTE)
                 raise
         found = all_gather_values(own, self._context.mesh.decision_group)
@@ -448,16 +452,17 @@ class MicrobatchComparison:
         sizes: Sequence[float] | None,
         forward: Forward,
     ) -> list[Verdict]:
-        """Compare the loss of samples in one microbatch with that in two.
+        """Compare the loss of samples in one microbatch with their loss in two.
 
         Args:
-            batches: From :func:`~.losses.verdict.joined_parts`: three for each pair of microbatches.
-            counts: Their numbers of samples.
-            sizes: By the module's `microbatch_weight`, if it has one.
-            forward: Runs them.
+            batches: The result of :func:`~.losses.verdict.joined_parts`: three batches for each pair of microbatches.
+            counts: The number of samples in each batch.
+            sizes: The results of the module's `microbatch_weight`; ``None`` if it has no such method.
+            forward: Runs batches through the pipeline.
 
         Returns:
-            What this rank finds of each pair; nothing where the loss is on other ranks, or nothing can be compared.
+            The verdict of this rank on each pair; an empty list if the loss is on other ranks, or the losses cannot be
+            compared.
         """
         places = places_of_first(batches)
         firsts = sorted(set(places))
@@ -474,7 +479,7 @@ class MicrobatchComparison:
             terms = common_terms(means) if labels is None else None
         is_known, numbers = (labels or terms) is not None, run.numbers
         losses = as_weighed(means, counts, terms) if is_known else run.losses
-        if terms is not None:  # these values are means over samples in a step
+        if terms is not None:  # in a step, these values are means over samples, because terms are weighted
             names = common_names(means)
             numbers = [{name: logged[name] for name in logged.keys() - names} for logged in numbers]
         verdicts = judge_pairs(losses, counts, sizes, labels, terms, numbers, run.dtype)
@@ -483,15 +488,15 @@ class MicrobatchComparison:
         return [verdict for verdict in verdicts if not (run.has_drawn and verdict.kind == "other")]
 
     def _run(self, batches: Sequence[Any], counts: Sequence[int], forward: Forward) -> Run | None:
-        """Run batches forward only and without a trace, through the pipeline.
+        """Run batches through the pipeline, forward only and without side effects.
 
         Args:
-            batches: Copies, into which the step may write.
-            counts: Their numbers of samples.
-            forward: Runs them.
+            batches: Copies of batches, because the step may write into them.
+            counts: The number of samples in each batch.
+            forward: Runs batches through the pipeline.
 
         Returns:
-            What this rank finds; ``None`` where the loss is on other ranks, or a batch has none.
+            The losses and logs; ``None`` if the loss is on other ranks, or a batch has no loss.
         """
         context = self._context
         dtypes = [each.dtype for each in self._grad_sync.local_parameters() if each.is_floating_point()]
@@ -509,7 +514,7 @@ class MicrobatchComparison:
 
             def attempt(number: int, forward_of_stage: Callable[[], Any]) -> Any:
                 found = terms[number] = LossTerms()
-                # The step after a term of the loss is recorded.
+                # A graph is recorded only after the first term of the loss.
                 lean = nullcontext() if self._needs_graph else graph_without_values(lambda: bool(found.terms))
                 with one_run(), tensors.run(), observed(found.observe), lean:
                     value = forward_of_stage()
@@ -524,7 +529,7 @@ class MicrobatchComparison:
                     self._needs_graph = True
                 return attempt(number, forward_of_stage)
 
-            # In reverse: the smallest batch comes first, so that later stages begin early.
+            # In reverse order: the smallest batch comes first, so that later stages start early.
             last = len(batches) - 1
             losses, records = forward(
                 batches[::-1],
@@ -534,7 +539,7 @@ class MicrobatchComparison:
             )
             losses, records = losses[::-1], records[::-1]
         if context.device.type == "cuda" and torch.float32 in dtypes:
-            dtypes.append(torch.float16)  # products may be computed in TF32, which has as many digits
+            dtypes.append(torch.float16)  # TF32, in which matrix products may be computed, has the same precision
         self._rounding = rounding_of(coarsest(dtypes)) if dtypes else 0.0
         if not losses:
             return None

@@ -118,7 +118,7 @@ def count_tokens(
 
 @dataclass(frozen=True)
 class _TokenCount:
-    """The result of `count_tokens`. A function would become a method of the class that it is assigned in."""
+    """The result of `count_tokens`: a class, because a function would become a method of the user's module."""
 
     key: str | int | None
     ignore_index: int

@@ -1,4 +1,4 @@
-"""Lightning's automatic optimization: for a step that is one schedule, and with a number of samples that stays."""
+"""Changes to Lightning's automatic optimization: a step with its own backward, and a fixed global batch size."""
 
 from __future__ import annotations
 
@@ -17,15 +17,18 @@ from lightning_hybrid.trainer.run_callback import RunCallback
 
 
 class ReplicaClosure(Closure):
-    """Zeroes the gradients, and runs step and backward; without a loss this replica takes part in that of the others.
+    """Zeroes gradients, and runs step and backward; the step may compute gradients itself.
+
+    A replica without a loss still takes part in the backward of the other replicas.
 
     Args:
         step_fn: Runs the step.
         backward_fn: Runs the backward of a loss; ``None`` to skip it.
         zero_grad_fn: Zeroes the gradients; ``None`` to accumulate.
-        backward_without_loss: Runs the backward where this replica has no loss, and tells whether another one has.
-        has_gradients: True if the step computes gradients too. Lightning zeroes them *between* step and backward, which
-            would delete these.
+        backward_without_loss: Runs the backward if this replica has no loss, and returns True if another replica has
+            one.
+        has_gradients: True if the step also computes gradients. Lightning zeroes gradients *between* step and backward,
+            which would delete these gradients.
     """
 
     def __init__(
@@ -44,7 +47,7 @@ class ReplicaClosure(Closure):
 
     @torch.enable_grad()
     def closure(self, *args: Any, **kwargs: Any) -> ClosureResult:
-        """Run what an optimizer step needs."""
+        """Run everything before the optimizer step."""
         if self._zero_grad is not None and self._has_gradients:
             self._zero_grad()
         result = self._step()
@@ -60,16 +63,16 @@ class ReplicaClosure(Closure):
         return result
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor | None:
-        """Return the loss for the optimizer; 0 if another replica has one, as ``None`` skips the step under fp16."""
+        """Return the loss for the optimizer; 0 if only another replica has one, because ``None`` skips an fp16 step."""
         loss: Tensor | None = super().__call__(*args, **kwargs)
         return self._stand_in if loss is None else loss
 
 
 class GlobalBatch(RunCallback):
-    """Has as many batches accumulated as make up the samples of an optimizer step, whatever the number of replicas.
+    """Sets the number of accumulated batches, so that an optimizer step has a fixed number of samples.
 
     Args:
-        size: Samples of an optimizer step, of all replicas.
+        size: The number of samples in an optimizer step, over all replicas.
         num_replicas: The number of replicas.
         trainer: The Trainer.
     """
@@ -80,11 +83,11 @@ class GlobalBatch(RunCallback):
         self._batch_size: Any = None
 
     def accumulate(self) -> None:
-        """Tell the Trainer, whose training loader is made now if it has not been; to be called on every rank.
+        """Set the Trainer's `accumulate_grad_batches`, after creating its training loader; call it on every rank.
 
         Raises:
-            ValueError: If the loader does not say its batch size, the size is not the same on every rank, or it does
-                not go with the number of replicas; on every rank.
+            ValueError: On every rank, if the loader has no batch size, if batch sizes differ between ranks, or if the
+                size is not divisible by the batch size times the number of replicas.
         """
         trainer = self._trainer
         trainer.fit_loop.setup_data()
@@ -102,25 +105,25 @@ class GlobalBatch(RunCallback):
         return accumulated_batches(self._size, self._batch_size, self._num_replicas)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Loaders may have been made anew, with other batches."""
+        """Update the number if the Trainer has created new loaders with another batch size."""
         if getattr(trainer.train_dataloader, "batch_size", None) != self._batch_size:
             self.accumulate()
 
     def restore(self) -> None:
-        """Give the Trainer its own number back."""
+        """Restore the Trainer's former `accumulate_grad_batches`."""
         self._trainer.accumulate_grad_batches = self._former
 
 
 def check_accumulation(size: int, trainer: Trainer, module: LightningModule) -> None:
-    """Check that nobody else says how many batches are accumulated.
+    """Check that the number of accumulated batches is not set in another way, too.
 
     Args:
-        size: The samples of an optimizer step that the strategy was given.
-        trainer: The Trainer, with all of its callbacks.
+        size: The strategy's `global_batch_size`.
+        trainer: The Trainer, with all its callbacks.
         module: The user's module.
 
     Raises:
-        ValueError: If somebody does.
+        ValueError: If the Trainer, a callback or manual optimization also sets it.
     """
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     if trainer.accumulate_grad_batches != 1:

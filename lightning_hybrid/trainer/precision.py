@@ -1,4 +1,4 @@
-"""Precision plugins made to agree over the model group, and weights that are cast once for all microbatches."""
+"""Precision plugins that detect overflow on all ranks together, and parameter casts shared by all microbatches."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from typing_extensions import override
 
 from lightning_hybrid.distributed.dtensor import local_view
 
-#: The values of ``Trainer(precision=...)`` that train here.
+#: The supported values of ``Trainer(precision=...)``.
 SUPPORTED = ("32-true", "64-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
 
 PrecisionT = TypeVar("PrecisionT", bound=Precision)
@@ -44,21 +44,23 @@ def adapt(
     model_group: Callable[[], ProcessGroup | None],
     clip_by_norm: Callable[[Sequence[nn.Parameter], float], Tensor],
 ) -> PrecisionT:
-    """Makes a precision plugin agree over the model group; the object stays, and its class is a key in checkpoints.
+    """Change a precision plugin so that the ranks of a model group detect overflow and clip gradients together.
+
+    The object and its class do not change, because the class name is a key in checkpoints.
 
     Args:
-        plugin: Lightning's or the user's; may have been adapted before, by another strategy.
-        model_group: Gives the ranks that together hold the model; ``None`` as long as there are none. Asked at every
-            step, because the plugin exists before the groups. Copied and pickled with the plugin: pass a bound method.
-        clip_by_norm: Scales the gradients of this rank's parameters such that the norm over the model group is at most
-            a number; called by every rank of the group.
+        plugin: A plugin of Lightning or the user; another strategy may have adapted it before.
+        model_group: Returns the ranks of the model group, or ``None`` if the group does not exist yet. Called at every
+            step. It is copied and pickled with the plugin, so pass a bound method.
+        clip_by_norm: Scales the gradients of this rank's parameters so that their norm over the model group is at most
+            a number. Every rank of the group must call it.
 
     Returns:
         The plugin.
 
     Raises:
         ValueError: If the plugin belongs to another strategy.
-        TypeError: If the plugin's ``scaler`` is not torch's.
+        TypeError: If the plugin's ``scaler`` is not torch's `GradScaler`.
     """
     check(plugin)
     scaler = getattr(plugin, "scaler", None)
@@ -100,10 +102,10 @@ def check(plugin: Precision) -> None:
 
 
 def check_optimizer(plugin: Precision, optimizer: Optimizer) -> None:
-    """Refuses optimizers that unscale gradients themselves, out of sight of the other ranks and of clipping.
+    """Raise an error for optimizers that unscale gradients themselves, because other ranks and clipping cannot see it.
 
     Args:
-        plugin: The plugin.
+        plugin: The precision plugin.
         optimizer: The optimizer.
 
     Raises:
@@ -120,41 +122,43 @@ def check_optimizer(plugin: Precision, optimizer: Optimizer) -> None:
 
 
 class MasterWeightsPrecision(HalfPrecision, MixedPrecision):
-    """Half precision for optimizers that work on float32: the loss is scaled for float16, as `MixedPrecision` does it.
+    """Half precision with float32 master weights. For float16, the loss is scaled as by `MixedPrecision`.
 
     Attributes:
-        scaler: Scales; ``None`` for bfloat16.
+        scaler: Scales the loss; ``None`` for bfloat16.
     """
 
     @override
     def tensor_init_context(self) -> AbstractContextManager[None]:
-        """Parameters are made in float32, of which the master copies are made."""
+        """Return a context in which parameters are created in float32, so that master weights have full precision."""
         return nullcontext()
 
 
 def scale_half(plugin: Precision, device: str) -> None:
-    """Let half precision scale its loss; the object stays. Another plugin is left to :func:`check_master_weights`.
+    """Change the class of a `HalfPrecision` plugin to :class:`MasterWeightsPrecision`; other plugins do not change.
+
+    :func:`check_master_weights` raises an error for other plugins.
 
     Args:
-        plugin: The plugin.
-        device: The type of the device.
+        plugin: The precision plugin.
+        device: The type of the device, such as ``"cuda"``.
     """
     if type(plugin) is not HalfPrecision:
         return
     adopted: Any = plugin
     adopted.__class__ = MasterWeightsPrecision
-    # A loss in float16 has this as its first gradient, and twice as much would not be finite.
+    # The first gradient of a float16 loss is this number; twice this number would be infinite in float16.
     adopted.scaler = GradScaler(device, init_scale=2.0**15) if plugin.precision == "16-true" else None
 
 
 def check_master_weights(plugin: Precision) -> None:
-    """Refuses precisions that have no use for master weights.
+    """Raise an error for precisions that do not need master weights.
 
     Args:
-        plugin: The plugin, after :func:`scale_half`.
+        plugin: The precision plugin, after :func:`scale_half`.
 
     Raises:
-        ValueError: If its parameters are not in half precision, or a class of the user decides about that.
+        ValueError: If parameters are not in half precision, or the plugin is a class of the user.
     """
     if not isinstance(plugin, MasterWeightsPrecision):
         raise ValueError(
@@ -166,21 +170,22 @@ def check_master_weights(plugin: Precision) -> None:
 
 
 def autocasts(plugin: Precision, device: torch.device) -> bool:
-    """Whether a plugin runs steps under autocast on a device."""
+    """Return True if a plugin runs training steps under autocast on a device."""
     with plugin.train_step_context():
         return torch.is_autocast_enabled(device.type)
 
 
 class ModelGroupGradScaler(GradScaler):
-    """A `GradScaler` whose ranks see an overflow together: all of the model group skip a step, or none does.
+    """A `GradScaler` that detects overflow on all ranks of a model group: all ranks skip a step, or none does.
 
-    Without that, a stage that overflowed would skip the step and halve its scale while the others go on. State dicts
-    are those of `GradScaler`; so is everything else as long as the group is ``None`` or has one rank.
+    Without this class, a stage that overflowed would skip the step and halve its scale, but other stages would not.
+    State dicts are equal to the state dicts of `GradScaler`. If the group is ``None`` or has one rank, the scaler works
+    exactly as `GradScaler`.
 
     Args:
-        model_group: Gives the ranks that together hold the model, or ``None``.
+        model_group: Returns the ranks of the model group, or ``None``.
         device: The type of the device, such as ``"cuda"``.
-        settings: What `GradScaler` takes.
+        settings: The arguments of `GradScaler`.
     """
 
     def __init__(self, model_group: Callable[[], ProcessGroup | None], device: str = "cuda", **settings: Any) -> None:
@@ -199,17 +204,17 @@ class ModelGroupGradScaler(GradScaler):
 
     @classmethod
     def adopt(cls, scaler: GradScaler, model_group: Callable[[], ProcessGroup | None]) -> ModelGroupGradScaler:
-        """Let a scaler agree with other ranks; the object stays, as its user may ask it for its scale.
+        """Change the class of a scaler to this class. The object does not change, because the user may read its scale.
 
         Args:
-            scaler: torch's scaler, for any device, or one of this class; its class changes.
-            model_group: Gives the ranks that together hold the model, or ``None``.
+            scaler: A scaler of torch for any device, or an instance of this class.
+            model_group: Returns the ranks of the model group, or ``None``.
 
         Returns:
             The scaler.
 
         Raises:
-            TypeError: If the scaler is of a class of the user, whose methods would be lost.
+            TypeError: If the scaler has a class of the user, whose methods would be lost.
         """
         if type(scaler) not in _SCALERS:
             raise TypeError(
@@ -223,36 +228,36 @@ class ModelGroupGradScaler(GradScaler):
         return cast("ModelGroupGradScaler", adopted)
 
     def initialize(self, device: torch.device | str | None = None) -> None:
-        """Creates the scale on a device, as the first :meth:`scale` does elsewhere; afterwards does nothing.
+        """Create the scale on a device, if it does not exist; usually, the first :meth:`scale` creates it.
 
-        Ranks that never see a loss need it; :meth:`unscale_` and :meth:`step` call it.
+        A rank that never scales a loss needs this method; :meth:`unscale_` and :meth:`step` call it.
 
         Args:
-            device: Where the ranks of the model group communicate; by default the current one of the scaler's type.
+            device: The device of the scale; by default the current device of the scaler's type.
         """
-        # Only to save the multiplication: scaling again would change nothing.
+        # The condition on `_scale` only saves a multiplication, because scaling zeros again changes nothing.
         if self.is_enabled() and getattr(self, "_scale", None) is None:
             self.scale(torch.zeros((), device=self.device_type if device is None else device))
 
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Unscales this rank's gradients and learns whether a rank of the model group found infinities or NaNs.
+        """Unscale this rank's gradients, and find out if any rank of the model group has infinities or NaNs.
 
         Args:
-            optimizer: The optimizer; may be empty, or have no gradients, on this rank.
+            optimizer: The optimizer; on this rank, it may have no parameters or no gradients.
         """
         self.initialize()
         super().unscale_(optimizer)
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """Steps unless a rank of the model group found infinities or NaNs.
+        """Step unless a rank of the model group has infinities or NaNs.
 
         Args:
             optimizer: The optimizer.
-            args: What its ``step`` takes.
-            kwargs: What its ``step`` takes.
+            args: Arguments of the optimizer's ``step``.
+            kwargs: Keyword arguments of the optimizer's ``step``.
 
         Returns:
-            What its ``step`` returns; ``None`` if it was skipped.
+            The result of the optimizer's ``step``; ``None`` if the step was skipped.
         """
         self.initialize()
         return super().step(optimizer, *args, **kwargs)
@@ -260,9 +265,9 @@ class ModelGroupGradScaler(GradScaler):
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, *args: Any, **kwargs: Any
     ) -> dict[torch.device, Tensor]:
-        # torch asks here, for each optimizer once per step, which devices overflowed; it records the answer, skips the
-        # step on any number but 0, and lowers the scale. `found_inf` is a zero on the scale's device.
-        # Of divided parameters this rank unscales its shards; they are plain tensors to torch's kernel.
+        # torch calls this method once per step for each optimizer, to find out which devices overflowed. torch records
+        # the result, skips the step if a value is not 0, and lowers the scale. `found_inf` is 0 on the scale's device.
+        # A rank unscales its shards of sharded parameters, which torch's kernel needs as plain tensors.
         views = [
             {"params": [local_view(parameter) for parameter in group["params"]]} for group in optimizer.param_groups
         ]
@@ -271,7 +276,7 @@ class ModelGroupGradScaler(GradScaler):
         group = self.model_group()
         if group is None or group.size() == 1:
             return found
-        # A stage without gradients found nothing, says so, and takes part.
+        # A stage without gradients contributes 0, so that all ranks take part in the collective.
         everywhere = [each.to(found_inf.device, non_blocking=True) for each in found.values()]
         overflow = torch.stack([found_inf, *everywhere]).amax(0)
         dist.all_reduce(overflow, dist.ReduceOp.MAX, group=group)
@@ -279,21 +284,22 @@ class ModelGroupGradScaler(GradScaler):
 
 
 class SharedCasts:
-    """Parameters in float32 are cast once for all microbatches of a step, where autocast casts them.
+    """Casts float32 parameters under autocast only once per step, for all microbatches.
 
-    Autocast keeps what it has cast until its outermost context is left. Lightning enters it for each microbatch, and
-    has it keep nothing: then every microbatch casts all weights, and autograd keeps each copy until its backward. ::
+    Autocast keeps its copies of parameters until its outermost context ends. Lightning enters a context for each
+    microbatch and disables this cache. Without this class, every microbatch would cast all weights, and autograd would
+    keep each copy until its backward. ::
 
-        schedule()   |-----------------------------------------------------------|   here the copies are dropped
+        schedule()   |-----------------------------------------------------------|   the copies are dropped here
         plugin         |---|        |---|                  |---|
         forward()       |F0|         |F1|      B0           |F2|      B1      B2     backward: outside of autocast
 
-    A module that changes parameters in its step may use one before and after: there every use has a copy of its own, as
-    with Lightning. The first forward of each stage, which shares nothing, shows whether it does.
+    If the step changes parameters, it may use a parameter before and after the change. In this case, every use has its
+    own copy, as in Lightning. The first forward of each stage shares no copies, and shows if the step changes any.
 
     Args:
         device: The type of the device, such as ``"cuda"``.
-        parameters: Gives those of this rank.
+        parameters: Returns the parameters of this rank.
     """
 
     def __init__(self, device: str, parameters: Callable[[], Iterable[Tensor]]) -> None:
@@ -304,7 +310,7 @@ class SharedCasts:
 
     @contextmanager
     def schedule(self) -> Iterator[None]:
-        """Enter it around all forwards and backwards of a step: it changes nothing but when copies are dropped."""
+        """Enter this context around all forwards and backwards of a step. At its end, the copies are dropped."""
         self._parameters = []
         with torch.autocast(
             self._device,
@@ -316,7 +322,7 @@ class SharedCasts:
 
     @contextmanager
     def forward(self, stage: int) -> Iterator[None]:
-        """Enter it around a forward of a stage, inside of the precision plugin's context."""
+        """Enter this context around a forward of a stage, inside the precision plugin's context."""
         if not self._may_share or not torch.is_autocast_enabled(self._device) or not keeps_gradients():
             yield
             return
@@ -330,18 +336,18 @@ class SharedCasts:
             torch.clear_autocast_cache()
 
     def _versions(self) -> list[int]:
-        """What is another when a parameter has been changed in a way that autograd knows of."""
+        """Return the versions of the parameters, which change if a parameter changes in a way that autograd records."""
         if not self._parameters:
-            plain = (each for each in self._find() if not isinstance(each, DTensor))  # of those autocast sees shards
+            plain = (each for each in self._find() if not isinstance(each, DTensor))  # autocast casts local shards
             self._parameters = [each for each in plain if each.dtype == torch.float32]
         return [parameter._version for parameter in self._parameters]
 
 
 @cache
 def keeps_gradients() -> bool:
-    """Whether a copy that autocast has made where no gradients were wanted is not taken where they are.
+    """Return True if a copy that autocast has made without gradients is not reused where gradients are needed.
 
-    Torch 2.13 does so; if another version does not, nothing is shared.
+    This is the case in torch 2.13. If it is not, no copies are shared.
     """
     weight, x = torch.ones(1, 1, requires_grad=True), torch.ones(1, 1)
     with torch.enable_grad(), torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=True):

@@ -1,12 +1,13 @@
-"""Replicas that take their batches whole: losses that are means over targets are weighted by these, without a hook.
+"""Losses of replicas with one microbatch each: means over targets are recognized, and weighted by their targets.
 
-::
+With unequal numbers of targets, the plain mean over replicas of losses that are means over targets would differ from
+the loss of a single process. ::
 
-    first step      forward of each replica  -->  TargetMeans of each  -->  all replicas: one LabelCount, or a
-                                                                            TermCounts, or none
+    first step      forward of each replica  -->  TargetMeans of each  -->  all replicas: one LabelCount, or one
+                                                                            TermCounts, or neither
     later steps     targets are counted before the forward, and summed over the replicas
 
-Nothing is run twice. A step whose loss is something else is Lightning's own from the second one on.
+No forward runs twice. If the loss is something else, later steps are the user's own steps without changes.
 """
 
 from __future__ import annotations
@@ -44,17 +45,17 @@ from lightning_hybrid.trainer.results.logging import Log, merge_logs
 
 __all__ = ["ReplicaTargets"]
 
-_MOST = 4  # steps that are looked at: no replica may have a loss in a first one
+_MOST = 4  # steps that are examined, because it can happen that no replica has a loss in the first step
 
 
 class ReplicaTargets:
-    """The targets of the losses of replicas; all of them call it at the same steps.
+    """Weights the losses of replicas by their numbers of targets; all replicas call this object at the same steps.
 
     Args:
         module: The user's module.
-        mesh: The mesh; each rank is a replica.
-        device: Where this rank computes.
-        is_asked: Whether anything is to be recognized.
+        mesh: The mesh, in which each rank is a replica.
+        device: The device of this rank.
+        is_asked: True to recognize means over targets.
     """
 
     def __init__(self, module: LightningModule, mesh: Mesh, device: torch.device, *, is_asked: bool) -> None:
@@ -62,22 +63,22 @@ class ReplicaTargets:
         self._left = _MOST if is_asked and mesh.num_replicas > 1 else 0
         self._labels: LabelCount | None = None
         self._terms: TermCounts | None = None
-        self._kinds: Mapping[str, str] = {}  # of logged values
+        self._kinds: Mapping[str, str] = {}  # "weighted" for each logged value that is a mean over targets, by name
 
     @property
     def is_looking(self) -> bool:
-        """Return whether replicas compare their losses after the forward of the next step."""
+        """Return True if replicas compare their losses after the forward of the next step."""
         return self._left > 0
 
     def run(self, step: Callable[[], Any], batch: Any) -> tuple[Any, LossWeights | None]:
-        """Run the user's step, and log the values that are means over targets as such.
+        """Run the user's step, and log values that are means over targets with the weights of their targets.
 
         Args:
-            step: Runs it.
-            batch: Its batch.
+            step: Runs the user's step.
+            batch: The batch of the step.
 
         Returns:
-            The output of the step; and the weights of the batch, ``None`` if all replicas weigh the same.
+            The output of the step, and the weights of the batch; ``None`` if all replicas have equal weights.
         """
         if self._labels is not None:
             weights = LossWeights.of(self._labels, [batch], self._mesh, self._device)
@@ -89,12 +90,12 @@ class ReplicaTargets:
         return self._look(step, batch) if self.is_looking else (step(), None)
 
     def _look(self, step: Callable[[], Any], batch: Any) -> tuple[Any, LossWeights | None]:
-        """Run a first step, and compare its loss with those of the other replicas."""
+        """Run one of the first steps, and find out from the losses of all replicas how to weight them."""
         batch = with_copied_classes(batch)
         terms, held = LossTerms(in_step=True), list[tuple[Callable[..., None], Log]]()
 
         def log(write: Callable[..., None], name: str, value: Any, **arguments: Any) -> None:
-            # Replicas would have averaged what waits here before it is known what they count.
+            # Values that replicas would average immediately wait here until their weights are known.
             if terms.terms and arguments.get("sync_dist") and isinstance(value, Tensor):
                 held.append((write, Log(name, value.detach().clone(), None, arguments)))
             else:
@@ -114,7 +115,7 @@ class ReplicaTargets:
         if self._terms is not None:
             output = self._weigh_terms(output, terms, found, [entry for _, entry in held])
         elif self._labels is None and any(own) and terms.is_empty:
-            output = _plus(output, math.nan)  # as it was for the user
+            output = _plus(output, math.nan)  # a mean over no targets is NaN in the user's code, but was replaced by 0
         if self._labels is not None:
             self._kinds = dict.fromkeys(common_names(found), "weighted")
             count = float(self._labels(batch))
@@ -130,16 +131,17 @@ class ReplicaTargets:
     def _weigh_terms(
         self, output: Any, terms: LossTerms, found: Sequence[TargetMeans | None], logs: Sequence[Log]
     ) -> Any:
-        """Multiply the terms of a step that has run by what they count among the replicas.
+        """Multiply the terms of a step that has run by their shares of targets among the replicas.
 
         Args:
-            output: What it returned.
-            terms: Of its loss; backward multiplies their gradients.
-            found: What the steps of all replicas tell.
-            logs: What it logged; values that are the loss or a term, with or without its coefficient, are changed.
+            output: The output of the step.
+            terms: The terms of its loss, whose gradients are multiplied in the backward.
+            found: The findings in the steps of all replicas.
+            logs: The logged values. A value that equals the loss or a term, with or without its coefficient, is
+                changed.
 
         Returns:
-            The output with the loss of the terms that are multiplied.
+            The output, whose loss has the multiplied terms.
         """
         assert self._terms is not None
         totals = defaultdict[int, float](float)
@@ -164,7 +166,7 @@ class ReplicaTargets:
         return output
 
     def _judge(self, output: Any, batch: Any, terms: LossTerms, logs: Sequence[Log]) -> list[TargetMeans | None]:
-        """Return what the step of this replica tells; nothing if it has no loss."""
+        """Return the findings in the step of this replica; an empty list if the step has no loss."""
         loss = _loss_in(output)
         if output is None:
             return []
@@ -176,7 +178,7 @@ class ReplicaTargets:
         return [terms.find_means(batch, count, rounding_of(loss.dtype), numbers)]
 
     def _log(self, weights: LossWeights, write: Callable[..., None], name: str, value: Any, **arguments: Any) -> None:
-        """Log a value; one that is a mean over targets counts by these among the replicas."""
+        """Log a value. A mean over targets is logged with the weight of its targets."""
         if self._kinds.get(name) == "weighted" and isinstance(value, Tensor):
             [entry] = merge_logs([[Log(name, value, None, arguments)]], [1], 1, weights, self._kinds)
             value, arguments = entry.value, entry.arguments
@@ -184,11 +186,11 @@ class ReplicaTargets:
 
 
 def _loss_in(output: Any) -> Any:
-    """Return the loss in what `training_step` returned."""
+    """Return the loss in the output of `training_step`."""
     return output.get("loss") if isinstance(output, Mapping) else output
 
 
 def _plus(output: Any, change: float) -> Any:
-    """Return what `training_step` returned with another loss."""
+    """Return the output of `training_step` with a number added to its loss."""
     loss = _loss_in(output) + change
     return {**output, "loss": loss} if isinstance(output, Mapping) else loss

@@ -1,4 +1,4 @@
-"""The callbacks that the strategy adds to those of the user, for the length of a run."""
+"""The base class of callbacks that the strategy adds to a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""One training step in microbatches: forward and backward in one schedule, loss and logs on every rank."""
+"""A training step: splits the batch into microbatches, runs the schedule, and returns loss and logs on every rank.
+
+:class:`TrainingStep` is for steps that the strategy splits over stages, microbatches or ranks;
+:class:`UncutTrainingStep` is for all other steps.
+"""
 
 from __future__ import annotations
 
@@ -59,25 +63,25 @@ _UNEXPECTED_NONE = (
     " know that this can happen. Write `if loss is None: return None` in `training_step` itself, not in a function that"
     " it calls, or set HybridStrategy(dynamic_shapes=True). [LH705]"
 )
-_TRAINING = 0  # tells the random numbers of training from those of evaluation
+_TRAINING = 0  # the first seed coordinate of training steps
 
 
 class TrainingStep:
-    """Runs the user's `training_step` through the pipeline.
+    """Runs the user's `training_step` through the pipeline, forward and backward.
 
     Args:
-        context: What steps need.
-        grad_sync: Sums and averages the gradients.
+        context: The state that steps share.
+        grad_sync: The gradient synchronization.
         config: The arguments of the strategy.
-        place_parameters: Called before the first batch runs, if that decides where parameters outside the layers live:
-            with the stages that use each of them, by name; ``None`` if the step could not be traced.
-        shares_casts: Whether microbatches share what autocast makes of parameters, where there is autocast; not where
-            parameters are let go of after each use, as copies of all of them would stay.
+        place_parameters: Moves parameters outside the layers to the stages that use them. Called before the first batch
+            with the stages of each parameter, by name; ``None`` if the step could not be traced.
+        shares_casts: If True, microbatches share the copies of parameters that autocast makes. False if ZeRO frees
+            parameters after each use, because copies of all parameters would stay in memory.
 
     Attributes:
-        has_gradients: True: a step runs forward and backward.
-        schedules: Gives the schedule of each step.
-        anomaly: Looks at values that are not finite; ``None`` if nobody asks.
+        has_gradients: True, because a step runs forward and backward.
+        schedules: Returns the schedule of each step.
+        anomaly: Detects values that are not finite; ``None`` without `Trainer(detect_anomaly=True)`.
     """
 
     has_gradients = True
@@ -102,13 +106,13 @@ class TrainingStep:
         self._window = AccumulationWindow(context.device)
         self._left_out = LeftOut(context.mesh)
         self._rest: Rest | None = None
-        # Then messages between stages say whether there is something; gradients of zero would be NaN where the loss is.
+        # If True, messages between stages can be empty. Zero gradients would not work, as 0 times a loss of NaN is NaN.
         self._may_skip = config.dynamic_shapes or may_return_none(type(context.module))
         context.engine.has_dynamic_shapes = self._may_skip
         self._casts = SharedCasts(context.device.type, grad_sync.local_parameters) if shares_casts else None
         self._batch_norms = batch_norms(context.module) if num_microbatches > 1 else []
         self._limits = config.auto_microbatches and bool(self._batch_norms)
-        # Replicas take part in the same collectives, so the one with the smallest batch decides.
+        # Replicas take part in the same collectives, so all use the number of microbatches of the smallest batch.
         self._agrees = num_microbatches > 1 and (
             grad_sync.zero.reduces_each_backward
             or (context.mesh.num_replicas > 1 and self._limits)
@@ -133,21 +137,21 @@ class TrainingStep:
         backward: bool,
         reduce: bool,
     ) -> Any:
-        """Run one batch.
+        """Run the forward and backward of a batch.
 
         Args:
-            arguments: Of the user's `training_step`; the first one is the batch.
+            arguments: The arguments of the user's `training_step`; the first one is the batch.
             step: The number of this batch since training began; random numbers depend on it.
             precision: The precision plugin's context.
-            accumulated: The number of batches whose gradients are accumulated, by which the loss is divided.
-            is_first: Whether it is the first one of these.
-            scale: Scales the loss for fp16.
-            backward: Whether gradients are wanted.
-            reduce: Whether the gradients shall be summed over holders and averaged over replicas.
+            accumulated: The number of batches whose gradients are accumulated; the loss is divided by it.
+            is_first: True if the batch is the first of these batches.
+            scale: Scales the loss for fp16; ``None`` for other precisions.
+            backward: True to compute gradients.
+            reduce: True to reduce gradients now, False to accumulate them on each rank.
 
         Returns:
-            What `training_step` returned, merged over the microbatches: the same on every rank, without a graph.
-            ``None`` if it returned that for each of them.
+            The result of `training_step`, merged over the microbatches: the same on every rank, without an autograd
+            graph. ``None`` if the result is ``None`` for every microbatch.
         """
         context, grad_sync = self._context, self._grad_sync
         if backward and (self.schedules.is_choosing or self._traffic.is_counting):
@@ -166,7 +170,7 @@ class TrainingStep:
             self._labels = None
         weights = self._weights(microbatches, accumulates=accumulated > 1)
         windowed = weights is not None and accumulated > 1 and backward
-        if windowed and is_first:  # whatever came before: an epoch may have been broken off
+        if windowed and is_first:  # an earlier epoch may have ended before its last batches were reduced
             self._window = AccumulationWindow(context.device)
         shares, factors = self._shares(counts, weights, windowed=windowed)
         term_weights = self._term_weights(microbatches, counts)
@@ -223,7 +227,7 @@ class TrainingStep:
                             breaks_off=() if attempts is None else BREAKS_OFF,
                             **grad_sync.backward_hooks,
                         )
-                # The last stage is done before the first one, and sends the result while that is at its last backward.
+                # The last stage finishes first, and sends the result while the first stage runs its last backward.
                 again = attempts.find_choice() if attempts is not None and context.is_source else None
                 shared = context.share(
                     lambda: (
@@ -242,15 +246,15 @@ class TrainingStep:
         return value
 
     def _note_left_out(self, outputs: Sequence[Any], factors: Sequence[float | Tensor]) -> None:
-        """Note what the microbatches of a batch weigh that have a loss."""
+        """Record the total weight of the microbatches that have a loss."""
         kept = [factor for output, factor in zip(outputs, factors, strict=True) if output is not None]
-        if self._comparison.loss_reduction == "sum":  # what has no loss adds nothing to that of its replica
+        if self._comparison.loss_reduction == "sum":  # a missing loss adds 0 to the sum over this replica
             self._left_out.add(float(bool(kept)), 1.0, is_whole=bool(kept))
         else:
             self._left_out.add(sum(kept), sum(factors), is_whole=len(kept) == len(factors))
 
     def _modules_of_stages(self) -> dict[int, list[nn.Module]]:
-        """Return the layers of each stage of this rank, and the modules around them at the ends of the model."""
+        """Return the layers of each stage of this rank; on the first and last stage, also the modules around them."""
         context = self._context
         of_layers = {part for layers in context.layers.values() for layer in layers for part in layer.modules()}
         around = [part for part in context.module.modules() if part not in of_layers and not list(part.children())]
@@ -262,14 +266,14 @@ class TrainingStep:
     def _merge_logs(
         self, records: Sequence[Sequence[Log]], counts: Sequence[int], weights: LossWeights | None
     ) -> list[Log]:
-        """Return the logs of the batch, made of those of its microbatches."""
+        """Return the logs of the batch, merged from the logs of its microbatches."""
         is_told = getattr(self._context.module, "microbatch_weight", None) is not None
         return merge_logs(
             records, counts, self._num_microbatches, weights, None if is_told else self._comparison.log_kinds
         )
 
     def _look_at_links(self, *, is_first: bool) -> None:
-        """What first steps tell about the links between machines."""
+        """Measure delays and traffic between nodes in the first steps, and warn about slow links."""
         with self._context.guard():
             if self.schedules.is_choosing:
                 self.schedules.begin_step()
@@ -278,7 +282,7 @@ class TrainingStep:
             rank_zero_warn(text)
 
     def _profile(self, *, backward: bool) -> Profile | None:
-        """What is told when the actions of this step begin and end."""
+        """Return the profile that records the actions of this step; ``None`` if they are not recorded."""
         is_timed = backward and self.schedules.is_choosing
         return self.schedules.profile(self._context) if is_timed else self._context.profile
 
@@ -300,11 +304,11 @@ class TrainingStep:
             step: The number of the batch since training began.
             version: The version of the module, as :meth:`StepContext.version` returns it.
             parts: The signature of each microbatch.
-            draws_alike: If True, all microbatches draw the same random numbers, and each is a step by itself.
+            draws_alike: If True, all microbatches draw the same random numbers, because each is a separate step.
         """
         user_step, device = self._context.module.training_step, self._context.device
         of_others = signature(others)
-        moves_to = None if device.type == "cpu" else device  # on a host the whole batch has been moved
+        moves_to = None if device.type == "cpu" else device  # on a CPU, the whole batch is already there
         numbers = [0] * len(parts) if draws_alike else range(len(parts))
         return [
             StepCall(user_step, microbatch, others, (_TRAINING, step, number), (version, part, of_others), moves_to)
@@ -312,13 +316,13 @@ class TrainingStep:
         ]
 
     def _checked(self, loss: Tensor) -> Tensor:
-        """A loss, which must be finite if somebody asks for that."""
+        """Return the loss, after checking that it is finite if anomaly detection is on."""
         if self.anomaly is not None:
             self.anomaly.check_loss(loss)
         return loss
 
     def _reduce(self, accumulated: int, *, windowed: bool) -> None:
-        """Sum and average the gradients; a window of weights ends there."""
+        """Sum and average the gradients, and end the window of accumulated batches."""
         scale = _gradient_scale(self._rest, self._window if windowed else None, accumulated)
         with self._context.range("reduce"):
             self._grad_sync.finish(scale=scale)
@@ -328,12 +332,12 @@ class TrainingStep:
             self._window = AccumulationWindow(self._context.device)
 
     def _find_schedule(self, keys: Sequence[int], place: tuple[bool, bool], *, backward: bool) -> Schedule:
-        """What the ranks of the pipeline do in a step.
+        """Return the schedule of a step.
 
         Args:
-            keys: Of its microbatches.
-            place: Whether it is the first one whose gradients are accumulated, and the last one.
-            backward: Whether it has a backward.
+            keys: The keys of its microbatches, from :meth:`StepContext.keys`.
+            place: True if the batch is the first one whose gradients are accumulated, and True if it is the last one.
+            backward: True if the step has a backward.
         """
         number, posts_early = len(keys), self._context.may_post_early(keys, *place)
         if not backward:
@@ -350,19 +354,19 @@ class TrainingStep:
         *,
         draws_alike: bool = False,
     ) -> Compute:
-        """Return the forward of a stage: the part of the step that the step program gives it, and the loss.
+        """Return the function that runs the forward of a stage: its part of the step, and the loss on the last stage.
 
         Args:
-            calls: The user's step with each microbatch.
+            calls: The call of the user's step for each microbatch.
             precision: The precision plugin's context.
-            loss_of: Makes the loss of a microbatch from the result of the step; :data:`NOTHING` if it has none.
-            plans: The plan of each step; none if steps are not traced.
-            term_weights: Weights of terms of the loss, if microbatches do not count alike in all of them.
-            draws_alike: If True, each microbatch is a step by itself.
+            loss_of: Returns the loss of a microbatch for the result of the step, or :data:`NOTHING` if it has no loss.
+            plans: The plan of each step; empty if steps are not traced.
+            term_weights: The weights of terms of the loss; ``None`` if all terms have the weights of the loss.
+            draws_alike: If True, each microbatch is a separate step.
         """
         context, zero, program, casts = self._context, self._grad_sync.zero, self._context.program, self._casts
         parts = program.parts("training_step", plans, is_rehearsal=draws_alike) if plans else ()
-        watches_writes = self._writes.watches and not parts  # a plan says who writes
+        watches_writes = self._writes.watches and not parts  # plans contain the writes of traced steps
 
         def compute(stage: int, microbatch: int, inputs: Any) -> Any:
             if zero.is_active:
@@ -383,12 +387,12 @@ class TrainingStep:
             with precision(), nullcontext() if casts is None else casts.forward(stage), weighed, writes:
                 part = parts[microbatch] if parts else None
                 value = program.forward(stage, calls[microbatch], inputs, part)()
-                if value is NOTHING:  # the step has returned None before the layers
+                if value is NOTHING:  # the step has returned None before it called the layers
                     if not self._may_skip:
                         raise WrongUseError(_UNEXPECTED_NONE)
                     zero.forward_ends_early(stage)
                     return NOTHING
-                if context.shards_activations and program.has_code(stage):  # layers alone return plain values
+                if context.shards_activations and program.has_code(stage):  # layers alone return plain tensors
                     value = context.plain(value, to_stage=not is_last)
                 return loss_of(microbatch, value) if is_last else value
 
@@ -397,12 +401,12 @@ class TrainingStep:
     def _settle(
         self, calls: list[StepCall], precision: Callable[[], AbstractContextManager[None]], *, backward: bool
     ) -> None:
-        """Find out, before the first batch, how the step calls the layers and where parameters outside them live.
+        """Before the first batch, find out how the step calls the layers, and which stages use other parameters.
 
         Args:
-            calls: The user's step with each microbatch.
+            calls: The call of the user's step for each microbatch.
             precision: The precision plugin's context.
-            backward: True if gradients are wanted.
+            backward: True to compute gradients.
         """
         context, self._is_settled = self._context, True
         if context.program.is_open("training_step"):
@@ -415,7 +419,7 @@ class TrainingStep:
 
     @contextmanager
     def _around_trace(self, num_microbatches: int, *, backward: bool) -> Iterator[None]:
-        """Enter the context of a step that is traced and does not run."""
+        """Return the context in which a step is traced and not run."""
         with (
             self._context.step(num_microbatches=num_microbatches),
             torch.set_grad_enabled(backward),
@@ -431,12 +435,12 @@ class TrainingStep:
         step: int,
         precision: Callable[[], AbstractContextManager[None]],
     ) -> bool:
-        """Compare the microbatches of a batch with the batch, and return whether it is split in another way now.
+        """Compare the microbatches of a batch with the batch, and return True if the batch must be split again.
 
         Args:
-            num_microbatches: Their number.
-            signature: Of a microbatch.
-            arguments: As of the step.
+            num_microbatches: The number of microbatches.
+            signature: The signature of a microbatch.
+            arguments: The arguments of the user's `training_step`.
             step: The number of the batch since training began.
             precision: The precision plugin's context.
         """
@@ -461,19 +465,19 @@ class TrainingStep:
         step: int,
         precision: Callable[[], AbstractContextManager[None]],
     ) -> tuple[Sequence[Tensor], Sequence[Sequence[Log]]]:
-        """Run batches forward only, each as a step by itself that draws the same random numbers.
+        """Run batches forward only, as separate steps that draw the same random numbers.
 
         Args:
-            batches: The first arguments are those of :class:`~.microbatch_comparison.Forward`.
-            counts: As there.
-            loss_of: As there.
-            run: As there.
-            others: Arguments of the user's `training_step`, beside the batch.
+            batches: See :class:`~.microbatch_comparison.Forward`, also for the next three arguments.
+            counts: The number of samples in each batch.
+            loss_of: Returns the loss to use for the number of a batch and its loss.
+            run: Runs the forward of a stage, for the number of a batch.
+            others: The arguments of the user's `training_step` other than the batch.
             step: The number of the batch since training began.
             precision: The precision plugin's context.
 
         Returns:
-            The losses, on the last stage and if each batch has one; and what each batch logged.
+            The losses, on the last stage and if each batch has a loss; and the logs of each batch.
         """
         context, parts = self._context, signatures(batches)
         with (
@@ -496,10 +500,10 @@ class TrainingStep:
                 num_records = len(records)
 
                 def forward_of_stage() -> Any:
-                    del records[num_records:]  # of a first call
-                    return forward(stage, number, _map_tensors(Tensor.clone, inputs))  # a step may change them
+                    del records[num_records:]  # `run` may call this function twice, and the second call logs again
+                    return forward(stage, number, _map_tensors(Tensor.clone, inputs))  # a step may write to its inputs
 
-                # Nothing is needed of the graph of what it returns, which the step may have used.
+                # The graph of the result is not needed, but the step may have computed gradients with it.
                 return _map_tensors(_without_graph, run(number, forward_of_stage))
 
             keys = context.keys(("comparison", context.version(gradients=True)), parts, plans)
@@ -507,15 +511,15 @@ class TrainingStep:
         return [] if any(loss is NOTHING for loss in losses) else losses, records
 
     def backward(self, loss: Tensor | None, run: Callable[[Tensor], None] | None = None, *, reduce: bool) -> bool:
-        """Do nothing: the schedule has run it.
+        """Do nothing, because the schedule has run the backward.
 
         Args:
             loss: The loss; ``None`` if there is none.
             run: Lightning's backward of a loss.
-            reduce: Whether gradients shall be averaged.
+            reduce: True to reduce gradients.
 
         Returns:
-            Whether a replica has a loss, as far as they have told each other.
+            True if a replica has a loss. If gradients are accumulated, other replicas are not known yet.
         """
         return loss is not None or (self._rest is not None and self._rest.has_loss)
 
@@ -532,7 +536,7 @@ class TrainingStep:
             least = context.mesh.data_parallel_min(len(counts))
             if least < len(counts):
                 microbatches, counts = split_into(batch, least, user_split)
-        if not any(counts):  # no samples: what the step makes of that counts, as in one process
+        if not any(counts):  # a batch without samples is not skipped, as in a single process
             counts = [1] * len(counts)
         if self._warns:
             self._warns = False
@@ -543,22 +547,22 @@ class TrainingStep:
         return microbatches, counts
 
     def _weights(self, microbatches: Sequence[Any], *, accumulates: bool) -> LossWeights | None:
-        """What each microbatch counts, where the module says it.
+        """Return the weights of microbatches by `microbatch_weight` or targets; ``None`` if samples are the weights.
 
         Args:
             microbatches: The microbatches.
-            accumulates: Whether gradients are accumulated over batches. Then all ranks need to know, and not only those
-                that have a loss.
+            accumulates: True if gradients are accumulated over batches; then all ranks need the weights, and not only
+                the last stage.
         """
         context = self._context
-        weigh = getattr(context.module, "microbatch_weight", None) or self._comparison.labels  # may come during a run
+        weigh = getattr(context.module, "microbatch_weight", None) or self._comparison.labels  # may be set during a run
         if weigh is None or self._comparison.loss_reduction == "sum" or not (context.is_last or accumulates):
             return None
         with context.guard():
             return LossWeights.of(weigh, microbatches, context.mesh, context.device)
 
     def _term_weights(self, microbatches: Sequence[Any], counts: Sequence[int]) -> TermWeights | None:
-        """Return what terms of the loss count in each microbatch, where the loss is, if they count targets."""
+        """Return the weights of terms of the loss that are means over targets; ``None`` if not on the last stage."""
         context, terms = self._context, self._comparison.terms
         is_told = getattr(context.module, "microbatch_weight", None) is not None
         if terms is None or is_told or not context.is_last:
@@ -570,12 +574,12 @@ class TrainingStep:
     def _shares(
         self, counts: Sequence[int], weights: LossWeights | None, *, windowed: bool
     ) -> tuple[Sequence[float | Tensor], Sequence[float | Tensor]]:
-        """What each microbatch counts: in the reported loss, and before backward.
+        """Return the weights of microbatches in the reported loss, and the factors of their losses before backward.
 
         Args:
             counts: The number of samples of each microbatch.
-            weights: What the module says that they count, if it does.
-            windowed: Whether they count in a window of accumulated gradients.
+            weights: The weights other than numbers of samples; ``None`` if there are none.
+            windowed: True if the weights are relative to all accumulated batches.
         """
         if weights is not None:
             return weights.shares, weights.factors(self._window.add(weights.total) if windowed else None)
@@ -584,19 +588,21 @@ class TrainingStep:
 
 
 class UncutTrainingStep:
-    """Lightning's own step, where nothing is cut: gradients are averaged in the backward that the Trainer calls.
+    """Runs the user's step as Lightning does, for one stage and one microbatch without tensor or context parallelism.
+
+    The Trainer calls backward after the step. :meth:`backward` averages gradients over the replicas.
 
     Args:
         module: The user's module.
-        grad_sync: Averages the gradients. Parameters stay unsharded until after the backward.
+        grad_sync: The gradient synchronization. Parameters stay unsharded until after the backward.
         mesh: The ranks.
-        device: Where this rank computes.
+        device: The device of this rank.
         config: The arguments of the strategy.
-        around_forwards: Around forwards: what layers keep for backward, and where.
+        around_forwards: Returns a context for forwards, which recomputes or offloads what layers save for backward.
 
     Attributes:
-        has_gradients: False: Lightning calls backward after the step.
-        anomaly: Looks at values that are not finite; ``None`` if nobody asks.
+        has_gradients: False, because Lightning calls backward after the step.
+        anomaly: Detects values that are not finite; ``None`` without `Trainer(detect_anomaly=True)`.
     """
 
     has_gradients = False
@@ -618,9 +624,9 @@ class UncutTrainingStep:
         is_asked = config.faults.compare_microbatches and config.loss_reduction == "mean"
         self._targets = ReplicaTargets(module, mesh, device, is_asked=is_asked)
         self._writes = ParameterWrites(module, grad_sync)
-        # Elsewhere parameters are plain tensors, which torch knows to write; and optimizers by hand step shards.
+        # Other parameters are plain tensors, to which a step can write. In manual optimization, optimizers step shards.
         self._watches_writes = self._writes.watches and (grad_sync.zero.is_active or mesh.sizes.tensor > 1)
-        self._factor: Tensor | float = 1.0  # of the loss, before backward
+        self._factor: Tensor | float = 1.0  # the factor of the loss before backward
         self._window: AccumulationWindow | None = None
         self._accumulated = 1
 
@@ -634,7 +640,7 @@ class UncutTrainingStep:
         reduce: bool,
         **others: Any,
     ) -> Any:
-        """Run one batch forward; arguments as for :class:`TrainingStep`, of which the others do not matter here."""
+        """Run the forward of a batch; the arguments are those of :meth:`TrainingStep.__call__`."""
         zero, is_automatic = self._grad_sync.zero, self._module.automatic_optimization
         weights: LossWeights | None = None
         zero.open()
@@ -671,7 +677,7 @@ class UncutTrainingStep:
         return output
 
     def _run(self, arguments: Sequence[Any]) -> Any:
-        """Run the user's step, and take part in what other replicas wait for before they meet this one."""
+        """Run the user's step, and the collectives for which other replicas wait before losses are compared."""
         zero, meets = self._grad_sync.zero, self._targets.is_looking
         output = self._module.training_step(*arguments)
         if zero.is_active and (output is None or meets):
@@ -682,12 +688,12 @@ class UncutTrainingStep:
         """Run Lightning's backward, and average the gradients.
 
         Args:
-            loss: The loss; ``None`` if there is none, and this replica takes part in what the others send.
+            loss: The loss; ``None`` if this replica has none and only takes part in collectives.
             run: Lightning's backward of a loss.
-            reduce: Whether gradients shall be averaged now, and not accumulated.
+            reduce: True to reduce gradients now, False to accumulate them.
 
         Returns:
-            As of :meth:`TrainingStep.backward`.
+            True if a replica has a loss, as :meth:`TrainingStep.backward` returns it.
         """
         grad_sync, is_automatic = self._grad_sync, self._module.automatic_optimization
         grad_sync.reduces = reduce
@@ -710,7 +716,7 @@ def _looking(anomaly: AnomalyDetector | None) -> AbstractContextManager[None]:
 
 
 def _scaled(loss: Tensor, factor: float | Tensor, accumulated: int, scale: Callable[[Tensor], Tensor] | None) -> Tensor:
-    """What backward begins with: the loss of a microbatch by what that counts in its batch and window, scaled."""
+    """Return the loss with which the backward of a microbatch begins: weighted, and scaled for fp16."""
     if isinstance(factor, Tensor):
         loss = weighted(loss, factor)
     elif factor != 1.0:
@@ -720,11 +726,11 @@ def _scaled(loss: Tensor, factor: float | Tensor, accumulated: int, scale: Calla
 
 
 def _gradient_scale(rest: Rest | None, window: AccumulationWindow | None, accumulated: int) -> Tensor | float | None:
-    """Return what gradients are multiplied by once they have been averaged; ``None`` for nothing.
+    """Return the factor of gradients after they have been averaged; ``None`` for 1.
 
     Args:
-        rest: What is left, if microbatches or replicas have no loss.
-        window: The batches that weigh differently, which ends now.
+        rest: The part of the optimizer step that has a loss; ``None`` if everything has a loss.
+        window: The accumulated batches with different weights, of which this is the last; ``None`` if there are none.
         accumulated: The number of batches whose gradients are accumulated, by which losses were divided.
     """
     scale = None if rest is None else rest.scale
@@ -732,7 +738,7 @@ def _gradient_scale(rest: Rest | None, window: AccumulationWindow | None, accumu
 
 
 def _merge(outputs: Sequence[Any], counts: Sequence[int], shares: Sequence[float | Tensor], *, is_mean: bool) -> Any:
-    """Merge the results of all microbatches: the loss, or a dictionary with it; ``None`` if none has a loss."""
+    """Merge the results of all microbatches into a loss or a dictionary with a loss; ``None`` if none has a loss."""
     kept = [index for index, output in enumerate(outputs) if output is not None]
     if not kept:
         return None
@@ -751,15 +757,15 @@ def _merge(outputs: Sequence[Any], counts: Sequence[int], shares: Sequence[float
 
 
 def _check_graphs(outputs: Sequence[Any], num_microbatches: int, *, each: bool) -> None:
-    """The last one of some losses has no graph: one process refuses that, and here too something must be trained.
+    """Check the losses so far, of which the last one has no autograd graph, so that something is trained.
 
     Args:
-        outputs: What `training_step` has returned so far.
-        num_microbatches: How many there will be.
-        each: Whether every microbatch needs a graph: where a stage before waits for gradients such as there were.
+        outputs: The results of `training_step` so far.
+        num_microbatches: The number of microbatches.
+        each: True if every microbatch needs a graph, because an earlier stage waits for its gradients.
 
     Raises:
-        WrongUseError: If none of the microbatches has a graph, or ``each`` should have.
+        WrongUseError: If no microbatch has a graph, or if ``each`` is True.
     """
     losses = [_loss_of(output) for output in outputs if output is not None]
     if not each and (len(outputs) < num_microbatches or any(loss.requires_grad for loss in losses)):
@@ -773,18 +779,18 @@ def _check_graphs(outputs: Sequence[Any], num_microbatches: int, *, each: bool) 
 
 
 def _map_tensors(change: Callable[[Tensor], Tensor], tree: Any) -> Any:
-    """Return a tree with other tensors."""
+    """Return a tree in which each tensor is replaced by the result of a function."""
     leaves, spec = flatten(tree)
     return unflatten([change(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
 
 
 def _without_graph(tensor: Tensor) -> Tensor:
-    """Return a tensor without its graph, which needs gradients as before: later stages may ask for that."""
+    """Return a tensor without its graph, but with the same `requires_grad`, which later stages may read."""
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
 def _loss_of(output: Any) -> Tensor:
-    """The loss in what `training_step` returned.
+    """Return the loss in the result of `training_step`.
 
     Raises:
         MisconfigurationException: If there is no loss in it.

@@ -1,1 +1,1 @@
-"""Faults of training that are found while it runs: ranks that differ, values that are not finite."""
+"""Checks of training while it runs: equal steps on all ranks, finite values and gradients, half precision."""

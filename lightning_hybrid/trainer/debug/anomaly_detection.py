@@ -1,4 +1,4 @@
-"""`Trainer(detect_anomaly=True)`: the first stage, layer and microbatch where a value is not finite."""
+"""`Trainer(detect_anomaly=True)`: the first stage, layer and microbatch with a value that is not finite."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from torchmetrics import Metric
 from lightning_hybrid.distributed.pytree import flatten
 from lightning_hybrid.pipeline_parallel.engine import Engine
 
-_OF_TORCH = "returned nan values"  # what torch says of a function in backward
+_OF_TORCH = "returned nan values"  # part of torch's message about a backward function
 
 
 class AnomalyDetector:
-    """Looks at what every layer makes, and at the gradients that come back to it, in training.
+    """Checks the outputs of every layer, and the gradients of these outputs, during training.
 
-    A NaN ends the run where it is made. Infinities may be meant, as in masks: they are remembered, and named if a NaN
-    follows; those in gradients end the run too, unless a `GradScaler` looks for them.
+    A NaN raises an error in the layer that produces it. An infinity can be intended, as in masks, so it is remembered,
+    and named in the error if a NaN follows. An infinite gradient raises an error unless a `GradScaler` handles it.
 
     Args:
-        module: The user's module, divided.
-        engine: Knows the stage and the microbatch.
-        unfollowed: Around what is no part of the user's step.
-        scales: Whether there is a `GradScaler`, for which infinite gradients are no fault.
+        module: The user's module, after it was parallelized.
+        engine: The engine, which knows the current stage and microbatch.
+        unfollowed: Returns a context for code that is not part of the user's step.
+        scales: True if there is a `GradScaler`, for which infinite gradients are not errors.
     """
 
     def __init__(
@@ -43,18 +43,18 @@ class AnomalyDetector:
         self._module, self._engine, self._scales = module, engine, scales
         self._unfollowed = unfollowed
         self._first_infinity = ""
-        self._entered = ""  # the layer whose backward has begun last
+        self._entered = ""  # the layer whose backward began last
         metrics = (metric for metric in module.modules() if isinstance(metric, Metric))
         passed_over = {module, *(part for metric in metrics for part in metric.modules())}
         self._names = {part: name for name, part in module.named_modules() if part not in passed_over}
         self._handles = [part.register_forward_hook(self._made, with_kwargs=True) for part in self._names]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AnomalyDetector:
-        """Itself: callbacks copy modules, with hooks on their layers."""
+        """Return the detector itself: callbacks that deep-copy the module copy the hooks of its layers, too."""
         return self
 
     def remove(self) -> None:
-        """Take the hooks off the layers."""
+        """Remove the hooks from the layers."""
         for handle in self._handles:
             handle.remove()
 
@@ -68,7 +68,7 @@ class AnomalyDetector:
 
     def _made(self, layer: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if layer not in self._names or not self._module.training or not torch.is_grad_enabled():
-            return  # a copy that a callback has made, or an evaluation
+            return  # the layer is a callback's copy, or the call is an evaluation
         with self._unfollowed():
             tensors = list(_floating(output))
             with torch.no_grad():
@@ -87,10 +87,10 @@ class AnomalyDetector:
                     tensor.register_hook(partial(self._arrived, layer))  # type: ignore[no-untyped-call]
 
     def check_loss(self, loss: Any) -> None:
-        """The user's step has come to its loss.
+        """Check the loss of the user's step, after the layers have run.
 
         Raises:
-            RuntimeError: If it is not finite although what the layers made has no NaNs.
+            RuntimeError: If the loss is not finite although no output of a layer contains NaNs.
         """
         if isinstance(loss, Tensor):
             with self._unfollowed(), torch.no_grad():
@@ -102,7 +102,7 @@ class AnomalyDetector:
                 )
 
     def _arrived(self, layer: nn.Module, gradient: Tensor) -> None:
-        """The gradient of what a layer made: the backward of the layer begins."""
+        """Check the gradient of a layer's output, with which the backward of this layer begins."""
         with torch.no_grad():
             has_nan, is_finite = _look_at(_floating(gradient))
         if has_nan or not (is_finite or self._scales):
@@ -115,7 +115,10 @@ class AnomalyDetector:
 
     @contextmanager
     def batch(self) -> Iterator[None]:
-        """Around the forward and backward of a batch, or around either of them."""
+        """Forget earlier infinities while entered, and name the layer in torch's own errors about NaNs.
+
+        Enter this context around the forward and backward of a batch, or around each of them.
+        """
         self._first_infinity = self._entered = ""
         try:
             yield
@@ -126,7 +129,7 @@ class AnomalyDetector:
 
 
 def _floating(tree: Any) -> Iterator[Tensor]:
-    """The tensors in a tree that have values of their own which could be infinite."""
+    """Yield the floating-point tensors in a tree that have values on this rank."""
     for leaf in flatten(tree)[0]:
         value = leaf.to_local() if isinstance(leaf, DTensor) else leaf
         if type(value) in (Tensor, nn.Parameter) and value.is_floating_point() and not value.is_meta:
@@ -134,7 +137,7 @@ def _floating(tree: Any) -> Iterator[Tensor]:
 
 
 def _look_at(tensors: Iterable[Tensor]) -> tuple[bool, bool]:
-    """Whether there is a NaN, and whether all is finite. Waits for the device."""
+    """Return two flags: True if there is a NaN, and True if all values are finite. Waits for the device."""
     has_nan, is_finite = False, True
     for tensor in tensors:
         if not tensor.isfinite().all():

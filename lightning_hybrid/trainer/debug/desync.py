@@ -1,4 +1,4 @@
-"""The comparison of steps over the ranks; with `Faults(detect_desync=True)` also of numbers, to the last bit."""
+"""Comparison of steps between ranks, and with `Faults(detect_desync=True)` also of values, to the last bit."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from lightning_hybrid.trainer.dataloader import checksum
 from lightning_hybrid.trainer.lightning_internals import before_log_reductions
 from lightning_hybrid.trainer.results.logging import Log
 
-_MOST = 5  # parameters in one text
+_MOST = 5  # parameters in one message
 
 Shared = tuple[str, tuple[str | int, ...]]
 """The name of a value, and the mesh coordinates that two ranks must have in common to have the same value."""
@@ -33,7 +33,7 @@ Shared = tuple[str, tuple[str | int, ...]]
 
 @contextmanager
 def refusing() -> Iterator[None]:
-    """Turn a `WrongUseError` into a plain `ValueError`, for code outside of a step that is divided."""
+    """Turn a `WrongUseError` into a plain `ValueError`, for code outside a pipelined step."""
     try:
         yield
     except WrongUseError as error:
@@ -41,13 +41,15 @@ def refusing() -> Iterator[None]:
 
 
 class StepDesync:
-    """Notes what a step does, for the comparison of ranks. An ordinary step only counts.
+    """Records what a step does, and compares it between ranks when it differs from the step before.
+
+    If nothing has changed, only a counter is increased and no message is sent.
 
     Args:
-        module: The user's module, divided.
+        module: The user's module, after it was parallelized.
         mesh: The ranks.
-        desync: Compares.
-        guard: Turns a failure inside of it into one of all ranks.
+        desync: Compares records between the ranks of a group.
+        guard: Returns a context that turns a failure into an error on all ranks.
 
     Attributes:
         has_replicas: If True, logged values are compared over replicas.
@@ -66,13 +68,13 @@ class StepDesync:
         self._last_key = ""
 
     def note_batch(self, step: str, version: Hashable, parts: Sequence[Hashable], counts: Sequence[int] = ()) -> None:
-        """Compare all that decides the messages of a batch over the model group, before the batch runs.
+        """Compare everything that determines the messages of a batch over the model group, before the batch runs.
 
         Args:
-            step: The user's step.
-            version: Changes when other tensors need gradients.
+            step: The name of the user's step.
+            version: A value that changes if other tensors require gradients.
             parts: The signature of each microbatch.
-            counts: The number of samples of each microbatch.
+            counts: The number of samples in each microbatch.
         """
 
         def describe() -> dict[str, str]:
@@ -88,11 +90,11 @@ class StepDesync:
         if self._has_peers:
             alike = tuple(
                 [(part, len(list(equal))) for part, equal in groupby(parts)]
-            )  # short, as one is kept per batch
+            )  # runs of equal parts, to keep the record of a batch short
             self._note(self._desync.model_group, step, (version, alike, tuple(counts)), describe)
 
     def note_logs(self, logs: Sequence[Log]) -> None:
-        """Compare the values that replicas reduce at once, after a training step has logged them."""
+        """Compare the values that replicas reduce immediately, after a training step has logged them."""
         reduced = (log for log in logs if log.metric is not None or log.arguments.get("sync_dist"))
         names = tuple([log.name for log in reduced if log.arguments.get("on_step") is not False])
         self._note(self._desync.replicas, "training_step", names, lambda: {"logged keys": str(list(names))})
@@ -104,10 +106,10 @@ class StepDesync:
         return before_log_reductions(trainer, self._note_reduction, self._note_epoch_end)
 
     def _note_reduction(self, key: str) -> None:
-        """Compare a value that replicas reduce at once, or that a hook outside of batches logs.
+        """Compare a value that replicas reduce immediately, or that a hook outside of batches logs.
 
         Args:
-            key: The hook and the name.
+            key: The hook and the name of the value, such as ``"training_step.loss"``.
         """
         where = f"the log call after {self._last_key!r}" if self._last_key else "the first log call"
         self._last_key = key
@@ -132,10 +134,10 @@ class StepDesync:
 
 
 class DesyncDetector:
-    """Compares batches, parameters of replicas and of shared holders, and the states of random streams.
+    """Compares batches, parameters and the states of random streams between all ranks that must have equal values.
 
     Args:
-        module: The user's module, divided.
+        module: The user's module, after it was parallelized.
         mesh: The ranks.
         streams: The random streams.
     """
@@ -145,14 +147,14 @@ class DesyncDetector:
 
     @torch.no_grad()
     def __call__(self, batch: Any, step: int) -> None:
-        """Compare; to be called on every rank, before a training step.
+        """Compare the values before a training step; every rank must call this method.
 
         Args:
             batch: The batch.
             step: The number of the batch.
 
         Raises:
-            ValueError: If something is not the same where it should be; on every rank, with one text.
+            ValueError: If values differ that must be equal; on every rank, with the same message.
         """
         mesh = self._mesh
         own: dict[Shared, int] = {
@@ -175,13 +177,13 @@ class DesyncDetector:
             )
 
     def _parameters(self) -> dict[Shared, int]:
-        """Return a checksum of each parameter of this rank, by the ranks that must have the same one."""
+        """Return a checksum of each parameter of this rank, by the parameter and the ranks with the same values."""
         mesh = self._mesh
         found: dict[Shared, Tensor] = {}
         for name, parameter in self._module.named_parameters():
             if parameter.is_meta:
                 continue
-            # Ranks that share a layer compute alike, but not always to the last bit.
+            # Tensor-parallel ranks compute equal values, but not always to the last bit.
             coordinates: tuple[str | int, ...] = ("tensor", mesh.tensor_rank) if mesh.sizes.tensor > 1 else ()
             kind = "shard of parameter" if is_tensor_parallel(parameter) else "parameter"
             coordinates = (*coordinates, "replica", mesh.data_rank) if is_shard(parameter) else coordinates
@@ -192,7 +194,7 @@ class DesyncDetector:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """Return the sum of the bits as integers, shape ``()``, on the tensor's device: it changes with each bit."""
+    """Return the sum of the bits as integers, shape ``()``, on the tensor's device; it changes with each bit."""
     flat = tensor.detach().contiguous().flatten()
     if flat.is_complex():
         flat = torch.view_as_real(flat).flatten()

@@ -1,4 +1,4 @@
-"""Warnings about optimizer states and averages of weights in half precision, which is too coarse for them."""
+"""Warnings about optimizer states in half precision, and about weight averages, because small updates are lost."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 _HALF = (torch.bfloat16, torch.float16)
-_MOST = 3  # names in one text
+_MOST = 3  # names in one message
 
 
 @contextmanager
 def warning_of_half_precision(trainer: Trainer, module: LightningModule) -> Iterator[None]:
-    """While entered, look once, after the first step of an optimizer, and warn.
+    """While entered, check the states and averages once, after the first optimizer step, and warn.
 
     Args:
-        trainer: The Trainer, whose optimizers are there.
-        module: The user's module, in the precision that it trains in.
+        trainer: The Trainer, whose optimizers exist.
+        module: The user's module, in the precision in which it trains.
     """
     has_looked = False
     with ExitStack() as handles:
 
         def look(optimizer: Optimizer, *_: Any) -> None:
             nonlocal has_looked
-            if not has_looked:  # torch runs through its hooks now, so none can be removed
+            if not has_looked:  # torch iterates its hooks here, so they cannot be removed yet
                 has_looked = True
                 _look_at_states(optimizer, module)
                 _look_at_averages(trainer, module)
@@ -42,7 +42,7 @@ def warning_of_half_precision(trainer: Trainer, module: LightningModule) -> Iter
 
 
 def _look_at_states(optimizer: Optimizer, module: LightningModule) -> None:
-    """Parameters that have master weights are in float32 here, and so are their states."""
+    """Warn if optimizer states are in half precision; with master weights, parameters and states are in float32."""
     found: dict[str, torch.dtype] = {}
     for parameter, state in optimizer.state.items():
         if isinstance(parameter, Tensor) and parameter.dtype in _HALF:

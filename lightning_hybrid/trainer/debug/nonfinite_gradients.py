@@ -1,4 +1,4 @@
-"""Gradients that are not finite: no step or an error, on all ranks alike; or a warning, which nobody waits for."""
+"""Checks for gradients that are not finite: all ranks skip the step or raise an error, or one rank warns."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from lightning_hybrid.pipeline_parallel.placeholders import absent_gradients
 from lightning_hybrid.trainer.lightning_internals import replace_after_closure
 from lightning_hybrid.trainer.run_callback import RunCallback
 
-_MOST = 3  # parameters in one text
+_MOST = 3  # parameters in one message
 SKIPPED = "skipped_steps"
 
 
 class GradientWatch(ABC):
-    """Looks at the gradients of each step before an optimizer uses them.
+    """Checks the gradients of each step before an optimizer uses them.
 
-    Hooks that look at them see those of other stages as absent, and not as ``None``.
+    Hooks that read gradients of other stages' parameters get a placeholder instead of ``None``.
     """
 
     @contextmanager
     def in_steps(self, trainer: Trainer) -> Iterator[None]:
-        """While entered, look."""
+        """While entered, check gradients between each backward and its optimizer step."""
 
         def look(hooks_and_clipping: Callable[[], None], optimizer: Optimizer) -> None:
             self(absent_gradients()(hooks_and_clipping), optimizer)
@@ -49,52 +49,53 @@ class GradientWatch(ABC):
 
     @abstractmethod
     def __call__(self, hooks_and_clipping: Callable[[], None], optimizer: Optimizer) -> None:
-        """Look, and do what the Trainer does between backward and the step.
+        """Check the gradients, and run the Trainer's hooks and clipping.
 
         Args:
-            hooks_and_clipping: That.
+            hooks_and_clipping: What the Trainer does between the backward and the optimizer step.
             optimizer: The optimizer that is about to step.
         """
 
     @abstractmethod
     def finish(self) -> None:
-        """Say what is left to say at the end of a run."""
+        """Report remaining results at the end of a run."""
 
 
 class NoGradientWatch(GradientWatch):
-    """Looks at nothing, where a `GradScaler` does."""
+    """Checks nothing, because a `GradScaler` checks the gradients."""
 
     def __call__(self, hooks_and_clipping: Callable[[], None], optimizer: Optimizer) -> None:
-        """Do what the Trainer does between backward and the step."""
+        """Run the Trainer's hooks and clipping."""
         hooks_and_clipping()
 
     def finish(self) -> None:
-        """Say nothing."""
+        """Do nothing."""
 
 
 class NonfiniteGuard(GradientWatch):
-    """Looks at the gradients before an optimizer steps, where no `GradScaler` does.
+    """Skips a step or raises an error if gradients are not finite; for precisions without a `GradScaler`.
 
     ::
 
         backward, gradients reduced --> norm --> hooks, clipping --> is the norm finite? --> step
-                                        `-- with clipping by norm, that one's --'       `-> raise, or no step
+                                        `---- or the norm used for clipping ----'       `-> raise, or no step
 
-    The norm of all gradients of the model is not finite if one of them is not. The ranks that hold the model together
-    exchange theirs in one collective, and get the same bits; where gradients are clipped by norm, that norm is taken
-    and there is no other collective. Replicas have the same gradients already.
+    The norm of all gradients of the model is not finite if one gradient is not finite. The ranks that hold the model
+    compute this norm in one collective, and get the same bits. If gradients are clipped by norm, the norm used for
+    clipping is checked, without another collective. Other replicas have equal gradients already.
 
-    Whether to step is known on the host, which waits for the device there: an optimizer cannot be told not to step in
-    any other way. Only fused ones can (as `GradScaler` does it), and nobody waits: to skip, they get a tensor.
+    The host decides whether to step, so it waits for the device. Only fused optimizers can skip a step on the device,
+    where they read the tensor ``found_inf`` as with a `GradScaler`. For these optimizers, the host does not wait.
 
     Args:
         action: ``"raise"`` or ``"skip"``.
-        module: The user's module, divided.
-        total_norm: The norm of the gradients of parameters over the ranks that hold the model, by its exponent.
-        control_group: These ranks, over a backend that takes tensors of the host.
+        module: The user's module, after it was parallelized.
+        total_norm: Returns the norm of the gradients of parameters over the ranks that hold the model, for an exponent.
+        control_group: The ranks that hold the model, over a backend that takes tensors on the host: the model group,
+            or with ZeRO all ranks.
 
     Attributes:
-        skipped: The number of steps that were left out, shape ``()``.
+        skipped: The number of skipped steps, shape ``()``, on the device.
     """
 
     def __init__(
@@ -110,22 +111,22 @@ class NonfiniteGuard(GradientWatch):
         self.skipped = torch.zeros((), device=module.device)
 
     def note_norm(self, norm: Tensor) -> None:
-        """Gradients were clipped by their norm, which was this."""
+        """Record the norm by which gradients were clipped, so that it is not computed again."""
         self._clipped = norm
 
     def step(self, optimizer: Optimizer) -> AbstractContextManager[None]:
-        """Let the step of an optimizer read `found_inf` while entered."""
+        """Return a context around the step of an optimizer, in which the optimizer can read ``found_inf``."""
         return replaced_entries([(vars(optimizer), {"found_inf": None})])
 
     def __call__(self, hooks_and_clipping: Callable[[], None], optimizer: Optimizer) -> None:
-        """Look at the gradients; what is not finite has no step.
+        """Check the gradients; if they are not finite, raise an error or make the optimizer skip the step.
 
         Args:
-            hooks_and_clipping: What the Trainer does between backward and the step.
+            hooks_and_clipping: What the Trainer does between the backward and the optimizer step.
             optimizer: The optimizer that is about to step.
 
         Raises:
-            RuntimeError: If a gradient is not finite, unless such steps are to be skipped; on every rank.
+            RuntimeError: If a gradient is not finite and the action is ``"raise"``; on every rank.
         """
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self._clipped = None
@@ -142,11 +143,11 @@ class NonfiniteGuard(GradientWatch):
             if self._action == "raise":
                 raise RuntimeError(self._text(parameters))
             for parameter in parameters:
-                parameter.grad = None  # an optimizer passes over it, and over what it keeps of it
+                parameter.grad = None  # an optimizer skips parameters without a gradient, and their states
             self.skipped += 1
 
     def finish(self) -> None:
-        """Say nothing: every step was judged before it was made."""
+        """Do nothing, because every step was checked before it ran."""
 
     @property
     def _clips_by_norm(self) -> bool:
@@ -154,7 +155,7 @@ class NonfiniteGuard(GradientWatch):
         return bool(trainer.gradient_clip_val) and trainer.gradient_clip_algorithm in (None, "norm")
 
     def _text(self, parameters: list[nn.Parameter]) -> str:
-        """The same on every rank: what is not finite on any of them."""
+        """Return the error message; it is the same on every rank, with the names from all ranks."""
         flags = [(owners, found.tolist()) for owners, found in find_nonfinite(parameters)]
         own = _names(self._module, (each for owners, found in flags for each in itertools.compress(owners, found)))
         names = list(dict.fromkeys(name for names in all_gather_values(own, self._group()) for name in names))
@@ -167,13 +168,13 @@ class NonfiniteGuard(GradientWatch):
 
 
 class _Found(NamedTuple):
-    """Which gradients of a step are not finite.
+    """The gradients of a step that are not finite.
 
     Attributes:
         step: The number of the optimizer step.
-        parameters: That have a gradient.
-        flags: Of each, on the host once the device has come so far.
-        copied: Tells that; ``None`` where the device is the host.
+        parameters: The parameters that have a gradient.
+        flags: For each parameter, True if its gradient is not finite; on the host, valid once ``copied`` has happened.
+        copied: The event after the copy to the host; ``None`` if the gradients are on the host.
     """
 
     step: int
@@ -187,15 +188,15 @@ class _Found(NamedTuple):
 
 
 class NonfiniteWarning(GradientWatch):
-    """Warns, once, that the optimizer has used gradients that are not finite; one rank does, which says where.
+    """Warns once, on one rank, that the optimizer has used gradients that are not finite.
 
-    Neither the host nor another rank waits: flags are made on the device, and read after those of the next step have
-    been asked for.
+    Neither the host nor another rank waits for the check. The device computes flags, which the host reads after it has
+    requested the flags of the next step.
 
     Args:
-        module: The user's module, divided.
-        pipeline_rank: Of this rank.
-        is_first: Whether no other rank has warned in this run.
+        module: The user's module, after it was parallelized.
+        pipeline_rank: The pipeline rank of this rank.
+        is_first: Returns True if no other rank has warned in this run.
     """
 
     def __init__(self, module: LightningModule, pipeline_rank: int, is_first: Callable[[], bool]) -> None:
@@ -204,7 +205,7 @@ class NonfiniteWarning(GradientWatch):
         self._has_warned = False
 
     def __call__(self, hooks_and_clipping: Callable[[], None], optimizer: Optimizer) -> None:
-        """Look at the gradients, before clipping makes one number of all of them."""
+        """Check the gradients, before clipping by norm makes all of them NaN, and run the hooks and clipping."""
         if not self._has_warned:
             step, former = self._module.trainer.global_step, len(self._found)
             parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
@@ -217,7 +218,7 @@ class NonfiniteWarning(GradientWatch):
         self._read(len(self._found))
 
     def _read(self, number: int) -> None:
-        """Read as many flags, as far as they are there."""
+        """Read the flags of the oldest checks, up to a number of checks or the first one that is still being copied."""
         for _ in range(number):
             if self._has_warned or not self._found[0].is_there:
                 return
@@ -261,15 +262,15 @@ def _listed(names: list[str]) -> str:
 
 
 class SkippedSteps(RunCallback):
-    """Logs how many steps were left out so far, as ``"skipped_steps"``.
+    """Logs the number of steps skipped so far, as ``"skipped_steps"``.
 
     Args:
-        guard: Counts them.
+        guard: Counts the skipped steps.
     """
 
     def __init__(self, guard: NonfiniteGuard) -> None:
         self._guard = guard
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
-        """Log; the number is the same on every rank, so nobody is asked for it."""
+        """Log the number. It is the same on every rank, so no reduction is needed."""
         type(pl_module).log(pl_module, SKIPPED, self._guard.skipped.clone(), on_step=True, on_epoch=False)

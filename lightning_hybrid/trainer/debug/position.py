@@ -1,4 +1,4 @@
-"""The position of this rank in its work: the Trainer's loops, and the engine's actions, read from another thread."""
+"""The position of this rank in its run: the Trainer's loop and the engine's action, for errors and the watch thread."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from lightning_hybrid.pipeline_parallel.schedules import Action, ChannelKey
 
 
 def place_text(engine: Engine, mesh: Mesh, trainer: Trainer | None) -> str:
-    """Return this rank, and its stage and action or else its batch, for the error that the other ranks raise.
+    """Return the name of this rank with its stage and action, or its batch, for an error on the other ranks.
 
     Args:
         engine: Runs the actions of schedules.
-        mesh: The ranks, whose groups may be gone.
-        trainer: The Trainer; ``None`` where no run has begun.
+        mesh: The ranks, whose groups may be destroyed.
+        trainer: The Trainer; ``None`` if no run has begun.
     """
     rank, position = mesh.peer(mesh.pipeline_rank), engine.position
     text = f"Rank {rank} (pipeline rank {mesh.pipeline_rank}, data rank {mesh.data_rank})"
@@ -32,7 +32,7 @@ def place_text(engine: Engine, mesh: Mesh, trainer: Trainer | None) -> str:
 
 
 def _loop(trainer: Trainer) -> Any:
-    """Return the loop that runs."""
+    """Return the loop that is running."""
     epoch_loop = trainer.fit_loop.epoch_loop
     if trainer.state.fn == TrainerFn.FITTING:
         return epoch_loop if trainer.training else epoch_loop.val_loop
@@ -42,7 +42,7 @@ def _loop(trainer: Trainer) -> Any:
 
 
 def find_position(trainer: Trainer, engine: Engine, mesh: Mesh) -> Position:
-    """Return the position of this rank. A step does nothing for that.
+    """Return the position of this rank. The watch thread calls this; steps do no extra work for it.
 
     Args:
         trainer: The Trainer.

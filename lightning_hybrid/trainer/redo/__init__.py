@@ -1,1 +1,1 @@
-"""Repeats a step whose path through the model has changed."""
+"""Repeated steps: a training step runs again if its path through the model differs from its plan."""

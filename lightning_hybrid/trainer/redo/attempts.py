@@ -1,4 +1,8 @@
-"""Repeats a step whose path has changed: undoes its effects, traces the new path, and runs the step again."""
+"""Attempts at a training step: restores the state and repeats the step if its path differs from its plan.
+
+A path is the sequence of calls that a step makes. The plan of each traced path is remembered, so that most steps run
+without being traced. The path of a step can still differ from its plan, for example if it depends on a counter.
+"""
 
 from __future__ import annotations
 
@@ -19,16 +23,16 @@ from lightning_hybrid.trainer.redo.step_state import StepState, cannot_text
 #: Errors that end a run of the schedule, after which its step may be repeated.
 BREAKS_OFF = (PathChangedError, BlankMessageError)
 
-# The number of attempts with remembered plans, before the step is traced.
+# The number of attempts with remembered plans before the step is traced.
 _GUESSES = 2
 
 
 class Redo:
-    """A factory of the attempts at each step of a run, on one rank.
+    """Creates the attempts at each step of a run, on one rank.
 
     Args:
         context: The state that steps share.
-        grad_sync: Holds the gradients.
+        grad_sync: The gradient synchronization, which has the parameters of this rank.
     """
 
     def __init__(self, context: StepContext, grad_sync: GradientSync) -> None:
@@ -41,19 +45,19 @@ class Redo:
         """Return the attempts at a step with a backward; ``None`` if the step cannot be repeated.
 
         Args:
-            cut: Makes the plans of the step.
+            cut: The cut that traces the step and makes its plans.
             step: The number of the batch since training began.
-            is_first: Whether the step is the first of its window of accumulated gradients.
+            is_first: True if the batch is the first of several batches whose gradients are accumulated.
         """
         context, grad_sync = self._context, self._grad_sync
         # Replicas wait for each other in collectives that a failed attempt skips or cannot undo: ZeRO's gathers,
-        # statistics of SyncBatchNorm, early reductions. On a GPU a rank reduces gradients before it can read the marks
-        # of a failed attempt in them.
+        # statistics of SyncBatchNorm, early reductions. On a GPU, a rank reduces gradients before it can read in the
+        # received messages that the attempt has failed.
         meets = grad_sync.zero.is_active or grad_sync.has_sync_batch_norm
         meets |= grad_sync.reduces_early and context.engine.posts_kernels
         if meets or not context.remembers:
             return None
-        epoch = context.module.trainer.current_epoch  # hooks at the start of an epoch may replace metrics
+        epoch = context.module.trainer.current_epoch  # hooks at the start of an epoch may have replaced metrics
         if self._state is None or self._state_of != (cut, epoch):
             own = [layer for layers in context.layers.values() for layer in layers]
             self._state = StepState(context.module, grad_sync.local_parameters(), cut.layers, own)
@@ -68,21 +72,20 @@ class Attempts:
     ::
 
         every rank       runs its stages; from the point where the path differs, it sends blank messages
-        the last stage   always receives these; it chooses a plan and sends the choice in place of the results
+        the last stage   always receives the blank messages; it chooses a plan and sends the choice instead of results
         every rank       restores its state, and runs its stages with the chosen plan
 
-    An ordinary step sends no additional message. Replicas do not wait for each other's attempts: gradients are reduced
-    in the last backward of a stage, and a rank learns before it that the attempt has failed.
+    A step whose path does not change sends no additional message. Replicas do not wait for each other's attempts:
+    gradients are reduced in the last backward of a stage, and a rank learns before it that the attempt has failed.
 
     Args:
         context: The state that steps share.
-        grad_sync: Holds the gradients.
-        cut: Makes the plans of the step.
-        changes: The record of changing paths.
+        grad_sync: The gradient synchronization.
+        cut: The cut that traces the step and makes its plans.
+        changes: The record of changed paths.
         step: The number of the batch since training began.
         state: The state to restore before another attempt.
-        copies_gradients: Whether accumulated gradients of earlier batches are copied.
-
+        copies_gradients: True to copy accumulated gradients of earlier batches, so that they can be restored.
     """
 
     def __init__(
@@ -106,10 +109,10 @@ class Attempts:
         self._tried, self._followed = set[int](), set[int]()
 
     def begin(self, microbatches: list[Any]) -> list[Any]:
-        """Begin an attempt, and return its microbatches: in the first attempt the argument, later restored ones.
+        """Begin an attempt, and return its microbatches: the argument in the first attempt, restored ones later.
 
         Args:
-            microbatches: The microbatches.
+            microbatches: The microbatches of the batch.
         """
         if self._choice is not None:
             microbatches = self._state.put_back()
@@ -119,7 +122,7 @@ class Attempts:
         return microbatches
 
     def choose(self, microbatch: int) -> int | None:
-        """Return the number of the plan of a microbatch, or ``FOLLOW``; ``None`` for what is remembered."""
+        """Return the plan number of a microbatch, or ``FOLLOW`` to trace it; ``None`` for the remembered plan."""
         if self._choice is None:
             return FOLLOW if self._changes.follows_first else None
         if microbatch < self._choice.microbatch:
@@ -127,21 +130,21 @@ class Attempts:
         return self._choice.plan_of(microbatch)
 
     def follow(self, plans: Sequence[FramePlan]) -> None:
-        """Set the plans of the microbatches for the current attempt."""
+        """Set the plans of the microbatches for the current attempt, in which some steps may have been traced."""
         self._plans = plans
         if self._cut.num_followed > self._num_followed:
             self._state.keep_new()
 
     @contextmanager
     def attempt(self) -> Iterator[None]:
-        """Catch the error of an attempt that is broken off."""
+        """Catch the error that ends a failed attempt."""
         try:
             yield
         except BREAKS_OFF as error:
             self._error = error
 
     def find_choice(self) -> Choice | None:
-        """Return, on the last stage, how the step is repeated; ``None`` if it has succeeded.
+        """Return the choice for the next attempt; ``None`` if this attempt has succeeded. Call it on the last stage.
 
         Raises:
             PathChangedError: If the path still differs after it was traced.
@@ -160,7 +163,7 @@ class Attempts:
         if self._number <= _GUESSES:
             if isinstance(self._error, PathChangedError):
                 fitting = find_fitting(self._error, others)
-            else:  # another rank has found the change
+            else:  # another rank has detected the change
                 fitting = next(iter(others), None)
         # Otherwise microbatches with new paths would fail one after the other.
         follows_rest = self._number > 1 and fitting is None
@@ -169,13 +172,13 @@ class Attempts:
         return Choice(microbatch, FOLLOW if fitting is None else fitting.number, follows_rest)
 
     def end(self, value: Any) -> bool:
-        """End an attempt, and return whether the step needs another one.
+        """End an attempt, and return True if the step needs another attempt.
 
         Args:
             value: The message of the last stage: the value of the step, or the choice for the next attempt.
 
         Raises:
-            PathChangedError: If no other rank has found the change.
+            PathChangedError: If this attempt failed here, but the last stage has not noticed it.
             WrongUseError: If the reduction of gradients has begun.
         """
         if not isinstance(value, Choice):

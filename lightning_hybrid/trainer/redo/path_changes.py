@@ -1,4 +1,4 @@
-"""A record of changing paths, which decides when steps are traced in advance."""
+"""A record of changed paths, which decides when steps are traced before they run."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_hybrid.pipeline_parallel.frame.path_change import FOLLOW, Choice
 
-# If _MANY of _RECENT steps take new paths, each step is traced before it runs, instead of after it has failed.
+# If _MANY of _RECENT steps take new paths, each later step is traced before it runs, instead of after it has failed.
 _MANY, _RECENT = 4, 16
 
 
 class PathChanges:
-    """The record of changing paths on one rank; equal on all ranks of a model group.
+    """The record of changed paths on one rank; it is equal on all ranks of a model group.
 
     ::
 
-        a remembered path       the step is repeated with its plan, which is tried first from then on
-        a new path              is traced, and the step is repeated
+        a remembered path       the step is repeated with the plan of this path, which is tried first from then on
+        a new path              the step is traced and repeated
         many new paths          each step is traced before it runs, and none is repeated
 
     Attributes:
-        have_been: Whether a path has changed in this run.
-        follows_first: Whether steps are traced before they run.
+        have_been: True if a path has changed in this run.
+        follows_first: True if steps are traced before they run.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class PathChanges:
         """Record that a step is repeated.
 
         Args:
-            choice: The next attempt at the step.
+            choice: The choice for the next attempt at the step.
             step: The number of the batch since training began.
         """
         self.have_been = True

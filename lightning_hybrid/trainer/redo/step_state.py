@@ -1,4 +1,4 @@
-"""State that a step may change on a rank: saved before the step, restored before another attempt at it."""
+"""State that a step may change on a rank: saved before the step, and restored before another attempt at it."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from lightning_hybrid.pipeline_parallel.frame.stage_states import Contents
 _MOST_ENTRIES = 1000
 # Larger tensors are not copied before each step; a step that writes one cannot be repeated.
 _MOST_ELEMENTS = 1 << 20
-# Attributes that are replaced while a step runs.
+# Attributes that the strategy replaces while a step runs.
 _OF_STEPS = frozenset({"log", "print", "forward", "_compiled_call_impl"})
 
 
 class StepState:
     """State that this rank's part of a step may change: gradients, the module, the batch.
 
-    Random numbers and logs are not included: each attempt starts with the same seeds and with empty logs.
+    Random numbers and logs are not included, because each attempt starts with the same seeds and with empty logs.
 
     Args:
         module: The user's module.
         parameters: The parameters whose gradients this rank holds.
-        units: The units of all stages.
-        own: The units of this rank.
+        units: The pipelined layers of all stages.
+        own: The pipelined layers of this rank.
     """
 
     def __init__(
@@ -50,8 +50,8 @@ class StepState:
         """Save the state before a step, or before another attempt at it.
 
         Args:
-            microbatches: The microbatches.
-            copies_gradients: Whether accumulated gradients of earlier batches are copied.
+            microbatches: The microbatches, or the arguments of an evaluation step.
+            copies_gradients: True to copy accumulated gradients of earlier batches.
         """
         self._stops = self._trainer.should_stop
         self._leaves, self._spec = flatten(microbatches)
@@ -73,19 +73,19 @@ class StepState:
             self._versions = [(each, each._version) for each in others if not each.is_inference()]
 
     def release(self) -> None:
-        """Drop the state of a finished step: batches and gradients take memory."""
+        """Drop the saved state after the step has finished, to free the memory of batches and gradients."""
         self._leaves, self._copies, self._gradients, self._copied_gradients, self._versions = [], [], [], [], []
         self._contents.release()
 
     def keep_new(self) -> None:
-        """Keep attributes that tracing has created for all later steps."""
+        """Keep attributes that tracing has created, so that later steps have them too."""
         self._contents.keep_new(_OF_STEPS)
 
     def put_back(self) -> list[Any]:
         """Restore the state, and return the microbatches.
 
         Raises:
-            WrongUseError: If the step has written a tensor that was not copied.
+            WrongUseError: If the step has written a tensor that was not copied, or changed a large container.
         """
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             written = next((each for each, version in self._versions if each._version != version), None)
@@ -105,15 +105,15 @@ class StepState:
 
 
 def _has_memory(tensor: Tensor) -> bool:
-    """Return whether a tensor has memory of its own; others are computed by several ranks when they are read."""
+    """Return True if a tensor has its own memory; other tensor types are computed when they are read."""
     return not tensor.is_meta and (type(tensor) in (Tensor, nn.Parameter) or isinstance(tensor, DTensor))
 
 
 def cannot_text(why: str) -> str:
-    """Return the text for a step that cannot be repeated.
+    """Return the error message for a step that cannot be repeated.
 
     Args:
-        why: The reason: a verb phrase with the step as its subject.
+        why: The reason: a verb phrase whose subject is the step.
     """
     return (
         "The step took a different path than an earlier step whose batch had the same shapes. The strategy could not"

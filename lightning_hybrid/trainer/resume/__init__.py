@@ -1,1 +1,1 @@
-"""A run that continues from a checkpoint as the rest of the uninterrupted one: loops, data, logs, random numbers."""
+"""Exact resume: a resumed run equals the uninterrupted run in loops, data, logged values and random numbers."""

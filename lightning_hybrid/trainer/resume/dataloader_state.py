@@ -1,4 +1,7 @@
-"""Where the loaders of training are, combined and fetched ahead by Lightning, and how they come there again."""
+"""The positions of the training loaders: saved in a checkpoint, and restored by fetching the same batches again.
+
+Lightning combines several loaders and may fetch a batch ahead; the state contains the position of each loader.
+"""
 
 from __future__ import annotations
 
@@ -21,20 +24,21 @@ from lightning_hybrid.trainer.resume.replay import (
 
 
 def loaders_of(loop: Any) -> list[Any]:
-    """The loaders of one of Lightning's loops; none if it has not asked for them yet."""
+    """Return the loaders of one of Lightning's loops; an empty list if the loop has not requested its loaders yet."""
     combined = internals.combined_loader(loop)
     return [] if combined is None else combined.flattened
 
 
 def dataloader_state(trainer: Trainer, batches: int | None) -> dict[str, Any] | None:
-    """How the training loaders came where they are.
+    """Return the positions of the training loaders.
 
     Args:
         trainer: The Trainer, during training.
-        batches: How many of this epoch have been trained with; ``None`` between two epochs.
+        batches: The number of batches of this epoch that have been trained on; ``None`` between two epochs.
 
     Returns:
-        Tensors and plain values; ``None`` if the loaders are gone, or were asked for before there was a mesh.
+        A dictionary of tensors and plain values. ``None`` if the loaders are gone, or were requested before the mesh
+        existed.
     """
     combined, fetcher = internals.combined_loader(trainer.fit_loop), internals.data_fetcher(trainer)
     if combined is None or fetcher is None:
@@ -42,7 +46,7 @@ def dataloader_state(trainer: Trainer, batches: int | None) -> dict[str, Any] | 
     loaders, iterator = combined.flattened, internals.batch_iterator(combined)
     if iterator is None or not all(isinstance(loader, ReplayableLoader) for loader in loaders):
         return None
-    if not iterator.iterators:  # an epoch is about to begin
+    if not iterator.iterators:  # the next epoch has not made its iterators yet
         return None
     if not all(isinstance(each, ReplayableIterator) for each in iterator.iterators):
         return None
@@ -53,7 +57,7 @@ def dataloader_state(trainer: Trainer, batches: int | None) -> dict[str, Any] | 
     if batches is None:
         return {**state, "states": [loader.state_dict() if loader.is_stateful else None for loader in loaders]}
     fetched, consumed = internals.num_fetched(iterator), internals.begun_anew(iterator)
-    repeated = max(0, fetched - batches)  # fetched ahead, or not trained with to the end
+    repeated = max(0, fetched - batches)  # batches that were fetched ahead or whose training step did not finish
     return {
         **state,
         "passes": [loader.record(fetched, repeated, cycles=consumed is not None) for loader in loaders],
@@ -67,12 +71,12 @@ def dataloader_state(trainer: Trainer, batches: int | None) -> dict[str, Any] | 
 
 
 def load_dataloader_state(trainer: Trainer, state: dict[str, Any] | None, epochs: int) -> None:
-    """Bring the loaders to where they were; to be called on every rank.
+    """Restore the positions of the training loaders; every rank must call this function.
 
     Args:
-        trainer: The Trainer; its loaders have been made.
-        state: From :func:`dataloader_state`.
-        epochs: How many are over.
+        trainer: The Trainer, whose loaders exist.
+        state: The result of :func:`dataloader_state` in the earlier run.
+        epochs: The number of finished epochs.
     """
     combined, fetcher = internals.combined_loader(trainer.fit_loop), internals.data_fetcher(trainer)
     assert combined is not None, "training must begin with loaders"
@@ -86,7 +90,7 @@ def load_dataloader_state(trainer: Trainer, state: dict[str, Any] | None, epochs
         rank_zero_warn(_OTHER_LOADERS)
         iter(fetcher)
         return
-    internals.end_loaders(combined)  # persistent workers that something has started
+    internals.end_loaders(combined)  # other code may have started persistent workers
     if "states" in state:
         for loader, own, loader_state, ended in zip(
             loaders, state["own"], state["states"], state["ended"], strict=True
@@ -94,7 +98,7 @@ def load_dataloader_state(trainer: Trainer, state: dict[str, Any] | None, epochs
             set_loader_generators(loader, own)
             if loader.is_stateful and loader_state is not None:
                 loader.load_state_dict(loader_state)
-                batches = iter(loader)  # of the epoch that is over; the next iterator begins anew
+                batches = iter(loader)  # the finished epoch's iterator; the next iterator starts the next epoch
                 if ended:
                     next(batches, None)
         return
@@ -104,7 +108,7 @@ def load_dataloader_state(trainer: Trainer, state: dict[str, Any] | None, epochs
 
 
 def _replay(combined: CombinedLoader, fetcher: Any, state: Mapping[str, Any], epochs: int) -> None:
-    """Ask for the batches of the present epoch once more, in the way in which they have been asked for."""
+    """Fetch the batches of the current epoch again, in the same way as in the earlier run."""
     loaders: list[Any] = combined.flattened
     for loader, own, records in zip(loaders, state["own"], state["passes"], strict=True):
         internals.set_sampler_epoch(loader, epochs)
@@ -112,7 +116,7 @@ def _replay(combined: CombinedLoader, fetcher: Any, state: Mapping[str, Any], ep
         loader.replay(records, state["index"], state["again"])
     internals.start_fetching(fetcher)
     iterator = internals.batch_iterator(combined)
-    with suppress(StopIteration):  # other data
+    with suppress(StopIteration):  # the data is now shorter
         for _ in range(state["index"]):
             next(iterator)
     consumed = internals.begun_anew(iterator)
@@ -125,7 +129,7 @@ def _replay(combined: CombinedLoader, fetcher: Any, state: Mapping[str, Any], ep
     fetcher.done = state["done"]
     for loader, batches, ended in zip(loaders, iterator.iterators, state["ended"], strict=True):
         if loader.is_stateful and ended and not state["again"]:
-            next(batches, None)  # or it would take what comes next for the rest of this epoch
+            next(batches, None)  # without this call, the rest of this epoch would use the data of the next epoch
 
 
 _OTHER_LOADERS = (

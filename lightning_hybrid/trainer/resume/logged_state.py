@@ -1,4 +1,4 @@
-"""What was added up since an epoch began: means of logged values, states of metrics."""
+"""Values that accumulate during an epoch, as part of a checkpoint: means of logged values, and states of metrics."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ from lightning_hybrid.distributed.pytree import map_leaves
 from lightning_hybrid.distributed.tensor_bytes import to_host
 from lightning_hybrid.trainer import lightning_internals as internals
 
-_METRICS = ("callback", "log", "bar")  # as `internals.noted_metrics` gives them
+_METRICS = ("callback", "log", "bar")  # the order in which `internals.noted_metrics` returns them
 
 
 def logged_state(trainer: Trainer, *, up_to_date: bool) -> dict[str, Any]:
-    """What the Trainer knows of logged values: those that callbacks see, and the running means of the epoch.
+    """Return the Trainer's logged values: the values that callbacks see, and the running means of the epoch.
 
     Args:
         trainer: The Trainer, during training.
-        up_to_date: Whether what Lightning has not yet noted is noted first.
+        up_to_date: If True, first add values that are logged but not yet in the Trainer's public metrics.
 
     Returns:
-        Tensors on the host and plain values. Without what was logged over a process group of the user's.
+        Tensors on the host and plain values, without values that were logged over one of the user's process groups.
     """
     entries = internals.result_states(trainer)
-    if up_to_date:  # each of these properties notes it, and may synchronise
+    if up_to_date:  # reading each of these properties updates it, and may synchronize ranks
         trainer.callback_metrics, trainer.logged_metrics, trainer.progress_bar_metrics  # noqa: B018
     noted = zip(_METRICS, internals.noted_metrics(trainer), strict=True)
     return {"entries": entries, **{name: map_leaves(to_host, dict(metrics)) for name, metrics in noted}}
 
 
 def load_logged_state(trainer: Trainer, state: Mapping[str, Any], *, entries: bool) -> None:
-    """Let the Trainer know of these values.
+    """Restore the Trainer's logged values.
 
     Args:
         trainer: The Trainer, before training continues.
-        state: From :func:`logged_state`.
-        entries: Whether the running means of the epoch too.
+        state: The result of :func:`logged_state`.
+        entries: If True, also restore the running means of the epoch.
     """
     device = trainer.strategy.root_device
     for name, metrics in zip(_METRICS, internals.noted_metrics(trainer), strict=True):
@@ -51,7 +51,7 @@ def load_logged_state(trainer: Trainer, state: Mapping[str, Any], *, entries: bo
 
 
 def plain_values(module: LightningModule) -> dict[str, dict[str, Any]]:
-    """What metrics in a module have beside their states: numbers and tensors, by name of metric and attribute."""
+    """Return the numbers and tensors in attributes of a module's metrics, without metric states, by metric name."""
     return {
         name: {
             attribute: to_host(value)
@@ -65,28 +65,31 @@ def plain_values(module: LightningModule) -> dict[str, dict[str, Any]]:
 
 
 def metric_states(module: LightningModule, fresh: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The states of the metrics in a module, by name; of those that were not updated, nothing.
+    """Return the states of the metrics in a module, by metric name, without metrics that were not updated.
 
     Args:
         module: The user's module.
-        fresh: From :func:`plain_values`, before training.
+        fresh: The result of :func:`plain_values` before training.
+
+    Returns:
+        For each metric, its update count, its states, and the plain values that have changed.
     """
     found = {}
     for name, plain in plain_values(module).items():
         metric: Any = module.get_submodule(name)
         known = fresh.get(name, {})
         changed = {key: value for key, value in plain.items() if key not in known or not _equal(value, known[key])}
-        if metric.update_count or changed:  # some wrappers do not count
+        if metric.update_count or changed:  # some metric wrappers do not count their updates
             found[name] = [metric.update_count, map_leaves(to_host, metric.metric_state), changed]
     return found
 
 
 def load_metric_states(module: LightningModule, states: Mapping[str, Any]) -> None:
-    """Put the metrics into these states.
+    """Restore the states of the metrics in a module.
 
     Args:
         module: The user's module.
-        states: From :func:`metric_states`. What names no metric of this module is left out.
+        states: The result of :func:`metric_states`. Names that are not a metric of this module are ignored.
     """
     metrics = {name: metric for name, metric in module.named_modules() if isinstance(metric, Metric)}
     for name in states.keys() & metrics.keys():
@@ -98,13 +101,13 @@ def load_metric_states(module: LightningModule, states: Mapping[str, Any]) -> No
 
 
 class _Bare(Metric):
-    """Has what every metric has."""
+    """A metric without states, whose attributes are the attributes of every metric."""
 
     def update(self) -> None:
-        """Nothing to count."""
+        """Do nothing."""
 
     def compute(self) -> None:
-        """Nothing has been counted."""
+        """Do nothing."""
 
 
 _OF_EVERY_METRIC = vars(_Bare()).keys()

@@ -1,4 +1,4 @@
-"""Where in Lightning's loops a checkpoint is written, and how the loops continue from there."""
+"""A position in Lightning's loops, at which a checkpoint is saved, and from which the loops resume."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from lightning_hybrid.trainer import lightning_internals as internals
 
 @dataclass
 class LoopState:
-    """Where the loops are.
+    """A position in Lightning's loops.
 
-    Lightning's own states do not tell a run that ended in the middle of an epoch from the end of the epoch, and what
-    was still to be done for a batch is not done after a restart: validation, plateau schedulers, hooks of the epoch's
-    end. ::
+    Lightning's own loop states do not distinguish a run that ended in the middle of an epoch from the end of the epoch.
+    After a restart, Lightning also skips the remaining work of the last batch: validation, plateau schedulers, and
+    hooks at the end of an epoch. ::
 
-        kind          written                                        what follows
-        "batch"       between two batches, or in one                 the next batch, or that one again
+        kind          saved                                          what follows
+        "batch"       between two batches, or in a batch             the next batch, or the same batch again
         "batch end"   in `on_train_batch_end`, or in validation      validation if it is due, then the next batch
         "validated"   after the last batch of a validation           plateau schedulers, the next batch
         "epoch end"   in `on_train_epoch_end`                        plateau schedulers, the next epoch
-        "epoch cut"   there, if the loader ended before its length   the next epoch
+        "epoch cut"   same, if the loader ended before its length    the next epoch
         "epoch"       between two epochs                             the next epoch
 
     Attributes:
-        kind: As above.
-        epochs: How many are over.
-        batches: How many of the present epoch have been trained with.
+        kind: One of the kinds above.
+        epochs: The number of finished epochs.
+        batches: The number of batches of the current epoch that have been trained on.
     """
 
     kind: str
@@ -41,12 +41,12 @@ class LoopState:
 
     @classmethod
     def of(cls, trainer: Trainer) -> LoopState:
-        """That of a Trainer, during `fit`."""
+        """Return the position of a Trainer during `fit`."""
         loop = trainer.fit_loop.epoch_loop
         epoch: Any = trainer.fit_loop.epoch_progress.current
         batch: Any = loop.batch_progress.current
         is_over = epoch.processed == epoch.ready
-        if is_over and not is_epoch_over(trainer):  # ended by `max_steps` or a callback
+        if is_over and not is_epoch_over(trainer):  # `max_steps` or a callback ended the run
             return cls("batch", epoch.processed - 1, batch.processed)
         if is_over or epoch.started == epoch.processed:
             kind = "epoch end" if internals.is_last_batch(trainer) else "epoch cut"
@@ -60,22 +60,22 @@ class LoopState:
 
     @property
     def in_epoch(self) -> bool:
-        """Whether an epoch goes on after it."""
+        """Return True if the position is inside an epoch, and not between two epochs."""
         return not self.kind.startswith("epoch")
 
     @property
     def has_pending_logs(self) -> bool:
-        """Whether Lightning has not yet noted what was logged."""
+        """Return True if logged values are not yet in the Trainer's public metrics."""
         return self.kind in ("batch end", "validated", "epoch end", "epoch cut")
 
     def fit_loop_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """The state of the fit loop from which Lightning continues here.
+        """Return the state of the fit loop with which Lightning resumes at this position.
 
         Args:
-            state: The state as Lightning saved it.
+            state: The state that Lightning saved.
         """
         loops: dict[str, Any] = copy.deepcopy(dict(state))
-        loops["state_dict"].pop("combined_loader", None)  # rank 0's; each rank has its own
+        loops["state_dict"].pop("combined_loader", None)  # it belongs to rank 0; each rank restores its own loaders
         _set_all(loops["epoch_progress"], self.epochs)
         if self.in_epoch:
             for progress in (loops["epoch_progress"]["current"], loops["epoch_progress"]["total"]):
@@ -85,7 +85,7 @@ class LoopState:
         return loops
 
     def is_restored(self, trainer: Trainer) -> bool:
-        """Whether the loops have been given the state that :meth:`fit_loop_state` made."""
+        """Return True if the loops have loaded the state from :meth:`fit_loop_state`."""
         fit_loop = trainer.fit_loop
         epoch: Any = fit_loop.epoch_progress.current
         batch: Any = fit_loop.epoch_loop.batch_progress.current
@@ -93,16 +93,16 @@ class LoopState:
         return has_begun(trainer) and is_there
 
     def restarted(self, trainer: Trainer) -> AbstractContextManager[None]:
-        """Let the loops continue: enter this when they have been reset and before the first epoch.
+        """Prepare the loops to resume; enter the context after Lightning has reset the loops, before the first epoch.
 
-        In the middle of an epoch Lightning's way of restarting is taken, up to the first batch. From there on nothing
-        is a restart any more.
+        In the middle of an epoch, Lightning's own restart is used up to the first batch. From the first batch on, the
+        loops run as in a run that was not restarted.
         """
         fit_loop = trainer.fit_loop
         if not self.in_epoch:
             internals.end_restart(trainer)
             if self.kind == "epoch end":
-                fit_loop.epoch_progress.current.completed -= 1  # schedulers count the epoch that is ending
+                fit_loop.epoch_progress.current.completed -= 1  # schedulers count the epoch that is about to end
                 fit_loop.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
                 fit_loop.epoch_progress.current.completed += 1
             return nullcontext()
@@ -111,28 +111,28 @@ class LoopState:
             internals.end_restart(trainer)
             if self.kind == "batch":
                 run()
-            else:  # only the end of the batch is left
+            else:  # the batch itself is done, and only its end remains
                 internals.skip_next_validation(trainer, skip=self.kind == "validated")
 
-        # Otherwise the first batch would be taken for the first of an epoch, and what has been logged be forgotten.
+        # Otherwise Lightning treats the first batch as the first of its epoch, and discards the logged values.
         internals.set_num_logged_batches(trainer, self.batches)
         return internals.replace_next_batch(trainer, first_batch)
 
 
 def has_begun(trainer: Trainer) -> bool:
-    """Whether an epoch of training has begun."""
+    """Return True if the first training epoch has started."""
     total: Any = trainer.fit_loop.epoch_progress.total
     return bool(total.started)
 
 
 def is_epoch_over(trainer: Trainer) -> bool:
-    """Whether the epoch has had all its batches; otherwise `max_steps` or a callback may have ended the run in it."""
+    """Return True if all batches of the epoch are done, False if `max_steps` or a callback may have ended the run."""
     fetcher = internals.data_fetcher(trainer)
     return internals.is_last_batch(trainer) or (fetcher is not None and fetcher.done)
 
 
 def _set_all(progress: dict[str, Any], count: int) -> None:
-    """Everything has been done this often; the total changes as much as the current value."""
+    """Set all current counts of a progress to a number, and change the total counts by the same difference."""
     current, total = progress["current"], progress["total"]
     done = total["ready"] - current["ready"] + count
     current.update(dict.fromkeys(current, count))

@@ -1,4 +1,7 @@
-"""Loaders that can be brought back to where they were in the middle of an epoch, random numbers included."""
+"""Replayable data loaders: a resumed run reaches the same batch of an epoch with the same random numbers.
+
+:mod:`.dataloader_state` saves the records of these loaders in a checkpoint and replays the records after a resume.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +22,15 @@ from lightning_hybrid.distributed.random import (
 
 
 class LoaderWrapper:
-    """Shows what Lightning reads of a loader.
+    """A loader around another loader, with all attributes that Lightning reads from the inner loader.
 
     Args:
-        loader: The loader; anything that can be iterated.
+        loader: The inner loader, any iterable.
     """
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
-        for name in ("state_dict", "load_state_dict"):  # where they are looked for without `__getattr__`
+        for name in ("state_dict", "load_state_dict"):  # Lightning looks them up without `__getattr__`
             if callable(method := getattr(loader, name, None)):
                 setattr(self, name, method)
 
@@ -36,7 +39,7 @@ class LoaderWrapper:
 
     @property
     def _iterator(self) -> Any:
-        """That of persistent workers. Lightning ends them by setting it to ``None``, on the loader itself."""
+        """The iterator of persistent workers. Lightning sets it to ``None`` on the loader itself to end the workers."""
         return self._loader._iterator
 
     @_iterator.setter
@@ -44,18 +47,18 @@ class LoaderWrapper:
         self._loader._iterator = iterator
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_loader":  # while it is copied or unpickled
+        if name == "_loader":  # while the wrapper is copied or unpickled, and has no attributes yet
             raise AttributeError(name)
         return getattr(self._loader, name)
 
 
 @dataclass(frozen=True)
 class ReplicaOrder:
-    """How replicas take batches from one order of the samples: replica r of n takes samples r, r + n, ...
+    """The way in which replicas take batches from one order of the samples: replica r of n takes samples r, r + n, ...
 
     Attributes:
-        sampler: What makes the order.
-        num_samples: How many of it the batches of all replicas take at a time.
+        sampler: The class name of the sampler that determines the order.
+        num_samples: The number of samples in one batch of all replicas together.
     """
 
     sampler: str
@@ -63,14 +66,14 @@ class ReplicaOrder:
 
 
 class ReplayableLoader(LoaderWrapper):
-    """A training loader that records what its iterators did, and whose iterators can replay that.
+    """A training loader whose iterators record their random states, so that later iterators can replay them.
 
     Args:
-        loader: The loader as the ranks of a model group iterate it.
+        loader: The loader that the ranks of a model group iterate.
         device: The device of the model.
-        order: How replicas take their batches; ``None`` if that is not known.
-        waits: Whether the first iterator is not to be used: Lightning asks for one before it is known where the data
-            shall continue. It has one batch, ``None``, because where there is no length Lightning fetches that too.
+        order: The way in which replicas take their batches; ``None`` if it is unknown.
+        waits: If True, the first iterator yields only one batch, ``None``. Lightning asks for this iterator before the
+            position to resume from is known, and fetches a batch from it if the loader has no length.
     """
 
     def __init__(
@@ -80,8 +83,8 @@ class ReplayableLoader(LoaderWrapper):
         self._device = device
         self.order = order
         self._waits = waits
-        self._histories: list[_History] = []  # of the iterators of this epoch, and perhaps earlier ones
-        self._to_replay: list[Mapping[str, Any]] = []  # records of iterators
+        self._histories: list[_History] = []  # one for each iterator of this epoch, and perhaps of earlier epochs
+        self._to_replay: list[Mapping[str, Any]] = []  # records that the next iterators replay
 
     def __iter__(self) -> Iterator[Any]:
         if self._waits:
@@ -93,21 +96,24 @@ class ReplayableLoader(LoaderWrapper):
 
     @property
     def is_stateful(self) -> bool:
-        """Whether the user's loader knows by itself where it is."""
+        """Return True if the user's loader can save and load its own position."""
         return is_stateful(self._loader)
 
     def begin_epoch(self) -> None:
-        """What was before the last iterator does not matter any more."""
+        """Discard the histories of earlier epochs: keep only the history of the newest iterator."""
         del self._histories[:-1]
         self._to_replay = []
 
     def record(self, num_batches: int, num_repeated: int, *, cycles: bool) -> list[dict[str, Any]]:
-        """How another loader comes to the same place: tensors and plain values for each of this epoch's iterators.
+        """Return records with which another loader reaches the same position, one for each iterator of this epoch.
 
         Args:
-            num_batches: How many batches have been asked for in this epoch.
-            num_repeated: How many of them shall be given again.
-            cycles: Whether it begins anew where it ends before others.
+            num_batches: The number of batches that have been fetched in this epoch.
+            num_repeated: How many of the fetched batches must be returned again after the resume.
+            cycles: If True, this loader starts again at its end, because another loader is longer.
+
+        Returns:
+            Dictionaries of tensors and plain values.
         """
         if self.is_stateful:
             last = self._histories[-1]
@@ -123,33 +129,36 @@ class ReplayableLoader(LoaderWrapper):
         return [*records, *map(dict, self._to_replay)]
 
     def replay(self, records: list[Mapping[str, Any]], num_batches: int, num_repeated: int) -> None:
-        """Let the next iterators do what others did.
+        """Make the next iterators replay the iterators of an earlier run.
 
         Args:
-            records: Of these, from :meth:`record`.
-            num_batches: How many batches will be asked for, up to the place to continue from. A loader with a state
-                gives ``None`` for them: it is there already.
-            num_repeated: How many come after that which others have had, too.
+            records: The result of :meth:`record` in the earlier run.
+            num_batches: The number of batches that will be fetched to reach the position. A loader with a state returns
+                ``None`` for each of them, because its loaded state is already at this position.
+            num_repeated: The number of batches after the position that the earlier run had fetched, too.
         """
         self._waits, self._to_replay, self._histories = False, list(records), []
         if self.is_stateful:
             self._to_replay[:1] = [{**each, "skipped": num_batches, "repeated": num_repeated} for each in records[:1]]
 
     def mark_resumed(self) -> None:
-        """Tell Lightning, which asks whether there is a state, that the loader continues where it was."""
+        """Give the loader a `state_dict`, from which Lightning concludes that the loader resumes at its position."""
         if not self.is_stateful:
             self.state_dict, self.load_state_dict = dict, _ignore_state
 
 
 @dataclass
 class _History:
-    """What an iterator has done.
+    """The record of one iterator.
+
+    An event is the creation of the iterator (event 0) or a request for a batch.
 
     Attributes:
-        generators: The states of the generators that mattered, by event.
-        num_events: How many there have been, with those that are yet to be replayed.
-        num_batches: How many batches it has given.
-        former_state: That of a loader without a length before it was last asked for a batch: Lightning may fetch ahead.
+        generators: The states of the random generators before an event, for each event whose states must be saved.
+        num_events: The number of events, including events that are still to be replayed.
+        num_batches: The number of batches that the iterator has returned.
+        former_state: For a loader without a length, its state before the last batch was fetched, because Lightning
+            fetches one batch ahead.
     """
 
     generators: dict[int, dict[str, Any]] = field(default_factory=dict)
@@ -158,16 +167,17 @@ class _History:
     former_state: Any = None
 
     def record(self) -> dict[str, Any]:
-        """As tensors and plain values."""
+        """Return the record as tensors and plain values."""
         return {"generators": dict(self.generators), "events": self.num_events}
 
 
 class ReplayableIterator:
-    """An iterator over a loader that records what is needed to bring another one to the same place.
+    """An iterator that records the random states with which another iterator can be brought to the same position.
 
-    Samplers, data sets and workers draw random numbers when an iterator is made and when it is asked for a batch, from
-    generators that others use too; loaders may share one of their own. What matters for a replay are the states of
-    the generators at these events, but only where something was drawn, and only where others have used them since::
+    Samplers, datasets and workers draw random numbers when an iterator is made and when a batch is fetched. They use
+    generators that other code uses too, and several loaders can share a generator. The states of the generators are
+    recorded only at events that draw random numbers, and only if other code has used the generators since the previous
+    event that drew numbers::
 
         event      0 (made)   1    2    3     others draw    4    5
         draws         x       x         x         x          x
@@ -176,12 +186,13 @@ class ReplayableIterator:
     Args:
         loader: The loader.
         device: The device of the model.
-        record: Of an iterator that this one replays. Others do not notice what is drawn at these events. Of a loader
-            with a state also how many batches it is asked for that it has given before, which are skipped, and how many
-            are repeated after these.
+        record: The record of the iterator to replay, from :meth:`ReplayableLoader.record`; ``None`` for a new iterator.
+            Replayed events do not change the generators that other code sees. For a loader with a state, ``"skipped"``
+            is the number of batches that are returned as ``None``, and ``"repeated"`` the number of batches after them
+            that the recorded iterator had already returned.
 
     Attributes:
-        history: What it has done.
+        history: The record of this iterator.
     """
 
     def __init__(self, loader: Any, device: torch.device, record: Mapping[str, Any] | None) -> None:
@@ -190,10 +201,10 @@ class ReplayableIterator:
         self._stateful = is_stateful(loader)
         self._length = sized_len(loader)
         self._stopped = False
-        self._marks: Any = None  # of the generators after the last event that has drawn
-        self._last_read: tuple[Any, dict[str, Any]] = (None, {})  # marks of the generators, and their states
+        self._marks: Any = None  # marks of the generators after the last event that drew random numbers
+        self._last_read: tuple[Any, dict[str, Any]] = (None, {})  # the last marks, and their states
         self._event = 0
-        self._num_replayed = 0  # events before this one are replayed
+        self._num_replayed = 0  # events with smaller numbers are replayed
         self._states: Mapping[str, Any] = {}
         self._num_skipped = 0
         self.history = _History()
@@ -226,7 +237,7 @@ class ReplayableIterator:
 
     @property
     def has_ended(self) -> bool:
-        """Whether there are no more batches, as far as is known."""
+        """Return True if it is known that there are no more batches."""
         return self._stopped or (self._length is not None and self.history.num_batches >= self._length)
 
     def _run(self, action: Callable[[], Any]) -> Any:
@@ -239,7 +250,7 @@ class ReplayableIterator:
     def _record(self, action: Callable[[], Any]) -> Any:
         before = self._generators.marks()
         recorded = self.history.generators
-        if self._stateful:  # it is not brought back batch by batch: what came before the last one does not matter
+        if self._stateful:  # the loader's own state replaces the replay of batches, so older states are not needed
             self._marks = None
             recorded = self.history.generators = {event: states for event, states in recorded.items() if event == 0}
         others_drew = before != self._marks
@@ -255,7 +266,7 @@ class ReplayableIterator:
                 self._marks = after
 
     def _read(self, marks: tuple[Any, ...]) -> dict[str, Any]:
-        """The states; those of numpy and `random`, from which few loaders draw, are kept once where they are equal."""
+        """Return the states. States of numpy and `random` that have not changed are the same objects as last time."""
         states, (former_marks, former) = self._generators.states(), self._last_read
         is_alike = former_marks is not None and former_marks[1] == marks[1]
         return {**states, "numpy": former["numpy"], "python": former["python"]} if is_alike else states
@@ -271,7 +282,7 @@ class ReplayableIterator:
 
 
 class _Generators:
-    """Those that an iterator may draw from: everybody's, and those of its loader.
+    """The random generators that an iterator may draw from: the global generators, and the generators of its loader.
 
     Args:
         loader: The loader.
@@ -283,37 +294,37 @@ class _Generators:
         self._own = _own_generators(loader)
 
     def marks(self) -> tuple[Any, ...]:
-        """What differs after something has been drawn: of torch's generators, of others, of each of the loader's."""
+        """Return hashes that change with each draw: for torch, for numpy and `random`, and for each own generator."""
         return *generator_marks(self._device), *map(generator_mark, self._own)
 
     def states(self) -> dict[str, Any]:
-        """The states, of tensors and plain values."""
+        """Return the states as tensors and plain values."""
         return {**generator_states(self._device), "own": [generator.get_state() for generator in self._own]}
 
     def set_states(self, states: Mapping[str, Any]) -> None:
-        """Put the generators into these states."""
+        """Restore states that :meth:`states` returned."""
         set_generator_states(states, self._device)
         for generator, state in zip(self._own, states["own"], strict=False):
             generator.set_state(state)
 
 
 def loader_generators(loader: Any) -> list[torch.Tensor]:
-    """The states of the generators that a loader and its samplers have of their own."""
+    """Return the states of the generators that belong to a loader and its samplers."""
     return [generator.get_state() for generator in _own_generators(loader)]
 
 
 def set_loader_generators(loader: Any, states: list[torch.Tensor]) -> None:
-    """Put the generators that a loader and its samplers have of their own into these states."""
+    """Restore the states of the generators that belong to a loader and its samplers."""
     for generator, state in zip(_own_generators(loader), states, strict=False):
         generator.set_state(state)
 
 
-#: Where wrappers, loaders and samplers usually have what they are made around.
+#: The attributes in which wrappers, loaders and samplers usually store the object that they wrap.
 _WRAPPED = ("_loader", "sampler", "batch_sampler", "_sampler", "_batch_sampler")
 
 
 def _own_generators(loader: Any) -> list[torch.Generator]:
-    """The generators that a loader and its samplers have of their own, whatever is wrapped around them."""
+    """Return the generators that belong to a loader and its samplers, at any depth of wrappers."""
 
     def wrapped(part: Any) -> list[Any] | None:
         return None if part is None else [getattr(part, name, None) for name in _WRAPPED]
@@ -323,9 +334,9 @@ def _own_generators(loader: Any) -> list[torch.Generator]:
 
 
 def _ignore_state(state: Mapping[str, Any]) -> None:
-    """There is no state to load."""
+    """Do nothing, because there is no state to load."""
 
 
 def is_stateful(loader: Any) -> bool:
-    """Whether a loader knows by itself where it is."""
+    """Return True if a loader can save and load its own position."""
     return callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None))

@@ -1,4 +1,8 @@
-"""Resuming exactly where a checkpoint was written: random numbers, data, logged values, and what is to be done."""
+"""Exact resume: the callback that saves and restores position, data order, logged values and random numbers.
+
+The checkpointer calls :meth:`ResumeCallback.add_to` and :meth:`ResumeCallback.load`; the strategy calls
+:meth:`ResumeCallback.restore` before the first batch.
+"""
 
 from __future__ import annotations
 
@@ -46,12 +50,12 @@ Coordinate = tuple[int, int, int]  # (data, tensor, pipeline) rank
 
 
 class ResumeCallback(RunCallback):
-    """Records where training is, for a checkpoint, and brings it back there.
+    """Adds the position of training to checkpoints, and resumes training at the position of a loaded checkpoint.
 
-    Each rank has a record of its own, by its coordinate: the states of its generators, how its loaders came where they
-    are, and what was added up since the epoch began. Under the same layout each rank takes its own again. Under
-    another one the order of the data is that of the same data rank, or of the first, and random numbers are derived
-    from its record.
+    A checkpoint has one record for each rank, by its coordinate: the states of its random generators, the positions of
+    its loaders, and the values that have accumulated since the epoch began. Under the same layout, each rank loads its
+    own record. Under another layout, the order of the data comes from the record of the same data rank if there is one,
+    and otherwise of data rank 0. In that second case, random numbers are derived from the record and the data rank.
 
     Args:
         mesh: The ranks.
@@ -60,33 +64,34 @@ class ResumeCallback(RunCallback):
     """
 
     def __init__(self, mesh: Mesh, streams: RandomStreams, device: torch.device) -> None:
-        self._changes = ExitStack()  # what a run has changed in the Trainer
+        self._changes = ExitStack()  # undoes what this callback has changed in the Trainer
         self._mesh = mesh
         self._group = GroupRef(mesh.decision_group)
         self._streams = streams
         self._device = device
         self._loaded: Mapping[str, Any] | None = None
-        self._has_started = False  # whether the first batch is next or over, from a checkpoint or not
-        self._ended: tuple[Any, dict[str, Any]] = None, {}  # the progress and record of a run when it ended
-        self._validation: dict[str, Any] | None = None  # what there was when the present one began
-        #: What metrics have beside their states, before a module's first run.
+        self._has_started = False  # True from `restore` until `close`, with or without a checkpoint
+        self._ended: tuple[Any, dict[str, Any]] = None, {}  # the progress and the record at the end of a run
+        self._validation: dict[str, Any] | None = None  # the state before the current validation
+        #: The plain values of metrics before a module's first run, by module; see :func:`plain_values`.
         self._fresh: WeakKeyDictionary[LightningModule, dict[str, Any]] = WeakKeyDictionary()
 
     # -- saving --------------------------------------------------------------------------------------------------------
 
     def add_to(self, checkpoint: dict[str, Any], name: str, trainer: Trainer) -> dict[str, Any]:
-        """A checkpoint with where training is, of tensors and plain values; to be called on every rank.
+        """Return a checkpoint with the position of training added to it; every rank must call this method.
 
         Args:
             checkpoint: The checkpoint.
-            name: Of the record in it.
+            name: The key of this package's record in the checkpoint.
             trainer: The Trainer.
 
         Returns:
-            The checkpoint with a longer record, on global rank 0 with that of every rank.
+            The checkpoint, whose record also contains the position, as tensors and plain values. On global rank 0, it
+            contains the records of all ranks.
         """
         fit_loop = checkpoint["loops"]["fit_loop"]["state_dict"]
-        # A loader that has been brought back says that it has a state, but a plain Trainer has nobody to give it to.
+        # Replayed loaders report an empty state, which a plain Trainer could not load into the user's loaders.
         states = [state for state in fit_loop.pop("combined_loader", []) if state]
         if states:
             fit_loop["combined_loader"] = states
@@ -100,12 +105,12 @@ class ResumeCallback(RunCallback):
             own = self._snapshot(trainer)
         common = dict(own)
         of_rank = common.pop("rank")
-        is_first = self._mesh.context_rank == 0  # of those that share sequences, and draw the same around layers
+        is_first = self._mesh.context_rank == 0  # context-parallel ranks draw the same numbers around layers
         entry = (self._coordinate, of_rank) if is_first else None
         group = self._group.weak()
         assert group is not None, "the process groups have been destroyed"
         ranks: list[Any] | None = [None] * group.size() if dist.get_rank() == 0 else None
-        if group.size() == 1:  # nothing has to be pickled
+        if group.size() == 1:  # nothing has to be pickled and sent
             ranks = [entry]
         else:
             dist.gather_object(entry, ranks, 0, group=group)
@@ -118,7 +123,7 @@ class ResumeCallback(RunCallback):
     def _snapshot(self, trainer: Trainer) -> dict[str, Any]:
         loops = LoopState.of(trainer)
         epoch_loop = trainer.fit_loop.epoch_loop
-        # A validation that is not over is run again.
+        # A validation that has not finished runs again from its start.
         repeated = trainer.validating and loops.kind == "batch end"
         state = self._validation if repeated and self._validation is not None else self._evaluation_state(trainer)
         results = [internals.result_collection(loop) for loop in (epoch_loop.val_loop, epoch_loop)]
@@ -134,7 +139,7 @@ class ResumeCallback(RunCallback):
                 "loaders": dataloader_state(trainer, loops.batches if loops.in_epoch else None),
                 "validation": state["validation"],
                 "logged": logged_state(trainer, up_to_date=loops.has_pending_logs),
-                # Those that are reset before they are used again begin anew, but may have something beside.
+                # Metrics that Lightning resets before their next use start with fresh states, but keep plain values.
                 "metrics": {
                     name: [0, {}, plain] if name in names else [count, states, plain]
                     for name, (count, states, plain) in state["metrics"].items()
@@ -143,7 +148,7 @@ class ResumeCallback(RunCallback):
         }
 
     def _evaluation_state(self, trainer: Trainer) -> dict[str, Any]:
-        """What an evaluation changes."""
+        """Return the state that an evaluation changes: random generators, streams, validation loaders and metrics."""
         val_loop = trainer.fit_loop.epoch_loop.val_loop
         has_loaders = internals.combined_loader(val_loop) is not None
         with self._streams.outside():
@@ -160,36 +165,36 @@ class ResumeCallback(RunCallback):
         self._validation = self._evaluation_state(trainer)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Look at metrics before a validation uses them."""
+        """Save the plain values of metrics before a validation uses the metrics."""
         self._fresh.setdefault(pl_module, plain_values(pl_module))
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """How loaders came where they are is recorded from here on."""
+        """Start to record the positions of the loaders in this epoch."""
         for loader in loaders_of(trainer.fit_loop):
             if isinstance(loader, ReplayableLoader):
                 loader.begin_epoch()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """If the epoch is not over, the run ends in the middle of it; what hooks do now belongs to that end."""
+        """If the run ends in the middle of the epoch, save the position now, before the hooks of the end change it."""
         if not is_epoch_over(trainer):
             self._ended = _progress(trainer), self._snapshot(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Loaders are about to be closed, and a checkpoint may be asked for later."""
+        """Save the position before the loaders are closed, because a checkpoint may be saved later."""
         if self._ended[0] != _progress(trainer) and has_begun(trainer):
             self._ended = _progress(trainer), self._snapshot(trainer)
 
     # -- loading -------------------------------------------------------------------------------------------------------
 
     def load(self, checkpoint: dict[str, Any], record: Mapping[str, Any], path: Any, trainer: Trainer) -> None:
-        """Take the record of the checkpoint that a run begins with, and put the states of its loops in order.
+        """Keep the record of the checkpoint that the run resumes from, and correct the loop states in the checkpoint.
 
-        Others are read too: by hooks, and by Lightning's tuners, which put everything back where it was before them.
+        Checkpoints that hooks or Lightning's tuners load are ignored; a tuner restores the state before the tuning.
 
         Args:
-            checkpoint: As it was read; its loops are changed.
-            record: What was saved with it; it may have nothing to continue from.
-            path: Where it was read.
+            checkpoint: The loaded checkpoint; its loop states are replaced.
+            record: This package's record in the checkpoint; it may contain no position.
+            path: The path from which the checkpoint was loaded.
             trainer: The Trainer.
         """
         if self._has_started or trainer.state.fn != TrainerFn.FITTING or path != trainer.ckpt_path:
@@ -203,11 +208,15 @@ class ResumeCallback(RunCallback):
 
     @property
     def is_loaded(self) -> bool:
-        """Whether training is about to continue from a checkpoint."""
+        """Return True if training is about to resume from a checkpoint."""
         return self._loaded is not None
 
     def restore(self, trainer: Trainer) -> None:
-        """After the last hook of the start, before anything of the uninterrupted run: be where the checkpoint was."""
+        """Resume at the position of the loaded checkpoint; called after all hooks that run before the first epoch.
+
+        Raises:
+            ValueError: If the number of replicas has changed, and no step of this run begins at the position.
+        """
         if not self._has_started:
             action = partial(self._snapshot_before_validation, trainer)
             self._changes.enter_context(internals.before_validation(trainer, action))
@@ -216,14 +225,14 @@ class ResumeCallback(RunCallback):
         if record is None:
             return
         loops = LoopState(**record["moment"])
-        if not loops.is_restored(trainer):  # a tuner began before Lightning had restored the loops, and never does
+        if not loops.is_restored(trainer):  # a tuner runs: Lightning did not restore the loops before it
             iter(internals.data_fetcher(trainer))
             return
         data_rank, own, same_replica = self._find(record)
         loaders = own["loaders"]
         if loops.in_epoch:
             _prepare_accumulation(trainer)
-            accumulated = record.get("accumulated", 1)  # of older checkpoints neither this nor the order is known
+            accumulated = record.get("accumulated", 1)  # older checkpoints have neither this number nor the order
             loops, loaders = in_new_batches(
                 trainer, loops, accumulated, loaders, same_replicas=same_replica is not None
             )
@@ -246,59 +255,64 @@ class ResumeCallback(RunCallback):
         self._changes.enter_context(loops.restarted(trainer))
 
     def _find(self, record: Mapping[str, Any]) -> tuple[int, dict[str, Any], dict[str, Any] | None]:
-        """What this rank continues from.
+        """Return the records that this rank resumes from.
 
         Returns:
-            The data rank whose record it takes, that record, and the one with what was added up from this replica's
-            samples, which is where the loss was computed; ``None`` if there were more or fewer replicas.
+            The data rank whose record this rank loads; that record; and the record with the accumulated values of this
+            replica, from the stage that computes the loss, or ``None`` if the number of replicas has changed.
         """
         ranks: Mapping[Coordinate, dict[str, Any]] = record["ranks"]
         layout, mesh, own = record["layout"], self._mesh, self._coordinate
         saved = Sizes(**sizes_in(layout))
-        # Ranks that hold positions of the same sequences share a record.
+        # Context-parallel ranks of the same sequences share a record.
         if all(saved.with_role(role) == mesh.sizes.with_role(role) for role in ROLES if role is not POSITIONS):
             return mesh.data_rank, ranks[own], ranks[own]
-        # Ranks of one model group take one record: what hooks draw on each of them is to be the same.
+        # All ranks of a model group load the same record, so that hooks draw the same numbers on each of them.
         data = mesh.data_rank if (mesh.data_rank, 0, 0) in ranks else 0
         last = mesh.data_rank, 0, saved.pipeline - 1
         is_same = saved.num_replicas == mesh.num_replicas
         return data, ranks[data, 0, 0], ranks[last] if is_same else None
 
     def open(self, trainer: Trainer) -> None:
-        """A run begins: from the checkpoint that the first rank has found, if it has found one.
+        """Start a run from the checkpoint that global rank 0 has found, or from none if rank 0 has found none.
 
-        A machine with a disk of its own may find another one, or none.
+        A node with its own disk may find another checkpoint, or none.
         """
         choose = partial(broadcast_object, source=0, group=self._group())
         self._changes.enter_context(internals.choose_checkpoint(trainer, choose))
 
     def close(self) -> None:
-        """The run is over."""
+        """End the run, and undo the changes to the Trainer."""
         self._loaded, self._has_started = None, False
         self._changes.close()
 
 
 def _progress(trainer: Trainer) -> tuple[int, int]:
-    """How many epochs and batches have begun since training began."""
+    """Return the numbers of epochs and batches that have started since training began."""
     epoch, batch = trainer.fit_loop.epoch_progress.total, trainer.fit_loop.epoch_loop.batch_progress.total
     return epoch.ready, batch.ready
 
 
 def _prepare_accumulation(trainer: Trainer) -> None:
-    """What this callback does at the start of an epoch, which has been."""
+    """Do what `GradientAccumulationScheduler` does at the start of an epoch, because the start is skipped."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, GradientAccumulationScheduler):
             trainer.accumulate_grad_batches = callback.get_accumulate_grad_batches(trainer.current_epoch)
 
 
 def _prepare_validation(trainer: Trainer, states: list[Any] | None) -> None:
-    """Have validation loaders, with these states of their own generators, or have none until there is a validation."""
+    """Make the validation loaders and restore the states of their own generators.
+
+    Args:
+        trainer: The Trainer.
+        states: The generator states of each loader; ``None`` to discard the loaders until the next validation.
+    """
     loop = trainer.fit_loop.epoch_loop.val_loop
     if states is None:
         internals.discard_loaders(loop)
         return
     trainer.validating = True
-    loop.setup_data()  # unless it has been done
+    loop.setup_data()  # does nothing if the loaders exist
     trainer.training = True
     for loader, own in zip(loaders_of(loop), states, strict=False):
         set_loader_generators(loader, own)

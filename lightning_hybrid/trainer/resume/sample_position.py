@@ -1,11 +1,11 @@
-"""Going on in the middle of an epoch with more or fewer replicas: behind the samples that have been trained with.
+"""Resuming in an epoch with another number of replicas, after the samples that have been trained on.
 
-With batches of ``b`` samples on each of ``n`` replicas, ``k`` batches take the first ``k n b`` samples of one order,
-which every number of replicas draws alike. ::
+With batches of ``b`` samples on each of ``n`` replicas, ``k`` batches use the first ``k n b`` samples of one order,
+which is the same for every number of replicas. ::
 
     samples of the epoch    0  1  2  3 | 4  5  6  7 | 8  9 10 11
     2 replicas, b = 2       batch 0    | batch 1    |               saved here
-    1 replica,  b = 2                               | batch 4 ...   goes on here
+    1 replica,  b = 2                               | batch 4 ...   resumes here
 """
 
 from __future__ import annotations
@@ -25,22 +25,24 @@ from lightning_hybrid.trainer.resume.replay import ReplicaOrder
 def in_new_batches(
     trainer: Trainer, loops: LoopState, accumulated: int, loaders: Mapping[str, Any] | None, *, same_replicas: bool
 ) -> tuple[LoopState, Mapping[str, Any] | None]:
-    """Where the loops and loaders of this run are, after the optimizer steps of another one; the Trainer is told.
+    """Convert a position in batches of an earlier run into batches of this run, and update the Trainer's progress.
 
-    Batches since the last optimizer step are trained with again, as their gradients were not saved.
+    Batches after the last optimizer step are trained on again, because a checkpoint contains no gradients.
 
     Args:
-        trainer: The Trainer, before training continues in the middle of an epoch.
-        loops: Where the run was that has written the checkpoint.
-        accumulated: How many batches made an optimizer step there.
-        loaders: Where its loaders were, from `dataloader_state`.
-        same_replicas: Whether there were as many replicas.
+        trainer: The Trainer, before training resumes in the middle of an epoch.
+        loops: The position at which the checkpoint was saved.
+        accumulated: The number of batches per optimizer step in the earlier run.
+        loaders: The positions of the loaders, from :func:`.dataloader_state`.
+        same_replicas: True if the number of replicas has not changed.
 
     Returns:
-        Both, in batches of this run; as they were if its replicas take the same samples with a batch.
+        The positions of the loops and of the loaders in batches of this run. If a batch of all replicas has the same
+        samples as before, ``loops`` and ``loaders`` are returned unchanged.
 
     Raises:
-        ValueError: If it is not known which samples have been used, or no step of this run begins behind them.
+        ValueError: If it is unknown which samples have been used, or if no optimizer step of this run starts after
+            exactly these samples.
     """
     before = (
         None if loaders is None else _only([order and ReplicaOrder(**order) for order in loaders.get("orders", ())])
@@ -95,11 +97,15 @@ def _set_batches(trainer: Trainer, batches: int) -> None:
 
 
 def _moved(loaders: Mapping[str, Any], batches: int, is_over: bool) -> dict[str, Any]:
-    """The state of a loader that has given so many batches.
+    """Return the state of a loader that has returned a number of batches.
 
-    The order was drawn when the iterator was made, or with its first batch.
+    Args:
+        loaders: The saved state of the loader.
+        batches: The number of batches.
+        is_over: True if the epoch of the loader is over.
     """
     record = loaders["passes"][0][-1]
+    # The order was drawn when the iterator was made, or with its first batch.
     generators = {event: states for event, states in record["generators"].items() if event <= 1}
     num_events = max(1 + batches, min(2, record["events"]))
     return {
