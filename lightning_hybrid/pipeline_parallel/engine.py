@@ -132,8 +132,8 @@ class Engine:
             profile: Returns a context for ``"forward"``, ``"backward"``, ``"send"``, ``"receive"`` (posting it) and
                 ``"wait"`` (for a message).
             breaks_off: Exceptions of ``compute`` after which this rank completes the run with blank messages before it
-                raises them. Include :class:`~.p2p.BlankMessageError`, which ranks raise that have received a blank
-                message. If empty, the engine does not check whether messages are blank.
+                raises them. Include :class:`~.p2p.BlankMessageError`, which the engine raises after a blank message. If
+                empty, the engine does not check whether messages are blank.
 
         Returns:
             The outputs of the last stage for each microbatch, if the schedule is forward only and this rank has the
