@@ -33,8 +33,7 @@ def choose_extra(
     patience: float = math.inf,
     build: Callable[[str, int, int, int, tuple[int, ...]], Schedule] = build_unproven,
 ) -> tuple[int, ...]:
-    """Return the smallest numbers of extra microbatches with which a step takes the shortest time, according to a
-    simulation.
+    """Return the smallest numbers of extra microbatches with which the simulated step takes the shortest time.
 
     With ``n`` microbatches in flight over the links after a rank, each of them takes at least
     ``(time there and back, with all computations in between) / n`` (eager 1F1B, https://arxiv.org/abs/2211.05322). So

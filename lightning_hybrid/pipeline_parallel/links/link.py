@@ -57,12 +57,12 @@ class StepTimes:
 
 
 def equal_times(placement: Placement, nodes: Sequence[int], inside: Link, between: Link) -> StepTimes:
-    """Return the times of a step with equal stages and messages, where a forward through a rank takes 1 and a backward 2.
+    """Return the times of a step with equal stages, where a forward through a rank takes 1 and a backward 2.
 
     Args:
         placement: The rank of each stage.
         nodes: The node of each rank.
-        inside: The links within a node, for messages of size 1.
+        inside: The links within a node. The size of each message is 1.
         between: The links between two nodes.
     """
     of_stage = 1 / placement.num_chunks

@@ -227,7 +227,7 @@ def spare_microbatches(room: float, taken: float, in_flight: float) -> float:
 
 
 def step_times(schedule: str, num_ranks: int, found: Sequence[Measured]) -> StepTimes:
-    """Return the times of computations and messages in seconds: the maximum over all replicas and tensor-parallel ranks.
+    """Return the times of computations and messages in seconds, as the maximum over replicas and tensor-parallel ranks.
 
     Args:
         schedule: The name of the schedule.

@@ -73,9 +73,7 @@ def least_bytes(sizes: Sizes, rank_order: str, nodes: Sequence[Any], traffic: Tr
     Returns:
         The order and its number of bytes; the current order if no other order sends fewer bytes.
     """
-    axes = sorted(
-        sizes.axes, key=lambda axis: axis.role is not LAYERS
-    )  # if orders are equal, prefer the pipeline axis outermost
+    axes = sorted(sizes.axes, key=lambda axis: axis.role is not LAYERS)  # tried first: the pipeline outermost
     orders = ["-".join(axis.key for axis in order) for order in itertools.permutations(axes)]
     found = {order: bytes_between_nodes(sizes, order, nodes, traffic)[0] for order in (rank_order, *orders)}
     best = min(found, key=lambda order: found[order])
@@ -83,8 +81,7 @@ def least_bytes(sizes: Sizes, rank_order: str, nodes: Sequence[Any], traffic: Tr
 
 
 def traffic_text(sizes: Sizes, rank_order: str, nodes: Sequence[Any], traffic: Traffic) -> str | None:
-    """Return the warning that tensor-parallel groups span several nodes, or that another order would send less between
-    nodes.
+    """Return the warning that tensor-parallel groups span several nodes, or that another order would send less.
 
     Args:
         sizes: See :func:`bytes_between_nodes`.
@@ -111,8 +108,7 @@ def traffic_text(sizes: Sizes, rank_order: str, nodes: Sequence[Any], traffic: T
 
 
 class TrafficWatch:
-    """Counter of the bytes sent between nodes in the fourth optimizer step, with a warning if another order would send
-    less.
+    """Counter of the bytes sent between nodes in the fourth optimizer step, which warns if another order sends less.
 
     By the fourth step, the delays of links have been measured (:class:`~.step_schedules.StepSchedules`), so these
     messages are not counted. Counting adds no work to a step: torch records the collectives of gloo anyway, and
@@ -138,7 +134,9 @@ class TrafficWatch:
         self._before: dict[int, int] = {}
 
     def begin_step(self) -> str | None:
-        """Count an optimizer step whose first batch is about to run. Every rank calls this, while `is_counting` is True.
+        """Count an optimizer step whose first batch is about to run.
+
+        Every rank calls this, while `is_counting` is True.
 
         Returns:
             The warning, at the fifth step and on every rank; ``None`` if there is no warning.
