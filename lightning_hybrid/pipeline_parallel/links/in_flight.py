@@ -18,9 +18,7 @@ from lightning_hybrid.pipeline_parallel.timeline import simulate
 #: A saving below this fraction of the step is not worth the memory of another microbatch.
 NOT_WORTH = 0.02
 
-_MOST_PLAYED = (
-    64  # simulated microbatches of a long step, which repeats the same pattern afterward; more with many ranks
-)
+_MOST_PLAYED = 64  # simulated microbatches of a long step, which then repeats the same pattern; more with many ranks
 
 
 def choose_extra(

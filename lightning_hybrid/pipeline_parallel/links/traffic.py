@@ -73,7 +73,7 @@ def least_bytes(sizes: Sizes, rank_order: str, nodes: Sequence[Any], traffic: Tr
     Returns:
         The order and its number of bytes; the current order if no other order sends fewer bytes.
     """
-    axes = sorted(sizes.axes, key=lambda axis: axis.role is not LAYERS)  # tried first: the pipeline outermost
+    axes = sorted(sizes.axes, key=lambda axis: axis.role is not LAYERS)  # pipeline first: it wins among equal orders
     orders = ["-".join(axis.key for axis in order) for order in itertools.permutations(axes)]
     found = {order: bytes_between_nodes(sizes, order, nodes, traffic)[0] for order in (rank_order, *orders)}
     best = min(found, key=lambda order: found[order])
