@@ -126,7 +126,7 @@ def one_f_one_b(placement: Placement, num_microbatches: int, extra: Sequence[int
 
 
 def interleaved_1f1b(placement: Placement, num_microbatches: int, extra: Sequence[int]) -> Order:
-    """Run 1F1B over ``v`` chunks per rank, which divides the bubble by ``v`` (Megatron, https://arxiv.org/abs/2104.04473).
+    """Run 1F1B over ``v`` chunks per rank, to divide the bubble by ``v`` (Megatron, https://arxiv.org/abs/2104.04473).
 
     ::
 
