@@ -170,6 +170,7 @@ def _kinds(kind: type) -> dict[str, tuple[Any, ...]]:
 
 
 def _is_of(value: Any, kind: Any) -> bool:
+    """Return whether a value has a type, which may be a `Literal`."""
     if get_origin(kind) is Literal:
         return any(type(value) is type(option) and value == option for option in get_args(kind))  # 1 == 1.0 == True
     if kind in (int, float):

@@ -73,11 +73,11 @@ class Body:
 
 
 class BodyWatch:
-    """Check, at the beginning of each step, that the layers are still the layers that were split into stages.
+    """Watch that raises an error if the layers are no longer the layers that were split into stages.
 
     A layer that the user replaces, adds or removes after the split would not be trained: other stages have placeholders
-    for the old layers, and other replicas exchange gradients of the old layers. The check compares the identity of each
-    layer, and the identities of the submodules of the layers that this rank runs.
+    for the old layers, and other replicas exchange gradients of the old layers. At the beginning of each step, the
+    watch compares the identity of each layer, and the identities of the submodules of the layers that this rank runs.
 
     Args:
         module: The user's module, after the split.
@@ -209,10 +209,12 @@ def _lists_with(module: nn.Module, name: str, num_stages: int) -> Sequence[str]:
 
 
 def _is_chain(module: nn.Module) -> bool:
+    """Return whether a module is a plain `nn.Sequential`."""
     return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
 
 
 def _count(module: nn.Module) -> int:
+    """Return the number of parameter elements in a module."""
     return sum(parameter.numel() for parameter in module.parameters())
 
 
@@ -386,7 +388,7 @@ class BodyCut:
 
 @dataclass(slots=True)
 class _Call:
-    """The call of the body that the running step has to make."""
+    """Call of the body that the running step has to make."""
 
     step: str
     layers: Callable[[Any], Any]

@@ -451,7 +451,7 @@ def _through_host(mesh: Mesh, key: ChannelKey) -> tuple[HostMessages, int, int]:
 
 
 class _WireTensor:
-    """How one tensor of a message is transferred.
+    """Description of how one tensor of a message is transferred.
 
     Attributes:
         index: The index among the leaves.

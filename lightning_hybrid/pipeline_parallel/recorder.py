@@ -1,4 +1,4 @@
-"""Recorder of the times at which the actions of a step begin and end."""
+"""Recorder of the start and end times of the actions in a step."""
 
 from __future__ import annotations
 

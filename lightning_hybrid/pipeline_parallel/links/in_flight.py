@@ -1,7 +1,7 @@
-"""Choice of the extra microbatches in flight over each link that hide the latency of the links.
+"""Choice of extra microbatches in flight, to hide the latency of links.
 
-:class:`~.step_schedules.StepSchedules` calls :func:`choose_extra` with measured times. The commands `suggest` and
-`timeline` call it with assumed times.
+:class:`~.step_schedules.StepSchedules` calls :func:`choose_extra` with measured times. The layout search and the
+command `timeline` call it with estimated times.
 """
 
 from __future__ import annotations

@@ -409,7 +409,7 @@ def _level(spec: TreeSpec, num_children: int) -> TreeSpec:
 
 @dataclass(frozen=True)
 class Slicing:
-    """How to split the input of the body in evaluation, where the user's step receives the whole batch.
+    """Split of the body's input in evaluation, where the user's step receives the whole batch.
 
     Attributes:
         spec: The structure of the tree.
