@@ -1,4 +1,4 @@
-"""Hybrid parallel training for PyTorch Lightning: data x tensor x pipeline parallel ranks, one module."""
+"""Hybrid parallel training for PyTorch Lightning: data, tensor, context and pipeline parallelism in one strategy."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ __all__ = [
     "split_targets",
 ]
 
-# Torch and Lightning take seconds to import, and not every command needs them: each name is imported when it is used.
+# Importing torch and Lightning takes seconds, and some commands use neither, so each name is imported at its first use.
 _HOMES = {
     "Faults": "config",
     "HybridStrategy": "strategy.strategy",
@@ -55,7 +55,11 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name, once."""
+    """Import a public name at its first use, and store it in this module.
+
+    Raises:
+        AttributeError: If the name is not public.
+    """
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
@@ -64,7 +68,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """What is public, and nothing else."""
+    """Return the public names only."""
     return __all__
 
 

@@ -1,4 +1,4 @@
-"""``python -m lightning_hybrid`` is the program ``lightning-hybrid``."""
+"""Entry point of ``python -m lightning_hybrid``, which is the same program as ``lightning-hybrid``."""
 
 from lightning_hybrid.cli.main import main
 

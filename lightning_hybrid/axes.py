@@ -1,7 +1,8 @@
-"""The parallel axes: what the ranks along each of them split, and how many ranks each has.
+"""Parallel axes, their roles and their sizes.
 
-A new axis is a row of :data:`AXES`, a field of :class:`Sizes` and an argument of `HybridStrategy`. The mesh, the sizes,
-the data loaders, gradient synchronization, checkpoints, resume, texts and the checks of all ranks read its role.
+To add an axis, add a row to :data:`AXES`, a field to :class:`Sizes` and an argument to `HybridStrategy`. The mesh, the
+sizes, the data loaders, gradient synchronization, checkpoints, resume, messages and the checks of all ranks read the
+role of each axis.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Role:
-    """The part that an axis plays: the thing that it splits, and the properties of its ranks.
+    """Role of an axis: what its ranks split, and how these ranks relate to replicas and gradients.
 
     Attributes:
-        splits: The thing of which each of these ranks has its own part.
+        splits: The object that is split, so that each rank has its own part.
         in_replica: True if these ranks train on the same samples. The ranks along all other axes are replicas.
         averages_gradients: True if these ranks compute gradients of the same parameters from different data.
     """
@@ -38,14 +39,14 @@ ROLES = (LAYERS, SAMPLES, POSITIONS, WEIGHTS)
 
 @dataclass(frozen=True)
 class Axis:
-    """A parallel axis.
+    """Parallel axis.
 
     Attributes:
-        key: Its short name, as in `rank_order` and in names of strategies.
-        label: Its name in texts, and the field of :class:`Sizes` that has its size.
-        role: What its ranks split.
-        outside_of: For an axis that exists only if its size is above 1: the key of the axis that it encloses if
-            `rank_order` does not name it. ``None`` for an axis that every mesh has.
+        key: The short name, as in `rank_order` and in names of strategies.
+        label: The name in messages, and the field of :class:`Sizes` that contains the size.
+        role: The role of the axis.
+        outside_of: ``None`` for an axis that every mesh has. Otherwise, the axis exists only if its size is above 1,
+            and if `rank_order` does not name it, its position is directly outside of the axis with this key.
     """
 
     key: str
@@ -73,7 +74,7 @@ DATA = Axis("dp", "data", SAMPLES)
 TENSOR = Axis("tp", "tensor", WEIGHTS)
 PIPELINE = Axis("pp", "pipeline", LAYERS)
 CONTEXT = Axis("cp", "context", POSITIONS, outside_of="tp")
-#: In the order of texts.
+#: The axes, in the order in which messages name them.
 AXES = (DATA, TENSOR, PIPELINE, CONTEXT)
 AXIS_OF_KEY = {axis.key: axis for axis in AXES}
 #: The axes that every mesh has.
@@ -82,7 +83,7 @@ ALWAYS = tuple(axis for axis in AXES if not axis.is_optional)
 
 @dataclass(frozen=True)
 class Sizes:
-    """The number of ranks along each axis.
+    """Number of ranks along each axis.
 
     Example:
         >>> sizes = Sizes(data=2, pipeline=4)
@@ -96,7 +97,7 @@ class Sizes:
     context: int = 1
 
     def __str__(self) -> str:
-        """Return the labels and sizes of all axes that exist."""
+        """Return the labels and sizes of the axes that exist."""
         return " x ".join(f"{axis.label} {self.along(axis)}" for axis in self.axes)
 
     @property
@@ -106,7 +107,7 @@ class Sizes:
 
     @property
     def by_key(self) -> dict[str, int]:
-        """The sizes of the axes that exist, by their short names."""
+        """The sizes of the axes that exist, by the keys of the axes."""
         return {axis.key: self.along(axis) for axis in self.axes}
 
     @property
@@ -116,12 +117,12 @@ class Sizes:
 
     @property
     def num_ranks(self) -> int:
-        """The number of ranks of the mesh."""
+        """The number of ranks in the mesh."""
         return math.prod(self.by_key.values())
 
     @cached_property
     def num_replicas(self) -> int:
-        """The number of replicas: groups of ranks that train on the same samples."""
+        """The number of replicas. The ranks of a replica train on the same samples."""
         return math.prod(self.along(axis) for axis in AXES if not axis.role.in_replica)
 
     def along(self, axis: Axis) -> int:
@@ -129,11 +130,17 @@ class Sizes:
         return int(getattr(self, axis.label))
 
     def stride(self, axis: Axis, rank_order: str) -> int:
-        """Return the distance between the numbers of neighboring ranks of an axis, for an order of the axes."""
+        """Return the distance between the numbers of neighboring ranks along an axis.
+
+        Args:
+            axis: The axis.
+            rank_order: The keys of all axes that exist, from the outermost to the innermost axis, such as
+                ``"pp-dp-tp"``.
+        """
         return math.prod(map(self.along, axes_inside(axis, rank_order)))
 
     def with_role(self, role: Role) -> int:
-        """Return the product of the sizes of all axes with a role."""
+        """Return the product of the sizes of all axes that have this role."""
         return math.prod(self.along(axis) for axis in AXES if axis.role is role)
 
 
@@ -141,20 +148,24 @@ assert [axis.label for axis in AXES] == [field.name for field in fields(Sizes)]
 
 
 def axes_inside(axis: Axis, rank_order: str) -> tuple[Axis, ...]:
-    """Return the axes that an order names after an axis: those whose ranks have closer numbers."""
+    """Return the axes that `rank_order` names after this axis. Their ranks have closer numbers."""
     return tuple(AXIS_OF_KEY[key] for key in rank_order.partition(axis.key)[2].split("-") if key)
 
 
 def sizes_in(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of the arguments of `HybridStrategy` that set sizes, by the labels of the axes."""
+    """Return the sizes among arguments of `HybridStrategy`, by the labels of the axes.
+
+    Args:
+        arguments: Values by argument name. The size of an axis without a value is 1.
+    """
     return {axis.label: arguments.get(axis.argument, 1) for axis in AXES}
 
 
 def complete_order(rank_order: str, optional: Collection[str]) -> str:
-    """Return the order of the axes that exist.
+    """Return the order of the axes that exist, from the outermost to the innermost axis.
 
     Args:
-        rank_order: The order that the user sets, which may omit optional axes.
+        rank_order: The order that the user sets, which can omit optional axes.
         optional: The keys of the optional axes that exist.
 
     Example:

@@ -1,4 +1,4 @@
-"""The arguments of `HybridStrategy`, with their defaults and checks."""
+"""Arguments of `HybridStrategy`, with their defaults and checks."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _P = ParamSpec("_P")
 _Class = TypeVar("_Class", bound=type)
 _Config = TypeVar("_Config", bound="HybridConfig")
 
-#: Which layers are recomputed: see `HybridStrategy`.
+#: The type of `HybridStrategy(recompute=...)`, which selects the layers to recompute.
 Recompute = bool | int | float | str | list[int] | list[str]
 
-#: How layers are shared: a style by name of module, or a layout by name of parameter or buffer, where ``*`` stands for
-#: anything between two dots.
+#: A tensor-parallel plan: styles by module name, or placements by name of a parameter or buffer. In a name, ``*``
+#: matches any text between two dots.
 UserPlan = Mapping[str, str | Mapping[str, str] | ParallelStyle]
 
 _LEAST_HEARTBEAT = timedelta(seconds=3)
@@ -52,7 +52,9 @@ _VALUES: dict[Any, tuple[Any, ...]] = {bool: (True, False), NoneType: (None,)}
 def takes(
     config: Callable[_P, _Config],
 ) -> Callable[[Callable[[_T, _Config], None]], Callable[Concatenate[_T, _P], None]]:
-    """Let a constructor have the signature of a dataclass, and take the instance that is made of its arguments.
+    """Give a constructor the signature of a dataclass.
+
+    The decorated constructor receives one instance of the dataclass, made of the arguments of the call.
 
     Args:
         config: The dataclass.
@@ -69,9 +71,10 @@ def takes(
 
 
 def explains_errors(kind: _Class) -> _Class:
-    """Let the constructor of a class explain its errors: one process of a node prints them.
+    """Make a class report errors in the arguments of its constructor better.
 
-    The error of an unknown argument names the argument that is probably meant.
+    An error about an unknown argument names the argument that the user probably means. Only one process of each node
+    prints an error.
 
     Args:
         kind: A class whose constructor has a name for every argument.
@@ -96,11 +99,14 @@ def explains_errors(kind: _Class) -> _Class:
 
 
 def suggestion(name: str, parameters: Mapping[str, inspect.Parameter]) -> str:
-    """Return where an unknown argument belongs, or which one is probably meant; nothing if neither is known.
+    """Return advice about an unknown argument: its group, or the argument that the user probably means.
 
     Args:
         name: The unknown argument.
-        parameters: The arguments that there are.
+        parameters: The arguments that exist.
+
+    Returns:
+        The advice; an empty string if no argument is similar.
     """
     owners = group_of_parts(parameters)
     close = [name] if name in owners else difflib.get_close_matches(name, [*parameters, *owners], n=1)
@@ -114,20 +120,24 @@ def suggestion(name: str, parameters: Mapping[str, inspect.Parameter]) -> str:
 
 
 def group_of_parts(parameters: Mapping[str, inspect.Parameter]) -> dict[str, str]:
-    """Return the group of each argument that is a part of one: a group has a dataclass as its default."""
+    """Return the group of each argument that is in a group. A group is an argument whose default is a dataclass.
+
+    Args:
+        parameters: The arguments of `HybridStrategy`.
+    """
     defaults = {group: each.default for group, each in parameters.items() if is_dataclass(each.default)}
     return {part.name: group for group, default in defaults.items() for part in fields(default)}
 
 
 def check_types(arguments: Any) -> None:
-    """Check that the fields of a dataclass have values of their types.
+    """Raise an error if a field of a dataclass has a value of another type than its annotation.
 
     Args:
         arguments: The instance.
 
     Raises:
-        TypeError: If a value has another type.
-        ValueError: If it is not one of the values that there are.
+        TypeError: If a value has the wrong type.
+        ValueError: If a value is not one of the allowed values.
     """
     group = f"{type(arguments).__name__.lower()}." if isinstance(arguments, _Group) else ""
     of_fields = _kinds(type(arguments))  # type: ignore[arg-type]
@@ -147,19 +157,20 @@ def check_types(arguments: Any) -> None:
 
 
 def _either(words: Sequence[str]) -> str:
-    """Return alternatives as English: ``"an integer, a string or None"``."""
+    """Join alternatives to English text: ``"an integer, a string or None"``."""
     return " or ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
 
 
 @functools.cache
 def _kinds(kind: type) -> dict[str, tuple[Any, ...]]:
-    """The types that each field of a dataclass may have."""
+    """Return the types that each field of a dataclass may have."""
     hints = get_type_hints(kind)
     unions = UnionType, Union
     return {name: get_args(hint) if get_origin(hint) in unions else (hint,) for name, hint in hints.items()}
 
 
 def _is_of(value: Any, kind: Any) -> bool:
+    """Return whether a value has a type, which may be a `Literal`."""
     if get_origin(kind) is Literal:
         return any(type(value) is type(option) and value == option for option in get_args(kind))  # 1 == 1.0 == True
     if kind in (int, float):
@@ -169,19 +180,19 @@ def _is_of(value: Any, kind: Any) -> bool:
 
 
 def as_duration(value: float | timedelta | None) -> timedelta | None:
-    """Return a time that may be given in seconds."""
+    """Return a time as a `timedelta`. A number is a time in seconds, and ``None`` stays ``None``."""
     return timedelta(seconds=value) if isinstance(value, (int, float)) else value
 
 
 def check_duration(name: str, value: float | timedelta | None) -> None:
-    """Check that a time is positive.
+    """Raise an error if a time is not positive. ``None`` is allowed.
 
     Args:
-        name: Of the argument.
+        name: The name of the argument.
         value: The time, in seconds if it is a number.
 
     Raises:
-        ValueError: If it is not.
+        ValueError: If the time is not positive.
     """
     duration = as_duration(value)
     if duration is not None and duration <= timedelta(0):
@@ -189,10 +200,10 @@ def check_duration(name: str, value: float | timedelta | None) -> None:
 
 
 def parse_quantity(text: str) -> float:
-    """A number with a unit such as ``80GiB``, ``300GB`` or ``156TFLOP``.
+    """Return the number in a text such as ``80GiB``, ``300GB`` or ``156TFLOP``, in units without a prefix.
 
     Raises:
-        ValueError: If it is none above 0.
+        ValueError: If the text is not a quantity above 0.
 
     Example:
         >>> parse_quantity("2KiB")
@@ -209,9 +220,9 @@ def parse_quantity(text: str) -> float:
 # -- arguments ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, repr=False)  # jsonargparse takes no other base classes
+@dataclass(frozen=True, repr=False)  # jsonargparse requires base classes to be dataclasses
 class _Group:
-    """A group of arguments; only values other than the defaults are printed."""
+    """Group of arguments. Its `repr` shows only values that differ from the defaults."""
 
     def __repr__(self) -> str:
         values = {each.name: getattr(self, each.name) for each in fields(self)}
@@ -380,7 +391,7 @@ class Tuning(_Group):
 
 @dataclass(frozen=True)
 class HybridConfig:
-    """The arguments of `HybridStrategy`, as they are given: it documents them."""
+    """Arguments of `HybridStrategy`, as the user passes them. `HybridStrategy` documents them."""
 
     data_parallel_size: int | Literal["auto"] = "auto"
     tensor_parallel_size: int | list[int] | Literal["auto"] = 1
@@ -421,7 +432,12 @@ class HybridConfig:
         check_duration("timeout", self.timeout)
 
     def changed(self: _Config, arguments: Mapping[str, Any]) -> _Config:
-        """Return the same with other values, by name; ``"tuning.memory_limit"`` is a part of a group."""
+        """Return a copy with other values.
+
+        Args:
+            arguments: The new values by argument name. A name such as ``"tuning.memory_limit"`` changes a part of a
+                group.
+        """
         changes: dict[str, Any] = {}
         for name, value in arguments.items():
             group, _, part = name.partition(".")
@@ -429,7 +445,7 @@ class HybridConfig:
         return replace(self, **changes)
 
     def by_name(self) -> dict[str, Any]:
-        """Return the value of each argument, parts of groups with a dot in their names."""
+        """Return the value of each argument. A part of a group has a name such as ``tuning.memory_limit``."""
         names = [each.name for each in fields(HybridConfig)]
         groups = {name: fields(value) for name in names if is_dataclass(value := getattr(self, name))}
         flat = [name for name in names if name not in groups]
@@ -439,11 +455,12 @@ class HybridConfig:
 
 @dataclass(frozen=True)
 class Settings(HybridConfig):
-    """The arguments of a run, with numbers in place of open arguments.
+    """Arguments of a run, with numbers in place of ``"auto"`` and ``None``.
 
     Attributes:
-        requested: The arguments as they were given.
-        searched: Names of the arguments that a search finds at the start; they have provisional values.
+        requested: The arguments as the user passed them.
+        searched: The names of the arguments that the layout search determines when the run starts. Until then, they
+            have provisional values.
     """
 
     num_microbatches: int = 1
@@ -454,11 +471,20 @@ class Settings(HybridConfig):
     searched: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        """Check nothing: the given arguments have been checked, and a search makes thousands of these."""
+        """Skip the checks of the base class.
+
+        The user's arguments are already checked, and the layout search makes thousands of instances.
+        """
 
     @classmethod
     def of(cls, requested: HybridConfig, provisional: HybridConfig, searched: tuple[str, ...]) -> Settings:
-        """Return the settings of arguments, with provisional values of the searched ones."""
+        """Return the settings for the user's arguments.
+
+        Args:
+            requested: The arguments as the user passed them.
+            provisional: The same arguments, with provisional values for the searched arguments.
+            searched: The names of the arguments that the layout search determines.
+        """
         values: dict[str, Any] = vars(provisional) | {"requested": requested, "searched": searched}
         if provisional.num_microbatches == "auto":
             values["num_microbatches"] = usual_microbatches(preferred(values["pipeline_parallel_size"]))
@@ -466,60 +492,71 @@ class Settings(HybridConfig):
 
     @property
     def requested_sizes(self) -> dict[str, Any]:
-        """The sizes that the user set, each by the label of its axis: a number, a list of numbers, or ``"auto"``."""
+        """The sizes that the user set, by the labels of the axes: a number, a list of numbers, or ``"auto"``."""
         return sizes_in(vars(self.requested))
 
     @property
     def auto_microbatches(self) -> bool:
-        """True if batch norm or the loss may reduce the number of microbatches."""
+        """True if the run may use fewer microbatches, because of batch norm or the loss."""
         return self.requested.num_microbatches == "auto"
 
     @property
     def offloaded(self) -> tuple[str, ...]:
-        """The kinds of tensors that are kept on the host."""
+        """The kinds of tensors that are kept in host memory."""
         return (self.offload,) if isinstance(self.offload, str) else tuple(self.offload or ())
 
     @property
     def axis_order(self) -> str:
-        """The order of the axes that exist."""
+        """The keys of the axes that exist, from the outermost to the innermost axis."""
         optional = [axis.key for axis in AXES if axis.is_optional and getattr(self, axis.argument) > 1]
         return complete_order(self.launch.rank_order, optional)
 
     def extra_of_links(self, num_ranks: int) -> tuple[int, ...]:
-        """`extra_in_flight` for each link between neighbouring ranks of a pipeline; with ``"auto"`` none yet."""
+        """Return `extra_in_flight` for each link between neighboring ranks of a pipeline.
+
+        Args:
+            num_ranks: The number of pipeline ranks.
+
+        Returns:
+            One number per link; zeros for ``"auto"``, which measures the links in the first steps.
+        """
         extra = 0 if isinstance(self.tuning.extra_in_flight, str) else self.tuning.extra_in_flight
         return (extra,) * (num_ranks - 1) if isinstance(extra, int) else tuple(extra)
 
     @property
     def time_limit(self) -> timedelta | None:
-        """How long a collective may take; ``None`` for torch's own limit."""
+        """The time limit of a collective; ``None`` for torch's default."""
         return as_duration(self.timeout)
 
     @property
     def seconds_to_time_out(self) -> float:
-        """How long a collective may take."""
+        """The time limit of a collective in seconds, with torch's default in place of ``None``."""
         return (self.time_limit or default_pg_timeout).total_seconds()
 
     @property
     def seconds_to_stall(self) -> float | None:
-        """How long nothing may finish: some time before a collective gives up, after which nobody can be asked."""
+        """The time without progress after which the job ends, in seconds; ``None`` for no limit.
+
+        It is at most 80% of the time limit of a collective. After that limit, ranks can no longer report where they
+        are.
+        """
         limit = as_duration(self.faults.stall_timeout)
         return None if limit is None else min(limit.total_seconds(), 0.8 * self.seconds_to_time_out)
 
     @property
     def seconds_of_heartbeat(self) -> float | None:
-        """How long a rank may give no sign."""
+        """The time without a heartbeat after which a rank is lost, in seconds; ``None`` for no limit."""
         limit = as_duration(self.faults.heartbeat_timeout)
         return None if limit is None else limit.total_seconds()
 
     @property
     def shares_casts(self) -> bool:
-        """If True, the microbatches of a step share the copies of parameters that autocast makes."""
+        """True if the microbatches of a step share the copies of parameters that autocast makes."""
         return self.zero_stage < 3 or not self.frees_early
 
     @property
     def frees_early(self) -> bool:
-        """If True, ZeRO stage 3 reshards a layer after each use."""
+        """True if ZeRO stage 3 reshards a layer after each use."""
         reshards = self.tuning.reshard_after_forward
         return self.num_microbatches == 1 if reshards == "auto" else reshards
 
@@ -528,15 +565,15 @@ class Settings(HybridConfig):
 
 
 def choices(size: int | Sequence[int]) -> tuple[int, ...]:
-    """The sizes that an axis may have, in order of preference."""
+    """Return the sizes that an axis may have, in order of preference."""
     return (size,) if isinstance(size, int) else tuple(size)
 
 
 def preferred(size: int | Sequence[int]) -> int:
-    """The size of an axis where the number of processes is not known yet: the first one that it may have."""
+    """Return the size that an axis has while the number of processes is unknown: the first possible size."""
     return choices(size)[0]
 
 
 def usual_microbatches(pipeline_parallel_size: int) -> int:
-    """How many microbatches ``"auto"`` is."""
+    """Return the number of microbatches for ``num_microbatches="auto"``."""
     return 4 * pipeline_parallel_size if pipeline_parallel_size > 1 else 1

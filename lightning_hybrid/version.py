@@ -1,4 +1,4 @@
-"""The version of this package, and the other versions that a bug report has to name."""
+"""Version of this package, and the other versions to name in a bug report."""
 
 from __future__ import annotations
 
@@ -15,7 +15,13 @@ _PACKAGES = ("torch", "lightning", "transformers")
 
 
 def environment() -> Iterator[tuple[str, str]]:
-    """Return names and versions of the packages that are installed, of Python and the platform, and the devices."""
+    """Yield the names and versions of the relevant packages, of Python and the platform, and the names of the devices.
+
+    ``lightning-hybrid --version`` prints these pairs.
+
+    Yields:
+        A name and its value, such as ``("torch", "2.13.0")``.
+    """
     for name in _PACKAGES:
         try:
             yield name, version(name)
@@ -27,7 +33,7 @@ def environment() -> Iterator[tuple[str, str]]:
 
 
 def _devices() -> str:
-    """Return the GPUs that the driver lists: to ask torch takes seconds."""
+    """Return the names of the GPUs that `nvidia-smi` lists, because importing torch takes seconds."""
     if shutil.which("nvidia-smi") is None:
         return "none (there is no nvidia-smi)"
     command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]

@@ -1,1 +1,1 @@
-"""A module cut into stages: schedules as data, the engine that runs them, and messages between stages."""
+"""Pipeline parallelism: how modules and batches are split, schedules, the engine, and messages between stages."""

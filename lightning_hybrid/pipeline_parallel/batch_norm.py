@@ -1,4 +1,7 @@
-"""Batch norm in microbatches: how many of them it stands, and what is said of its statistics."""
+"""Batch norm in microbatches: a limit on the number of microbatches, and the warning about statistics.
+
+Batch norm computes statistics over a microbatch, not over the full batch. The training step calls these functions.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +13,17 @@ _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 
 
 def batch_norms(module: nn.Module) -> list[nn.Module]:
-    """The layers that take the mean and the variance of what they are given; those of other stages too."""
+    """Return the batch-norm layers of a module, including layers of other stages."""
     return [layer for layer in module.modules() if isinstance(layer, _BATCH_NORMS)]
 
 
 def limit_microbatches(num_microbatches: int, batch_size: int | None, layers: Sequence[nn.Module]) -> int:
-    """The number of microbatches that leaves each of them two samples, where batch norm takes their statistics.
+    """Return the number of microbatches, reduced so that batch norm has at least two samples in each microbatch.
 
     Args:
-        num_microbatches: The usual number.
-        batch_size: The number of samples of the batch; ``None`` if it does not say.
-        layers: The batch norms of the module.
+        num_microbatches: The requested number.
+        batch_size: The number of samples in the batch; ``None`` if unknown. Then the number is not reduced.
+        layers: The batch-norm layers of the module. If none of them is in training mode, the number is not reduced.
     """
     if batch_size is None or not any(layer.training for layer in layers):
         return num_microbatches
@@ -28,12 +31,15 @@ def limit_microbatches(num_microbatches: int, batch_size: int | None, layers: Se
 
 
 def batch_norm_text(layers: Sequence[nn.Module], counts: Sequence[int], num_replicas: int) -> str | None:
-    """What batch norm sees of a batch that is split, and what to do about it; ``None`` if it sees all of it.
+    """Return the warning that batch norm computes statistics over microbatches.
 
     Args:
-        layers: The batch norms of the module.
-        counts: The number of samples of each microbatch.
+        layers: The batch-norm layers of the module.
+        counts: The number of samples in each microbatch.
         num_replicas: The data-parallel size.
+
+    Returns:
+        The warning; ``None`` if the batch is not split or no batch-norm layer is in training mode.
     """
     number = sum(layer.training for layer in layers)
     if len(counts) == 1 or number == 0:

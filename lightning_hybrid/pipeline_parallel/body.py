@@ -1,4 +1,8 @@
-"""Cutting the user's step at the body: what runs before it, the body's layers, and what runs after it."""
+"""Body of the pipeline: which layers are split into stages, and how the user's step is cut where it calls them.
+
+A body is either a chain, which is an `nn.Sequential` that the step calls as a whole, or a set of layers that any code
+may call. :class:`BodyCut` handles steps around a chain; :class:`~.frame.frame.FrameCut` handles all other bodies.
+"""
 
 from __future__ import annotations
 
@@ -29,20 +33,20 @@ from lightning_hybrid.pipeline_parallel.stage import NOTHING
 
 @dataclass(frozen=True, eq=False)
 class Body:
-    """What is divided into stages.
+    """Layers that are split into stages.
 
     Attributes:
-        name: Its dotted name; for units the names of the lists that hold them.
-        names: The dotted names of its layers, in order.
-        layers: Its layers.
-        chain: The body, if it is an `nn.Sequential` that the user's step calls as a whole; ``None`` if the layers are
-            units, which any code may call.
-        rows: The number of layers in each row; a row stays on one stage. 1; 2 for a layer and its frozen copy; more
-            where layers of a teacher are distributed.
-        is_found: Whether a chain was found by rule, and not named by the user: its layers serve as units where the step
-            calls it in another way.
-        lists: The names for the error about a chain that is called in another way: its own, and those of a teacher or
+        name: The dotted name of the chain, or the names of the lists that contain the layers.
+        names: The dotted names of the layers, in order.
+        layers: The layers.
+        chain: The `nn.Sequential`, if the user's step calls it as a whole; ``None`` if any code may call the layers.
+        rows: The number of layers in each row. All layers of a row are on the same stage. A row has one layer, two
+            layers (a layer and its frozen copy), or more if layers of a teacher are distributed over the layers of a
             student.
+        is_found: True if the strategy has detected the chain, and the user has not named it. If a step then calls the
+            layers one by one, the strategy also accepts that.
+        lists: The names for the error about a step that does not call the chain as a whole: the name of the chain, and
+            the names of the layer lists of its teacher or student.
     """
 
     name: str
@@ -55,13 +59,13 @@ class Body:
 
     @classmethod
     def of_chain(cls, name: str, chain: nn.Sequential, *, is_found: bool = False, lists: Sequence[str] = ()) -> Body:
-        """A body that is called as a whole."""
+        """Return the body for an `nn.Sequential` that the step calls as a whole."""
         names = tuple(join_names(name, key) for key in chain._modules)
         return cls(name, names, tuple(chain), chain, (1,) * len(names), is_found, tuple(lists) or (name,))
 
     @classmethod
     def of_units(cls, rows: Sequence[Sequence[tuple[str, nn.Module]]]) -> Body:
-        """A body whose layers are called by any code; those of a row stay together."""
+        """Return the body for layers that any code may call. All layers of a row are on the same stage."""
         units = [unit for row in rows for unit in row]
         lists = dict.fromkeys(name.rpartition(".")[0] or name for name, _ in units)
         names, layers = tuple(name for name, _ in units), tuple(unit for _, unit in units)
@@ -69,15 +73,15 @@ class Body:
 
 
 class BodyWatch:
-    """Whether the layers are still those that were divided, found out at the beginning of each step.
+    """Watch that raises an error if the layers are no longer the layers that were split into stages.
 
-    Other stages have placeholders for them, and other replicas their gradients' places, so a change after that would
-    be one of a module that nobody trains. It costs a comparison of identities for each layer, and for each module that
-    has others, of the layers that this rank runs.
+    A layer that the user replaces, adds or removes after the split would not be trained: other stages have placeholders
+    for the old layers, and other replicas exchange gradients of the old layers. At the beginning of each step, the
+    watch compares the identity of each layer, and the identities of the submodules of the layers that this rank runs.
 
     Args:
-        module: The user's module, divided.
-        body: What was divided.
+        module: The user's module, after the split.
+        body: The layers that were split.
         own: The layers that this rank runs.
     """
 
@@ -95,15 +99,17 @@ class BodyWatch:
         self._look()
 
     def _look(self) -> None:
+        """Record the submodules of this rank's layers."""
         parts = [part for layer in self._own for part in layer.modules()]
         self._inside = [(part, list(part._modules.values())) for part in parts if part._modules]
         self._with_parameters = {id(part): part for part in parts if part._parameters}
 
     def check(self) -> None:
-        """Compare.
+        """Compare the layers with the layers at the time of the split.
 
         Raises:
-            WrongUseError: If a layer is another one, is gone or is new, or one of this rank has other parameters.
+            WrongUseError: If a layer was replaced, removed or added, or if submodules with parameters were added to or
+                removed from a layer of this rank.
         """
         for path, part, count in self._lists:
             if len(part._modules) != count:
@@ -114,7 +120,7 @@ class BodyWatch:
         if any(list(part._modules.values()) != children for part, children in self._inside):
             before = self._with_parameters
             self._look()
-            both = before.keys() & self._with_parameters.keys()  # others, such as dropout, may come and go
+            both = before.keys() & self._with_parameters.keys()  # modules without parameters may change
             changed = [part for key, part in {**before, **self._with_parameters}.items() if key not in both]
             if changed:
                 kinds = sorted({type(part).__name__ for part in changed})
@@ -129,24 +135,25 @@ class BodyWatch:
 
 
 def find_body(module: nn.Module, wanted: str | Sequence[str] | None, num_stages: int, *, spreads: bool = True) -> Body:
-    """Find what is divided into stages.
+    """Find the layers that are split into stages.
 
     Args:
         module: The user's module.
-        wanted: The dotted name of a container of layers; or several names of containers or layers, in the order of the
-            stages, in which ``*`` stands for anything between two dots. Of named containers the layers of a frozen copy
-            stay beside those that they are copies of. ``None`` for the outermost `nn.Sequential` that holds more than
-            half of the parameters; if there is none, the layers of the lists that hold most of them.
+        wanted: The dotted name of a container of layers; several names of containers or layers, in the order of the
+            stages; or ``None``. In a name, ``*`` matches any text between two dots. If all names are names of
+            containers, each layer of a frozen copy is on the same stage as the original layer. ``None`` selects the
+            outermost `nn.Sequential` that contains more than half of the parameters; if no such container exists, it
+            selects the layers of the lists that contain most parameters.
         num_stages: The number of stages.
-        spreads: True to distribute the layers of a teacher over the layers of its student; False if the user assigns
-            layers to stages.
+        spreads: If True, distribute the layers of a teacher over the layers of its student. Set it to False if the user
+            assigns layers to stages.
 
     Returns:
-        The body: a chain if one name, or none, leads to an `nn.Sequential` that is called as a whole; else units.
+        The body. It is a chain if `wanted` is ``None`` or a single name, and the container is a plain `nn.Sequential`.
 
     Raises:
-        ValueError: If a name leads nowhere, or there is no list of layers of any size.
-        TypeError: If a single name leads to a module that contains no layers in order.
+        ValueError: If a name does not exist, or if no list of layers is large enough.
+        TypeError: If a single name is the name of a module that is not a container of layers.
     """
     if wanted is None:
         return _largest(module, num_stages, spreads=spreads)
@@ -170,12 +177,13 @@ def find_body(module: nn.Module, wanted: str | Sequence[str] | None, num_stages:
     if all(pattern in parts and is_container(parts[pattern]) for pattern in patterns):
         rows = side_by_side(module, named)
         return Body.of_units(spread(module, rows, num_stages) if spreads else rows)
-    return Body.of_units([[unit] for unit in named])  # the user says the order of the layers themselves
+    return Body.of_units([[unit] for unit in named])  # the user has chosen the order of single layers
 
 
 def _largest(module: nn.Module, num_stages: int, *, spreads: bool) -> Body:
+    """Find the body of a module whose user has not named it."""
     total, has_teacher = _count(module), has_lists_beside_teacher(module)
-    for name, candidate in module.named_modules():  # outer modules come before inner ones
+    for name, candidate in module.named_modules():  # outer modules first
         if (
             not has_teacher
             and _is_chain(candidate)
@@ -194,21 +202,24 @@ def _largest(module: nn.Module, num_stages: int, *, spreads: bool) -> Body:
 
 
 def _lists_with(module: nn.Module, name: str, num_stages: int) -> Sequence[str]:
-    """Return the names of the lists to divide together with a chain: those of a teacher and its student."""
+    """Return the names for :attr:`Body.lists`: a chain, and the layer lists of its teacher or student."""
     units = find_units(module, num_stages) if has_lists_beside_teacher(module) else []
     lists = list(dict.fromkeys(path.rpartition(".")[0] for path, _ in units))
     return lists if name in lists else [name]
 
 
 def _is_chain(module: nn.Module) -> bool:
+    """Return whether a module is a plain `nn.Sequential`."""
     return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
 
 
 def _count(module: nn.Module) -> int:
+    """Return the number of parameter elements in a module."""
     return sum(parameter.numel() for parameter in module.parameters())
 
 
 def _candidates_text(module: nn.Module) -> str:
+    """Return the part of an error message that lists the largest containers of layers."""
     total = max(1, _count(module))
     found = {name: part for name, part in module.named_modules() if is_container(part)}
     largest = sorted(found, key=lambda name: -_count(found[name]))[:5]
@@ -230,13 +241,13 @@ def _candidates_text(module: nn.Module) -> str:
 
 
 def body_call_text(name: str, lists: Sequence[str], step: str, calls: int) -> str:
-    """The text for a step that does not call the body exactly once.
+    """Return the error message for a step that does not call the body exactly once.
 
     Args:
         name: The dotted name of the body.
-        lists: The lists to name instead.
-        step: The user's step, such as ``"training_step"``.
-        calls: How often it was called.
+        lists: The names of layer lists that the message recommends for `HybridStrategy(body=...)`.
+        step: The name of the user's step, such as ``"training_step"``.
+        calls: The number of calls.
     """
     called = f"did not call the body {name!r}" if calls == 0 else f"called the body {name!r} {calls} times"
     return (
@@ -247,11 +258,11 @@ def body_call_text(name: str, lists: Sequence[str], step: str, calls: int) -> st
 
 
 def layer_call_text(name: str, lists: Sequence[str]) -> str:
-    """The text for a call of a layer that lives on another stage.
+    """Return the error message for a call of a layer that is on another stage.
 
     Args:
         name: The dotted name of the body.
-        lists: The lists to name instead.
+        lists: The names of layer lists that the message recommends for `HybridStrategy(body=...)`.
     """
     return (
         f"A layer of the body {name!r} was called, but this layer is on another stage. In a step, call the body exactly"
@@ -263,35 +274,39 @@ def layer_call_text(name: str, lists: Sequence[str]) -> str:
 
 
 class BodyCallError(WrongUseError):
-    """The user's step does not call the body exactly once, as a whole."""
+    """Error: the user's step does not call the body exactly once, as a whole."""
 
 
 class _Unwind(BaseException):
-    """Leaves the user's step where the body was called; no `except Exception` of the user's catches it."""
+    """Exception that leaves the user's step at the call of the body.
+
+    It is a `BaseException`, so that no ``except Exception`` in the user's code catches it.
+    """
 
     def __init__(self, value: Any) -> None:
         self.value = value
 
 
 class BodyCut:
-    """The user's step, cut where it calls the body.
+    """User's step, cut at its call of the body.
 
     ::
 
-        stage 0      step: code before, body(x) -> layers of stage 0 -> unwind                 value: their output
+        stage 0      step: code before, body(x) -> layers of stage 0 -> unwind                 value: the layers' output
         stage s      no step, only layers
-        last stage   step: code before, body(x) -> last layers on what arrived, code after     value: the step's
+        last stage   step: code before, body(x) -> last layers on received input, code after   value: the step's result
 
-    Code before the body also runs on the last stage, where its result is dropped unless later code uses it (a residual
-    around the body).
+    Code before the body also runs on the last stage. There, its result is dropped unless later code uses it, for
+    example in a residual connection around the body.
 
     Args:
         name: The dotted name of the body.
         body: The body.
-        lists: The lists of layers to name where a step calls it otherwise; by default itself.
+        lists: The names of layer lists that the error about a wrong call recommends; by default the name of the body.
 
     Attributes:
-        code_before: Entered around steps where this stage lacks parameters around the body; ``None`` where it has them.
+        code_before: The context in which this stage runs a step if it lacks parameters outside the body; ``None`` if it
+            has all of them.
     """
 
     def __init__(self, name: str, body: nn.Sequential, lists: Sequence[str] = ()) -> None:
@@ -302,7 +317,7 @@ class BodyCut:
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
-        """While this is entered, calls of the body come here instead of running all its layers."""
+        """Redirect calls of the body to this object while entered."""
 
         def redirected(x: Any) -> Any:
             call = self._call
@@ -331,23 +346,24 @@ class BodyCut:
         unwinds: bool,
         may_skip: bool = False,
     ) -> Any:
-        """Run a step, with the call of the body answered by the layers of one stage.
+        """Run a step in which the layers of one stage replace the body.
 
         Args:
             step: The user's step.
-            arguments: Its arguments.
-            layers: Runs the layers of the stage.
-            inputs: Of the first of them, whatever the step calls the body with; not on the first stage.
-            unwinds: Whether the step ends there: on the first stage, whose layers get what the body is called with.
-            may_skip: Whether the step may return ``None`` without a call of the body.
+            arguments: The arguments of the step.
+            layers: A function that runs the layers of the stage.
+            inputs: The input of the layers, which replaces the argument of the user's call. The first stage ignores it.
+            unwinds: If True, the step ends after the layers. This is the case on the first stage, whose layers receive
+                the argument of the user's call.
+            may_skip: If True, the step may return ``None`` without a call of the body.
 
         Returns:
-            The output of the last of these layers, or what the step returns; on the first stage :data:`NOTHING` if it
-            does not call the body.
+            On the first stage, the output of the layers; :data:`NOTHING` if the step skips the body. On the last stage,
+            the result of the step.
 
         Raises:
             BodyCallError: If the step does not call the body exactly once.
-            WrongUseError: If it differentiates through the body.
+            WrongUseError: If the step computes derivatives through the body.
         """
         self._call = call = _Call(step.__name__, layers, inputs, unwinds)
         try:
@@ -372,7 +388,7 @@ class BodyCut:
 
 @dataclass(slots=True)
 class _Call:
-    """The call of the body that is expected in the step that runs."""
+    """Call of the body that the running step has to make."""
 
     step: str
     layers: Callable[[Any], Any]
@@ -382,20 +398,20 @@ class _Call:
     hooks: list[RemovableHandle] = field(default_factory=list)
 
     def refuse_derivatives(self, name: str, given: Any, output: Any) -> None:
-        """Refuse a backward that comes to the layers, or to what is before them, until the step ends.
+        """Raise an error if, before the step ends, a backward pass reaches the layers or the code before them.
 
         ::
 
             x --> code before --> given      inputs --> layers --> output --> code after --> y
-                                     `------------- around the layers ----------^
+                                     `---------- path around the layers --------^
 
-        The graph of what is given does not go on in the layers, which got what another stage made of it: a derivative
-        of `y` with respect to `x` would be that of the way around them alone.
+        The autograd graph of `given` ends before the layers, because `inputs` comes from another stage. So a derivative
+        of `y` with respect to `x` would contain only the path around the layers.
 
         Args:
             name: The dotted name of the body.
-            given: What the body was called with.
-            output: Of its last layer.
+            given: The argument of the user's call of the body.
+            output: The output of the last layer.
         """
 
         def refuse(*_: Any) -> None:
@@ -411,10 +427,11 @@ class _Call:
                     self.hooks.append(leaf.register_hook(refuse))  # type: ignore[no-untyped-call]
 
 
-_NOT_IN_GRAPH = "to not have been used in the graph"  # as torch says it
+_NOT_IN_GRAPH = "to not have been used in the graph"  # in torch's error message
 
 
 def _derivative_text(step: str, name: str) -> str:
+    """Return the error message for a step that computes derivatives through the body."""
     return (
         f"`{step}` computes derivatives through the body {name!r}, with `torch.autograd.grad` or `backward`. The layers"
         " of the body are on several stages, so no rank has the full autograd graph. If the loss contains derivatives,"

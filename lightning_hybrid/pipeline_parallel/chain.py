@@ -1,4 +1,9 @@
-"""Around a chain of layers that is called as a whole: which parameters the first and the last stage use."""
+"""Code of the user's step around a chain: which parameters it uses on which stage, and how it calls the chain.
+
+A chain is a body that the step calls once, as a whole. Only the first and the last stage run the code around it, so
+each parameter outside the chain can be on one of these two stages. :class:`ChainUse` traces the step to find these
+stages, and :class:`CodeBefore` runs the step on a stage that lacks some of the parameters.
+"""
 
 from __future__ import annotations
 
@@ -27,35 +32,37 @@ from lightning_hybrid.pipeline_parallel.placeholders import is_placeholder
 from lightning_hybrid.pipeline_parallel.schedules import Placement
 
 _DEVICE = getters("device")
-# They reject numbers until they have the right ones.
+# Rejection sampling: how many random numbers these functions draw depends on the values of their arguments.
 _BY_VALUE = frozenset({"poisson", "binomial", "_standard_gamma", "_sample_dirichlet"})
 
 
 class NotFollowedError(Exception):
-    """A step does something that cannot be followed."""
+    """Error: a step cannot be traced."""
 
 
 class ChainUse(FrameCut):
-    """Finds out, without values, which parameters the first and the last stage use in a step around a chain.
+    """Trace of a step that finds out which parameters outside a chain the first and the last stage use.
 
     ::
 
-        stage 0      code before, what the chain is called with        an embedding
-        stage s      only layers                                       nothing
-        last stage   code before, as far as it is used after the
-                     chain; code after                                 a head; what both use
+                     code that runs                                  parameters, for example
+        stage 0      code before, as far as the chain needs it       an embedding
+        stage s      only layers                                     none
+        last stage   code before, as far as code after needs it,     a head, and parameters that stage 0 also uses
+                     and code after
 
     Args:
         module: The user's module.
         name: The dotted name of the chain.
         chain: The chain.
         num_stages: The number of stages.
-        device: Where this rank computes.
-        arguments: Others of :class:`FrameCut`; `holders` are the stages of all parameters outside of the chain.
+        device: The device on which this rank computes.
+        arguments: Other arguments of :class:`FrameCut`. `holders` contains the stages of all parameters outside the
+            chain.
     """
 
-    _tries_zeros = False  # the chain may be all of the model
-    _taps_hooks = False  # nothing of it leaves the stage of a layer but what the layer hands on
+    _tries_zeros = False  # a run on zeros could need memory for the whole model
+    _taps_hooks = False  # values that hooks take from a layer stay on the stage of the layer
 
     def __init__(
         self,
@@ -66,7 +73,7 @@ class ChainUse(FrameCut):
         device: torch.device,
         **arguments: Any,
     ) -> None:
-        # No rank runs the step for two stages, so each stage may as well be a rank of its own.
+        # No rank runs the step for two stages, so each stage can be treated as a separate rank.
         stages = [*[range(0)] * (num_stages - 1), range(1)]
         super().__init__(module, [(name, chain)], stages, Placement.in_turns(num_stages), device, **arguments)
         self._chain = chain
@@ -74,16 +81,16 @@ class ChainUse(FrameCut):
     def find(
         self, step: Callable[..., Any], arguments: Sequence[Any], seed: Callable[[int], None]
     ) -> tuple[frozenset[str], ...]:
-        """The names of the parameters outside of the chain that each stage uses.
+        """Return, for each stage, the names of the parameters outside the chain that it uses.
 
         Args:
             step: The user's step.
-            arguments: Its arguments.
-            seed: Seeds the generators for the call of a number.
+            arguments: The arguments of the step.
+            seed: A function that seeds the random generators for the call with a given number.
 
         Raises:
-            NotFollowedError: If the step cannot be followed, or its stages need more of each other than the chain
-                hands on.
+            NotFollowedError: If the step cannot be traced, or if the last stage needs a result of the first stage other
+                than the output of the chain.
         """
         try:
             with replaced_entries([(vars(self._chain), {"forward": MISSING})]), self():
@@ -101,20 +108,20 @@ class ChainUse(FrameCut):
                 raise WrongUseError(
                     f"the last stage needs the result of {graph.all_calls[sent.call]}, which is on the first stage"
                 )
-        except Exception as error:  # of the user's code too, which shows itself again when the step runs
+        except Exception as error:  # if the user's code has raised it, the step raises it again when it runs
             raise NotFollowedError(" ".join(f"{error}".split())) from error
         return self._parameters_of(graph, routes, Writes())
 
 
 class ChainCalls(FrameCut):
-    """Finds out, without values, how a step calls a chain: once and as a whole, or in any other way.
+    """Trace of a step that finds out how the step calls a chain: once and as a whole, or in another way.
 
     Args:
         module: The user's module.
         names: The dotted names of the layers.
         chain: The chain.
-        device: Where this rank computes.
-        around_discovery: Around a step that is followed.
+        device: The device on which this rank computes.
+        around_discovery: A function that returns the context in which the step is traced.
     """
 
     _tries_zeros = False
@@ -131,21 +138,25 @@ class ChainCalls(FrameCut):
         arguments: dict[str, Any] = {"holders": {}, "remembers": False, "around_discovery": around_discovery}
         super().__init__(module, units, [range(len(units))], Placement.in_turns(1), device, **arguments)
         self._chain = chain
-        self._whole = self._single = 0  # calls of the chain, and of its layers by other code
+        self._whole = self._single = 0  # number of calls of the chain, and of its layers by other code
         self._is_inside = False
 
     def look(
         self, step: Callable[..., Any], arguments: Sequence[Any], seed: Callable[[int], None]
     ) -> tuple[bool, bool, bool]:
-        """Return whether a step calls the chain more than once, or its layers one by one; and if it writes parameters.
+        """Trace a step.
 
-        What a step has called before it fails counts: a step that cannot be followed may call the chain as a whole.
-        The last value says whether the step could not be followed to its end.
+        Calls count even if the step fails later, because a step that cannot be traced may still call the chain as a
+        whole.
 
         Args:
             step: The user's step.
-            arguments: Its arguments.
-            seed: Seeds the generators for the call of a number.
+            arguments: The arguments of the step.
+            seed: A function that seeds the random generators for the call with a given number.
+
+        Returns:
+            Three booleans: True if the step calls the chain several times or calls its layers one by one, True if the
+            step writes parameters, and True if the trace stopped before the end of the step.
         """
         writes, stops = False, True
         try:
@@ -153,16 +164,20 @@ class ChainCalls(FrameCut):
                 graph = self._discover(step, arguments, seed)
                 writes = any(call.rewritten for call in graph.calls)
                 stops = graph.needed is not None
-        except Exception:  # of the user's code too, which shows itself again when the step runs
+        except Exception:  # if the user's code has raised it, the step raises it again when it runs
             pass
         return self._whole > 1 or self._single > 0, writes, stops
 
     def _follow(self, *arguments: Any) -> tuple[Graph, bool]:
-        """Follow the step once, and count its calls; a step that writes states of the module is followed again."""
+        """Trace the step once and count its calls of the chain and of single layers.
+
+        A step that writes states of the module is traced several times, so each trace starts at zero.
+        """
         self._whole = self._single = 0
         return super()._follow(*arguments)
 
     def _call_whole(self, x: Any) -> Any:
+        """Count a call of the whole chain, and run it."""
         self._whole += 1
         self._is_inside = True
         try:
@@ -171,6 +186,8 @@ class ChainCalls(FrameCut):
             self._is_inside = False
 
     def _redirect(self, module: nn.Module, call: Callable[..., Any]) -> None:
+        """Redirect calls of a layer, as in the base class, and count calls from outside the chain."""
+
         def counted(*given: Any) -> Any:
             self._single += not self._is_inside
             return call(*given)
@@ -179,18 +196,18 @@ class ChainCalls(FrameCut):
 
 
 class CodeBefore(TorchFunctionMode):
-    """The code before a chain, on a stage that lacks some of the parameters around it.
+    """Mode in which a stage that lacks some of the parameters outside the chain runs the code before the chain.
 
     ::
 
-        batch, parameters of this stage     real      calls of them alone are made
-        other parameters                    absent    calls with one of these, or with what such a call made, are not
+        batch, parameters of this stage     have values      calls that use only these tensors run
+        other parameters                    have no values   calls that use them, directly or not, do not run
 
-    So it may take any path, another one in each step. A call that is not made draws its random numbers all the same, so
-    that those after it are the ones that the other stage draws.
+    The code may take a different path in each step. A call that does not run still advances the random generators, so
+    that later calls draw the same random numbers as on the other stage.
 
     Args:
-        device: Where this rank computes.
+        device: The device on which this rank computes.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -199,25 +216,28 @@ class CodeBefore(TorchFunctionMode):
         self._is_over = self._is_paused = False
 
     def __enter__(self) -> Any:
-        """A step begins."""
+        """Begin a step."""
         self._is_over = False
         vars(self).pop("_fakes", None)
         return super().__enter__()  # type: ignore[no-untyped-call]
 
     @cached_property
     def _fakes(self) -> Any:
-        """Made where something is absent: to make it takes as long as some calls."""
+        """The fake mode of the current step.
+
+        It is created at the first call that does not run, because creating it takes as long as several calls.
+        """
         return fake_mode()
 
     @contextmanager
     def at_layers(self, x: Any) -> Iterator[None]:
-        """The chain is called: its layers are no code around it, and what is absent is used no more.
+        """Leave this mode while the layers of the chain run. Afterward, no code can use tensors without values.
 
         Args:
-            x: What the layers of this stage are given.
+            x: The input of the layers of this stage.
 
         Raises:
-            WrongUseError: If that has no value.
+            WrongUseError: If the input has no values.
         """
         self._is_over = True
         fakes = vars(self).pop("_fakes", None)
@@ -232,11 +252,11 @@ class CodeBefore(TorchFunctionMode):
             super().__enter__()  # type: ignore[no-untyped-call]
 
     def paused(self) -> AbstractContextManager[None]:
-        """Take nothing that runs for a part of the user's step while entered."""
+        """Return a context for code that is not part of the user's step: all calls in it run."""
         return replaced_attributes(self, _is_paused=True)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """A call."""
+        """Run a function of torch, or compute only the shape of its result."""
         kwargs = kwargs or {}
         if func in METADATA:
             return self._device if func in _DEVICE and is_placeholder(args[0]) else func(*args, **kwargs)
@@ -248,17 +268,26 @@ class CodeBefore(TorchFunctionMode):
         return self._absent(func, leaves, spec)
 
     def _after(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """A call of other code, which is made whatever it is."""
+        """Run a function, and explain an error that is caused by a tensor without values."""
         try:
             return func(*args, **kwargs)
-        except (RuntimeError, WrongUseError) as error:  # a placeholder makes the second one of the first
+        except (RuntimeError, WrongUseError) as error:  # placeholders raise a WrongUseError from a RuntimeError
             is_of_torch = isinstance(error, RuntimeError) or isinstance(error.__cause__, RuntimeError)
             if not is_of_torch or not any(map(_is_meta, flatten((args, kwargs))[0])):
                 raise
             raise WrongUseError(_text(f"`{function_name(func)}`", "uses")) from error
 
     def _absent(self, func: Any, leaves: list[Any], spec: Any) -> Any:
-        """What a call returns that is not made, without values."""
+        """Return the result of a call that does not run, as fake tensors.
+
+        Args:
+            func: The function of torch.
+            leaves: The leaves of its arguments.
+            spec: The structure of its arguments.
+
+        Raises:
+            WrongUseError: If the function needs values, or would update a tensor with values.
+        """
         fakes, real = [], []
         for leaf in leaves:
             is_given = isinstance(leaf, Tensor) and not isinstance(leaf, FakeTensor)
@@ -267,7 +296,7 @@ class CodeBefore(TorchFunctionMode):
                 real.append(fakes[-1])
         name = f"`{function_name(func)}`"
         try:
-            # In the fake mode, so that what the function makes by itself, such as a mask of dropout, is drawn once.
+            # In the fake mode, so that the function itself draws nothing, such as a dropout mask: `_draw` does.
             with torch.no_grad(), self._fakes, Operators().watch() as seen:
                 result = apply(func, *unflatten(fakes, spec))
             if seen.draws:
@@ -283,7 +312,14 @@ class CodeBefore(TorchFunctionMode):
         return result
 
     def _draw(self, func: Any, fakes: list[Any], spec: Any) -> None:
-        """Draw what a call would have drawn: how many numbers depends on shapes and strides, not on values."""
+        """Draw the random numbers that a call would have drawn.
+
+        Their count depends on shapes and strides, not on values, so the call runs on ones (zeros for integers and
+        booleans).
+
+        Raises:
+            ValueError: If the count depends on values.
+        """
         if function_name(func) in _BY_VALUE:
             raise ValueError("the number of random numbers that it draws depends on values")
         ones = [
@@ -298,6 +334,7 @@ class CodeBefore(TorchFunctionMode):
             apply(func, *unflatten(ones, spec))
 
     def _fake(self, tensor: Tensor) -> Tensor:
+        """Return a fake tensor with the metadata of a tensor."""
         if not is_placeholder(tensor) and not isinstance(tensor, LazyTensor):
             return self._fakes.from_tensor(tensor)  # type: ignore[no-any-return]
         return fake_like(self._fakes, tensor, self._device).requires_grad_(tensor.requires_grad)
@@ -308,6 +345,7 @@ def _is_meta(leaf: Any) -> bool:
 
 
 def _text(what: str, how: str) -> str:
+    """Return the error message for a use of a parameter that is on another stage."""
     return (
         f"{what} {how} a parameter outside the layers, but this parameter is on another stage, where the first training"
         " batch used it. Also use the parameter at this point, either in the first training batch or in the sanity"
@@ -318,11 +356,11 @@ def _text(what: str, how: str) -> str:
 
 
 def stays_text(step: str, error: NotFollowedError) -> str:
-    """The text for a step that cannot be followed.
+    """Return the message for a step that cannot be traced.
 
     Args:
         step: The name of the step.
-        error: Why not.
+        error: The reason.
     """
     return (
         f"`{step}` cannot be traced without values, so both the first and the last stage keep the parameters outside"

@@ -1,4 +1,8 @@
-"""Running one rank's actions on its stages: one loop, one handler per action."""
+"""Engine that runs the actions of one pipeline rank on its stages, in the order of a schedule.
+
+The training step and the evaluation steps call :meth:`Engine.run`. The watch of the run calls :meth:`Engine.under_way`
+and similar methods from another thread, to report where a rank waits.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +16,10 @@ from lightning_hybrid.pipeline_parallel.p2p import BlankMessageError, Channel, R
 from lightning_hybrid.pipeline_parallel.schedules import Action, ChannelKey, Kind, Schedule
 from lightning_hybrid.pipeline_parallel.stage import Stage
 
-# Sends under way in a schedule without proofs (forward only). Waiting for the oldest cannot wait in a circle: the lists
-# of a schedule would not even if every send blocked.
+# Maximum number of unfinished sends in a forward-only schedule, which has few proofs that sends were received. Waiting
+# for the oldest send cannot deadlock, because a schedule could not deadlock even if every send blocked.
 _WINDOW = 4
-# Schedules remembered: few are in use at a time (training, evaluation, ragged last batches).
+# Maximum number of compiled schedules. Few are in use at a time (training, evaluation, smaller last batches).
 _MAX_PROGRAMS = 64
 
 Compute = Callable[[int, int, Any], Any]
@@ -26,12 +30,12 @@ Profile = Callable[[str], AbstractContextManager[Any]]
 
 
 class UnderWay(NamedTuple):
-    """What an engine is at.
+    """Position of an engine in its current run, for reports.
 
     Attributes:
-        last: The actions that are done, the latest one last.
-        awaited: The receive whose message the engine waits for at this moment; ``None`` if it waits for none.
-        messages: Sends, and receives that are posted, whose end has not been seen yet.
+        last: The names of the last completed actions, the latest one last.
+        awaited: The receive whose message the engine waits for now, and its channel; ``None`` if it does not wait.
+        messages: The sends and posted receives that may be unfinished, each with its channel.
     """
 
     last: list[str]
@@ -40,47 +44,48 @@ class UnderWay(NamedTuple):
 
 
 _Buffer = dict[int, Any]
-"""The messages that are kept until an action needs them; the key is the index of the microbatch."""
+"""Messages that wait for the action that needs them, by the index of the microbatch."""
 
 
-#: Stands for a message that is not made.
+#: Marks a message in a buffer as blank: its sender does not compute it.
 _BLANK = object()
 
 
 def _ignore(*_: Any) -> None:
-    """The callback of a caller that has none."""
+    """Do nothing: the default callback."""
 
 
 class Engine:
-    """Runs the actions of one pipeline rank, in the order of the schedule and no other.
+    """Engine that runs the actions of one pipeline rank in the order of the schedule.
 
-    Every stage has four buffers, and every action takes a message from one and puts one into another::
+    Every stage has four buffers, and every action takes a message from one buffer and puts a message into another::
 
         RECV_F --> inputs -----------> F --> outputs -----------> SEND_F
         SEND_B <-- input gradients <-- B <-- output gradients <-- RECV_B
 
-    Neighbouring stages on one rank share the buffers between them, so nothing is sent or copied there. ``RECV`` only
+    Consecutive stages on one rank share the buffers between them, so nothing is sent or copied there. ``RECV`` only
     posts a receive: it puts the :class:`Recv` into the buffer, and the action that takes it waits for the message.
-    ``SEND`` does not wait either. It is over when the schedule proves it: a gradient that has arrived proves that the
-    activation was received. What is left at the end of a run is waited for at the start of the next, so no step ends
-    with a stall. After the last run :meth:`retire` has to be called: a message may be lost when its sender exits.
+    ``SEND`` does not wait either. It is finished when the schedule proves it: a gradient that has arrived proves that
+    the activation was received. The next run waits for the sends that are left at the end of a run, so no step ends
+    with a stall. After the last run, call :meth:`retire`, because a message may be lost when its sender exits.
 
-    An exception of ``compute`` or of the transport is not caught: :attr:`position` is the action that ran, and the
-    engine is of no further use. The exceptions that :meth:`run` is told of are others: this rank computes nothing more,
-    but sends and receives what its peers wait for, and the engine goes on with the next run.
+    The engine does not catch exceptions of ``compute`` or of the transport, except for the exceptions passed as
+    `breaks_off`. After an exception that it does not catch, :attr:`position` is the action that raised it, and the
+    engine cannot be used again. After an exception in `breaks_off`, the rank computes nothing more, but it still sends
+    and receives the messages that its peers wait for, and the engine can start the next run.
 
     Args:
-        rank: Pipeline rank.
-        channels: The channels of which this rank is sender or receiver.
-        trace: Called with ``"2F0"``, ``"1SEND_F3"``, ... where that is done.
+        rank: The pipeline rank.
+        channels: The channels on which this rank sends or receives.
+        trace: Called with the name of each action when the action runs, such as ``"2F0"`` or ``"1SEND_F3"``.
 
     Attributes:
         position: The action that runs; ``None`` outside of a run.
-        awaited: The receive whose message has not come yet; ``None`` if nothing is waited for.
-        broke_off: The action at which the last run was broken off that was.
-        runs: How many runs have begun.
+        awaited: The receive that the engine waits for; ``None`` if it does not wait.
+        broke_off: The action that raised the latest exception in `breaks_off`; ``None`` if no run has raised one.
+        runs: The number of runs that have begun.
         channels: The channels of this rank.
-        posts_kernels: Whether a posted receive is a kernel of the device, for which a host can come to wait.
+        posts_kernels: True if a posted receive is a kernel on the device, so that the host may have to wait for it.
     """
 
     def __init__(
@@ -97,7 +102,8 @@ class Engine:
         self._connected = self._looks = self._is_blank = False
         self._trace = _ignore if trace is None else trace
         self._sends: dict[str, Send] = {}
-        # By identity: the hash of a schedule is that of all its actions. Holding the schedule keeps its id its own.
+        # The key is the id, because hashing a schedule hashes all its actions. The reference to the schedule keeps the
+        # id unique.
         self._programs: dict[int, tuple[Schedule, list[_Step]]] = {}
 
     def run(
@@ -114,27 +120,28 @@ class Engine:
         """Run this rank's part of a schedule.
 
         Args:
-            schedule: What to do.
-            compute: ``compute(stage, microbatch, inputs)`` runs the layers of a stage on a tree (``None`` on the first
-                stage) and returns a tree; on the last stage of a schedule with backward the loss, a scalar that is
-                already scaled.
-            keys: Signature of each microbatch, the same on all ranks: microbatches with equal keys have equal shapes,
-                dtypes and plain values at every stage boundary.
-            backward_begins: Called with a stage just before a backward, and whether it is its last one of this run.
-            backward_ends: Called in the same way just after a backward.
-            profile: Gives a context for ``"forward"``, ``"backward"``, ``"send"``, ``"receive"`` (posting) and
+            schedule: The schedule.
+            compute: ``compute(stage, microbatch, inputs)`` runs the layers of a stage. `inputs` is a tree, or ``None``
+                on the first stage. The result is a tree. On the last stage of a schedule with backward, it is the loss:
+                a scalar that is already scaled.
+            keys: The signature of each microbatch, the same on all ranks. Microbatches with equal keys have equal
+                shapes, dtypes and plain values at every stage boundary.
+            backward_begins: Called before each backward with the stage, and with True if this is the last backward of
+                the stage in this run.
+            backward_ends: Called in the same way after each backward.
+            profile: Returns a context for ``"forward"``, ``"backward"``, ``"send"``, ``"receive"`` (posting it) and
                 ``"wait"`` (for a message).
-            breaks_off: Exceptions after which this rank takes part in the run to its end, with blank messages, before
-                it raises them: of ``compute``, and :class:`~.p2p.BlankMessageError`, as peers do likewise. Without any,
-                no message is looked at.
+            breaks_off: Exceptions of ``compute`` after which this rank completes the run with blank messages before it
+                raises them. Include :class:`~.p2p.BlankMessageError`, which the engine raises after a blank message. If
+                empty, the engine does not check whether messages are blank.
 
         Returns:
-            The outputs of the last stage by microbatch, if the schedule is forward only and this rank owns that stage;
-            otherwise an empty list.
+            The outputs of the last stage for each microbatch, if the schedule is forward only and this rank has the
+            last stage; otherwise an empty list.
 
         Raises:
-            ValueError: If there is not one key per microbatch, a channel is missing, or a message differs from the
-                first one with its key.
+            ValueError: If the number of keys is not the number of microbatches, a channel is missing, or a message
+                differs from the first message with its key.
         """
         if len(keys) != schedule.num_microbatches:
             number = schedule.num_microbatches
@@ -160,6 +167,7 @@ class Engine:
         return [run.results[microbatch] for microbatch in sorted(run.results)]
 
     def _run_profiled(self, steps: list[_Step], run: _Run, profile: Profile) -> None:
+        """Run the actions, each in a context of the profiler."""
         for step in steps:
             self.position = step.action
             message = None
@@ -170,16 +178,18 @@ class Engine:
                 step.handler(self, step, run, message)
 
     def check_message(self) -> None:
-        """A forward has run: look whether what it got stands for a message that is not made.
+        """Raise an error if the message that the current forward works on is blank.
+
+        The engine calls this after each forward. The caller's ``compute`` can call it earlier.
 
         Raises:
-            BlankMessageError: If it does.
+            BlankMessageError: If the message is blank.
         """
         if self._is_blank:
             raise BlankMessageError
 
     def _finish_blank(self, steps: list[_Step], run: _Run) -> None:
-        """Do what is left of a run without computing anything: send what has been made, and blank messages."""
+        """Complete a run without computing: send the results that exist, and blank messages instead of the rest."""
         at = next(number for number, step in enumerate(steps) if step.action is self.position)
         self.broke_off, self.awaited, self._is_blank = self.position, None, False
         for step in steps[at:]:
@@ -196,9 +206,10 @@ class Engine:
         self.position = None
 
     def _drop(self, step: _Step) -> None:
-        """Take the message of an action that is not done, if it has not been taken, and put a blank one into its place.
+        """Skip a computation: remove its input from the buffer, and put a blank message in place of its result.
 
-        What has been received proves the same sends to be over as ever.
+        If the input has not arrived, wait for it. It proves that the same sends have been received as in a complete
+        run.
         """
         message = None if step.source is None else step.source.pop(step.microbatch, None)
         if type(message) is Recv:
@@ -214,12 +225,12 @@ class Engine:
 
     @property
     def schedule(self) -> Schedule | None:
-        """What runs, or has run last."""
+        """The schedule that runs now or, between runs, the schedule of the last run; ``None`` before the first run."""
         return None if self._running is None else self._running[0]
 
     @property
     def has_dynamic_shapes(self) -> bool:
-        """If True, each message states its shapes and may be empty. Change it between runs, on all ranks."""
+        """True if each message contains its shapes and may be empty. Change it between runs, on all ranks."""
         return any(channel.has_dynamic_shapes for channel in self.channels.values())
 
     @has_dynamic_shapes.setter
@@ -228,17 +239,17 @@ class Engine:
             channel.has_dynamic_shapes = dynamic
 
     def retire(self) -> None:
-        """Wait for every send that is under way."""
+        """Wait for all unfinished sends."""
         for send in self._sends.values():
             if send.pending:
                 send.wait()
         self._sends.clear()
 
     def under_way(self, last: int = 4) -> UnderWay:
-        """What this engine is at; another thread may ask, also while an action does not end.
+        """Return the position in the current run. Another thread may call this, also while an action does not end.
 
         Args:
-            last: How many actions that are done to name.
+            last: The maximum number of completed actions to return.
         """
         running, position = self._running, self.position
         if running is None or position is None:
@@ -258,7 +269,7 @@ class Engine:
         )
 
     def abandon(self) -> None:
-        """Drop everything that is under way, after a failure: a pending message keeps its connection open."""
+        """Drop all unfinished messages after a failure, because an unfinished message keeps its connection open."""
         for channel in self.channels.values():
             channel.abandon()
         for _, steps in self._programs.values():
@@ -272,19 +283,23 @@ class Engine:
         self._running = None
 
     def num_messages(self) -> dict[ChannelKey, int]:
-        """How many messages have gone into each channel, or have been posted; another thread may ask."""
+        """Return the number of messages sent or posted on each channel. Another thread may call this."""
         return {key: channel.num_messages for key, channel in self.channels.items()}
 
     def awaited_message(self) -> tuple[ChannelKey, int] | None:
-        """The channel and the number of the message that is waited for; another thread may ask."""
+        """Return the channel and the number of the message that the engine waits for; ``None`` if it does not wait.
+
+        Another thread may call this.
+        """
         awaited = self.awaited
         if awaited is None:
             return None
         return next((key, awaited.number) for key, channel in self.channels.items() if awaited.is_of(channel))
 
-    # One handler per action.
+    # Handlers of actions.
 
     def _forward(self, step: _Step, run: _Run, message: Any) -> None:
+        """Run a forward whose backward will follow."""
         self._trace(step.name)
         stage, microbatch = step.stage, step.microbatch
         outputs = run.compute(stage.index, microbatch, stage.enter(microbatch, message))
@@ -292,6 +307,7 @@ class Engine:
         step.target[microbatch] = stage.leave(microbatch, outputs)
 
     def _forward_loss(self, step: _Step, run: _Run, message: Any) -> None:
+        """Run a forward on the last stage. Its result is the loss."""
         self._trace(step.name)
         stage, microbatch = step.stage, step.microbatch
         loss = run.compute(stage.index, microbatch, stage.enter(microbatch, message))
@@ -299,16 +315,19 @@ class Engine:
         stage.leave_with_loss(microbatch, loss)
 
     def _evaluate(self, step: _Step, run: _Run, message: Any) -> None:
+        """Run a forward without a backward."""
         self._trace(step.name)
         stage, microbatch = step.stage, step.microbatch
         step.target[microbatch] = flatten(run.compute(stage.index, microbatch, stage.inputs(message)))
 
     def _evaluate_last(self, step: _Step, run: _Run, message: Any) -> None:
+        """Run a forward without a backward on the last stage, and store its result for the caller."""
         self._trace(step.name)
         stage, microbatch = step.stage, step.microbatch
         run.results[microbatch] = run.compute(stage.index, microbatch, stage.inputs(message))
 
     def _backward(self, step: _Step, run: _Run, message: Any) -> None:
+        """Run a backward."""
         index = step.stage.index
         run.backward_begins(index, step.is_last_backward)
         self._trace(step.name)
@@ -318,24 +337,29 @@ class Engine:
         run.backward_ends(index, step.is_last_backward)
 
     def _send(self, step: _Step, run: _Run, message: Any) -> None:
+        """Send a message."""
         leaves, spec = step.source.pop(step.microbatch)
         self._trace(step.name)
         self._sends[step.name] = step.channel.send((step.boundary, run.keys[step.microbatch]), leaves, spec)
 
     def _send_in_window(self, step: _Step, run: _Run, message: Any) -> None:
+        """Send a message, and wait for the oldest send if too many sends are unfinished."""
         self._send(step, run, message)
         if len(self._sends) > _WINDOW:
             self._sends.pop(next(iter(self._sends))).wait()
 
     def _receive(self, step: _Step, run: _Run, message: Any) -> None:
+        """Post a receive."""
         self._trace(step.name)
         step.target[step.microbatch] = step.channel.post((step.boundary, run.keys[step.microbatch]))
 
     def _receive_at_once(self, step: _Step, run: _Run, message: Any) -> None:
-        """Post a receive and start it, also behind a meta that is unknown.
+        """Post a receive and start it, even if its meta is unknown.
 
-        Where each host may have to wait for its device, what a send waits for must not depend on where its message is
-        needed. The host waits for the meta: the lists would not wait in a circle even if each receive did.
+        This handler is for channels on a device, in a schedule that does not post receives early. With such a schedule,
+        every host may have to wait for its device at any time, so a receive must not start as late as its message is
+        needed. The host waits for the meta. This cannot deadlock, because the schedule could not deadlock even if every
+        receive blocked.
         """
         self._receive(step, run, message)
         self.awaited = step.target[step.microbatch]
@@ -343,7 +367,11 @@ class Engine:
         self.awaited = None
 
     def _take(self, step: _Step) -> Any:
-        """The message that an action works on; ``None`` at the ends of the model."""
+        """Return the message that a computation works on, when it has arrived; ``None`` at the ends of the model.
+
+        Raises:
+            BlankMessageError: If the message of a backward is blank.
+        """
         message = None if step.source is None else step.source.pop(step.microbatch)
         if type(message) is Recv:
             self.awaited = receive = message
@@ -352,26 +380,28 @@ class Engine:
             if self._looks and receive.take_blank():
                 if not step.action.kind.is_forward:
                     raise BlankMessageError
-                self._is_blank = True  # the code runs all the same: it may see itself what is another one
+                self._is_blank = True  # the forward still runs, because its own error may describe the change
         self._retire_proven(step)
         return message
 
     def _retire_proven(self, step: _Step) -> None:
-        """Wait for the sends that are proven to be over where an action has its message."""
+        """Wait for the sends that are proven to be received once an action has its message."""
         for name in step.retired:
             send = self._sends.pop(name, None)
-            if send is not None and send.pending:  # it may have left the window already
+            if send is not None and send.pending:  # `_send_in_window` may have removed it already
                 send.wait()
 
-    # What is looked up once.
+    # Lookups that are made only once.
 
     def _connect(self) -> None:
+        """Open the connections of all channels, in the same order on all ranks."""
         if not self._connected:
             for key in sorted(self.channels):
                 self.channels[key].connect(sends=key[0] == self._rank)
             self._connected = True
 
     def _program(self, schedule: Schedule) -> list[_Step]:
+        """Return the steps of a schedule, compiled at its first run."""
         known = self._programs.get(id(schedule))
         if known is not None:
             return known[1]
@@ -382,6 +412,7 @@ class Engine:
         return steps
 
     def _compile(self, schedule: Schedule) -> list[_Step]:
+        """Return this rank's actions of a schedule as steps."""
         actions = schedule.actions[self._rank]
         retired = schedule.retired[self._rank] if schedule.retired else [()] * len(actions)
         last_backwards = {action.stage: action for action in actions if action.kind.completes_gradients}
@@ -413,6 +444,7 @@ class Engine:
         return steps
 
     def _channel(self, schedule: Schedule, action: Action) -> Channel:
+        """Return the channel of a send or receive."""
         key = schedule.channel(action)
         if key not in self.channels:
             raise ValueError(
@@ -423,7 +455,7 @@ class Engine:
 
 
 class _Run(NamedTuple):
-    """The caller's arguments of one run, and its results."""
+    """Arguments and results of one run."""
 
     compute: Compute
     keys: Sequence[Hashable]
@@ -436,7 +468,7 @@ _Handler = Callable[["Engine", "_Step", _Run, Any], None]
 
 
 class _Step(NamedTuple):
-    """One action, with everything that it needs already looked up."""
+    """Action of this rank, with all objects that it needs."""
 
     handler: _Handler
     action: Action
@@ -444,20 +476,21 @@ class _Step(NamedTuple):
     name: str
     stage: Stage
     microbatch: int
-    source: Any  # the buffer that a message is taken from, None where nothing goes in: the handlers know
-    target: Any  # the buffer that a message is put into, likewise
-    channel: Any  # Channel, or None for F and B
-    boundary: int  # The stage before it: with several chunks, several boundaries share a channel.
+    source: Any  # the buffer to take a message from; None if the action takes none
+    target: Any  # the buffer to put a message into; None if the action puts none
+    channel: Any  # Channel; None for computations
+    boundary: int  # the stage before it; with several chunks, several boundaries share a channel
     retired: tuple[str, ...]
     is_last_backward: bool
 
 
 def _is_posted(step: _Step) -> bool:
-    """Whether a receive has been posted, and nothing has taken its message."""
+    """Return whether a receive has been posted and no action has taken its message yet."""
     return type(step.target.get(step.microbatch)) is Recv
 
 
 def _handler(schedule: Schedule, action: Action) -> _Handler:
+    """Return the method of the engine that runs an action."""
     is_last_stage = action.stage == schedule.num_stages - 1
     if action.kind is Kind.F and schedule.has_backward:
         return Engine._forward_loss if is_last_stage else Engine._forward
@@ -474,12 +507,17 @@ _Buffers = tuple[_Buffer | None, _Buffer | None]
 
 
 def _buffers(schedule: Schedule, rank: int) -> dict[tuple[int, Kind], _Buffers]:
-    """Return the buffer to take from and the buffer to put into, by stage and kind; ``None`` where nothing is moved."""
+    """Return the buffers of the stages of a rank.
+
+    Returns:
+        By stage and kind of action, the buffer to take a message from and the buffer to put a message into; ``None`` if
+        the action takes or puts no message.
+    """
     placement, last = schedule.placement, schedule.num_stages - 1
     buffers: dict[tuple[int, Kind], _Buffers] = {}
-    outputs: dict[int, tuple[_Buffer, _Buffer]] = {}  # and their gradients, by stage
+    outputs: dict[int, tuple[_Buffer, _Buffer]] = {}  # by stage; the second buffer contains their gradients
     for stage in placement.stages_of(rank):
-        # If the stage before is on this rank, its outputs are the inputs.
+        # If the previous stage is on this rank, its outputs are the inputs of this stage.
         before: _Buffers = (None, None) if stage == 0 else outputs.get(stage - 1, ({}, {}))
         after: _Buffers = (None, None) if stage == last else outputs.setdefault(stage, ({}, {}))
         for kind in Kind:

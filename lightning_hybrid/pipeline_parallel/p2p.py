@@ -1,4 +1,8 @@
-"""Activations and gradients between stages: shapes that travel once, fresh buffers, sends that end by proof."""
+"""Channels that transfer activations and gradients between stages.
+
+The structure, shapes and dtypes of a message are sent only once for all messages with the same key. Each receive
+allocates new tensors. The engine sends and receives through these channels.
+"""
 
 from __future__ import annotations
 
@@ -17,29 +21,30 @@ from lightning_hybrid.distributed.pytree import FIRST_PART, Message, TensorMeta,
 from lightning_hybrid.distributed.tensor_bytes import as_bytes
 from lightning_hybrid.pipeline_parallel.schedules import ChannelKey, Placement
 
-# The first number of a message that stands for one that is not made, as an integer of the same size: no computation
-# gives this NaN.
+# The first number of a blank message, by dtype: an integer dtype of the same size, and a NaN as an integer. No
+# computation returns this NaN.
 _BLANK = {
     torch.float64: (torch.int64, 0x7FF8B1A9C0DE0B1A),
     torch.float32: (torch.int32, 0x7FC0B1A9),
     torch.bfloat16: (torch.int16, 0x7FE5),
     torch.float16: (torch.int16, 0x7EA5),
 }
-# What every backend moves as it is; everything else moves as bytes.
+# The dtypes that every backend can transfer. Tensors of other dtypes are transferred as bytes.
 _NATIVE = frozenset(
     {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8}
 )
 
 
 class BlankMessageError(Exception):
-    """A message that has arrived stands for one that the other side does not make."""
+    """Error: a blank message has arrived, because the sender has not computed the real message."""
 
 
 class Send:
-    """A message on its way: its tensors stay alive until it is known to be received.
+    """Message that has been sent. It keeps its tensors alive until the message is received.
 
     Attributes:
-        pending: What is to be waited for, and its tensor; nothing of what a socket has taken, which is a copy.
+        pending: The unfinished transfers, each with its tensor. A transfer that works on a copy of the tensor is not in
+            the list.
     """
 
     __slots__ = ("pending",)
@@ -48,11 +53,11 @@ class Send:
         self.pending: list[tuple[Work, Tensor]] = []
 
     def wait(self) -> None:
-        """Return when the receiver has everything, and drop the tensors.
+        """Wait until the receiver has the message, and drop the tensors.
 
-        Gloo's works do not complete by themselves (``is_completed()`` is ``False`` until ``wait()``), so this is called
-        even when the message is proven received; then it returns at once. For NCCL the current stream waits, not the
-        host.
+        Call this even if the message is proven to be received, because works of gloo do not complete without it
+        (``is_completed()`` stays ``False`` until ``wait()``). In this case, it returns at once. With NCCL, the current
+        stream waits, not the host.
         """
         for work, _ in self.pending:
             work.wait()
@@ -60,10 +65,13 @@ class Send:
 
 
 class Recv:
-    """A posted receive.
+    """Posted receive.
 
     Attributes:
         number: The number of its message in the channel, from 1.
+        key: The key of the message.
+        format: The format of the message; ``None`` until the receive has started.
+        pending: The transfer of each tensor; ``None`` in place of the work if the tensor has no elements.
     """
 
     __slots__ = ("_channel", "format", "key", "number", "pending")
@@ -76,17 +84,18 @@ class Recv:
         self.pending: list[tuple[_WireTensor, Tensor, Work | None]] = []
 
     def is_of(self, channel: Channel) -> bool:
-        """Whether it is a receive of this channel."""
+        """Return whether the receive belongs to a channel."""
         return self._channel is channel
 
     def wait(self) -> tuple[list[Any], TreeSpec | None]:
-        """The message, when it has arrived.
+        """Wait for the message and return it.
 
         Returns:
-            The leaves, each tensor freshly allocated and with the sender's ``requires_grad``, and the spec of the tree.
+            The leaves and the structure of the tree. Each tensor is newly allocated, with the sender's
+            ``requires_grad``.
 
         Raises:
-            BlankMessageError: If it is seen to stand for a message that is not made.
+            BlankMessageError: If the meta of the message states that the message is blank.
         """
         format = self.format or self._channel.read_metas_until(self)
         if format is _BLANK_FORMAT:
@@ -102,50 +111,52 @@ class Recv:
         return leaves, meta.spec
 
     def take_blank(self) -> bool:
-        """Return whether a message that has arrived says by its first number that it is blank, which becomes zero.
+        """Return whether a message that has arrived is marked as blank, and set the mark to zero.
 
-        Where a host would have to wait for a device to see it, no message says so.
+        Only a tensor that arrives on the host can have a mark. To read a mark on a device, the host would have to wait.
         """
         first = next((each for each in self.pending if each[0].is_markable), None)
         return first is not None and first[0].take_blank(first[1])
 
 
-#: Formats that a channel remembers; of messages with older keys the meta is sent again.
+#: Maximum number of formats that a channel stores. For messages with older keys, the meta is sent again.
 MOST_FORMATS = 4096
 
 
 class Channel:
     """One direction between two ranks, for one kind of message (activations or gradients).
 
-    A message is the leaves of a tree. Its tensors travel as they are; everything else - tree, shapes, dtypes,
-    ``requires_grad``, values - is its *meta*, which travels only when the key is new to the channel::
+    A message consists of the leaves of a tree. Everything except the contents of its tensors, which is the tree,
+    shapes, dtypes, ``requires_grad`` and other values, is the *meta* of the message. The meta is sent only if the key
+    is new to the channel::
 
         sender    send(a)           send(a)     send(b)                send(a)
                   meta, tensors     tensors     meta, tensors          tensors
                   ===== =======>    =======>    ===== =======>         =======>
         receiver  post(a)           post(a)     post(b)                post(a)
-                  `- waits for      `- receives `- nothing yet: the    `- nothing yet: it must not
-                     its wait()        at once     meta is unknown        overtake b's meta
+                  `- starts in      `- starts   `- starts in wait():   `- starts later: it must
+                     wait()            at once     b's meta is unknown    not overtake b's meta
 
-    Posting never blocks. A receive whose meta is unknown, and all receives behind it, start when somebody waits for
+    Posting never blocks. A receive whose meta is unknown, and all receives after it, start when the caller waits for
     one of them.
 
-    A tensor that is sent must not be changed in place before it is received.
+    Do not change a tensor in place after it is sent and before it is received.
 
     Args:
-        group: A process group with the two ranks, or messages of the host between them. Its own ``send`` and ``recv``
-            are used: ``torch.distributed.isend`` adds microseconds of checks to every message.
-        peer: Rank of the other side inside ``group``.
-        device: Where the tensors of this rank live. CUDA tensors cross a gloo group through pinned host memory.
-        dynamic_shapes: Send the meta with every message, because shapes (or values) depend on data.
-        tag: Of the messages; nothing else in this direction between the two ranks has it in ``group``, so the k-th send
-            meets the k-th receive.
-        of_host: How metas and tensors of the host travel, the peer's rank there, and a tag; by default as other tensors
-            do. On the device, the host would wait until they are copied from there.
+        group: A process group of the two ranks, or the host messages between them. The channel calls ``send`` and
+            ``recv`` of the group, because ``torch.distributed.isend`` adds microseconds of checks to every message.
+        peer: The rank of the other side in ``group``.
+        device: The device of this rank's tensors. CUDA tensors are sent over a gloo group through pinned host memory.
+        dynamic_shapes: If True, send the meta with every message, because shapes (or values) depend on data.
+        tag: The tag of the messages. No other messages in this direction between the two ranks have this tag in
+            ``group``, so the k-th send matches the k-th receive.
+        of_host: How metas and host tensors are sent: the host messages, the peer's rank in them, and a tag. By default,
+            they are sent like other tensors. If they were sent through the device, the host would have to wait for the
+            copy from the device.
 
     Attributes:
-        num_messages: How many have been sent, or posted.
-        num_bytes: Of the tensors of all that have been sent.
+        num_messages: The number of messages sent or posted.
+        num_bytes: The number of bytes in the tensors of all messages sent.
     """
 
     def __init__(
@@ -158,7 +169,7 @@ class Channel:
         of_host: tuple[HostMessages, int, int] | None = None,
     ) -> None:
         self.num_messages = self.num_bytes = 0
-        self._group = GroupRef(cast(ProcessGroup, group))  # messages of the host are sent as those of a group
+        self._group = GroupRef(cast(ProcessGroup, group))  # host messages have the same methods
         self._peer, self._tag = peer, tag
         self._device = device
         self._wire = _wire_device(group, device)
@@ -167,12 +178,12 @@ class Channel:
         self._host_group = GroupRef(cast(ProcessGroup, host_group))
         self._host_wire = self._wire if of_host is None else torch.device("cpu")
         self._formats: dict[Hashable, _Format] = {}
-        # Posted receives that have not started, because a meta before them is unread.
+        # Posted receives that have not started, because their meta or the meta of an earlier receive is unread.
         self._unread: deque[Recv] = deque()
 
     @property
     def has_dynamic_shapes(self) -> bool:
-        """If True, each message has its meta. Change it between runs, on both sides."""
+        """True if each message contains its meta. Change it between runs, on both sides."""
         return self._dynamic
 
     @has_dynamic_shapes.setter
@@ -181,12 +192,12 @@ class Channel:
 
     @property
     def is_on_device(self) -> bool:
-        """Whether a posted receive is a kernel, which runs until its message is there."""
+        """True if a posted receive is a kernel, which runs until its message arrives."""
         return self._wire.type != "cpu"
 
     @property
     def largest_message(self) -> int:
-        """The bytes of the largest message so far."""
+        """The size of the largest message so far, in bytes."""
         return max((each.num_bytes for each in self._formats.values()), default=0)
 
     def abandon(self) -> None:
@@ -194,13 +205,13 @@ class Channel:
         self._unread.clear()
 
     def connect(self, *, sends: bool) -> None:
-        """Open the connection, which NCCL does at the first message and with both hosts waiting for each other.
+        """Open the connection.
 
-        To be called on all channels in one order that is the same on all ranks; otherwise the first messages of
-        different channels could wait in a circle.
+        NCCL connects at the first message, while both hosts wait for each other. Call this on all channels in the same
+        order on all ranks. Otherwise, the first messages of different channels could deadlock.
 
         Args:
-            sends: Whether this side is the sender.
+            sends: True if this side is the sender.
         """
         if self._wire.type == "cpu":
             return
@@ -209,18 +220,18 @@ class Channel:
         (group.send if sends else group.recv)([first], self._peer, self._tag).wait()
 
     def send(self, key: Hashable, leaves: list[Any], spec: TreeSpec | None) -> Send:
-        """Send one message; never blocks.
+        """Send one message without blocking.
 
         Args:
-            key: Signature of the message: messages with equal keys have equal metas.
-            leaves: Tensors and values that can be pickled. Tensors may require gradients; they are sent detached. None
-                at all, where nothing is to be sent; then each message has its meta.
-            spec: The tree; ``None`` for a bare list of leaves.
+            key: The signature of the message. Messages with equal keys have equal metas.
+            leaves: Tensors, and values that can be pickled. Tensors may require gradients; they are sent detached. With
+                dynamic shapes, the list may be empty.
+            spec: The structure of the tree; ``None`` for a plain list of leaves.
 
         Raises:
-            ValueError: If the message differs from the first one with this key in anything but the contents of its
+            ValueError: If the message differs from the first message with this key in more than the contents of its
                 tensors.
-            TypeError: If a leaf cannot travel.
+            TypeError: If a leaf cannot be sent.
         """
         send = Send()
         known = None if self._dynamic else self._formats.get(key)
@@ -240,13 +251,13 @@ class Channel:
         return send
 
     def send_blank(self, key: Hashable) -> Send:
-        """Send what stands for a message that is not made: the receiver waits for one.
+        """Send a blank message in place of a message that the receiver waits for.
 
-        Where the meta is known, these are zeros, and where the receiver can look at it the first number says what they
-        are. Otherwise the meta says it, and is not remembered.
+        If the meta is known, the message consists of zeros, and the first number of a tensor that arrives on the host
+        marks it as blank. Otherwise, a special meta marks it, and the channel does not store this meta.
 
         Args:
-            key: Signature of the message.
+            key: The signature of the message.
         """
         send = Send()
         known = None if self._dynamic else self._formats.get(key)
@@ -262,14 +273,15 @@ class Channel:
         return send
 
     def _send_tensors(self, known: _Format, leaves: list[Any], send: Send) -> None:
-        group: Any = self._group.weak()  # at every message: no call of Python
+        """Send the tensors of a message, and count the message."""
+        group: Any = self._group.weak()  # avoids a Python call for every message
         for wire in known.tensors:
             if wire.has_elements:
                 tensor = leaves[wire.index].detach().contiguous().resolve_neg()
                 if wire.moves or wire.as_bytes:
                     tensor = self._to_wire(tensor)
                 if wire.of_host:
-                    tensor = tensor.clone()  # as those of the device, whose copy is in the order of its stream
+                    tensor = tensor.clone()  # no stream orders the transfer before later changes of the tensor
                     work = self._host_group().send([tensor], self._host_peer, self._host_tag)
                 else:
                     work = group.send([tensor], self._peer, self._tag)
@@ -279,10 +291,10 @@ class Channel:
         self.num_bytes += known.num_bytes
 
     def post(self, key: Hashable) -> Recv:
-        """Receive the next message as soon as its meta is known; never blocks.
+        """Post a receive for the next message without blocking.
 
         Args:
-            key: The key with which the other side sends it.
+            key: The key with which the other side sends the message.
         """
         self.num_messages += 1
         recv = Recv(self, key, self.num_messages)
@@ -294,7 +306,11 @@ class Channel:
         return recv
 
     def read_metas_until(self, recv: Recv) -> _Format:
-        """Start ``recv`` and everything before it, waiting for the metas that are unknown."""
+        """Start a receive and all receives before it, and wait for their unknown metas.
+
+        Returns:
+            The format of the message of the receive.
+        """
         while recv.format is None:
             first = self._unread.popleft()
             known = None if self._dynamic else self._formats.get(first.key)
@@ -305,7 +321,7 @@ class Channel:
                 else:
                     known = self._remember(first.key, _Format.of(message.value(), self._wire))
             self._start(first, known)
-        # Behind a meta that has just been read, up to the next unknown one.
+        # Also start the receives after it, up to the next unknown meta.
         while self._unread and not self._dynamic:
             known = self._formats.get(self._unread[0].key)
             if known is None:
@@ -314,22 +330,26 @@ class Channel:
         return recv.format
 
     def to_device(self, tensor: Tensor) -> Tensor:
-        """A tensor of the device that has arrived through the host."""
-        # Pinned memory needs no wait: its allocator keeps it until the copy is done.
+        """Return a tensor that has arrived in host memory, on the device."""
+        # No wait is needed: the allocator keeps pinned memory until the copy is done.
         return tensor.to(self._device, non_blocking=True)
 
     def _remember(self, key: Hashable, new: _Format) -> _Format:
-        """Keep a format; the oldest one goes where there are many, at the same message on both sides."""
+        """Store a format.
+
+        If there are too many formats, the oldest one is dropped, at the same message on both sides.
+        """
         if len(self._formats) >= MOST_FORMATS and key not in self._formats:
             del self._formats[next(iter(self._formats))]
         self._formats[key] = new
         return new
 
     def _start(self, recv: Recv, known: _Format) -> None:
+        """Allocate the tensors of a message, and begin to receive them."""
         recv.format = known
-        group: Any = self._group.weak()  # at every message: no call of Python
+        group: Any = self._group.weak()  # avoids a Python call for every message
         for wire in known.tensors:
-            # Never a tensor that autograd has seen: hooks would stay on it (pytorch#185331).
+            # Do not reuse tensors that autograd has seen, because hooks stay on them (pytorch#185331).
             tensor = wire.allocate()
             work = None
             if wire.has_elements:
@@ -341,6 +361,7 @@ class Channel:
             recv.pending.append((wire, tensor, work))
 
     def _send_meta(self, message: Message, send: Send) -> None:
+        """Send the parts of a meta."""
         group: Any = self._host_group()
         for part in message.parts:
             tensor = part.to(self._host_wire)
@@ -349,7 +370,7 @@ class Channel:
                 send.pending.append((work, tensor))
 
     def _to_wire(self, tensor: Tensor) -> Tensor:
-        """A contiguous tensor, in a dtype and in a memory that the backend can send."""
+        """Return a contiguous tensor in a dtype and in a memory that the backend can send."""
         if tensor.dtype not in _NATIVE:
             tensor = as_bytes(tensor)
         if tensor.is_cpu or self._wire.type != "cpu":
@@ -360,6 +381,7 @@ class Channel:
         return host
 
     def _receive_host(self, size: int) -> Tensor:
+        """Receive bytes of a meta, and return them on the host."""
         part = torch.empty(size, dtype=torch.uint8, device=self._host_wire)
         self._host_group().recv([part], self._host_peer, self._host_tag).wait()
         return part.cpu()
@@ -368,16 +390,17 @@ class Channel:
 def make_channels(
     mesh: Mesh, placement: Placement, device: torch.device, *, dynamic_shapes: bool
 ) -> dict[ChannelKey, Channel]:
-    """One channel for each ordered pair of neighbours and kind of message; on every rank in the same order.
+    """Create a channel for each ordered pair of neighboring ranks and kind of message, in the same order on all ranks.
 
-    On a device each has a group of its own, as a receive that waits there holds up all behind it. Messages of the host
-    are told apart by their tags, among those of the control group: each group more takes time to connect.
+    On a device, each channel has its own group, because a receive that waits there delays all later operations of its
+    group. Host messages of all channels use the control group, where tags distinguish them, because each additional
+    group takes time to connect.
 
     Args:
         mesh: The ranks.
         placement: The rank of each stage.
-        device: Where activations live.
-        dynamic_shapes: Whether every message carries its meta.
+        device: The device of the activations.
+        dynamic_shapes: If True, every message contains its meta.
 
     Returns:
         The channels of this rank by (sender, receiver, kind).
@@ -403,9 +426,9 @@ def make_channels(
 
 
 def _disjoint(hops: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
-    """The hops in few lists, none of which has a rank twice: groups of one list are made together.
+    """Group hops into few lists so that no rank is in a list twice. The process groups of a list are created together.
 
-    Of a pipeline these are two, of a ring with an odd number of ranks three::
+    A pipeline has two lists. A ring with an odd number of ranks has three::
 
         0 --- 1     2 --- 3     4 --- 5
               1 --- 2     3 --- 4
@@ -421,22 +444,24 @@ def _disjoint(hops: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
 
 
 def _through_host(mesh: Mesh, key: ChannelKey) -> tuple[HostMessages, int, int]:
-    """How a channel's messages of the host travel, and there the other side's rank and a tag."""
+    """Return the host messages of a channel, the rank of the other side in them, and a tag."""
     sender, receiver, kind = key
     other = receiver if mesh.pipeline_rank == sender else sender
     return mesh.host_messages, mesh.model_group_rank(other, mesh.tensor_rank, mesh.context_rank), STAGE_TAGS[kind]
 
 
 class _WireTensor:
-    """How a tensor of a message travels.
+    """Description of how one tensor of a message is transferred.
 
     Attributes:
-        index: Its index among the leaves.
-        has_elements: Whether there is anything to send.
-        as_bytes: Whether the backend moves it as bytes.
-        moves: Whether it lives on the device, and the backend moves what is on the host.
-        of_host: Whether it lives on the host, and the backend moves what is on the device: it travels with the metas.
-        is_markable: Whether its first number can say that the message is blank, and arrives on the host.
+        index: The index among the leaves.
+        requires_grad: The sender's ``requires_grad``.
+        has_elements: True if the tensor has elements to send.
+        as_bytes: True if the backend transfers the tensor as bytes.
+        moves: True if the tensor is on the device, but the backend transfers host memory.
+        of_host: True if the tensor is on the host, but the backend transfers device memory. It is then sent like the
+            metas.
+        is_markable: True if the first number of the tensor can mark the message as blank, and arrives on the host.
     """
 
     __slots__ = ("_template", "as_bytes", "has_elements", "index", "is_markable", "moves", "of_host", "requires_grad")
@@ -448,17 +473,17 @@ class _WireTensor:
         self.as_bytes = meta.dtype not in _NATIVE
         self.moves = not meta.on_host and wire.type == "cpu"
         self.of_host = meta.on_host and wire.type != "cpu"
-        # One element that stands for all: `empty_like` is faster than `empty`, which reads its arguments every time.
+        # Memory for one element, expanded. `empty_like` is faster than `empty`, which parses its arguments every time.
         where = torch.device("cpu") if self.of_host else wire
         self._template = torch.empty((), dtype=meta.dtype, device=where).expand(meta.shape)
         self.is_markable = self.has_elements and where.type == "cpu" and meta.dtype in _BLANK
 
     def blank(self, device: torch.device, *, marks: bool) -> Tensor:
-        """Return zeros in its place.
+        """Return zeros in place of the tensor.
 
         Args:
-            device: Where the others are that do not live on the host.
-            marks: Whether the first number says that the message is blank.
+            device: The device of tensors that are not on the host.
+            marks: If True, the first number marks the message as blank.
         """
         where = torch.device("cpu") if self._template.is_cpu and not self.moves else device
         zeros = torch.zeros(self._template.shape, dtype=self._template.dtype, device=where)
@@ -468,7 +493,7 @@ class _WireTensor:
         return zeros
 
     def take_blank(self, tensor: Tensor) -> bool:
-        """Return whether the first number of a tensor says that the message is blank; it becomes zero."""
+        """Return whether the first number of a tensor marks the message as blank, and set the mark to zero."""
         integers, number = _BLANK[self._template.dtype]
         first = tensor.detach().view(-1)[:1].view(integers)
         if first.item() != number:
@@ -478,29 +503,30 @@ class _WireTensor:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of it."""
+        """The size of the tensor in bytes."""
         return self._template.nbytes
 
     def allocate(self) -> Tensor:
-        """Fresh memory that the backend can write to."""
+        """Return new memory that the backend can write to."""
         if self.moves and self._template.is_cpu:
             return torch.empty(self._template.shape, dtype=self._template.dtype, pin_memory=True)
         return torch.empty_like(self._template, memory_format=torch.contiguous_format)
 
 
-_BLANK_META = 1  # the code of a meta that says: this message is not made
+_BLANK_META = 1  # the code of a meta that marks a message as blank
 
 
 class _Format(NamedTuple):
-    """A meta, and how the tensors travel of every message that has it."""
+    """Meta of a message, and how the tensors of all messages with this meta are transferred."""
 
     meta: TreeMeta
     tensors: list[_WireTensor]
     has_values: bool
-    num_bytes: int  # of the tensors
+    num_bytes: int  # total size of the tensors
 
     @classmethod
     def of(cls, meta: TreeMeta, wire: torch.device) -> _Format:
+        """Return the format for a meta, on a channel whose backend transfers memory of the device `wire`."""
         tensors = [_WireTensor(index, tensor, wire) for index, tensor in meta.tensors()]
         return cls(meta, tensors, meta.has_values, sum(each.num_bytes for each in tensors))
 
@@ -509,6 +535,7 @@ _BLANK_FORMAT = _Format(TreeMeta(None, ()), [], has_values=False, num_bytes=0)
 
 
 def _check_equal(known: TreeMeta, meta: TreeMeta) -> None:
+    """Raise an error if a message has another meta than the first message with its key."""
     if known.equals(meta):
         return
     raise ValueError(
@@ -522,7 +549,7 @@ def _check_equal(known: TreeMeta, meta: TreeMeta) -> None:
 
 
 def _wire_device(group: ProcessGroup | HostMessages, device: torch.device) -> torch.device:
-    """Where the backend wants tensors: gloo sends and receives only those of the host."""
+    """Return the device whose memory the backend transfers. Gloo transfers only host memory."""
     if device.type == "cpu":
         return device
     if isinstance(group, HostMessages):

@@ -1,4 +1,7 @@
-"""Which layers belong to which stage: integers in, integers out."""
+"""Partition of layers into stages, computed from numbers only.
+
+:mod:`lightning_hybrid.strategy.layout` calls :func:`partition` with the user's argument `partition`.
+"""
 
 from __future__ import annotations
 
@@ -6,26 +9,28 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
-STAGE_MARK = "pipeline_stage"  # the attribute by which a layer, or what holds it, says its stage
+#: The attribute of a layer, or of a module that contains layers, by which the user chooses the stage.
+STAGE_MARK = "pipeline_stage"
 
 
 def partition(method: str | Sequence[int], weights: Sequence[int], num_stages: int) -> list[range]:
-    """Cut a row of layers into stages.
+    """Split a sequence of layers into stages.
 
     Args:
-        method: ``"uniform"`` for equally many layers per stage, ``"parameters"`` for the lightest possible heaviest
-            stage; the number of layers of each stage, or the stage of each layer. The latter begins with 0, which no
-            stage's number of layers is.
-        weights: The weight of each layer, for ``"parameters"`` the number of parameters that it brings to its stage;
-            the other methods only count the layers.
-        num_stages: Number of stages, over all ranks and their chunks.
+        method: ``"uniform"`` for equal numbers of layers; ``"parameters"`` for the smallest possible maximum weight of
+            a stage; the number of layers of each stage; or the stage of each layer. A list that starts with 0 contains
+            stages, because a stage has at least one layer.
+        weights: The weight of each layer. For ``"parameters"``, it is the number of parameters that the layer adds to
+            its stage. The other methods use only the length of the list.
+        num_stages: The number of stages, over all ranks and their chunks.
 
     Returns:
-        The layers of each stage, in order; each has at least one layer.
+        The layers of each stage, in order. Each stage has at least one layer.
 
     Raises:
-        ValueError: If there is no such method, there are fewer layers than stages, or the given layers do not fit.
-        TypeError: If a weight or a number of layers is not an integer.
+        ValueError: If the method does not exist, there are fewer layers than stages, or a list does not match the
+            layers.
+        TypeError: If a weight or an entry of a list is not an integer.
 
     Example:
         >>> partition("uniform", weights=[1, 1, 1, 1, 8], num_stages=2)
@@ -50,9 +55,9 @@ def partition(method: str | Sequence[int], weights: Sequence[int], num_stages: i
 
 
 def uniform(num_layers: int, num_stages: int) -> list[range]:
-    """Equally many layers per stage; what is left over goes to the later stages, one layer each.
+    """Assign the same number of layers to each stage. The last stages get the remaining layers, one layer each.
 
-    Later stages keep fewer activations alive, so they can carry the additional layer.
+    Later stages keep fewer activations in memory, so they have room for the additional layer.
 
     Raises:
         ValueError: If there are fewer layers than stages.
@@ -63,11 +68,12 @@ def uniform(num_layers: int, num_stages: int) -> list[range]:
 
 
 def explicit(layers_per_stage: Sequence[int], num_layers: int, num_stages: int) -> list[range]:
-    """The given number of layers for each stage.
+    """Assign a given number of layers to each stage.
 
     Raises:
-        ValueError: If there is not one number for each stage, one is below 1, or they do not sum to ``num_layers``.
-        TypeError: If a number of layers is not an integer.
+        ValueError: If the number of entries is not the number of stages, an entry is below 1, or the entries do not sum
+            to ``num_layers``.
+        TypeError: If an entry is not an integer.
     """
     counts = list(layers_per_stage)
     _check_sizes(num_layers, num_stages)
@@ -86,17 +92,17 @@ def explicit(layers_per_stage: Sequence[int], num_layers: int, num_stages: int) 
 
 
 def is_numbered(layers: Sequence[int]) -> bool:
-    """Whether a list has the stage of each layer, and not the number of layers of each stage."""
+    """Return True if a list contains the stage of each layer, and False if it contains numbers of layers."""
     return len(layers) > 0 and layers[0] == 0
 
 
 def numbered(stages: Sequence[int], num_layers: int, num_stages: int) -> list[range]:
-    """The given stage for each layer.
+    """Assign each layer to a given stage.
 
     Raises:
-        ValueError: If there is not one number for each layer, they do not begin with 0, go back, leave out a stage, or
-            there are not as many stages.
-        TypeError: If a number is not an integer.
+        ValueError: If the number of entries is not the number of layers, or the entries do not start with 0, decrease,
+            skip a stage, or exceed the last stage.
+        TypeError: If an entry is not an integer.
     """
     stages = list(stages)
     _check_sizes(num_layers, num_stages)
@@ -127,12 +133,12 @@ def numbered(stages: Sequence[int], num_layers: int, num_stages: int) -> list[ra
 
 
 def balanced(weights: Sequence[int], num_stages: int) -> list[range]:
-    """The partition whose heaviest stage is as light as possible, and which is otherwise as even as possible.
+    """Find the partition with the smallest possible maximum weight of a stage that is otherwise as even as possible.
 
-    First the limit is found that the heaviest stage cannot get below. Of all partitions that keep to it, the one with
-    the smallest sum of squared stage weights is taken; of several, the one with the smallest sum of squared numbers of
-    layers, which spreads layers without parameters; and then the one with fewer layers on earlier stages, as in
-    :func:`uniform`.
+    First, compute the smallest possible maximum weight. Among all partitions within this limit, choose the partition
+    with the smallest sum of squared stage weights. If there are several, choose the smallest sum of squared numbers of
+    layers, which distributes layers without parameters evenly. If there are still several, choose the partition with
+    fewer layers on earlier stages, as in :func:`uniform`.
 
     Raises:
         ValueError: If there are fewer layers than stages, or a weight is negative.
@@ -145,13 +151,13 @@ def balanced(weights: Sequence[int], num_stages: int) -> list[range]:
 
 
 def _lightest_limit(weights: Sequence[int], num_stages: int) -> int:
-    """The smallest possible weight of the heaviest stage, by bisection over the integers."""
+    """Return the smallest possible maximum weight of a stage, by bisection over the integers."""
     limits = range(max(weights), sum(weights) + 1)
     return limits[bisect_left(limits, True, key=lambda limit: _stages_needed(weights, limit) <= num_stages)]
 
 
 def _stages_needed(weights: Sequence[int], limit: int) -> int:
-    """How many stages it takes if none may be heavier than ``limit``; each is filled as far as it goes."""
+    """Return the number of stages needed if no stage may be heavier than ``limit``, by filling stages greedily."""
     num_stages, load = 1, 0
     for weight in weights:
         load += weight
@@ -161,11 +167,15 @@ def _stages_needed(weights: Sequence[int], limit: int) -> int:
 
 
 def _most_even(weights: Sequence[int], num_stages: int, limit: int) -> list[range]:
-    """Dynamic programming over (stages that remain, first layer of these), from the last stage to the first."""
+    """Return the most even partition without a stage heavier than ``limit``.
+
+    This is dynamic programming over (number of remaining stages, first layer of these stages), from the last stage to
+    the first.
+    """
     num_layers = len(weights)
     prefix = [0, *accumulate(weights)]
-    # best[first]: squared weights and squared counts of the best way to cut what begins at layer first, if any,
-    # and where the first stage of that way ends
+    # best[first]: for the best partition of the layers from `first` on, if any, the sum of squared weights, the sum of
+    # squared counts, and the end of its first stage
     best: dict[int, tuple[int, int, int]] = {num_layers: (0, 0, num_layers)}
     best_of_stages = []
     for stage in reversed(range(num_stages)):
@@ -188,10 +198,12 @@ def _most_even(weights: Sequence[int], num_stages: int, limit: int) -> list[rang
 
 
 def _ranges(counts: Sequence[int]) -> list[range]:
+    """Return consecutive ranges of the given lengths."""
     return [range(end - count, end) for end, count in zip(accumulate(counts), counts, strict=True)]
 
 
 def _check_sizes(num_layers: int, num_stages: int) -> None:
+    """Raise an error if there are fewer layers than stages, or no stages."""
     if num_stages < 1:
         raise ValueError(f"the number of stages is {num_stages}, but must be at least 1 [LH103]")
     if num_layers < num_stages:
@@ -202,6 +214,7 @@ def _check_sizes(num_layers: int, num_stages: int) -> None:
 
 
 def _check_integers(what: str, values: Sequence[int], at_least: int) -> None:
+    """Raise an error if a value is not an integer or is below the minimum."""
     for value in values:
         if not isinstance(value, int) or isinstance(value, bool):
             raise TypeError(

@@ -1,4 +1,8 @@
-"""Placeholders for what lives on other stages: a name, a shape and a dtype, without memory."""
+"""Placeholders: parameters and buffers of other stages, with a shape and a dtype but without memory.
+
+They replace the tensors that this rank does not hold, so that the module keeps all names. An operation that would need
+the values raises an error with advice.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +24,11 @@ from lightning_hybrid.pipeline_parallel.stage_map import StageMap
 
 _T = TypeVar("_T", bound=Tensor)
 
-#: What asks for values.
+#: Functions that read values.
 _READS = {Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__array__}
 _READS |= {getattr(Tensor, f"__{kind}__") for kind in ("bool", "int", "float", "complex", "index")}
 
-#: By these safetensors asks where the values are.
+#: Functions by which safetensors finds the memory of the values.
 _ADDRESSES = {Tensor.data_ptr}
 
 _SAVED_TEXT = (
@@ -49,21 +53,23 @@ _GRADIENT_TEXT = (
 
 
 class PlaceholderTensor(Tensor):
-    """A tensor on the meta device that stays there when its module is moved.
+    """Tensor on the meta device that stays there when its module is moved to another device.
 
-    All of a module is moved at once (by the Trainer, by callbacks that copy it), which torch refuses for meta tensors.
+    The Trainer, and callbacks that copy the module, move all tensors of a module together. Torch raises an error for
+    meta tensors.
     """
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Results of operations are without values too; tensors with values must not be written with them.
+        """Run a function. Its results have no values either.
 
         Raises:
-            WrongUseError: If one is (torch leaves it as it is, without a word), or if a value is asked for.
+            WrongUseError: If the function reads a value, or writes placeholders into a tensor with values. Torch would
+                leave such a tensor unchanged without an error.
         """
-        if func is torch.equal:  # by which callbacks look for parameters
+        if func is torch.equal:  # callbacks use it to find a parameter
             return args[0] is args[1]
         if func in _READS:
             raise WrongUseError(without_value_text(f"the tensor in the `{func.__name__.strip('_')}` call"))
@@ -81,7 +87,7 @@ class PlaceholderTensor(Tensor):
             return result.as_subclass(PlaceholderBuffer) if type(result) is Tensor and result.is_meta else result
 
     def to(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Change the dtype, never the device."""
+        """Change the dtype, but never the device."""
         for arg in (*args, kwargs.get("dtype"), kwargs.get("other")):
             dtype = arg.dtype if isinstance(arg, Tensor) else arg
             if isinstance(dtype, torch.dtype) and dtype != self.dtype:
@@ -89,50 +95,50 @@ class PlaceholderTensor(Tensor):
         return self
 
     def cuda(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Stay."""
+        """Return the placeholder unchanged."""
         return self
 
     cpu = cuda
 
     def double(self, *args: Any, **kwargs: Any) -> Tensor:
-        """To float64."""
+        """Convert to float64."""
         return self.to(torch.float64)
 
     def float(self, *args: Any, **kwargs: Any) -> Tensor:
-        """To float32."""
+        """Convert to float32."""
         return self.to(torch.float32)
 
     def half(self, *args: Any, **kwargs: Any) -> Tensor:
-        """To float16."""
+        """Convert to float16."""
         return self.to(torch.float16)
 
     def bfloat16(self, *args: Any, **kwargs: Any) -> Tensor:
-        """To bfloat16."""
+        """Convert to bfloat16."""
         return self.to(torch.bfloat16)
 
     def _like(self, tensor: Tensor) -> Tensor:
+        """Return a placeholder for a meta tensor."""
         return tensor.detach().as_subclass(PlaceholderBuffer)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuse to be pickled: the file would have no values, which is noticed only when it is read.
-
-        It may be sent to processes of this job, such as a spawned worker of a loader that uses the module.
+        """Pickle the placeholder for another process of this job, such as a spawned worker of a data loader.
 
         Raises:
-            WrongUseError: If it is pickled for anything else.
+            WrongUseError: If the placeholder is pickled for any other purpose. A file would have no values, and the
+                user would only notice it when loading the file.
         """
         if not is_sent():
             raise WrongUseError(_SAVED_TEXT)
         return super().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def __copy__(self) -> Tensor:
-        """Return a copy that shares the attributes; `copy.copy` would pickle the tensor."""
+        """Return a copy that shares the attributes. Without this method, `copy.copy` would pickle the tensor."""
         copied = self._like(self)
         vars(copied).update(vars(self))
         return copied
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        """Ties stay ties: a tensor that was copied already is taken from ``memo``."""
+        """Return a copy; tied tensors stay tied, because a copied tensor is taken from ``memo``."""
         if id(self) not in memo:
             memo[id(self)] = self._like(self)
             vars(memo[id(self)]).update(copy.deepcopy(vars(self), memo))
@@ -154,7 +160,10 @@ def sending_placeholders() -> Iterator[None]:
 
 
 def is_sent() -> bool:
-    """Return whether an object is pickled for a process of this job: in :func:`sending_placeholders`, or a new one."""
+    """Return whether objects are currently pickled for a process of this job.
+
+    This is the case in :func:`sending_placeholders`, and while multiprocessing starts a process.
+    """
     return _IS_SENT.get() or get_spawning_popen() is not None
 
 
@@ -163,10 +172,10 @@ _shows_absent = False
 
 @contextmanager
 def absent_gradients() -> Iterator[None]:
-    """Let placeholders inside have a gradient without a value, where hooks look at gradients.
+    """Give placeholders a gradient without values while entered, for the user's hooks that look at gradients.
 
-    Loops over gradients skip ``None``, and would take the gradients of one stage for those of the model. Optimizers
-    skip it too, as they should, and run outside of this.
+    Loops over gradients skip ``None``, and would treat the gradients of one stage as all gradients of the model.
+    Optimizers must skip placeholders, so they run outside of this context.
     """
     global _shows_absent
     before, _shows_absent = _shows_absent, True
@@ -177,11 +186,11 @@ def absent_gradients() -> Iterator[None]:
 
 
 class PlaceholderParameter(PlaceholderTensor, nn.Parameter):
-    """A parameter that lives on another stage."""
+    """Parameter of another stage."""
 
     @property
     def grad(self) -> Tensor | None:
-        """The gradient: ``None``, and a tensor without a value inside :func:`absent_gradients`."""
+        """The gradient: ``None``, but a tensor without values inside :func:`absent_gradients`."""
         if not _shows_absent or not self.requires_grad:
             return None
         with torch._C.DisableTorchFunctionSubclass():
@@ -203,61 +212,62 @@ class PlaceholderParameter(PlaceholderTensor, nn.Parameter):
 
 
 class PlaceholderBuffer(PlaceholderTensor):
-    """A buffer that lives on another stage."""
+    """Buffer of another stage, or the result of an operation on placeholders."""
 
 
 class AbsentGradient(PlaceholderBuffer):
-    """The gradient of a parameter that lives on another stage. What is computed from it is a `PlaceholderBuffer`."""
+    """Gradient of a parameter of another stage. Results of operations on it are of class `PlaceholderBuffer`."""
 
 
 def _writes_values(function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether a function writes a tensor that has values, by its name."""
+    """Return whether a function writes placeholders into a tensor that has values, judged by its name."""
     written = _written_operand(function, args, kwargs)
     if not isinstance(written, (list, tuple)):
         return _has_values(written)
-    # Several at once, each with what stands at its place in other lists.
+    # A function on lists of tensors: compare each written tensor with the tensors at the same position of other lists.
     others = [each for each in args[1:] if isinstance(each, (list, tuple))]
     return any(_has_values(row[0]) and any(map(is_placeholder, row[1:])) for row in zip(written, *others, strict=False))
 
 
 def _written_operand(function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-    """Return what a function writes, by its name: a tensor, or several; ``None`` for nothing."""
+    """Return the tensor or tensors that a function writes, judged by its name; ``None`` if it writes none."""
     name = getattr(function, "__name__", "")
     is_in_place = name.startswith("__i") if name.endswith("__") else name.endswith("_")
     return args[0] if args and (is_in_place or name == "__setitem__") else kwargs.get("out")
 
 
 def written_operands(function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
-    """Return the tensors that a function writes, by its name.
+    """Return the tensors that a function writes, judged by its name.
 
     Args:
         function: A function of torch.
-        args: Its arguments.
-        kwargs: Likewise.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
     """
     written = _written_operand(function, args, kwargs)
     return [each for each in flatten(written)[0] if isinstance(each, Tensor)]
 
 
 def _has_values(value: Any) -> bool:
+    """Return whether a value is a tensor that is not on the meta device."""
     return isinstance(value, Tensor) and not value.is_meta
 
 
 def is_placeholder(tensor: Tensor) -> bool:
-    """Whether this tensor lives on another stage."""
+    """Return whether a tensor is on another stage."""
     return isinstance(tensor, PlaceholderTensor)
 
 
 def replace_with_placeholders(module: nn.Module, stage_map: StageMap, rank: int) -> dict[int, Tensor]:
-    """Replace what other stages hold by placeholders; names, order and ties stay.
+    """Replace the parameters and buffers of other stages by placeholders. Names, order and ties do not change.
 
     Args:
         module: The module.
-        stage_map: Which stage holds what.
+        stage_map: The stages of the tensors.
         rank: This pipeline rank.
 
     Returns:
-        The placeholders of the parameters that have been replaced, by the identities of these.
+        The placeholders of the replaced parameters, by the `id` of the replaced parameter.
     """
     parameters = dict(module.named_parameters(remove_duplicate=False))
     buffers = dict(module.named_buffers(remove_duplicate=False))
@@ -270,7 +280,10 @@ def replace_with_placeholders(module: nn.Module, stage_map: StageMap, rank: int)
 
 
 def remove_placeholder_hooks(module: nn.Module) -> None:
-    """Undo what was done for placeholders, once there are none: layers may be called, and any state dict is loaded."""
+    """Remove the hooks for placeholders, once the module has none.
+
+    Afterward, all layers can be called, and state dicts are loaded as usual.
+    """
     for layer in module.modules():
         for key in [key for key, hook in layer._forward_pre_hooks.items() if isinstance(hook, _Refusal)]:
             del layer._forward_pre_hooks[key]
@@ -279,15 +292,16 @@ def remove_placeholder_hooks(module: nn.Module) -> None:
 
 
 def _loading_hooks(module: nn.Module) -> list[int]:
-    """The keys of the module's hooks that let placeholders load themselves."""
+    """Return the keys of the module's hooks by which placeholders load themselves."""
     hooks = module._load_state_dict_pre_hooks
     return [key for key, hook in hooks.items() if getattr(hook, "hook", None) is _load_into_themselves]
 
 
 def _load_into_themselves(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Whoever loads a state dict into the module, or into a copy of it: a placeholder takes itself, without a warning.
+    """Make placeholders load themselves, without a warning, when a state dict is loaded into the module or its copy.
 
-    What does not fit stays in the state dict, and torch reports it as for any module.
+    This is a pre-hook of `load_state_dict`. Entries with another shape stay in the state dict, so that torch reports
+    them as usual.
     """
     for name, tensor in named_tensors(module):
         if is_placeholder(tensor) and getattr(state.get(prefix + name), "shape", None) == tensor.shape:
@@ -295,6 +309,7 @@ def _load_into_themselves(module: nn.Module, state: dict[str, Any], prefix: str,
 
 
 def _placeholder_parameter(parameter: Tensor) -> PlaceholderParameter:
+    """Return the placeholder of a parameter."""
     whole = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta")
     placeholder = PlaceholderParameter(whole, requires_grad=parameter.requires_grad)
     copy_attributes(parameter, placeholder)
@@ -304,6 +319,14 @@ def _placeholder_parameter(parameter: Tensor) -> PlaceholderParameter:
 def _replace(
     module: nn.Module, tensors: dict[str, _T], local: set[int], make: Callable[[_T], Tensor]
 ) -> dict[int, Tensor]:
+    """Replace tensors of other stages, and return the new tensors by the `id` of the replaced tensor.
+
+    Args:
+        module: The module.
+        tensors: All tensors by name. Tied tensors have several names.
+        local: The `id` of each tensor that this rank holds.
+        make: Returns the placeholder of a tensor.
+    """
     replaced: dict[int, Tensor] = {}  # tied tensors stay tied
     for name, tensor in tensors.items():
         if id(tensor) in local or is_placeholder(tensor):
@@ -311,27 +334,27 @@ def _replace(
         if id(tensor) not in replaced:
             replaced[id(tensor)] = make(tensor)
         owner, _, leaf = name.rpartition(".")
-        # Through `setattr`, so that modules that keep a second reference (recurrent ones do) notice.
+        # `setattr` also updates modules that keep a second reference to the tensor, such as recurrent layers.
         setattr(module.get_submodule(owner), leaf, replaced[id(tensor)])
     return replaced
 
 
 def refuse_call(layer: nn.Module, error: type[Exception], text: str) -> None:
-    """Make a layer that lives on another stage refuse to be called, while nothing has taken its place.
+    """Make a layer of another stage raise an error when it is called, unless its `forward` is redirected at that time.
 
     Args:
         layer: The layer.
-        error: What is raised then.
-        text: The text of the error.
+        error: The class of the error.
+        text: The message of the error.
     """
     layer.register_forward_pre_hook(_Refusal(error, text))
 
 
 def without_value_text(what: str) -> str:
-    """The text for something that was computed from placeholders, and so has no value.
+    """Return the error message for something that depends on placeholders and so has no value.
 
     Args:
-        what: It, such as ``"the loss"``.
+        what: A name for it, such as ``"the loss"``.
     """
     return (
         f"{what[0].upper()}{what[1:]} depends on parameters of layers on other stages, but no stage has the values of"
@@ -348,7 +371,7 @@ def without_value_text(what: str) -> str:
 
 
 class _Refusal:
-    """A hook that can be pickled, as the module that has it may be."""
+    """Forward pre-hook that raises an error. It can be pickled together with the module."""
 
     def __init__(self, error: type[Exception], text: str) -> None:
         self._error, self._text = error, text

@@ -1,4 +1,4 @@
-"""When the actions of a step begin and end, as they run."""
+"""Recorder of the start and end times of the actions in a step."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from lightning_hybrid.pipeline_parallel.timeline import Span, Timeline, simulate
 
 @dataclass(frozen=True)
 class Range:
-    """Something that a rank has done.
+    """Activity of a rank, with its time.
 
     Attributes:
         name: ``"forward"``, ``"backward"``, ``"send"``, ``"receive"`` (posting it), ``"wait"`` (for a message),
-            ``"reduce"`` (gradients), ``"optimizer"``.
-        action: The action of the schedule; ``None`` outside of it.
-        start: In milliseconds, from the begin of the record.
-        end: Likewise.
+            ``"reduce"`` (gradients) or ``"optimizer"``.
+        action: The action of the schedule; ``None`` outside of the schedule.
+        start: The start in milliseconds since the recorder was created.
+        end: The end in milliseconds since the recorder was created.
     """
 
     name: str
@@ -33,11 +33,13 @@ class Range:
 
 
 class Recorder:
-    """Notes what an engine does, and when: by the clock of the host, on CUDA by events of the current stream.
+    """Recorder of the activities of an engine.
+
+    Times are measured with the clock of the host or, on CUDA, with events on the current stream.
 
     Args:
-        engine: Runs the actions.
-        device: Where this rank computes.
+        engine: The engine that runs the actions.
+        device: The device on which this rank computes.
     """
 
     def __init__(self, engine: Engine, device: torch.device) -> None:
@@ -46,7 +48,7 @@ class Recorder:
         self._begin = self.now()
 
     def now(self) -> Any:
-        """This moment, for :meth:`note`."""
+        """Return the current time, as an argument for :meth:`note`."""
         if not self._on_cuda:
             return time.perf_counter()
         event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -54,32 +56,33 @@ class Recorder:
         return event
 
     def range(self, name: str) -> AbstractContextManager[None]:
-        """A context that is noted under a name."""
+        """Return a context that is recorded under a name."""
         return _Noted(self, name)
 
     def note(self, name: str, start: Any) -> None:
-        """Something that began at ``start`` ends."""
+        """Record an activity that began at ``start`` and ends now."""
         self._ranges.append((name, self._engine.position, start, self.now()))
 
     @property
     def schedule(self) -> Schedule | None:
-        """The schedule whose actions have been noted last."""
+        """The schedule whose actions were recorded last."""
         return self._engine.schedule
 
     @property
     def ranges(self) -> list[Range]:
-        """What has been noted, in order. Waits for the device."""
+        """The recorded activities, in the order in which they ended. Reading them waits for the device."""
         if self._on_cuda:
             torch.cuda.synchronize()
         return [Range(name, action, self._since(start), self._since(end)) for name, action, start, end in self._ranges]
 
     def _since(self, moment: Any) -> float:
+        """Return the time from the creation of the recorder to a moment, in milliseconds."""
         elapsed = self._begin.elapsed_time(moment) if self._on_cuda else 1e3 * (moment - self._begin)
         return float(elapsed)
 
 
 class _Noted(AbstractContextManager[None]):
-    """One range while it runs."""
+    """Context of one activity."""
 
     __slots__ = ("_name", "_recorder", "_start")
 
@@ -94,14 +97,14 @@ class _Noted(AbstractContextManager[None]):
 
 
 def measured(schedule: Schedule, ranges: list[list[Range]]) -> Timeline:
-    """A schedule as it has run.
+    """Return the timeline of a schedule that has run.
 
     Args:
-        schedule: What has run.
-        ranges: What each pipeline rank has noted.
+        schedule: The schedule.
+        ranges: The recorded activities of each pipeline rank.
 
     Returns:
-        In milliseconds, from the first action of any rank.
+        The timeline in milliseconds, from the first action of any rank.
     """
     begin = min(each.start for of_rank in ranges for each in of_rank if each.action is not None)
     spans = tuple(
@@ -118,7 +121,7 @@ def measured(schedule: Schedule, ranges: list[list[Range]]) -> Timeline:
 
 
 def simulated(timeline: Timeline) -> Timeline:
-    """What a measured step would have taken if each action had taken its median time, and messages none."""
+    """Return the timeline of a measured step in which each action takes its median time and messages take no time."""
     times: dict[tuple[int, Kind], list[float]] = {}
     for spans in timeline.computing:
         for span in spans:

@@ -1,4 +1,4 @@
-"""One piece of the model: forward and backward of one microbatch."""
+"""One stage of the model: forward and backward of one microbatch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ microbatch has no loss."""
 
 
 class Nothing(Enum):
-    """The value of a stage where a step that has no loss ends before the layers of the stage, or before its loss."""
+    """Value in place of the inputs, the outputs or the loss of a stage, if the step returns no loss."""
 
     NOTHING = "nothing"
 
@@ -37,12 +37,12 @@ Root = Any
 """The starting point of backward: an output tensor, or a gradient edge, which refers to an output without keeping
 its data."""
 
-# Up to this many elements an input is copied, and an output kept: that takes less time than not to.
+# Inputs with up to this many elements are copied, and outputs with up to this many are kept, which is faster.
 _SMALL = 4096
 
 
 class Stage:
-    """One piece of the model, and the microbatches that are under way in it.
+    """One stage of the model, with the microbatches whose backward has not run yet.
 
     ::
 
@@ -50,12 +50,12 @@ class Stage:
                                 :                      :                              at its inputs and ends at its
         gradients <---------- inputs <--- backward --- outputs <--------- gradients   outputs
 
-    Between forward and backward a stage keeps nothing of size but what autograd saves, neither inputs nor outputs: a
-    gradient edge names an output without its data. And the inputs are no leaves of the graph but results of an
+    Between forward and backward, a stage stores no large inputs or outputs, only the tensors that autograd saves. A
+    gradient edge refers to an output without storing its data. The inputs are not leaves of the graph but results of an
     identity, so a first layer may change them in place.
 
     Args:
-        index: Index of the stage in the whole model.
+        index: The index of the stage in the whole model.
     """
 
     def __init__(self, index: int) -> None:
@@ -63,15 +63,15 @@ class Stage:
         self._kept: dict[int, _Kept] = {}
 
     def __len__(self) -> int:
-        """Number of microbatches that wait for their backward."""
+        """Return the number of microbatches that wait for their backward."""
         return len(self._kept)
 
     def enter(self, microbatch: int, message: Message | None) -> Any:
-        """Begin the forward of one microbatch, whose backward will follow.
+        """Begin the forward of a microbatch whose backward will follow.
 
         Args:
-            microbatch: Index of the microbatch.
-            message: What the stage before made; ``None`` on the first stage.
+            microbatch: The index of the microbatch.
+            message: The output of the previous stage; ``None`` on the first stage.
 
         Returns:
             The inputs of the layers; :data:`NOTHING` if the message is empty.
@@ -81,14 +81,14 @@ class Stage:
         return inputs
 
     def leave(self, microbatch: int, outputs: Any) -> Message:
-        """End such a forward.
+        """End the forward of a microbatch whose backward will follow.
 
         Args:
-            microbatch: Index of the microbatch.
-            outputs: Of the layers; :data:`NOTHING` if they have not run.
+            microbatch: The index of the microbatch.
+            outputs: The outputs of the layers; :data:`NOTHING` if the layers did not run.
 
         Returns:
-            The outputs. They are still attached to the graph: drop them once they are handed on.
+            The outputs as a message. They are still attached to the graph, so drop them once they are sent.
         """
         if outputs is NOTHING:
             self._kept[microbatch].has_loss = False
@@ -98,33 +98,33 @@ class Stage:
         return leaves, spec
 
     def leave_with_loss(self, microbatch: int, loss: Any) -> None:
-        """End such a forward on the last stage, where the loss (a scalar) is what backward begins with.
+        """End the forward of a microbatch on the last stage, where backward begins at the loss.
 
         Args:
-            microbatch: Index of the microbatch.
-            loss: The loss; :data:`NOTHING` if the microbatch has none.
+            microbatch: The index of the microbatch.
+            loss: The loss, a scalar; :data:`NOTHING` if the microbatch has no loss.
         """
-        # Everything may be frozen: then there is nothing to do in backward.
+        # If all parameters are frozen, backward has nothing to do.
         self._kept[microbatch].loss = loss if _requires_grad(loss) else None
         self._kept[microbatch].has_loss = loss is not NOTHING
 
     def drop(self, microbatch: int) -> None:
-        """Forget a microbatch whose backward does not come, if its forward has begun."""
+        """Forget a microbatch whose backward will not run, if its forward has begun."""
         self._kept.pop(microbatch, None)
 
     def inputs(self, message: Message | None) -> Any:
-        """The inputs of the layers for a forward without a backward, of which nothing is kept."""
+        """Return the inputs of the layers for a forward without a backward. The stage stores nothing."""
         return _enter(message)[0]
 
     def backward(self, microbatch: int, gradients: Gradients | None) -> Gradients:
-        """Backward of one microbatch; gradients of parameters are accumulated in their ``grad``.
+        """Run the backward of a microbatch. Gradients of parameters are accumulated in their ``grad``.
 
         Args:
-            microbatch: Index of the microbatch.
-            gradients: Gradients of the outputs, leaf by leaf; ``None`` on the last stage, where the loss is the root.
+            microbatch: The index of the microbatch.
+            gradients: The gradient of each output leaf; ``None`` on the last stage, where backward begins at the loss.
 
         Returns:
-            Gradients of the inputs, leaf by leaf.
+            The gradient of each input leaf; an empty list if the microbatch has no loss.
 
         Raises:
             ValueError: If the loss is not a real scalar.
@@ -132,7 +132,7 @@ class Stage:
         kept = self._kept.pop(microbatch)
         sources, roots, loss = kept.sources, kept.roots, kept.loss
         if not kept.has_loss or (roots and gradients == []):
-            return []  # not zeros: where activations are not finite, gradients would be NaN
+            return []  # not zeros, because gradients of non-finite activations would be NaN
         if loss is not None:
             if loss.numel() != 1 or not loss.is_floating_point():
                 raise ValueError(
@@ -148,9 +148,9 @@ class Stage:
 
 
 def _propagate(roots: tuple[Root, ...], gradients: tuple[Tensor, ...]) -> None:
-    """``torch.autograd.backward``, without its checks of shapes and types, which have been made before.
+    """Run ``torch.autograd.backward`` without its checks of shapes and types, which the caller has already made.
 
-    They take as long as the backward of a small layer.
+    The checks take as long as the backward of a small layer.
     """
     if _RUN_BACKWARD is None:
         torch.autograd.backward(roots, gradients)
@@ -159,7 +159,13 @@ def _propagate(roots: tuple[Root, ...], gradients: tuple[Tensor, ...]) -> None:
 
 
 def _find_run_backward() -> Callable[..., Any] | None:
-    """What ``torch.autograd.backward`` calls after its checks: private, so it is tried before it is relied upon."""
+    """Return the function that ``torch.autograd.backward`` calls after its checks.
+
+    The function is private, so it is tested before use.
+
+    Returns:
+        The function; ``None`` if it does not exist or takes other arguments.
+    """
     run: Callable[..., Any] | None = getattr(graph, "_engine_run_backward", None)
     try:
         assert run is not None
@@ -168,12 +174,12 @@ def _find_run_backward() -> Callable[..., Any] | None:
             (leaf * 2,), (torch.ones((), device="cpu"),), False, False, (), allow_unreachable=True, accumulate_grad=True
         )
         return run if leaf.grad is not None and leaf.grad.item() == 2 else None
-    except Exception:  # it is gone, or takes other arguments
+    except Exception:  # the function does not exist, or takes other arguments
         return None
 
 
 class _Source:
-    """Where the gradient of a large input arrives; it has the attribute of a tensor, but no data."""
+    """Object that receives the gradient of a large input. It has a ``grad`` attribute like a tensor, but no data."""
 
     __slots__ = ("grad",)
 
@@ -183,7 +189,14 @@ class _Source:
 
 @dataclass(slots=True)
 class _Kept:
-    """What a microbatch leaves behind for its backward."""
+    """State that a microbatch needs for its backward.
+
+    Attributes:
+        sources: For each input leaf, the object that receives its gradient; ``None`` if it has no gradient.
+        roots: For each output leaf, the starting point of backward; ``None`` if the leaf requires no gradient.
+        loss: The loss; ``None`` on other stages, and if nothing requires a gradient.
+        has_loss: False if the microbatch has no loss.
+    """
 
     sources: list[Tensor | _Source | None]
     roots: list[Root | None] = field(default_factory=list)
@@ -192,7 +205,7 @@ class _Kept:
 
 
 def _enter(message: Message | None) -> tuple[Any, list[Tensor | _Source | None]]:
-    """The inputs as the layers see them, and for each leaf where its gradient will be."""
+    """Return the inputs of the layers and, for each leaf, the object that receives its gradient."""
     if message is None:
         return None, []
     leaves, spec = message
@@ -213,10 +226,12 @@ def _enter(message: Message | None) -> tuple[Any, list[Tensor | _Source | None]]
 
 
 def _is_empty(message: Message | None) -> bool:
+    """Return whether a message is the message of a stage whose layers did not run."""
     return message is not None and not message[0] and message[1] == EMPTY
 
 
 def _root(leaf: Any) -> Root | None:
+    """Return the starting point of backward for an output leaf."""
     if not _requires_grad(leaf):
         return None
     return leaf if leaf.numel() <= _SMALL else get_gradient_edge(leaf)
@@ -227,16 +242,16 @@ def _requires_grad(leaf: Any) -> bool:
 
 
 class _Identity(torch.autograd.Function):
-    """The identity, where a gradient leaves the graph.
+    """Identity whose backward stores the gradient in a :class:`_Source`.
 
-    The tensor that goes in does not require grad: if it were a leaf of the graph, the graph would hold its data,
-    whether or not a layer needs them. An anchor without elements makes the one that comes out require grad.
+    The input tensor does not require grad. If it were a leaf of the graph, the graph would keep its data alive even if
+    no layer needs the data. An anchor without elements makes the output require grad.
     """
 
     @staticmethod
     def forward(ctx: Any, source: _Source, anchor: Tensor, leaf: Tensor) -> Tensor:
         ctx.source = source
-        return leaf.detach()  # not a view for autograd: it may be changed in place
+        return leaf.detach()  # not a view for autograd, so layers may change it in place
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:

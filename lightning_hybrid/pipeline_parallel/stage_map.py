@@ -1,4 +1,4 @@
-"""Which stage holds which tensor of a module, and which tensors live on several."""
+"""Map from the tensors of a module to the stages that hold them."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from lightning_hybrid.pipeline_parallel.schedules import Placement
 
 @dataclass(frozen=True)
 class StageMap:
-    """Which stage holds which tensor of the module.
+    """Stages of the tensors and submodules of a module.
 
-    Layers of the body live on their stage. Everything outside the body lives where the user's step runs: on the first
-    and the last stage, or, where the body is no chain, on all of them; until it is known which of them use it.
+    Each layer of the body is on one stage. A parameter outside the body is on the stages that use it. Until these
+    stages are known, it is on all stages that run the user's step: the first and the last stage for a chain, otherwise
+    all stages.
 
     Attributes:
-        body: The dotted name of the body, ``""`` for the module itself; ``None`` if the module is not cut.
+        body: The dotted name of the body, ``""`` for the module itself; ``None`` if the module is not split.
         layers: The dotted names of the body's layers, in order.
-        stages: The layers of each stage, by position.
+        stages: For each stage, the range of its layers in `layers`.
         placement: The rank of each stage.
-        is_chain: Whether the user's step only runs on the first and the last stage.
-        places_outside: True if the first training batch decides which stages hold the parameters outside the body.
-        outside: The stages of the parameters outside the body that the first batch has moved, by their dotted names.
+        is_chain: True if the user's step runs only on the first and the last stage.
+        places_outside: True if the first training batch determines which stages hold the parameters outside the body.
+        outside: The stages of the parameters outside the body that the first batch has moved, by dotted name.
     """
 
     body: str | None
@@ -38,15 +39,16 @@ class StageMap:
 
     @classmethod
     def uncut(cls) -> StageMap:
-        """Return the map of a module that is one stage."""
+        """Return the map of a module that is a single stage."""
         return cls(None, (), (range(0),), Placement.in_turns(1))
 
     @cached_property
     def _stage_of_layer(self) -> dict[str, int]:
+        """The stage of each layer, by dotted name."""
         return {self.layers[position]: stage for stage, positions in enumerate(self.stages) for position in positions}
 
     def stages_of(self, name: str) -> frozenset[int]:
-        """The stages that hold the tensor or module of this dotted name."""
+        """Return the stages that hold the tensor or submodule with this dotted name."""
         if self.body is not None:
             parts = name.split(".")
             for length in range(1, len(parts) + 1):
@@ -58,23 +60,23 @@ class StageMap:
         return frozenset((0, len(self.stages) - 1)) if self.is_chain else frozenset(range(len(self.stages)))
 
     def is_outside(self, name: str) -> bool:
-        """Whether the tensor or module of this dotted name is no part of a layer of the body."""
+        """Return whether the tensor or submodule with this dotted name is outside the layers of the body."""
         parts = name.split(".")
         return not any(".".join(parts[:length]) in self._stage_of_layer for length in range(1, len(parts) + 1))
 
     def ranks_of(self, name: str) -> frozenset[int]:
-        """The pipeline ranks that hold the tensor or module of this dotted name."""
+        """Return the pipeline ranks that hold the tensor or submodule with this dotted name."""
         return frozenset(self.placement.ranks[stage] for stage in self.stages_of(name))
 
 
 @dataclass(frozen=True)
 class TensorStages:
-    """Where one tensor lives, tied names and all.
+    """Stages and ranks of one tensor, which can have several (tied) names.
 
     Attributes:
         tensor: The tensor, or its placeholder.
-        stages: The stages that use it under any of its names.
-        ranks: The pipeline ranks that hold it, ascending.
+        stages: The stages that use the tensor under any of its names.
+        ranks: The pipeline ranks that hold the tensor, in ascending order.
     """
 
     tensor: Tensor
@@ -83,15 +85,15 @@ class TensorStages:
 
 
 def locate(named: Iterable[tuple[str, Tensor]], stage_map: StageMap) -> list[TensorStages]:
-    """Find out where tensors live.
+    """Find the stages and ranks of tensors.
 
     Args:
-        named: All names with their tensors, as `named_parameters(remove_duplicate=False)` gives them: a tensor with
-            several names lives wherever one of them does.
-        stage_map: Which stage holds what.
+        named: All names with their tensors, such as `named_parameters(remove_duplicate=False)`. A tensor with several
+            names is on the stages of all its names.
+        stage_map: The stages of names.
 
     Returns:
-        One location for each tensor, in the order of the first names; the same on every rank.
+        One entry for each tensor, in the order of the first names; the same on every rank.
     """
     stages_of: dict[int, tuple[Tensor, set[int]]] = {}
     for name, tensor in named:

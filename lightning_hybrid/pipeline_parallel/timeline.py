@@ -1,4 +1,7 @@
-"""A schedule in time: how long each rank computes and waits, what it keeps alive, and a picture of it."""
+"""Timeline of a schedule: when each rank computes and waits, how many microbatches are in flight, and a drawing.
+
+:func:`simulate` computes a timeline from times of actions; :func:`~.recorder.measured` makes one from a run.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from lightning_hybrid.pipeline_parallel.schedules import COMPUTATIONS, Action, C
 
 @dataclass(frozen=True)
 class Span:
-    """When an action begins and ends, in the unit of time that the simulation was given."""
+    """Start and end of an action, in the time unit of the simulation."""
 
     action: Action
     start: float
@@ -23,15 +26,15 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline:
-    """A schedule with a time for each action.
+    """Schedule with a start and an end for each action.
 
-    All figures are about computing: the forwards and backwards of the ranks. Sends and receives take no time of a rank,
-    their messages travel by themselves.
+    All properties are about computation: the forwards and backwards of the ranks. Sends and receives take no time of a
+    rank, because messages are transferred in the background.
 
     Attributes:
-        schedule: What was simulated, or has run.
-        spans: ``spans[rank][position]`` is the span of the action at that position of the rank's list.
-        unit: What times are counted in, for pictures.
+        schedule: The schedule that was simulated or has run.
+        spans: ``spans[rank][position]`` is the span of the action at this position in the rank's list.
+        unit: The time unit, as text for drawings.
     """
 
     schedule: Schedule
@@ -45,22 +48,22 @@ class Timeline:
 
     @cached_property
     def makespan(self) -> float:
-        """Time from the begin of the step until the last rank is finished."""
+        """The time from the start of the step until the last rank has finished."""
         return max(spans[-1].end for spans in self.computing)
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
-        """How long each rank computes."""
+        """The total time for which each rank computes."""
         return tuple(sum(span.end - span.start for span in spans) for spans in self.computing)
 
     @property
     def bubble(self) -> float:
-        """The share of the step that an average rank is idle: ``(p - 1) / (m + p - 1)`` for 1F1B."""
+        """The fraction of the step for which an average rank is idle: ``(p - 1) / (m + p - 1)`` for 1F1B."""
         return 1 - sum(self.busy) / (len(self.busy) * self.makespan)
 
     @property
     def bubble_over_ideal(self) -> float:
-        """How much longer the step takes than the busiest rank alone would: ``(p - 1) / m`` for 1F1B.
+        """The additional time of the step relative to the busiest rank's compute time: ``(p - 1) / m`` for 1F1B.
 
         This is the bubble of the Megatron paper (https://arxiv.org/abs/2104.04473).
         """
@@ -68,9 +71,10 @@ class Timeline:
 
     @property
     def idle_inside(self) -> tuple[float, ...]:
-        """How long each rank is idle between its own first and its own last computation.
+        """The time for which each rank is idle between its own first and last computation.
 
-        Without the skew between the ranks, which is real only where something joins the ranks in every step.
+        It does not contain the time shift between ranks, which only costs time if the ranks wait for each other in
+        every step.
         """
         return tuple(
             spans[-1].end - spans[0].start - busy for spans, busy in zip(self.computing, self.busy, strict=True)
@@ -78,40 +82,40 @@ class Timeline:
 
     @cached_property
     def peak_in_flight(self) -> tuple[float, ...]:
-        """How many microbatches each rank keeps activations of, at its peak.
+        """The maximum number of microbatches whose activations each rank stores.
 
-        One is the activations of a microbatch in all ``v`` chunks of the rank; each chunk that has run ``F`` and not
-        yet ``B`` counts ``1 / v``. A schedule without backward keeps nothing.
+        A rank counts 1 for the activations of a microbatch in all its ``v`` chunks. Each chunk that has run ``F`` but
+        not yet ``B`` counts ``1 / v``. A schedule without backward stores no activations.
         """
         if not self.schedule.has_backward:
             return (0.0,) * len(self.spans)
-        # A forward begins to wait for its backward, a backward ends that.
+        # A forward adds the activations of a microbatch, and its backward frees them.
         changes = [[span.action.kind.kept for span in spans] for spans in self.computing]
         return tuple(max(accumulate(of_rank)) / self.schedule.num_chunks for of_rank in changes)
 
     def to_text(self, width: int = 100) -> str:
         """Draw one row per rank, for a terminal: ``3>>`` is the forward of microbatch 3, ``3<<`` its backward.
 
-        With several chunks a letter names the chunk: ``3bb`` is a forward, ``3BB`` a backward. Dots are idle time.
+        With several chunks, a letter names the chunk: ``3bb`` is a forward, ``3BB`` a backward. Dots are idle time.
 
         Args:
-            width: Greatest number of columns. A longer picture continues below, in up to four panels; beyond that its
-                microbatches have no numbers.
+            width: The maximum number of columns. A longer drawing continues below, in up to four panels. If four panels
+                are not enough, the drawing has one panel and no microbatch numbers.
         """
         return _draw_text(self, width)
 
     def to_svg(self) -> str:
-        """Draw one row per rank as an SVG document, with an axis, a legend and the figures of the schedule."""
+        """Draw one row per rank as an SVG document, with an axis, a legend and the properties of the schedule."""
         picture = _Picture(self, self.schedule.name, _scale(self))
         return _document([picture], _legend(self.schedule, _LEFT, picture.height))
 
     def to_svg_with(self, other: Timeline, *, title: str, title_of_other: str) -> str:
-        """Draw two timelines of one schedule, one above the other, on the same scale.
+        """Draw two timelines of the same schedule, one below the other, on the same scale.
 
         Args:
-            other: The one below.
-            title: Of the one above.
-            title_of_other: Of the one below.
+            other: The lower timeline.
+            title: The title of the upper timeline.
+            title_of_other: The title of the lower timeline.
         """
         scale = min(_scale(self), _scale(other))
         pictures = [_Picture(self, title, scale), _Picture(other, title_of_other, scale)]
@@ -126,29 +130,31 @@ def simulate(
     duration: Callable[[Action], float] | None = None,
     occupied: float | Callable[[Action], float] = 0.0,
 ) -> Timeline:
-    """Give each action of a schedule a time.
+    """Compute the start and end of each action of a schedule.
 
-    A rank does one action after the other. A forward or a backward waits for its message; sends and receives take no
-    time of the rank. A message sets out when it is sent, its receive is posted, and the messages before it have left::
+    A rank runs one action after the other. A forward or a backward waits for its message. Sends and receives take no
+    time of the rank. The transfer of a message begins when it has been sent, its receive has been posted, and the
+    earlier messages have left the link::
 
         sent, posted      link is free for the next      arrives
              |--- occupied ---|---------- send ----------|
 
-    So a link passes on no more messages than its bandwidth allows, however many are in flight. Activations and
-    gradients have a link each, in their direction.
+    So a link transfers no more messages than its bandwidth allows, no matter how many are in flight. Activations and
+    gradients use separate links, one for each direction.
 
     Args:
         schedule: A schedule with its sends and receives.
-        forward: Time of the forward of one microbatch through all chunks of a rank, so that numbers of chunks can be
-            compared: each takes ``forward / num_chunks``.
-        backward: The same for the backward. Twice the forward is usual: for each product of matrices it has two, one
-            for the gradient of the input and one for that of the weights.
-        send: Delay of a message, of all or by the action that sends it.
-        duration: The time of each computation, if they are not all equal; replaces ``forward`` and ``backward``.
-        occupied: How long a message keeps its link from the next one, its bytes by the bandwidth; as `send`.
+        forward: The time of the forward of one microbatch through all chunks of a rank. Each chunk takes
+            ``forward / num_chunks``, so schedules with different numbers of chunks can be compared.
+        backward: The same for the backward. It usually takes twice as long as the forward, because for each matrix
+            product it computes two: the gradients of the input and of the weights.
+        send: The latency of a message: one value for all messages, or a function of the action that sends the message.
+        duration: The time of each computation, if they are not all equal. It replaces ``forward`` and ``backward``.
+        occupied: The time for which a message occupies its link, which is its size divided by the bandwidth: one value,
+            or a function like `send`.
 
     Raises:
-        ValueError: If the schedule deadlocks; names each rank's waiting action.
+        ValueError: If the schedule deadlocks. The message names the action that each rank waits at.
     """
     times = {
         kind: kind.share * (forward if kind.is_forward else backward) / schedule.num_chunks for kind in COMPUTATIONS
@@ -159,7 +165,7 @@ def simulate(
     clocks = [0.0] * len(spans)
 
     def advance(rank: int, action: Action) -> bool:
-        """Do ``action`` unless its message has not been sent yet."""
+        """Run ``action``, and return True, unless its message has not been sent yet."""
         start = clocks[rank]
         if action.kind.is_compute:
             receive = schedule.receive_for(action)
@@ -173,7 +179,7 @@ def simulate(
         spans[rank].append(Span(action, start, clocks[rank]))
         return True
 
-    # Times depend on nothing but the lists, so the order in which ranks get their turns does not matter.
+    # Times depend only on the lists, so the order in which ranks take turns does not matter.
     waiting = schedule.play(advance)
     if waiting:
         raise ValueError(f"schedule {schedule.name!r} deadlocks: {', '.join(waiting)}")
@@ -181,15 +187,15 @@ def simulate(
 
 
 class _Wire:
-    """The messages of a simulation.
+    """Messages of a simulation.
 
     Args:
-        schedule: What is simulated.
-        send: As of :func:`simulate`.
-        occupied: Likewise.
+        schedule: The schedule.
+        send: See :func:`simulate`.
+        occupied: See :func:`simulate`.
 
     Attributes:
-        arrivals: When the message of a receive is there, as soon as that is known.
+        arrivals: The arrival time of the message of each receive, as far as it is known.
     """
 
     def __init__(
@@ -200,13 +206,13 @@ class _Wire:
     ) -> None:
         self.arrivals: dict[Action, float] = {}
         self._schedule, self._send, self._occupied = schedule, send, occupied
-        self._passed: dict[Action, float] = {}  # when a send was sent and a receive posted
+        self._passed: dict[Action, float] = {}  # the time of each send and each posting of a receive
         self._free: dict[ChannelKey, float] = {}
 
     def passed(self, action: Action, time: float) -> None:
-        """A send was sent or a receive posted; behind the second of both, it is known when the message arrives.
+        """Record that a message was sent or a receive was posted. After both events, the arrival time is known.
 
-        On each channel the k-th send meets the k-th receive, so its messages come here in their order.
+        On each channel the k-th send matches the k-th receive, so the messages of a channel are recorded in order.
         """
         other = self._schedule.counterpart(action)
         self._passed[action] = time
@@ -220,10 +226,11 @@ class _Wire:
 
 
 def _time(time: float | Callable[[Action], float], message: Action) -> float:
+    """Return the time of a message."""
     return time(message) if callable(time) else time
 
 
-# What is drawn beside the cells, on a light and on a dark page; the colours of cells suit both.
+# Colors of all elements except the cells, on a light and on a dark page. Colors of cells are the same on both.
 _LIGHT = {
     "page": "#ffffff",
     "ink": "#24292f",
@@ -241,12 +248,14 @@ _DARK = {
 
 
 def _style(colours: Mapping[str, str]) -> str:
+    """Return the style sheet for the colors of a page."""
     return " ".join(
         f".{name} {{ {'stroke' if name == 'cell' else 'fill'}: {colour} }}" for name, colour in colours.items()
     )
 
 
 def _figures(timeline: Timeline) -> str:
+    """Return the sizes and the bubble of a schedule as text."""
     schedule = timeline.schedule
     chunks = f", {schedule.num_chunks} chunks" if schedule.num_chunks > 1 else ""
     bubble = f"bubble {timeline.bubble:.1%} of the step"
@@ -254,17 +263,19 @@ def _figures(timeline: Timeline) -> str:
 
 
 def _shortest(timeline: Timeline) -> float:
+    """Return the duration of the shortest computation."""
     return min(span.end - span.start for spans in timeline.computing for span in spans if span.end > span.start)
 
 
 def _draw_text(timeline: Timeline, width: int) -> str:
+    """Draw a timeline as text."""
     schedule = timeline.schedule
     names = [f"rank {rank} ".ljust(6 + len(str(schedule.num_ranks - 1))) for rank in range(schedule.num_ranks)]
-    columns = len(str(schedule.num_microbatches - 1)) + 1  # of the shortest cell: a number and a mark
+    columns = len(str(schedule.num_microbatches - 1)) + 1  # of the shortest cell, which contains a number and a mark
     room = max(1, width - len(names[0]))
     room -= room % columns if room > columns else 0
     scale = columns / _shortest(timeline)
-    # A picture that gets too long has marks alone, in one panel.
+    # A drawing that is too long has only marks, in one panel.
     is_numbered = timeline.makespan * scale <= _PANELS * room
     if not is_numbered:
         scale = room / timeline.makespan
@@ -273,7 +284,7 @@ def _draw_text(timeline: Timeline, width: int) -> str:
     while begin < len(rows[0]):
         end = begin + room
         while any(row[end - 1 : end + 1].isdigit() for row in rows):
-            end -= 1  # not within a number
+            end -= 1  # do not split a number
         lines += [f"from {begin / scale:g} {timeline.unit}".rstrip()] if begin else []
         lines += [name + row[begin:end] for name, row in zip(names, rows, strict=True)]
         begin = end
@@ -281,6 +292,7 @@ def _draw_text(timeline: Timeline, width: int) -> str:
 
 
 def _draw_row(schedule: Schedule, spans: Sequence[Span], makespan: float, scale: float, is_numbered: bool) -> str:
+    """Draw the row of a rank as text."""
     row = ["."] * round(makespan * scale)
     for span in spans:
         first, last = round(span.start * scale), round(span.end * scale)
@@ -291,7 +303,7 @@ def _draw_row(schedule: Schedule, spans: Sequence[Span], makespan: float, scale:
 
 
 def _text_legend(schedule: Schedule, is_numbered: bool) -> str:
-    """Return what the marks mean, as they are drawn."""
+    """Return the legend of a text drawing."""
     number, which = ("3", " of microbatch 3") if is_numbered else ("", "")
     backward = "its backward" if is_numbered else "backward"
     if schedule.num_chunks == 1:
@@ -303,23 +315,24 @@ def _text_legend(schedule: Schedule, is_numbered: bool) -> str:
 
 
 def _mark(schedule: Schedule, action: Action) -> str:
+    """Return the character that fills the cell of an action."""
     if schedule.num_chunks == 1:
         return ">" if action.kind.is_forward else "<"
     letter = chr(ord("a") + schedule.placement.chunk_of(action.stage) % 26)
     return letter if action.kind.is_forward else letter.upper()
 
 
-_PANELS = 4  # of a picture in text, one below the other
-_LEFT, _TOP, _PITCH, _HEIGHT = 70, 64, 34, 28  # pixels: of rows, from one to the next, and of a cell
+_PANELS = 4  # maximum number of panels of a text drawing
+_LEFT, _TOP, _PITCH, _HEIGHT = 70, 64, 34, 28  # in pixels: of the rows, from row to row, of a cell
 
 
 def _scale(timeline: Timeline) -> float:
-    """Pixels per unit of time."""
+    """Return the number of pixels per unit of time."""
     return min(26 / _shortest(timeline), 1600 / timeline.makespan)
 
 
 def _document(pictures: Sequence[_Picture], legend: Sequence[str]) -> str:
-    """Pictures under each other, and one legend."""
+    """Return an SVG document with drawings below each other and one legend."""
     width = max(picture.width for picture in pictures)
     height = sum(picture.height for picture in pictures) + 36
     parts = [
@@ -337,12 +350,12 @@ def _document(pictures: Sequence[_Picture], legend: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class _Picture:
-    """The rows of one timeline, with its figures above and an axis below.
+    """Drawing of one timeline, with the sizes of the schedule above and an axis below.
 
     Attributes:
-        timeline: What is drawn.
-        title: Its heading.
-        scale: Pixels per unit of time.
+        timeline: The timeline.
+        title: The title.
+        scale: The number of pixels per unit of time.
     """
 
     timeline: Timeline
@@ -351,16 +364,16 @@ class _Picture:
 
     @property
     def width(self) -> float:
-        """In pixels, with room for a legend."""
+        """The width in pixels, with room for the legend."""
         return _LEFT + max(self.timeline.makespan * self.scale, 420) + 100
 
     @property
     def height(self) -> float:
-        """In pixels."""
+        """The height in pixels."""
         return _TOP + _PITCH * self.timeline.schedule.num_ranks + 32
 
     def parts(self) -> list[str]:
-        """The elements."""
+        """Return the SVG elements."""
         timeline, schedule = self.timeline, self.timeline.schedule
         chart = timeline.makespan * self.scale
         parts = [
@@ -378,7 +391,7 @@ class _Picture:
         return parts + self._axis(_TOP + _PITCH * schedule.num_ranks)
 
     def _cells(self, rank: int, y: float) -> list[str]:
-        """The forwards and backwards of a rank; numbers stand where there is room for them."""
+        """Return the forwards and backwards of a rank, with numbers if there is room for them."""
         schedule, parts = self.timeline.schedule, []
         digits = len(str(schedule.num_microbatches - 1))
         size = max(7, min(12, 1.5 * self.scale * _shortest(self.timeline) / digits))
@@ -396,7 +409,7 @@ class _Picture:
         return parts
 
     def _axis(self, y: float) -> list[str]:
-        """Times below the rows."""
+        """Return the time axis below the rows."""
         parts, tick = [], _tick(90 / self.scale)
         for number in range(math.floor(self.timeline.makespan / tick + 1e-9) + 1):
             x = _LEFT + number * tick * self.scale
@@ -407,12 +420,13 @@ class _Picture:
 
 
 def _tick(least: float) -> float:
-    """The smallest of 1, 2, 5, 10, ... that is not less."""
+    """Return the smallest of the numbers 1, 2, 5, 10, ... (and 0.5, 0.2, ...) that is at least ``least``."""
     power = 10.0 ** math.floor(math.log10(least))
     return next(power * step for step in (1, 2, 5, 10) if power * step >= least * (1 - 1e-9))
 
 
 def _legend(schedule: Schedule, x: float, y: float) -> list[str]:
+    """Return the SVG elements of the legend."""
     parts = []
     drawn = {action.kind for actions in schedule.actions for action in actions}
     for kind in (kind for kind in COMPUTATIONS if kind in drawn):
@@ -441,9 +455,10 @@ def _text(
     *,
     size: float = 13,
     anchor: str = "start",
-    fill: str = "ink",  # a colour, or the name of one that depends on the page
+    fill: str = "ink",  # a color, or the name of a color that depends on the page
     weight: str = "normal",
 ) -> str:
+    """Return an SVG text element."""
     paint = f'fill="{fill}"' if fill.startswith("#") else f'class="{fill}"'
     return (
         f'<text x="{x:.2f}" y="{y:.2f}" font-size="{size:.3g}" text-anchor="{anchor}" {paint} '

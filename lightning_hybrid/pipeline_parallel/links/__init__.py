@@ -1,1 +1,1 @@
-"""Links between ranks: what a message takes on them, and how many microbatches are to be on their way over each."""
+"""Links between pipeline ranks: message times, extra microbatches in flight, and traffic between nodes."""

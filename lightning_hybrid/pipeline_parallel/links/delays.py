@@ -1,4 +1,4 @@
-"""How long messages take between neighbouring ranks of a pipeline, measured on the channels that they go through."""
+"""Message times between neighboring pipeline ranks, measured on the channels that training uses."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from lightning_hybrid.pipeline_parallel.p2p import Channel
 from lightning_hybrid.pipeline_parallel.schedules import ChannelKey, Placement
 
 Link = tuple[int, int]
-"""A link between two pipeline ranks: the rank that sends activations, and the rank that receives them."""
+"""Link between two pipeline ranks: the rank that sends activations, and the rank that receives them."""
 
-_ROUNDS = 4  # there and back, of which the quickest counts; the first one, which tells the form, does not
+_ROUNDS = 4  # timed round trips, of which the fastest counts; an extra first one, which sends the meta, is not timed
 
 
 @dataclass(frozen=True)
 class Delay:
-    """Of a message, in one direction.
+    """Time of a message on a link, in one direction.
 
     Attributes:
-        latency: Seconds until a small one is there.
-        occupied: Seconds more that the largest message of a step takes, which are those of its bytes.
+        latency: The time until a small message arrives, in seconds.
+        occupied: The additional time of the largest message of a step, in seconds, which is due to its size.
     """
 
     latency: float
@@ -34,7 +34,7 @@ class Delay:
 def far_links(mesh: Mesh, placement: Placement) -> list[Link]:
     """Return the links between pipeline ranks that are on different nodes, in any replica.
 
-    Within a node a message arrives as soon as a rank has sent it.
+    Links within a node need no measurement, because a message arrives as soon as a rank has sent it.
 
     Args:
         mesh: The ranks.
@@ -46,15 +46,16 @@ def far_links(mesh: Mesh, placement: Placement) -> list[Link]:
 def measure_delays(
     channels: Mapping[ChannelKey, Channel], rank: int, links: Sequence[Link], device: torch.device
 ) -> dict[Link, Delay]:
-    """Send a few messages over links and back again, link by link; all ranks of a pipeline do it at the same time.
+    """Measure the time of messages on links, one link after the other.
 
-    Between steps, when nothing else goes through the channels.
+    All ranks of a pipeline call this at the same time, between steps, when the channels are not in use. Messages are
+    sent to the other rank and back.
 
     Args:
-        channels: Of this rank; the largest message of a step has gone through them.
+        channels: The channels of this rank. The largest message of a step must have been sent through them.
         rank: This pipeline rank.
-        links: The links that are measured.
-        device: Where messages live.
+        links: The links to measure.
+        device: The device of the messages.
 
     Returns:
         The delays of the links on which this rank sends activations.
@@ -65,7 +66,7 @@ def measure_delays(
             continue
         sender, receiver = link
         out, home = channels[sender, receiver, "activation"], channels[receiver, sender, "gradient"]
-        size = max(1, out.largest_message)  # both ends know the forms of what has gone through it
+        size = max(1, out.largest_message)  # both ranks know the sizes of the messages sent so far
         small, large = (_there_and_back(out, home, number, device, begins=rank == sender) for number in (1, size))
         if rank == sender:
             found[link] = Delay(small / 2, max(0.0, large - small) / 2)
@@ -73,7 +74,15 @@ def measure_delays(
 
 
 def _there_and_back(out: Channel, home: Channel, size: int, device: torch.device, *, begins: bool) -> float:
-    """Seconds that so many bytes take from one end to the other and back, the quickest time."""
+    """Return the shortest round-trip time of a message, in seconds.
+
+    Args:
+        out: The channel from the first to the second rank.
+        home: The channel back.
+        size: The size of the message in bytes.
+        device: The device of the message.
+        begins: True on the first rank, which begins each round.
+    """
     payload, key = [torch.zeros(size, dtype=torch.uint8, device=device)], ("delay", size)
     times = []
     for _ in range(1 + _ROUNDS):

@@ -1,4 +1,8 @@
-"""How many microbatches more are to be on their way over each link, so that no rank waits for its delay."""
+"""Choice of extra microbatches in flight, to hide the latency of links.
+
+:class:`~.step_schedules.StepSchedules` calls :func:`choose_extra` with measured times. The layout search and the
+command `timeline` call it with estimated times.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +15,10 @@ from lightning_hybrid.pipeline_parallel.links.link import StepTimes
 from lightning_hybrid.pipeline_parallel.schedules import Placement, Schedule, build_unproven, placement_of
 from lightning_hybrid.pipeline_parallel.timeline import simulate
 
-#: A share of a step that is not worth the memory of another microbatch.
+#: A saving below this fraction of the step is not worth the memory of another microbatch.
 NOT_WORTH = 0.02
 
-_MOST_PLAYED = 64  # microbatches of a step after which it surely goes on as before, if there are not more ranks
+_MOST_PLAYED = 64  # simulated microbatches of a long step, which then repeats the same pattern; more with many ranks
 
 
 def choose_extra(
@@ -27,25 +31,27 @@ def choose_extra(
     patience: float = math.inf,
     build: Callable[[str, int, int, int, tuple[int, ...]], Schedule] = build_unproven,
 ) -> tuple[int, ...]:
-    """The smallest numbers with which a step takes as long as with any, by the simulator.
+    """Return the smallest numbers of extra microbatches with which the simulated step takes the shortest time.
 
-    With ``n`` microbatches in flight over links behind a rank, one of them takes at least
-    ``(way there and back, with all computations on it) / n`` (eager 1F1B, https://arxiv.org/abs/2211.05322). So
+    With ``n`` microbatches in flight over the links after a rank, each of them takes at least
+    ``(time there and back, with all computations in between) / n`` (eager 1F1B, https://arxiv.org/abs/2211.05322). So
     ``time on the link, there and back / time of a microbatch on the slowest rank``, rounded up, is enough for each
-    link. Often fewer are: where stages before or behind it wait anyhow, or a step has few microbatches. The simulator
-    plays what a run would do with these, and what it would do with fewer, link by link.
+    link. Often a smaller number is enough, because stages before or after the link wait anyway, or because a step has
+    few microbatches. The function simulates a step with these numbers and, link by link, with smaller numbers.
 
     Args:
-        name: The schedule. ``"gpipe"`` has all in flight already.
-        times: What computing and messages take.
-        num_ranks: Pipeline ranks.
-        num_microbatches: Of a step.
-        most: For each rank, how many more it has memory for; ``None`` for any number.
-        patience: Seconds after which links that have not been looked at keep what is surely enough.
-        build: Makes a schedule, as :func:`~..schedules.build_unproven`.
+        name: The name of the schedule. ``"gpipe"`` needs no extra microbatches.
+        times: The times of computations and messages.
+        num_ranks: The number of pipeline ranks.
+        num_microbatches: The number of microbatches in a step.
+        most: For each rank, the number of extra microbatches that its memory has room for; ``None`` for no limit.
+        patience: The time limit of the search, in seconds. Links that the search has not reached keep the number that
+            is certainly enough.
+        build: A function that builds a schedule, like :func:`~..schedules.build_unproven`.
 
     Returns:
-        A number for each link between neighbouring ranks; zeros where more would gain less than :data:`NOT_WORTH`.
+        A number for each link between neighboring ranks; zeros if extra microbatches would save less than the fraction
+        :data:`NOT_WORTH` of the step.
     """
     deadline, nothing = time.monotonic() + patience, (0,) * (num_ranks - 1)
     num_chunks = len(times.forwards) // max(1, num_ranks)
@@ -60,7 +66,7 @@ def choose_extra(
         timeline = simulate(schedule, send=times.send, duration=times.duration, occupied=times.occupied)
         return timeline.makespan
 
-    # What no number in flight changes: the step without any messages.
+    # A lower limit for any number in flight: the step if messages took no time.
     schedule = build(name, num_ranks, number, num_chunks, nothing)
     undelayed = simulate(schedule, duration=times.duration).makespan
     if seconds(nothing) <= (1 + NOT_WORTH) * undelayed:
@@ -80,7 +86,10 @@ def choose_extra(
 
 
 def _enough(times: StepTimes, placement: Placement, num_microbatches: int) -> list[int]:
-    """Return for each link the microbatches on their way there and back while the slowest rank computes one."""
+    """Return a sufficient number of extra microbatches for each link.
+
+    It is the round-trip time of a message on the link divided by the time of a microbatch on the slowest rank.
+    """
     num_ranks = placement.num_ranks
     own = map(placement.stages_of, range(num_ranks))
     slowest = max(sum(times.forwards[stage] + times.backwards[stage] for stage in stages) for stages in own)
@@ -89,15 +98,22 @@ def _enough(times: StepTimes, placement: Placement, num_microbatches: int) -> li
         on_link[rank] += 2 * (send + occupied)
     if num_ranks == 1 or not slowest:
         return [0] * (num_ranks - 1)
-    back = on_link.pop()  # from the last rank to the first, which has no number of its own
+    back = on_link.pop()  # the link from the last rank to the first has no number of its own
     on_link[-1] += back
-    # Between chunks a forward waits for its turn beside backwards: there a message is late by more than its own time.
+    # With several chunks, a late forward also waits for backwards, so a message delays it by more than its own time.
     late = placement.num_chunks
     return [min(num_microbatches, math.ceil(late * time / slowest)) for time in on_link]
 
 
 def _bounded(extra: list[int], most: Sequence[float] | None) -> tuple[int, ...]:
-    """As many as ranks have memory for: a rank keeps what is on its way over all links behind it."""
+    """Reduce numbers of extra microbatches so that every rank has enough memory.
+
+    A rank stores the activations of all microbatches in flight over the links after it.
+
+    Args:
+        extra: A number for each link; changed in place.
+        most: For each rank, the number of extra microbatches that its memory has room for; ``None`` for no limit.
+    """
     limits = [math.inf] * len(extra) if most is None else most
     for rank in reversed(range(len(extra))):
         while sum(extra[rank:]) > max(0.0, limits[rank]):
@@ -107,4 +123,5 @@ def _bounded(extra: list[int], most: Sequence[float] | None) -> tuple[int, ...]:
 
 
 def _with(extra: tuple[int, ...], link: int, number: int) -> tuple[int, ...]:
+    """Return the numbers of all links with another number for one link."""
     return (*extra[:link], number, *extra[link + 1 :])

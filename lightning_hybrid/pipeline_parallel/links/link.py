@@ -1,4 +1,4 @@
-"""What links between ranks take: of one, and of those that the messages of a step go over."""
+"""Time of messages on links between ranks, and the times of the parts of a step."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from lightning_hybrid.pipeline_parallel.schedules import Action, Placement
 
 @dataclass(frozen=True)
 class Link:
-    """Between two ranks, in one direction.
+    """Link between two ranks, in one direction.
 
     Attributes:
-        latency: Seconds until a message arrives, beside those that its bytes take.
-        bandwidth: Bytes in a second.
+        latency: The time until a message arrives, in seconds, in addition to the time for its bytes.
+        bandwidth: The bytes per second.
     """
 
     latency: float = 0.0
     bandwidth: float = math.inf
 
     def seconds(self, sent: float, hops: float) -> float:
-        """How long it takes to send so many bytes in so many hops."""
+        """Return the time to send ``sent`` bytes in ``hops`` hops, in seconds."""
         return sent / self.bandwidth + hops * self.latency
 
 
 @dataclass(frozen=True)
 class StepTimes:
-    """What the parts of a step take, in one unit of time; the arguments of :func:`~..timeline.simulate`.
+    """Times of the parts of a step, all in the same unit. Its methods are arguments of :func:`~..timeline.simulate`.
 
     Attributes:
-        forwards: Of one microbatch, by stage.
-        backwards: Likewise.
-        sends: Delays of a message between a stage and the next one, by the first of the two.
-        occupations: How long such a message keeps its link from the next one, likewise.
+        forwards: The time of the forward of one microbatch, by stage.
+        backwards: The time of the backward of one microbatch, by stage.
+        sends: The latency of a message between a stage and the next stage, by the first of these stages.
+        occupations: The time for which this message occupies its link, by the first of these stages.
     """
 
     forwards: Sequence[float]
@@ -48,22 +48,22 @@ class StepTimes:
         return action.kind.share * (self.forwards if action.kind.is_forward else self.backwards)[action.stage]
 
     def send(self, message: Action) -> float:
-        """The delay of a message, by the action that sends it."""
+        """Return the latency of a message, given the action that sends it."""
         return self.sends[_boundary(message)]
 
     def occupied(self, message: Action) -> float:
-        """How long a message keeps its link."""
+        """Return the time for which a message occupies its link, given the action that sends it."""
         return self.occupations[_boundary(message)]
 
 
 def equal_times(placement: Placement, nodes: Sequence[int], inside: Link, between: Link) -> StepTimes:
-    """Return the times of equal stages and messages of one unit: 1 for a forward through a rank, 2 for a backward.
+    """Return the times of a step with equal stages, where a forward through a rank takes 1 and a backward 2.
 
     Args:
         placement: The rank of each stage.
         nodes: The node of each rank.
-        inside: The links inside of a node.
-        between: Those between two nodes.
+        inside: The links within a node. The size of each message is 1.
+        between: The links between two nodes.
     """
     of_stage = 1 / placement.num_chunks
     of_stages = [nodes[rank] for rank in placement.ranks]

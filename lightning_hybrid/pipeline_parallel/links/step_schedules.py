@@ -1,4 +1,7 @@
-"""The schedule of each training step; where links have delays, another one once these are known."""
+"""Schedules of training steps, and the automatic choice of extra microbatches in flight.
+
+With ``Tuning(extra_in_flight="auto")``, the schedule changes once the links between nodes have been measured.
+"""
 
 from __future__ import annotations
 
@@ -26,29 +29,29 @@ from lightning_hybrid.pipeline_parallel.timeline import simulate
 
 _log = logging.getLogger("lightning.pytorch")
 
-_WARM_UP, _MEASURED = 1, 2  # steps: the first one is slower than later ones
-_PATIENCE = 3.0  # seconds of training that the choice may take, and what a single simulation takes
-_KEPT_FREE = 0.05  # of a device's memory, for fragments and what single operations need
+_WARM_UP, _MEASURED = 1, 2  # number of steps; the first step is slower than later steps
+_PATIENCE = 3.0  # time limit of the choice in seconds; a simulation that has begun is completed
+_KEPT_FREE = 0.05  # fraction of a device's memory, for fragmentation and temporary memory of operations
 
 
 class Records(Protocol):
-    """What is told when the actions of a step begin and end, if anything is."""
+    """Interface of an object that records the actions of a step."""
 
     @property
     def recorder(self) -> Recorder | None:
-        """Notes the present step for somebody else."""
+        """The recorder of the current step; ``None`` if the caller does not record the step."""
 
     @property
     def profile(self) -> Profile | None:
-        """Makes the ranges of a step."""
+        """A function that returns a context for each action of a step; ``None`` for no contexts."""
 
 
 def find_placement(config: Settings, num_ranks: int) -> Placement:
-    """Return the rank of each stage; several chunks on a single rank would be neighbors, and are one stage.
+    """Return the rank of each stage. On a single pipeline rank, there is only one stage, regardless of `num_chunks`.
 
     Args:
         config: The arguments of the strategy.
-        num_ranks: Pipeline ranks.
+        num_ranks: The number of pipeline ranks.
     """
     return placement_of(config.schedule, num_ranks, config.num_chunks if num_ranks > 1 else 1)
 
@@ -65,10 +68,10 @@ def find_schedule(
 
     Args:
         config: The arguments of the strategy.
-        num_ranks: Pipeline ranks.
-        num_microbatches: Of the step.
-        extra_in_flight: For each link; those of the arguments by default.
-        posts_early: As of :func:`~..schedules.build`.
+        num_ranks: The number of pipeline ranks.
+        num_microbatches: The number of microbatches in the step.
+        extra_in_flight: The number of extra microbatches for each link; by default the numbers in `config`.
+        posts_early: See :func:`~..schedules.build`.
     """
     num_chunks = find_placement(config, num_ranks).num_chunks
     extra = config.extra_of_links(num_ranks) if extra_in_flight is None else extra_in_flight
@@ -77,14 +80,14 @@ def find_schedule(
 
 @dataclass(frozen=True)
 class Measured:
-    """What a rank has found out in the first steps.
+    """Measurements of a rank in the first steps.
 
     Attributes:
-        rank: Its pipeline rank.
-        num_microbatches: Of a step, at most.
-        seconds: Of one microbatch, by stage and kind of computation, such as ``"F"``: the median.
-        delays: Of the links on which it sends activations.
-        most: How many microbatches more than now it has memory for.
+        rank: The pipeline rank.
+        num_microbatches: The maximum number of microbatches in a step.
+        seconds: The median time of one microbatch in seconds, by stage and kind of computation, such as ``"F"``.
+        delays: The delays of the links on which the rank sends activations.
+        most: The number of extra microbatches that the rank's memory has room for.
     """
 
     rank: int
@@ -95,24 +98,27 @@ class Measured:
 
 
 class StepSchedules(dict[int, Schedule]):
-    """The schedule of a training step, by its number of microbatches; made when it is first asked for.
+    """Schedules of training steps by number of microbatches. A schedule is built at its first use.
 
-    With ``Tuning(extra_in_flight="auto")``, and pipeline ranks on several machines, the first steps run with no more in
-    flight than the schedule's own. The second and the third one are timed. Before the fourth one messages are sent over
-    the links between machines, all ranks tell each other what they have found, the first one chooses
-    (:func:`~.in_flight.choose_extra`), and later steps have as many more in flight. Nothing but time and memory
-    depends on the choice: no number does, and no checkpoint. The Trainer's profiler does not hear of the actions of
-    steps that are timed.
+    With ``Tuning(extra_in_flight="auto")``, and pipeline ranks on several nodes, the first steps run without extra
+    microbatches in flight. The second and the third step are timed. Before the fourth step:
+
+    1. All ranks send messages over the links between nodes, and measure their delays.
+    2. All ranks exchange their measurements.
+    3. The first rank chooses the numbers of extra microbatches (:func:`~.in_flight.choose_extra`), and broadcasts them.
+
+    The choice changes only time and memory, not results or checkpoints. The Trainer's profiler does not receive the
+    actions of timed steps.
 
     Args:
         config: The arguments of the strategy.
         mesh: The ranks.
-        engine: Runs the schedules.
-        device: Where this rank computes.
+        engine: The engine that runs the schedules.
+        device: The device on which this rank computes.
 
     Attributes:
-        extra_in_flight: For each link between neighbouring pipeline ranks, what is used now.
-        is_choosing: Whether steps are timed now, or will be.
+        extra_in_flight: The current number of extra microbatches for each link between neighboring pipeline ranks.
+        is_choosing: True until the numbers have been chosen.
     """
 
     def __init__(self, config: Settings, mesh: Mesh, engine: Engine, device: torch.device) -> None:
@@ -127,19 +133,23 @@ class StepSchedules(dict[int, Schedule]):
         self._num_steps = self._num_timed = 0
 
     def __missing__(self, num_microbatches: int) -> Schedule:
+        """Build the schedule for a number of microbatches."""
         size = self._mesh.sizes.pipeline
         schedule = self[num_microbatches] = find_schedule(self._config, size, num_microbatches, self.extra_in_flight)
         return schedule
 
     def without_early_receives(self, num_microbatches: int) -> Schedule:
-        """The same with each receive where its message is sent, in unit time: no number depends on it."""
+        """Return the same schedule with each receive at the time when its message is sent.
+
+        The results of the step are the same. The training step uses it when every host may wait for its device.
+        """
         size = self._mesh.sizes.pipeline
         return find_schedule(self._config, size, num_microbatches, self.extra_in_flight, posts_early=False)
 
     def begin_step(self) -> None:
-        """A step with backward is about to begin, on every rank; where enough of them have been timed, choose.
+        """Count a step with backward that is about to begin; choose the numbers once enough steps have been timed.
 
-        To be called while it :attr:`is_choosing`.
+        Every rank calls this, while :attr:`is_choosing` is True.
         """
         if self._num_timed < _MEASURED:
             self._num_steps += 1
@@ -149,7 +159,7 @@ class StepSchedules(dict[int, Schedule]):
         found = self._gather(self._measure(seconds))
         chosen: tuple[int, ...] = ()
         size = self._mesh.sizes.pipeline
-        if self._mesh.is_first:  # alone: how far it comes in the time that it has is not the same everywhere
+        if self._mesh.is_first:  # one rank chooses, because the time limit could lead to different choices
             chosen = choose(self._config.schedule, size, found, patience=_PATIENCE)
         self.extra_in_flight = broadcast_object(chosen, self._mesh.rank(0, 0, 0), self._mesh.decision_group)
         self.is_choosing = False
@@ -158,12 +168,13 @@ class StepSchedules(dict[int, Schedule]):
             _log.info(choice_text(self.extra_in_flight, found))
 
     def profile(self, records: Records) -> Profile | None:
-        """What is told of the actions of this step: it is timed if it is one of the first, and nobody records it.
+        """Return the function that makes a context for each action of the step that is about to begin.
 
-        To be called while it :attr:`is_choosing`.
+        It times the step if the step is one of the first, and if the caller does not record it. Call this while
+        :attr:`is_choosing` is True.
 
         Args:
-            records: Who is told otherwise.
+            records: The recorder and the profiler of the caller.
         """
         if self._num_steps <= _WARM_UP or records.recorder is not None:
             return records.profile
@@ -172,14 +183,15 @@ class StepSchedules(dict[int, Schedule]):
         return self._recorder.range
 
     def _measure(self, seconds: Mapping[tuple[int, str], float]) -> Measured:
-        """Between two steps, on every rank."""
-        rank, number = self._mesh.pipeline_rank, max(self)  # the last batch of an epoch may have fewer
+        """Measure the links and the free memory. Every rank calls this between two steps."""
+        rank, number = self._mesh.pipeline_rank, max(self)  # the last batch of an epoch may be smaller
         self._engine.retire()
         delays = measure_delays(self._engine.channels, rank, self._links, self._device)
         most = self._spare(simulate(self[number]).peak_in_flight[rank])
         return Measured(rank, number, seconds, delays, most)
 
     def _spare(self, in_flight: float) -> float:
+        """Return the number of extra microbatches that this rank's memory has room for."""
         if self._device.type != "cuda":
             return math.inf
         free, total = torch.cuda.mem_get_info(self._device)
@@ -188,11 +200,12 @@ class StepSchedules(dict[int, Schedule]):
         return spare_microbatches(room, peak - torch.cuda.memory_allocated(self._device), in_flight)
 
     def _gather(self, own: Measured) -> list[Measured]:
+        """Return the measurements of all ranks."""
         return all_gather_values(own, self._mesh.decision_group)
 
 
 def medians(ranges: Sequence[Range]) -> dict[tuple[int, str], float]:
-    """Return the median seconds of each kind of computation that was recorded, by stage."""
+    """Return the median time of the recorded computations in seconds, by stage and kind."""
     times: dict[tuple[int, str], list[float]] = {}
     for each in ranges:
         if each.action is not None and each.action.kind.is_compute and each.name == each.action.kind.label:
@@ -201,25 +214,25 @@ def medians(ranges: Sequence[Range]) -> dict[tuple[int, str], float]:
 
 
 def spare_microbatches(room: float, taken: float, in_flight: float) -> float:
-    """How many microbatches more a device has memory for.
+    """Return the number of extra microbatches that a device has memory for.
 
     Args:
-        room: Bytes that are free at the peak of a step.
-        taken: Bytes that a step has taken beside what stays between steps: activations, and gradients too, so that
-            rather fewer microbatches are allowed than fit.
-        in_flight: How many microbatches the activations are of.
+        room: The free memory at the peak of a step, in bytes.
+        taken: The memory that a step takes in addition to the memory that is allocated between steps, in bytes. It
+            contains gradients as well as activations, so the result is rather too small than too large.
+        in_flight: The number of microbatches to which the activations belong.
     """
     each = taken / in_flight if in_flight else 0.0
     return max(0.0, room // each) if each > 0 else math.inf
 
 
 def step_times(schedule: str, num_ranks: int, found: Sequence[Measured]) -> StepTimes:
-    """Return the seconds of computations and messages, the most of all replicas and tensor-parallel ranks.
+    """Return the times of computations and messages in seconds, as the maximum over replicas and tensor-parallel ranks.
 
     Args:
-        schedule: Its name.
-        num_ranks: Pipeline ranks.
-        found: The measurements of each rank.
+        schedule: The name of the schedule.
+        num_ranks: The number of pipeline ranks.
+        found: The measurements of all ranks.
     """
     seconds: dict[tuple[int, str], float] = {}
     delays: dict[Link, Delay] = {}
@@ -243,13 +256,13 @@ def step_times(schedule: str, num_ranks: int, found: Sequence[Measured]) -> Step
 
 
 def choose(schedule: str, num_ranks: int, found: Sequence[Measured], *, patience: float = math.inf) -> tuple[int, ...]:
-    """How many more are to be on their way over each link.
+    """Return the number of extra microbatches in flight for each link.
 
     Args:
-        schedule: Its name.
-        num_ranks: Pipeline ranks.
-        found: What each rank has measured.
-        patience: As of :func:`~.in_flight.choose_extra`.
+        schedule: The name of the schedule.
+        num_ranks: The number of pipeline ranks.
+        found: The measurements of all ranks.
+        patience: See :func:`~.in_flight.choose_extra`.
     """
     most = [min(each.most for each in found if each.rank == rank) for rank in range(num_ranks)]
     number = max(each.num_microbatches for each in found)
@@ -257,7 +270,7 @@ def choose(schedule: str, num_ranks: int, found: Sequence[Measured], *, patience
 
 
 def choice_text(extra_in_flight: Sequence[int], found: Sequence[Measured]) -> str:
-    """What has been chosen, and of what, for a log."""
+    """Return the log message about the choice and the measurements."""
     slowest = max((delay.latency + delay.occupied for each in found for delay in each.delays.values()), default=0.0)
     of_ranks = [sum(each.seconds.values()) for each in found]
     least = min(each.most for each in found)

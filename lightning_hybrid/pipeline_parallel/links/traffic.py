@@ -1,4 +1,7 @@
-"""What a step sends over the links between machines: by how ranks are numbered, and by what it has sent."""
+"""Traffic between nodes: the bytes that a step sends, and the order of the axes that sends the fewest.
+
+A run counts bytes with :class:`TrafficWatch` and warns if another order would send less.
+"""
 
 from __future__ import annotations
 
@@ -16,18 +19,18 @@ from lightning_hybrid.distributed.process_group import has_nccl
 from lightning_hybrid.distributed.watch.flight_recorder import read_bytes
 from lightning_hybrid.pipeline_parallel.engine import Engine
 
-_COUNTED = 4  # the optimizer step whose bytes are counted
-_WORTH = 0.8  # a share of the bytes that another order of the axes has to stay below
+_COUNTED = 4  # number of the optimizer step whose bytes are counted
+_WORTH = 0.8  # another order is recommended if it sends at most this fraction of the bytes
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """The bytes of an optimizer step.
+    """Bytes that an optimizer step sends.
 
     Attributes:
-        data: That a rank sends to the next one in the ring of its replicas.
-        tensor: That a rank sends to the next one in the ring of those that share its layers.
-        pipeline: That two neighbouring pipeline ranks send to each other, by the first of them.
+        data: The bytes that a rank sends to the next rank in the ring of its data-parallel group.
+        tensor: The bytes that a rank sends to the next rank in the ring of its tensor-parallel group.
+        pipeline: The bytes that two neighboring pipeline ranks send to each other, by the first of these ranks.
     """
 
     data: float = 0.0
@@ -36,13 +39,16 @@ class Traffic:
 
 
 def bytes_between_nodes(sizes: Sizes, rank_order: str, nodes: Sequence[Any], traffic: Traffic) -> tuple[float, float]:
-    """The bytes that cross nodes in a step, of all ranks, and how many of these are of tensor parallelism.
+    """Compute the bytes that all ranks together send between nodes in a step.
 
     Args:
         sizes: The number of ranks along each axis.
         rank_order: The axes from the outermost to the innermost, joined by ``-``.
         nodes: The node of each global rank.
-        traffic: What ranks send to each other.
+        traffic: The bytes that ranks send to each other.
+
+    Returns:
+        The number of bytes, and the part of it that is due to tensor parallelism.
     """
     crossing = dict.fromkeys(AXES, 0.0)
     steps = {axis: (sizes.stride(axis, rank_order), sizes.along(axis)) for axis in sizes.axes}
@@ -56,8 +62,18 @@ def bytes_between_nodes(sizes: Sizes, rank_order: str, nodes: Sequence[Any], tra
 
 
 def least_bytes(sizes: Sizes, rank_order: str, nodes: Sequence[Any], traffic: Traffic) -> tuple[str, float]:
-    """The order of axes with which the fewest bytes cross nodes, and these; today's if no other has fewer."""
-    axes = sorted(sizes.axes, key=lambda axis: axis.role is not LAYERS)  # of equal orders, one with stages outermost
+    """Find the order of axes with which the fewest bytes are sent between nodes.
+
+    Args:
+        sizes: See :func:`bytes_between_nodes`.
+        rank_order: The current order.
+        nodes: See :func:`bytes_between_nodes`.
+        traffic: See :func:`bytes_between_nodes`.
+
+    Returns:
+        The order and its number of bytes; the current order if no other order sends fewer bytes.
+    """
+    axes = sorted(sizes.axes, key=lambda axis: axis.role is not LAYERS)  # pipeline first: it wins among equal orders
     orders = ["-".join(axis.key for axis in order) for order in itertools.permutations(axes)]
     found = {order: bytes_between_nodes(sizes, order, nodes, traffic)[0] for order in (rank_order, *orders)}
     best = min(found, key=lambda order: found[order])
@@ -65,16 +81,16 @@ def least_bytes(sizes: Sizes, rank_order: str, nodes: Sequence[Any], traffic: Tr
 
 
 def traffic_text(sizes: Sizes, rank_order: str, nodes: Sequence[Any], traffic: Traffic) -> str | None:
-    """The warning where tensor-parallel groups are on several nodes, or another order would send less between nodes.
+    """Return the warning that tensor-parallel groups span several nodes, or that another order would send less.
 
     Args:
-        sizes: As of :func:`bytes_between_nodes`, as the others.
-        rank_order: Likewise.
-        nodes: Likewise.
-        traffic: Likewise.
+        sizes: See :func:`bytes_between_nodes`.
+        rank_order: See :func:`bytes_between_nodes`.
+        nodes: See :func:`bytes_between_nodes`.
+        traffic: See :func:`bytes_between_nodes`.
 
     Returns:
-        The text, with the bytes of today's order and of the best one; ``None`` if there is nothing to say.
+        The warning, with the bytes for the current and for the best order; ``None`` if neither is the case.
     """
     total, of_sums = bytes_between_nodes(sizes, rank_order, nodes, traffic)
     best, least = least_bytes(sizes, rank_order, nodes, traffic)
@@ -92,19 +108,20 @@ def traffic_text(sizes: Sizes, rank_order: str, nodes: Sequence[Any], traffic: T
 
 
 class TrafficWatch:
-    """Finds out in the fourth optimizer step what is sent between machines, and says it if that could be less.
+    """Counter of the bytes sent between nodes in the fourth optimizer step, which warns if another order sends less.
 
-    By then delays have been measured (:class:`~.step_schedules.StepSchedules`), whose messages do not count. Nothing is
-    done in a step for it: torch notes collectives of gloo anyway, and channels know their messages. Where torch does
-    not, and with NCCL, nothing is said; ``lightning-hybrid plan`` works it out for these.
+    By the fourth step, the delays of links have been measured (:class:`~.step_schedules.StepSchedules`), so these
+    messages are not counted. Counting adds no work to a step: torch records the collectives of gloo anyway, and
+    channels count their bytes. If torch does not record them, and with NCCL, there is no warning;
+    ``lightning-hybrid plan`` estimates the bytes in these cases.
 
     Args:
         mesh: The ranks.
-        engine: Runs the schedules.
-        rank_order: How ranks are numbered.
+        engine: The engine, whose channels count their bytes.
+        rank_order: The order of the axes in the numbering of ranks.
 
     Attributes:
-        is_counting: Whether there is yet something to be found out.
+        is_counting: True until the bytes have been counted; always False if there is nothing to count.
     """
 
     def __init__(self, mesh: Mesh, engine: Engine, rank_order: str) -> None:
@@ -117,10 +134,12 @@ class TrafficWatch:
         self._before: dict[int, int] = {}
 
     def begin_step(self) -> str | None:
-        """The first batch of an optimizer step is about to run, on every rank. To be called while it `is_counting`.
+        """Count an optimizer step whose first batch is about to run.
+
+        Every rank calls this, while `is_counting` is True.
 
         Returns:
-            The warning, on every rank, if there is one: at the fifth step.
+            The warning, at the fifth step and on every rank; ``None`` if there is no warning.
         """
         self._num_steps += 1
         if self._num_steps == _COUNTED:
@@ -134,7 +153,7 @@ class TrafficWatch:
         return traffic_text(self._mesh.sizes, self._rank_order, self._mesh.hosts, most_traffic(found))
 
     def _sent(self) -> dict[int, int]:
-        """The bytes that this rank has sent to its neighbours so far, by the pipeline rank before the link."""
+        """Return the bytes that this rank has sent to its neighbors so far, by the first rank of the link."""
         sent: dict[int, int] = {}
         for (sender, receiver, kind), channel in self._engine.channels.items():
             if sender == self._mesh.pipeline_rank:
@@ -143,7 +162,11 @@ class TrafficWatch:
         return sent
 
     def _measured(self) -> tuple[int, Traffic] | None:
-        """This pipeline rank, and what it has sent since the step before began; ``None`` if torch does not say it."""
+        """Return this pipeline rank and the bytes that it has sent since the fourth step began.
+
+        Returns:
+            The rank and its traffic; ``None`` if torch has not recorded the collectives.
+        """
         collectives, last = read_bytes(self._last)
         if last == self._last:
             return None
@@ -156,10 +179,10 @@ class TrafficWatch:
 
 
 def most_traffic(found: Sequence[tuple[int, Traffic]]) -> Traffic:
-    """Of what ranks have sent, the most of any replica; over a link what its two ranks send is added up.
+    """Return the maximum traffic over all replicas. The bytes that the two ranks of a link send are added.
 
     Args:
-        found: The pipeline rank of each rank, and what it has sent to its neighbours and in rings.
+        found: The pipeline rank of each rank, and the bytes that it has sent.
     """
     of_ranks: dict[tuple[int, int], float] = {}  # by pipeline rank and link
     for rank, traffic in found:

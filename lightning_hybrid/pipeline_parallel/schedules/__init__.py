@@ -1,4 +1,7 @@
-"""Pipeline schedules as plain data: lists of actions, how they are generated, and the passes that complete them."""
+"""Pipeline schedules as plain data: lists of actions, their generators, and the passes that complete them.
+
+:func:`build` makes the schedule of a training step, and :func:`build_forward` the schedule of an evaluation step.
+"""
 
 from __future__ import annotations
 
@@ -54,21 +57,21 @@ def build(
     *,
     posts_early: bool = True,
 ) -> Schedule:
-    """The complete, validated schedule of a training step.
+    """Build the complete, validated schedule of a training step.
 
     Args:
         name: ``"gpipe"``, ``"1f1b"`` or ``"interleaved_1f1b"``.
-        num_ranks: Number of pipeline ranks.
-        num_microbatches: Microbatches in one step; any number, also fewer than stages.
-        num_chunks: Stages per rank.
-        extra_in_flight: For each link between neighbouring ranks, how many microbatches more are on their way over it;
-            nothing for none.
-        posts_early: Whether receives are posted before their messages are sent, in unit time. If not, every host may
-            wait for its device at any time: what each has enqueued comes to its end.
+        num_ranks: The number of pipeline ranks.
+        num_microbatches: The number of microbatches in a step. It may be smaller than the number of stages.
+        num_chunks: The number of stages per rank.
+        extra_in_flight: The number of extra microbatches in flight over each link between neighboring ranks; empty for
+            none.
+        posts_early: If True, receives are posted before their messages are sent, in unit time. If False, every host may
+            wait for its device at any time, because all operations that a host has enqueued can finish.
 
     Raises:
-        ValueError: If there is no such schedule, a number is not at least 1, or the schedule has one chunk only, or
-            cannot have more in flight.
+        ValueError: If the schedule does not exist, a number is below 1, or the schedule does not support several chunks
+            or extra microbatches in flight.
 
     Example:
         >>> print(*build("1f1b", num_ranks=2, num_microbatches=2).actions[1])
@@ -81,18 +84,20 @@ def build(
 def compute_schedule(
     name: str, num_ranks: int, num_microbatches: int, num_chunks: int = 1, extra_in_flight: Sequence[int] = ()
 ) -> Schedule:
-    """Return the schedule of :func:`build` without sends and receives. Its arguments are those of :func:`build`."""
+    """Build the schedule of :func:`build` without sends and receives. The arguments are the same."""
     order = compute_order(name, num_ranks, num_microbatches, num_chunks, extra_in_flight)
     return Schedule(name, placement_of(name, num_ranks, num_chunks), num_microbatches, order)
 
 
 def complete(schedule: Schedule, extra_in_flight: Sequence[int] = (), *, posts_early: bool = True) -> Schedule:
-    """Return a schedule of computations with sends and receives, validated, and with the proofs that an engine reads.
+    """Add sends, receives and proofs to a schedule of computations, and validate it.
+
+    The engine needs the proofs of :func:`prove_sends_received`.
 
     Args:
         schedule: The computations.
-        extra_in_flight: As for :func:`build`.
-        posts_early: As for :func:`build`.
+        extra_in_flight: See :func:`build`.
+        posts_early: See :func:`build`.
 
     Raises:
         ValueError: If a computation is missing, or computations wait for each other.
@@ -105,14 +110,14 @@ def complete(schedule: Schedule, extra_in_flight: Sequence[int] = (), *, posts_e
 def build_unproven(
     name: str, num_ranks: int, num_microbatches: int, num_chunks: int = 1, extra_in_flight: tuple[int, ...] = ()
 ) -> Schedule:
-    """Return the schedule of :func:`build` without validation and proofs, in a fifth of the time: for simulations.
+    """Build the schedule of :func:`build` without validation and proofs, for simulations, in a fifth of the time.
 
     Args:
-        name: As for :func:`build`.
-        num_ranks: As for :func:`build`.
-        num_microbatches: As for :func:`build`.
-        num_chunks: As for :func:`build`.
-        extra_in_flight: As for :func:`build`.
+        name: See :func:`build`.
+        num_ranks: See :func:`build`.
+        num_microbatches: See :func:`build`.
+        num_chunks: See :func:`build`.
+        extra_in_flight: See :func:`build`.
     """
     schedule = compute_schedule(name, num_ranks, num_microbatches, num_chunks, extra_in_flight)
     return _with_communication(schedule, extra_in_flight, True)
@@ -120,21 +125,22 @@ def build_unproven(
 
 @lru_cache
 def build_forward(placement: Placement, num_microbatches: int, *, posts_early: bool = True) -> Schedule:
-    """Return the complete, validated schedule of an evaluation step: forwards only.
+    """Build the complete, validated schedule of an evaluation step, which has only forwards.
 
     Args:
         placement: The rank of each stage, as in training.
-        num_microbatches: As for :func:`build`.
-        posts_early: As for :func:`build`.
+        num_microbatches: See :func:`build`.
+        posts_early: See :func:`build`.
 
     Raises:
-        ValueError: If the number of microbatches is less than 1.
+        ValueError: If the number of microbatches is below 1.
     """
     schedule = Schedule("forward", placement, num_microbatches, forward_order(placement, num_microbatches))
     return complete(schedule, posts_early=posts_early)
 
 
 def _with_communication(schedule: Schedule, extra_in_flight: Sequence[int], posts_early: bool) -> Schedule:
+    """Add sends and receives to a schedule of computations."""
     schedule = add_communication(schedule)
     if posts_early and not _waits_for_each_kernel():
         schedule = post_receives_early(schedule, extra_in_flight)
@@ -142,8 +148,9 @@ def _with_communication(schedule: Schedule, extra_in_flight: Sequence[int], post
 
 
 def _waits_for_each_kernel() -> bool:
-    """Whether the host waits for each kernel that it launches, so also for the message of each receive that it posts.
+    """Return whether the host waits for each kernel that it launches.
 
-    https://docs.nvidia.com/cuda/cuda-c-programming-guide/#env-vars: it is set before the process starts.
+    It would then also wait for the message of each receive that it posts. The user sets this variable before the
+    process starts: https://docs.nvidia.com/cuda/cuda-c-programming-guide/#env-vars
     """
     return os.environ.get("CUDA_LAUNCH_BLOCKING", "0") != "0"

@@ -1,4 +1,4 @@
-"""An action of a rank, and a schedule: the list of actions of each rank."""
+"""Actions of a rank, and schedules, which contain the list of actions of each rank."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from lightning_hybrid.pipeline_parallel.schedules.kinds import COUNTERPARTS, REC
 from lightning_hybrid.pipeline_parallel.schedules.placement import Placement
 
 ChannelKey = tuple[int, int, Literal["activation", "gradient"]]
-"""The rank of the sender, the rank of the receiver, and the kind of message."""
+"""Key of a channel: the sender's rank, the receiver's rank, and the kind of message."""
 
 
 class Action(NamedTuple):
-    """One thing that one stage does with one microbatch.
+    """One action of one stage for one microbatch.
 
     ::
 
@@ -24,9 +24,9 @@ class Action(NamedTuple):
             F --SEND_F--> RECV_F  F  SEND_F --> RECV_F      F
             B  RECV_B <-- SEND_B  B  RECV_B <-- SEND_B      B
 
-    ``SEND_F`` sends the stage's output and ``RECV_F`` receives its input; ``RECV_B`` receives the gradient of its
-    output and ``SEND_B`` sends the gradient of its input. A send names the stage of the sender and the receive that it
-    meets the stage of the receiver: ``1SEND_F3`` meets ``2RECV_F3``.
+    ``SEND_F`` sends the stage's output and ``RECV_F`` receives its input. ``RECV_B`` receives the gradient of its
+    output and ``SEND_B`` sends the gradient of its input. A send contains the stage of the sender, and the matching
+    receive contains the stage of the receiver: ``1SEND_F3`` matches ``2RECV_F3``.
 
     Example:
         >>> str(Action(2, Kind.F, 0)), Action.parse("1SEND_F3").stage
@@ -38,12 +38,12 @@ class Action(NamedTuple):
     microbatch: int
 
     def __str__(self) -> str:
-        """In torch's notation, such as ``"2F0"``."""
+        """Return torch's notation, such as ``"2F0"``."""
         return f"{self.stage}{self.kind.value}{self.microbatch}"
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        """Read torch's notation, such as ``"2F0"`` or ``"0RECV_B2"``.
+        """Parse torch's notation, such as ``"2F0"`` or ``"0RECV_B2"``.
 
         Raises:
             ValueError: If ``text`` is not an action.
@@ -63,16 +63,16 @@ _NOTATION = re.compile(rf"(\d+)({'|'.join(kind.value for kind in Kind)})(\d+)")
 
 @dataclass(frozen=True)
 class Schedule:
-    """The actions of every rank in one step, in order.
+    """Actions of every rank in one step, in order.
 
     Attributes:
-        name: The generator that made it.
+        name: The name of the generator.
         placement: The rank of each stage. Consecutive stages on one rank need no messages.
-        num_microbatches: Microbatches in one step.
-        actions: ``actions[rank]`` is the list of that rank.
-        retired: ``retired[rank][position]`` are this rank's own sends that are proven received once the action at
-            ``position`` has its input; empty before :func:`~.passes.prove_sends_received`.
-        posts_early: Whether receives have been moved in front of computations that their senders may wait for.
+        num_microbatches: The number of microbatches in one step.
+        actions: ``actions[rank]`` is the list of actions of this rank.
+        retired: ``retired[rank][position]`` are the sends of this rank that are proven to be received once the action
+            at ``position`` has its input; empty before :func:`~.passes.prove_sends_received`.
+        posts_early: True if receives have been moved before computations that their senders may wait for.
     """
 
     name: str
@@ -84,22 +84,22 @@ class Schedule:
 
     @property
     def num_ranks(self) -> int:
-        """Number of pipeline ranks."""
+        """The number of pipeline ranks."""
         return self.placement.num_ranks
 
     @property
     def num_chunks(self) -> int:
-        """Stages per rank."""
+        """The number of stages per rank."""
         return self.placement.num_chunks
 
     @property
     def num_stages(self) -> int:
-        """Number of stages over all ranks."""
+        """The number of stages over all ranks."""
         return self.placement.num_stages
 
     @cached_property
     def has_backward(self) -> bool:
-        """If False, the schedule is one of evaluation: no gradients are computed."""
+        """False if this is a schedule for evaluation, which computes no gradients."""
         return any(action.kind.completes_gradients for actions in self.actions for action in actions)
 
     @cached_property
@@ -113,7 +113,7 @@ class Schedule:
         return self.placement.ranks[stage]
 
     def needs(self, action: Action) -> set[Action]:
-        """Return the computations, on any rank, whose results a computation works on."""
+        """Return the computations, on any rank, whose results a computation needs."""
         stage, kind, microbatch = action
         before = self._before(action)
         own = None if kind.needs is None else self._sources.get((stage, kind.needs, microbatch))
@@ -121,14 +121,14 @@ class Schedule:
         return {needed for needed in (own, other) if needed is not None}
 
     def receive_for(self, action: Action) -> Action | None:
-        """Return the receive that a computation waits for; ``None`` if all that it needs is computed on its rank."""
+        """Return the receive that a computation waits for; ``None`` if its rank computes all its inputs."""
         before = self._before(action)
         if before is None or self.rank_of(before) == self.rank_of(action.stage):
             return None
         return Action(action.stage, RECEIVES[action.kind.flow], action.microbatch)
 
     def send_for(self, action: Action) -> Action | None:
-        """Return the send whose message ``action`` works on; ``None`` for a message, or without one."""
+        """Return the send whose message a computation needs; ``None`` for sends, receives and other computations."""
         receive = self.receive_for(action) if action.kind.is_compute else None
         return None if receive is None else self.counterpart(receive)
 
@@ -142,35 +142,42 @@ class Schedule:
         return Action(action.stage, SENDS[action.kind.flow], action.microbatch)
 
     def computation_of(self, send: Action) -> Action:
-        """Return the computation whose result a send sends."""
+        """Return the computation whose result a send transfers."""
         result = Result.OUTPUTS if send.kind.flow > 0 else Result.INPUT_GRADIENTS
         return self._sources[send.stage, result, send.microbatch]
 
     def counterpart(self, message: Action) -> Action:
-        """Return the receive of a send, or the send of a receive: ``1SEND_F3`` and ``2RECV_F3``."""
+        """Return the receive for a send, or the send for a receive: ``1SEND_F3`` and ``2RECV_F3``."""
         kind, step = COUNTERPARTS[message.kind]
         return Action(message.stage + step, kind, message.microbatch)
 
     def channel(self, message: Action) -> ChannelKey:
-        """Return the channel of a send or a receive: the ranks of sender and receiver, and the kind of message."""
+        """Return the channel of a send or receive: the sender's rank, the receiver's rank, and the kind of message."""
         _, step = COUNTERPARTS[message.kind]
         here, there = self.rank_of(message.stage), self.rank_of(message.stage + step)
         what: Literal["activation", "gradient"] = "activation" if message.kind.flow > 0 else "gradient"
         return (there, here, what) if message.kind.is_receive else (here, there, what)
 
     def waiting(self, positions: Iterable[int]) -> list[str]:
-        """Return which rank waits where if each has come to this position of its list; empty if all are at the end."""
+        """Return the action that each rank waits at, as text for an error message.
+
+        Args:
+            positions: The position of each rank in its list.
+
+        Returns:
+            One text for each rank that is not at the end of its list.
+        """
         nexts = enumerate(zip(self.actions, positions, strict=True))
         return [f"rank {rank} waits at {actions[i]}" for rank, (actions, i) in nexts if i < len(actions)]
 
     def play(self, do: Callable[[int, Action], bool]) -> list[str]:
-        """Let each rank go through its list as far as it can, in turns, until all are at the end or none can move.
+        """Advance each rank through its list, in turns, until all ranks are at the end or none can advance.
 
         Args:
-            do: Gets a rank and its next action; returns ``False`` if the action has to wait.
+            do: Receives a rank and its next action. Returns ``False`` if the action has to wait.
 
         Returns:
-            Which rank waits where, for the message of a deadlock; empty if all ranks got to the end.
+            One text for each rank that waits, for a deadlock error; empty if all ranks are at the end.
         """
         positions = [0] * len(self.actions)
         moved = True
@@ -183,7 +190,10 @@ class Schedule:
         return self.waiting(positions)
 
     def _before(self, action: Action) -> int | None:
-        """Return the stage whose result of the same kind a computation works on, if there is one."""
+        """Return the neighboring stage that sends the input of a computation; ``None`` at the ends of the model.
+
+        It is the previous stage for a forward, and the next stage for a backward.
+        """
         assert action.kind.is_compute
         before = action.stage - action.kind.flow
         return before if action.kind.flow and 0 <= before < self.num_stages else None

@@ -1,4 +1,4 @@
-"""The order in which each rank computes: one generator per schedule."""
+"""Generators of schedules: the order in which each rank computes."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def placement_of(name: str, num_ranks: int, num_chunks: int = 1) -> Placement:
     """Return the rank of each stage in a schedule.
 
     Args:
-        name: One of :data:`SCHEDULES`.
-        num_ranks: Number of pipeline ranks.
-        num_chunks: Stages per rank.
+        name: A key of :data:`SCHEDULES`.
+        num_ranks: The number of pipeline ranks.
+        num_chunks: The number of stages per rank.
     """
     return SCHEDULES[name].place(num_ranks, num_chunks)
 
@@ -31,20 +31,20 @@ def compute_order(
 ) -> Order:
     """Return the computations of each rank, without sends and receives.
 
-    Every schedule runs the backwards of one stage in the order of the microbatches, so the gradients of a stage are
-    added up in the same order, to the same bits, whatever the schedule.
+    Every schedule runs the backwards of one stage in the order of the microbatches. So the gradients of a stage are
+    added in the same order, with bitwise identical results, in every schedule.
 
     Args:
-        name: One of :data:`SCHEDULES`.
-        num_ranks: Number of pipeline ranks.
-        num_microbatches: Microbatches in one step; any number, also fewer than stages.
-        num_chunks: Stages per rank.
-        extra_in_flight: For each link between neighbouring ranks, how many microbatches more are on their way over it;
-            nothing for none.
+        name: A key of :data:`SCHEDULES`.
+        num_ranks: The number of pipeline ranks.
+        num_microbatches: The number of microbatches in a step. It may be smaller than the number of stages.
+        num_chunks: The number of stages per rank.
+        extra_in_flight: The number of extra microbatches in flight over each link between neighboring ranks; empty for
+            none.
 
     Raises:
-        ValueError: If there is no such schedule, a number is not at least 1, or the schedule has one chunk only, or
-            cannot have more in flight.
+        ValueError: If the schedule does not exist, a number is below 1, or the schedule does not support several chunks
+            or extra microbatches in flight.
     """
     if name not in SCHEDULES:
         raise ValueError(f"schedule={name!r} must be one of {', '.join(map(repr, SCHEDULES))} [LH102]")
@@ -60,13 +60,13 @@ def compute_order(
             f"schedule={name!r} supports only one chunk per rank, but num_chunks is {num_chunks}; "
             "use schedule='interleaved_1f1b', or num_chunks=1 [LH114]"
         )
-    # What is on its way over the links behind a rank has been sent by it, and has not come back.
+    # A rank has run the forwards of all extra microbatches in flight over the links after it.
     extra = [sum(links[rank:]) for rank in range(num_ranks)]
     return SCHEDULES[name].order(placement_of(name, num_ranks, num_chunks), num_microbatches, extra)
 
 
 def gpipe(placement: Placement, num_microbatches: int, extra: Sequence[int]) -> Order:
-    """All forwards, then all backwards (GPipe, https://arxiv.org/abs/1811.06965).
+    """Order all forwards before all backwards (GPipe, https://arxiv.org/abs/1811.06965).
 
     ::
 
@@ -75,11 +75,11 @@ def gpipe(placement: Placement, num_microbatches: int, extra: Sequence[int]) -> 
         rank 2         F0 F1 F2 F3       B0 B1 B2 B3
         rank 3            F0 F1 F2 F3 B0 B1 B2 B3
 
-    Every rank keeps the activations of all microbatches. With several chunks a rank runs all microbatches through one
-    chunk before the next (breadth first, https://arxiv.org/abs/2211.05953).
+    Every rank stores the activations of all microbatches. With several chunks, a rank runs all microbatches through one
+    chunk before the next chunk (breadth first, https://arxiv.org/abs/2211.05953).
 
     Raises:
-        ValueError: If more is to be in flight.
+        ValueError: If extra microbatches in flight are requested.
     """
     if any(extra):
         raise ValueError(
@@ -97,7 +97,7 @@ def gpipe(placement: Placement, num_microbatches: int, extra: Sequence[int]) -> 
 
 
 def one_f_one_b(placement: Placement, num_microbatches: int, extra: Sequence[int]) -> Order:
-    """After a warm-up, one forward and one backward in turns (PipeDream-Flush, https://arxiv.org/abs/2006.09503).
+    """Alternate forwards and backwards after a warm-up (1F1B, PipeDream-Flush, https://arxiv.org/abs/2006.09503).
 
     ::
 
@@ -106,14 +106,14 @@ def one_f_one_b(placement: Placement, num_microbatches: int, extra: Sequence[int
         rank 2         F0 F1    B0 F2 B1 F3 B2    B3
         rank 3            F0 B0 F1 B1 F2 B2 F3 B3
 
-    It takes as long as GPipe, but rank ``r`` keeps the activations of ``min(m, p - r)`` microbatches only.
+    It takes as long as GPipe, but rank ``r`` stores the activations of only ``min(m, p - r)`` microbatches.
 
-    Where a message takes a while, microbatches that go to the last rank and back need more in flight, or ranks wait for
-    them (eager 1F1B, https://arxiv.org/abs/2211.05322). With two extra on rank 0, and time for a message::
+    If messages take a long time, ranks wait for microbatches that return from the last rank, unless extra microbatches
+    are in flight (eager 1F1B, https://arxiv.org/abs/2211.05322). With two extra microbatches on rank 0, and time for
+    messages::
 
         rank 0   F0 F1 F2 F3 B0 F4 B1 F5 B2    B3 ...
         rank 1         F0 B0 F1 B1 F2 B2 F3 B3 ...
-
     """
     num_ranks = placement.num_ranks
 
@@ -126,7 +126,7 @@ def one_f_one_b(placement: Placement, num_microbatches: int, extra: Sequence[int
 
 
 def interleaved_1f1b(placement: Placement, num_microbatches: int, extra: Sequence[int]) -> Order:
-    """1F1B over several chunks per rank, which divides the bubble by ``v`` (Megatron, https://arxiv.org/abs/2104.04473).
+    """Run 1F1B over ``v`` chunks per rank, to divide the bubble by ``v`` (Megatron, https://arxiv.org/abs/2104.04473).
 
     ::
 
@@ -135,17 +135,18 @@ def interleaved_1f1b(placement: Placement, num_microbatches: int, extra: Sequenc
 
         0a, 0b: forwards of microbatch 0 through the rank's first and second chunk; 0A, 0B: their backwards
 
-    Microbatches go through the chunks in groups: the whole group through one chunk, then through the next. The first of
-    a group of at least ``p`` is back at rank 0 when the last has left it, so nobody waits. The original has groups of
-    ``p`` and therefore needs a multiple of ``p`` microbatches. Here what is left over is spread over the groups:
-    ``p = 4`` and ``m = 9`` make groups of 4 and 5, in the order of two groups of 5 with one microbatch crossed out::
+    Microbatches go through the chunks in groups: the whole group through one chunk, then through the next chunk. If a
+    group has at least ``p`` microbatches, its first microbatch is back at rank 0 when the last microbatch has left it,
+    so no rank waits. The original schedule has groups of ``p`` microbatches, so it needs a multiple of ``p``
+    microbatches. Here, groups are larger instead, and some groups lack one microbatch. For ``p = 4`` and ``m = 9``, the
+    order is the order of two groups of 5 without one microbatch::
 
         0 1 2 3 - | 4 5 6 7 8
 
-    What remains of a schedule without deadlock has none either, and the bubble is ``(p - 1) / (v m)`` of the ideal time
-    for every ``m >= p``. The price is memory: a rank keeps more microbatches, by as many at most as the groups are
-    larger than ``p``. With ``m < p`` all are one group. With one chunk per rank this is 1F1B. Where more is to be in
-    flight, groups are as much larger.
+    If microbatches are removed from a schedule without deadlock, the result has no deadlock either. The bubble is
+    ``(p - 1) / (v m)`` of the ideal time for every ``m >= p``. The cost is memory: a rank stores at most as many extra
+    microbatches as a group has in excess of ``p``. If ``m < p``, all microbatches are in one group. With one chunk per
+    rank, the schedule is 1F1B. Groups grow by the number of extra microbatches in flight.
     """
     num_ranks, num_chunks = placement.num_ranks, placement.num_chunks
     if num_chunks == 1:
@@ -155,8 +156,8 @@ def interleaved_1f1b(placement: Placement, num_microbatches: int, extra: Sequenc
     def of_rank(rank: int) -> tuple[Action, ...]:
         stages = placement.stages_of(rank)
         forwards, backwards = _in_groups(Kind.F, stages, groups), _in_groups(Kind.B, stages[::-1], groups)
-        # When its first backward comes, the last rank has run the first group through all chunks but one. Each rank
-        # before it runs its forwards one step earlier and gets its gradients one step later: two more are under way.
+        # Before its first backward, the last rank runs the first group through all chunks except one. Each rank before
+        # it starts one step earlier and gets its gradients one step later, so it runs two more forwards.
         warm_up = (num_chunks - 1) * len(groups[0]) + 2 * (num_ranks - 1 - rank) + extra[rank]
         return tuple(filter(None, _in_turns(forwards, backwards, warm_up)))
 
@@ -164,10 +165,10 @@ def interleaved_1f1b(placement: Placement, num_microbatches: int, extra: Sequenc
 
 
 def forward_order(placement: Placement, num_microbatches: int) -> Order:
-    """Return forwards only, for evaluation: groups of microbatches through the chunks as in :func:`interleaved_1f1b`.
+    """Return only forwards, for evaluation, in groups of microbatches as in :func:`interleaved_1f1b`.
 
     Raises:
-        ValueError: If the number of microbatches is less than 1.
+        ValueError: If the number of microbatches is below 1.
     """
     _check_sizes(placement.num_ranks, num_microbatches, placement.num_chunks)
     groups = _groups(placement.num_ranks, num_microbatches)
@@ -176,12 +177,12 @@ def forward_order(placement: Placement, num_microbatches: int) -> Order:
 
 
 class Generator(NamedTuple):
-    """A schedule for any numbers of ranks, chunks and microbatches.
+    """Schedule for any number of ranks, chunks and microbatches.
 
     Attributes:
-        order: Takes the placement, the number of microbatches, and for each rank how many extra forwards it runs before
-            its first backward.
-        place: Takes the numbers of ranks and of chunks.
+        order: Returns the computations. Takes the placement, the number of microbatches, and for each rank the number
+            of extra forwards that it runs before its first backward.
+        place: Returns the placement. Takes the number of ranks and the number of chunks.
         takes_chunks: True if a rank can have several chunks.
     """
 
@@ -199,7 +200,7 @@ SCHEDULES = {
 
 
 def _in_turns(forwards: Sequence[_T], backwards: Sequence[_T], warm_up: int) -> list[_T]:
-    """``warm_up`` forwards, then one forward and one backward in turns, then the remaining backwards."""
+    """Return ``warm_up`` forwards, then one forward and one backward in turns, then the remaining backwards."""
     warm_up = min(warm_up, len(forwards))
     steady = len(forwards) - warm_up
     turns = [action for pair in zip(forwards[warm_up:], backwards[:steady], strict=True) for action in pair]
@@ -207,9 +208,10 @@ def _in_turns(forwards: Sequence[_T], backwards: Sequence[_T], warm_up: int) -> 
 
 
 def _groups(least: int, num_microbatches: int) -> list[list[int | None]]:
-    """Groups of equal length, each of at least ``least`` microbatches if there are so many; ``None`` is a hole.
+    """Split microbatches into groups of equal length, in which ``None`` is a hole.
 
-    Groups with a hole come first: fewer activations are alive while the pipeline fills.
+    Each group has at least ``least`` microbatches if there are enough. Groups with a hole come first, so that fewer
+    activations are stored while the pipeline fills.
     """
     num_groups = max(1, num_microbatches // least)
     size = -(-num_microbatches // num_groups)
@@ -222,11 +224,12 @@ def _groups(least: int, num_microbatches: int) -> list[list[int | None]]:
 
 
 def _in_groups(kind: Kind, stages: Sequence[int], groups: list[list[int | None]]) -> list[Action | None]:
-    """Group by group through the stages of a rank; holes stay holes."""
+    """Return the actions of a rank, group by group through its stages. Holes remain ``None``."""
     return [None if i is None else Action(stage, kind, i) for group in groups for stage in stages for i in group]
 
 
 def _check_sizes(num_ranks: int, num_microbatches: int, num_chunks: int) -> None:
+    """Raise an error if a number is below 1."""
     sizes = {"num_ranks": num_ranks, "num_microbatches": num_microbatches, "num_chunks": num_chunks}
     for name, size in sizes.items():
         if size < 1:

@@ -1,4 +1,7 @@
-"""The kinds of actions, as a table: code that treats kinds differently reads it."""
+"""Kinds of actions, as a table.
+
+Code that treats kinds differently reads their properties, so that a new kind needs only a new row.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from typing import NamedTuple
 
 
 class Result(enum.Enum):
-    """A result that each stage computes once for each microbatch, in this order."""
+    """Result that each stage computes once for each microbatch, in this order."""
 
     OUTPUTS = enum.auto()
     INPUT_GRADIENTS = enum.auto()
@@ -18,7 +21,7 @@ _RESULTS = tuple(Result)
 
 
 class _Row(NamedTuple):
-    """The properties of a kind: see `Kind`."""
+    """Properties of a kind. See `Kind`."""
 
     label: str
     results: tuple[Result, ...] = ()
@@ -31,24 +34,28 @@ _TABLE = {
     "F": _Row("forward", (Result.OUTPUTS,), 1, 1.0, (31, 95, 168)),
     "B": _Row("backward", (Result.INPUT_GRADIENTS, Result.PARAMETER_GRADIENTS), -1, 1.0, (32, 132, 88)),
     "SEND_F": _Row("send", flow=1),
-    "RECV_F": _Row("receive", flow=1),  # it posts the receive, and does not wait for the message
+    "RECV_F": _Row("receive", flow=1),  # posts the receive, and does not wait for the message
     "SEND_B": _Row("send", flow=-1),
     "RECV_B": _Row("receive", flow=-1),
 }
 
 
 class Kind(enum.Enum):
-    """A kind of action; the values are the letters of torch's notation.
+    """Kind of action. The values are the letters of torch's notation.
 
     Attributes:
-        label: Its name in pictures and profiles.
-        results: The results of a computation; nothing for a message.
-        flow: The direction of the message that is sent or received, or that a computation takes and makes: 1 for
-            activations, which each stage sends to the next one; -1 for gradients, to the one before; 0 for none.
-        share: The part of a forward, or of a backward, that a computation is.
-        color: Red, green and blue of its cells in pictures.
-        needs: The result of the same stage and microbatch that a computation needs, if it needs one.
-        kept: The change in the number of microbatches whose activations the stage keeps: 1, -1 or 0.
+        label: The name in drawings and profiles.
+        results: The results of a computation; empty for a send or a receive.
+        flow: The direction of the message that the action sends, receives, or takes and makes: 1 for activations, which
+            go to the next stage; -1 for gradients, which go to the previous stage; 0 for no message.
+        share: The fraction of a whole forward or backward that a computation is.
+        color: The red, green and blue values of its cells in drawings.
+        is_send: True for sends.
+        is_receive: True for receives.
+        is_compute: True for computations.
+        is_forward: True for computations of outputs.
+        needs: The result of the same stage and microbatch that a computation needs; ``None`` if it needs none.
+        kept: The change in the number of microbatches whose activations the stage stores: 1, -1 or 0.
         completes_gradients: If True, the last computation of this kind completes the gradients of a stage's parameters.
     """
 
@@ -59,7 +66,7 @@ class Kind(enum.Enum):
     SEND_B = "SEND_B"
     RECV_B = "RECV_B"
 
-    __hash__ = object.__hash__  # schedules of thousands of actions are looked up by it
+    __hash__ = object.__hash__  # faster: schedules contain thousands of actions
 
     def __init__(self, letters: str) -> None:
         row = _TABLE[letters]
@@ -77,6 +84,6 @@ class Kind(enum.Enum):
 COMPUTATIONS = tuple(kind for kind in Kind if kind.is_compute)
 SENDS = {kind.flow: kind for kind in Kind if kind.is_send}
 RECEIVES = {kind.flow: kind for kind in Kind if kind.is_receive}
-#: For each kind of message, the kind at the other end, and the step from this stage to that one.
+#: For each kind of send or receive, the kind at the other end, and the step from this stage to the other stage.
 COUNTERPARTS = {SENDS[flow]: (RECEIVES[flow], flow) for flow in SENDS}
 COUNTERPARTS |= {RECEIVES[flow]: (SENDS[flow], -flow) for flow in SENDS}

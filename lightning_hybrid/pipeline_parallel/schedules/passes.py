@@ -1,4 +1,4 @@
-"""Passes over the lists of actions: adding sends and receives, posting receives early, proving sends received."""
+"""Passes over the actions of a schedule: add sends and receives, post receives early, prove that sends are received."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from lightning_hybrid.pipeline_parallel.schedules.actions import Action, Channel
 
 
 def add_communication(schedule: Schedule) -> Schedule:
-    """Add the sends and receives to a schedule that only computes.
+    """Add sends and receives to a schedule that only computes.
 
-    The schedule is played once, on all ranks together, in unit time. When a computation finishes whose result another
-    rank needs, the send is written on the one list and the receive on the other, at that same time::
+    The schedule is simulated once, on all ranks together, in unit time. When a computation finishes whose result
+    another rank needs, the send is appended to one list and the receive to the other list, at the same time::
 
         rank 0   0F0 0SEND_F0   0F1 0SEND_F1       0RECV_B0   0B0
                         |              |               ^
                         v              v               |
         rank 1       1RECV_F0   1F0 1RECV_F1   1B0 1SEND_B0   1F1
 
-    So each list is a projection of one global order. Even if each send blocked until its receive is posted, and each
-    receive until its message is there, the ranks could not wait in a circle: of all that is not done yet, what comes
-    first in the global order can always be done. And on each channel the k-th send meets the k-th receive.
+    So each list is a projection of one global order. Ranks cannot deadlock, even if each send blocked until its receive
+    is posted, and each receive until its message arrives: the first unfinished action in the global order can always
+    run. Also, on each channel the k-th send matches the k-th receive.
 
     Raises:
-        ValueError: If the computations wait for each other in a circle; names each rank's waiting action.
+        ValueError: If the computations deadlock. The message names the action that each rank waits at.
     """
     lists: list[list[Action]] = [[] for _ in schedule.actions]
     positions = [0] * len(lists)
     nexts = {rank: (actions[0], schedule.needs(actions[0])) for rank, actions in enumerate(schedule.actions) if actions}
     done: set[Action] = set()
     while True:
-        # One unit of time: all that can begin does, and what has finished at the end can be used in the next unit.
+        # One unit of time: all ready computations run, and their results can be used in the next unit.
         ready = {rank: action for rank, (action, needed) in nexts.items() if done >= needed}
         if not ready:
             break
@@ -56,34 +56,35 @@ def add_communication(schedule: Schedule) -> Schedule:
 
 
 def post_receives_early(schedule: Schedule, extra_in_flight: Sequence[int] = ()) -> Schedule:
-    """Post each receive one microbatch earlier, so that its message travels while the rank computes.
+    """Post each receive one microbatch earlier, so that its message is transferred while the rank computes.
 
     ::
 
         before    B0 SEND_B0 RECV_F3         F3 SEND_F3  B1 SEND_B1 RECV_F4 F4
         after     B0 SEND_B0         RECV_F4 F3 SEND_F3  B1 SEND_B1         F4
 
-    The receive moves in front of the computation that works on the message before it on its channel (the first one of a
-    channel: in front of the computation before its own), and stays behind the sends there, for which others wait. So
-    its sender finds the receive posted. With one chunk per rank, a channel needs memory for one message more than the
-    one that is being worked on. A receive never moves back, and never past another one of its channel. Posting it
-    earlier can only let its send pass earlier, so a schedule that did not deadlock still does not.
+    The receive moves before the computation that works on the previous message of its channel. The first receive of a
+    channel moves before the computation before its own. It stays after the sends at that position, because other ranks
+    wait for them. So the sender finds the receive posted. With one chunk per rank, a channel needs memory for one
+    message in addition to the message that is in use. A receive never moves to a later position, and never past another
+    receive of its channel. Posting a receive earlier can only let its send finish earlier, so a schedule without
+    deadlock stays without deadlock.
 
-    Where more is on its way over a link, because messages take a while, as many more receives are posted: a sender has
-    to know of a receive before it can send.
+    With extra microbatches in flight over a link, more receives are posted by the same number, because a sender can
+    only send once the receive is posted.
 
-    On a device, a posted receive is a kernel that runs until its message is there. Where the host then waits for all of
-    the device (memory is freed, a kernel is loaded, the user's code or a profiler asks for it), a message that needs
-    what this rank has not enqueued yet would never come. So a receive also stays behind the last send of its own rank
-    that its message depends on::
+    On a device, a posted receive is a kernel that runs until its message arrives. The host sometimes waits for all
+    kernels of the device: when memory is freed, a kernel is loaded, or the user's code or a profiler synchronizes. If
+    the message then depends on an operation that this rank has not enqueued yet, the message never arrives. So a
+    receive also stays after the last send of its own rank that its message depends on::
 
         gpipe, rank 0   F2 SEND_F2           F3 SEND_F3 RECV_B0    B0
-                                  ^--------------------' before F3: B0 of rank 1 waits for F3, which waits for this host
+                                  ^--------------------' not before F3: B0 of rank 1 needs F3, which this host launches
 
     Args:
-        schedule: With its communication.
-        extra_in_flight: For each link between neighbouring ranks, how many microbatches more are on their way over it;
-            nothing for none.
+        schedule: A schedule with sends and receives.
+        extra_in_flight: The number of extra microbatches in flight over each link between neighboring ranks; empty for
+            none.
     """
     needed, extra = _last_sends_before(schedule), extra_in_flight or [0] * (schedule.num_ranks - 1)
     lists = (tuple(_post_early(schedule, actions, needed, extra)) for actions in schedule.actions)
@@ -91,13 +92,13 @@ def post_receives_early(schedule: Schedule, extra_in_flight: Sequence[int] = ())
 
 
 def _last_sends_before(schedule: Schedule) -> dict[Action, int]:
-    """For each receive the computation of its rank behind which it may be posted: how many come before.
+    """Return, for each receive, the number of computations of its rank that must come before it.
 
-    The last one whose result the message depends on by way of other ranks. Found with one clock per rank, as in
-    :func:`prove_sends_received`.
+    The last of these is the last computation whose result the message depends on through other ranks. It is found with
+    one clock per rank, as in :func:`prove_sends_received`.
     """
     ranks = range(schedule.num_ranks)
-    known = [[0] * schedule.num_ranks for _ in ranks]  # known[rank][other]: computations that rank's results depend on
+    known = [[0] * schedule.num_ranks for _ in ranks]  # known[rank][other]: number of computations that rank depends on
     computed = [0 for _ in ranks]
     clocks: dict[Action, list[int]] = {}
 
@@ -123,13 +124,21 @@ def _last_sends_before(schedule: Schedule) -> dict[Action, int]:
 def _post_early(
     schedule: Schedule, actions: tuple[Action, ...], needed: Mapping[Action, int], extra: Sequence[int]
 ) -> list[Action]:
+    """Return the list of a rank with its receives moved to earlier positions.
+
+    Args:
+        schedule: The schedule.
+        actions: The list of the rank.
+        needed: The result of :func:`_last_sends_before`.
+        extra: The number of extra microbatches in flight over each link.
+    """
     computations = [action for action in actions if action.kind.is_compute]
     users = {schedule.receive_for(action): number for number, action in enumerate(computations)}
-    # gaps[i]: what is between computation i - 1 and computation i
+    # gaps[i]: the sends and receives between computation i - 1 and computation i
     gaps: list[list[Action]] = [[] for _ in range(len(computations) + 1)]
     early: list[list[Action]] = [[] for _ in range(len(computations) + 1)]
-    # By channel, the computations behind which its messages may be posted: before the first one, and those that work on
-    # the messages before.
+    # By channel, the computations before which its receives may be posted: the computation before the user of the first
+    # message, and the users of earlier messages.
     users_before: dict[ChannelKey, list[int]] = {}
     gap = 0
     for action in actions:
@@ -152,27 +161,28 @@ def _post_early(
 
 
 def prove_sends_received(schedule: Schedule) -> Schedule:
-    """Prove, without asking, which sends have been received; fills :attr:`Schedule.retired`.
+    """Prove which sends have been received, without messages, and set :attr:`Schedule.retired`.
 
-    A rank that holds a message knows all that its sender did before sending it, and all that the sender knew of others.
-    If one of the rank's own messages was used by then, it has arrived and its memory can go::
+    A rank that has received a message knows all actions that the sender completed before sending it, and all actions
+    that the sender knew to be complete on other ranks. If one of these actions used a message of this rank, the message
+    has arrived and its memory can be freed::
 
         rank 0   0F0 0SEND_F0   0F1 0SEND_F1                  0B0
                         |              |               ^
                         v              v               |
         rank 1                  1F0            1B0 1SEND_B0   1F1
 
-    When ``0B0`` has its gradient, ``1F0`` has run: ``0SEND_F0`` is retired there. ``0SEND_F1`` may still be under way.
+    When ``0B0`` has its gradient, ``1F0`` has run, so ``0SEND_F0`` is retired. ``0SEND_F1`` may still be unfinished.
 
-    Nothing is measured and no message is added. Sends without a proof (the last ones of a step, and in evaluation most)
-    have to be waited for, which cannot deadlock (see :func:`~.validation.validate`).
+    Sends without a proof are the last sends of a step, and most sends in evaluation. The engine has to wait for them,
+    which cannot deadlock (see :func:`~.validation.validate`).
 
-    This is Lamport's "happened before" with one clock per rank (https://dl.acm.org/doi/10.1145/359545.359563).
+    This is Lamport's "happened before" relation with one clock per rank (https://dl.acm.org/doi/10.1145/359545.359563).
     """
     ranks = range(schedule.num_ranks)
     uses = [[schedule.send_for(action) for action in actions] for actions in schedule.actions]
-    known = [[0] * schedule.num_ranks for _ in ranks]  # known[rank][other]: how much of the other's list is surely done
-    clocks: dict[Action, list[int]] = {}  # for each send, what its sender knew
+    known = [[0] * schedule.num_ranks for _ in ranks]  # known[rank][other]: number of `other`'s actions surely done
+    clocks: dict[Action, list[int]] = {}  # for each send, the sender's `known` at that time
     proofs: list[list[tuple[Action, ...]]] = [[] for _ in ranks]
 
     def do(rank: int, action: Action) -> bool:

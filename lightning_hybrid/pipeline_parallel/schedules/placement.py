@@ -1,4 +1,4 @@
-"""The rank of each stage."""
+"""Placement of stages on ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from itertools import pairwise
 
 @dataclass(frozen=True)
 class Placement:
-    """The pipeline rank of each stage.
+    """Pipeline rank of each stage.
 
     ::
 
@@ -17,46 +17,47 @@ class Placement:
                                      stage  0  1  2  3  4  5  6  7
 
     Attributes:
-        ranks: By stage. Every rank has equally many stages, its chunks, in the order of the model.
+        ranks: The rank of each stage. Every rank has the same number of stages, its chunks, in the order of the model.
     """
 
     ranks: tuple[int, ...]
 
     @classmethod
     def in_turns(cls, num_ranks: int, num_chunks: int = 1) -> Placement:
-        """Give each rank one stage, then each a second one, and so on (Megatron, https://arxiv.org/abs/2104.04473)."""
+        """Give each rank one stage, then a second stage, and so on (Megatron, https://arxiv.org/abs/2104.04473)."""
         return cls(tuple(range(num_ranks)) * num_chunks)
 
     @property
     def num_stages(self) -> int:
-        """Number of stages over all ranks."""
+        """The number of stages over all ranks."""
         return len(self.ranks)
 
     @cached_property
     def num_ranks(self) -> int:
-        """Number of pipeline ranks."""
+        """The number of pipeline ranks."""
         return len(set(self.ranks))
 
     @property
     def num_chunks(self) -> int:
-        """Stages per rank."""
+        """The number of stages per rank."""
         return self.num_stages // self.num_ranks
 
     @cached_property
     def hops(self) -> tuple[tuple[int, int], ...]:
-        """The pairs of ranks between which activations are sent, sender first; gradients are sent the other way."""
+        """The pairs of ranks between which activations are sent, sender first. Gradients are sent the other way."""
         return tuple(dict.fromkeys((here, there) for here, there in pairwise(self.ranks) if here != there))
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """Return the stages of a rank, ascending."""
+        """Return the stages of a rank, in ascending order."""
         return self._stages[rank]
 
     def chunk_of(self, stage: int) -> int:
-        """Return the position of a stage among those of its rank."""
+        """Return the position of a stage among the stages of its rank."""
         return self.stages_of(self.ranks[stage]).index(stage)
 
     @cached_property
     def _stages(self) -> tuple[tuple[int, ...], ...]:
+        """The stages of each rank."""
         of_ranks: list[list[int]] = [[] for _ in range(self.num_ranks)]
         for stage, rank in enumerate(self.ranks):
             of_ranks[rank].append(stage)

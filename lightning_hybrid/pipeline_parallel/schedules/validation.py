@@ -1,4 +1,4 @@
-"""Proving that a schedule is complete and cannot deadlock."""
+"""Validation of schedules: a schedule is complete and cannot deadlock."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from lightning_hybrid.pipeline_parallel.schedules.kinds import COMPUTATIONS, Kin
 
 
 def validate(schedule: Schedule) -> None:
-    """Prove that every rank gets to the end of its list and that nothing is missing.
+    """Prove that every rank reaches the end of its list and that no action is missing.
 
     1. Every stage computes its outputs, and in a schedule with backward all gradients, exactly once for each
-       microbatch; each result that another rank needs has one send and one receive; nothing else is in the lists.
-    2. On its own list, a backward comes after its forward, a receive is posted before the computation that needs it,
-       and a send follows the computation that makes it.
-    3. On each channel the k-th send meets the k-th receive.
-    4. Nothing deadlocks, even if every send blocks until its receive is posted.
+       microbatch. Each result that another rank needs has one send and one receive. The lists contain no other actions.
+    2. In each list, a backward comes after its forward, a receive is posted before the computation that needs it, and a
+       send comes after the computation whose result it sends.
+    3. On each channel, the k-th send matches the k-th receive.
+    4. The schedule does not deadlock, even if every send blocks until its receive is posted.
 
-    Whoever executes the lists may therefore wait for any of a rank's earlier sends at any time.
+    So the engine may wait for any earlier send of its rank at any time.
 
     Raises:
-        ValueError: If one of these does not hold. A deadlock names each rank's waiting action.
+        ValueError: If a condition does not hold. For a deadlock, the message names the action that each rank waits at.
     """
     _check_complete(schedule)
     _check_own_order(schedule)
@@ -32,6 +32,7 @@ def validate(schedule: Schedule) -> None:
 
 
 def _check_complete(schedule: Schedule) -> None:
+    """Raise an error if an action is missing, repeated or not needed (condition 1)."""
     if len(schedule.actions) != schedule.num_ranks:
         _fail(schedule, f"it has {len(schedule.actions)} lists of actions for {schedule.num_ranks} ranks")
     results = [result for result in Result if schedule.has_backward or result is Result.OUTPUTS]
@@ -60,10 +61,12 @@ def _check_complete(schedule: Schedule) -> None:
 
 
 def _usual_kind(result: Result) -> Kind:
+    """Return the first kind of computation that makes a result."""
     return next(kind for kind in COMPUTATIONS if result in kind.results)
 
 
 def _check_own_order(schedule: Schedule) -> None:
+    """Raise an error if an action of a rank comes before another action that it needs (condition 2)."""
     for rank, actions in enumerate(schedule.actions):
         before: set[Action] = set()
         for position, action in enumerate(actions):
@@ -77,6 +80,7 @@ def _check_own_order(schedule: Schedule) -> None:
 
 
 def _needed_on_own_list(schedule: Schedule, action: Action) -> list[Action]:
+    """Return the actions in the same list that must come before an action."""
     if action.kind.is_receive:
         return []
     if action.kind.is_send:
@@ -88,6 +92,7 @@ def _needed_on_own_list(schedule: Schedule, action: Action) -> list[Action]:
 
 
 def _check_channels(schedule: Schedule) -> None:
+    """Raise an error if sends and receives of a channel are in a different order (condition 3)."""
     sends: dict[ChannelKey, list[Action]] = defaultdict(list)
     receives: dict[ChannelKey, list[Action]] = defaultdict(list)
     for actions in schedule.actions:
@@ -108,10 +113,11 @@ def _check_channels(schedule: Schedule) -> None:
 
 
 def _check_progress(schedule: Schedule) -> None:
+    """Raise an error if the schedule deadlocks (condition 4)."""
     passed: set[Action] = set()
 
     def do(_: int, action: Action) -> bool:
-        # A send waits until its receive is posted; a receive only posts.
+        # A send waits until its receive is posted. A receive does not wait.
         blocker = schedule.counterpart(action) if action.kind.is_send else schedule.send_for(action)
         if blocker is not None and blocker not in passed:
             return False
@@ -124,6 +130,7 @@ def _check_progress(schedule: Schedule) -> None:
 
 
 def _fail(schedule: Schedule, problem: str) -> NoReturn:
+    """Raise an error about a schedule."""
     raise ValueError(
         f"schedule {schedule.name!r} ({schedule.num_ranks} ranks, {schedule.num_chunks} chunks, "
         f"{schedule.num_microbatches} microbatches) is wrong: {problem}"

@@ -1,1 +1,1 @@
-"""How batches are split: what is in them, ready-made splitters, and what users are told."""
+"""Splitting of batches into microbatches: contents of a batch, ready-made splitters, and warnings."""

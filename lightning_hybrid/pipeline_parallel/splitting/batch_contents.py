@@ -1,4 +1,7 @@
-"""The contents of a batch: what holds samples, how many, and what does not go by them."""
+"""Contents of a batch: tensors and objects with samples, and entries that do not allow a split.
+
+:mod:`~.splitting.microbatch` uses these functions to split a batch, and to decide that a batch cannot be split.
+"""
 
 from __future__ import annotations
 
@@ -14,20 +17,21 @@ from torch.nn.utils.rnn import PackedSequence
 from lightning_hybrid.distributed.messages.lazy_tensor import peek
 from lightning_hybrid.distributed.pytree import flatten
 
-#: Names of tensors that say where the documents of packed rows begin and end.
+#: Names of tensors with the offsets of documents in packed rows.
 _OFFSETS = re.compile(r"cu_?seq_?len|(^|_)cu(_|$)|(^|_)offsets?(_|$)|indptr|row_splits", re.IGNORECASE)
-_MOST_NAMED = 6  # tensors in a text
+_MOST_NAMED = 6  # maximum number of tensors in a message
 
 
 class Entry(NamedTuple):
-    """A part of a batch that has a number of samples of its own.
+    """Part of a batch that has its own number of samples.
 
     Attributes:
-        path: Its place in the batch, such as ``batch['x']``.
+        path: The place in the batch, such as ``batch['x']``.
         name: The last key or attribute of the path; empty for an index.
         value: A tensor with at least one dimension, a `PackedSequence`, or a batch of graphs.
-        length: The number of samples if `value` has one for each; ``None`` for nested and sparse tensors.
-        holder: The object that holds it, if it is not a container that can be opened.
+        length: The number of samples, assuming that `value` has one entry per sample; ``None`` for nested and sparse
+            tensors.
+        holder: The object that contains the entry, if it is an object of unknown structure; otherwise ``None``.
     """
 
     path: str
@@ -37,21 +41,21 @@ class Entry(NamedTuple):
     holder: Any = None
 
     def __str__(self) -> str:
-        """Its path and shape, for messages."""
+        """Return the path and the shape, for messages."""
         if isinstance(self.value, Tensor) and self.length is None:
             return f"{self.path} ({'nested' if self.value.is_nested else 'sparse'})"
         return f"{self.path} {list(self.value.shape) if isinstance(self.value, Tensor) else type(self.value).__name__}"
 
 
 def entries(tree: Any, path: str = "batch", name: str = "") -> Iterator[Entry]:
-    """Find the entries of a batch, also in objects with a method `to`.
+    """Yield the entries of a batch, including entries in objects with a method `to`.
 
-    Tensors without dimensions and Python values are not among them.
+    Tensors without dimensions and Python values are not entries.
 
     Args:
         tree: The batch, or a part of it.
-        path: Its place.
-        name: The last key of that.
+        path: The place of this part.
+        name: The last key of the path.
     """
     if isinstance(tree, Tensor):
         if is_irregular(tree):
@@ -69,7 +73,7 @@ def entries(tree: Any, path: str = "batch", name: str = "") -> Iterator[Entry]:
 
 
 def children(tree: Any, path: str) -> Iterator[tuple[str, str, Any]]:
-    """The path, the name and the value of what is directly in a container; nothing for a leaf."""
+    """Yield the path, the name and the value of each direct child of a container; nothing for a leaf."""
     if isinstance(tree, Mapping):
         for key in tree:
             yield f"{path}[{key!r}]", key if isinstance(key, str) else "", tree[key]
@@ -96,19 +100,22 @@ def is_graph_batch(value: Any) -> bool:
 
 
 def is_divisible(value: Any) -> bool:
-    """Return whether an object itself says how it is divided into samples: a `PackedSequence` or a batch of graphs."""
+    """Return whether an object itself defines its samples: a `PackedSequence` or a batch of graphs."""
     return isinstance(value, PackedSequence) or is_graph_batch(value)
 
 
 def count_own_samples(value: Any) -> int:
-    """The number of samples of an object for which :func:`is_divisible` holds."""
+    """Return the number of samples of an object for which :func:`is_divisible` is True."""
     if isinstance(value, PackedSequence):
         return int(value.batch_sizes[0])
     return int(value.num_graphs) if hasattr(value, "num_graphs") else len(value.to_data_list())
 
 
 def is_opaque(value: Any) -> bool:
-    """Return whether a value is an object that is moved to devices by its method `to`, and is not a known container."""
+    """Return whether a value is an object of unknown structure with a method `to`, such as a user-defined batch class.
+
+    Lightning moves objects with this method to the device.
+    """
     kind = type(value)
     return (
         kind not in (int, float, str, bool, type(None), bytes)
@@ -119,12 +126,19 @@ def is_opaque(value: Any) -> bool:
 
 
 def held_shapes(value: Any) -> tuple[tuple[int, ...], ...]:
-    """The shapes of the tensors in an opaque object."""
+    """Return the shapes of the tensors in an object of unknown structure."""
     return tuple(tuple(each.value.shape) for each in _held(value, "", "", set()) if isinstance(each.value, Tensor))
 
 
 def _held(value: Any, path: str, name: str, seen: set[int]) -> Iterator[Entry]:
-    """The tensors in the attributes of an object."""
+    """Yield the tensors in the attributes of an object, recursively.
+
+    Args:
+        value: The object.
+        path: The place of the object in the batch.
+        name: The last key of the path.
+        seen: The `id` of each object that was visited; changed in place.
+    """
     if id(value) in seen:
         return
     seen.add(id(value))
@@ -144,13 +158,14 @@ def _held(value: Any, path: str, name: str, seen: set[int]) -> Iterator[Entry]:
 
 
 def count_graphs(batch: Any) -> int | None:
-    """The number of graphs of a mapping or an object with node indices `batch` beside `edge_index`.
+    """Return the number of graphs in a mapping or object with `edge_index` and `batch`, the graph number of each node.
 
     Args:
         batch: Any batch.
 
     Returns:
-        The number; ``None`` if the batch is not of this form, or is on a device, where reading would wait.
+        The number; ``None`` if the batch does not have these tensors, or if the number would have to be read from a
+        device.
     """
     edges, nodes = field(batch, "edge_index"), field(batch, "batch")
     if not (_is_integers(edges, 2) and edges.shape[0] == 2 and _is_integers(nodes, 1) and len(nodes)):
@@ -162,7 +177,7 @@ def count_graphs(batch: Any) -> int | None:
 
 
 def field(batch: Any, key: Any) -> Any:
-    """The value of a key, an attribute or an index; ``None`` if there is none."""
+    """Return the value of a key, an attribute or an index; ``None`` if it does not exist."""
     if isinstance(batch, Mapping):
         return batch.get(key)
     if isinstance(key, str):
@@ -171,6 +186,7 @@ def field(batch: Any, key: Any) -> Any:
 
 
 def _is_integers(value: Any, ndim: int) -> bool:
+    """Return whether a value is a tensor of integers with ``ndim`` dimensions."""
     return (
         isinstance(value, Tensor)
         and value.ndim == ndim
@@ -179,10 +195,10 @@ def _is_integers(value: Any, ndim: int) -> bool:
 
 
 def find_offsets(found: Sequence[Entry]) -> list[Entry]:
-    """Find the offsets of packed rows: integers that rise from 0 to the length of another tensor.
+    """Find the offsets of packed rows: integers that increase from 0 to the length of another tensor.
 
-    They have a name such as ``cu_seqlens`` or stand beside rows of shape ``(1, length)``. Numbers on a device are not
-    read; there the name ``cu_seqlens`` decides.
+    An offset tensor has a name such as ``cu_seqlens``, or the batch contains rows of shape ``(1, length)``. Values on a
+    device are not read, so there only a name such as ``cu_seqlens`` counts.
 
     Args:
         found: The entries of a batch.
@@ -209,7 +225,10 @@ def find_offsets(found: Sequence[Entry]) -> list[Entry]:
 
 
 def is_list_of_samples(batch: Any) -> bool:
-    """Return whether a batch is a list of records that look like samples: each has a number for its label."""
+    """Return whether a batch is a list of records that look like samples.
+
+    Each record contains a tensor, and an integer or a tensor without dimensions, such as a label.
+    """
     if type(batch) not in (list, tuple) or len(batch) < 2 or len({type(record) for record in batch}) > 1:
         return False
     return all(
@@ -223,10 +242,10 @@ def is_list_of_samples(batch: Any) -> bool:
 
 
 def whole_text(misfits: Sequence[Entry], batch: Any, module: str, num_microbatches: int) -> str:
-    """The warning about a batch that is not split because that would be a guess.
+    """Return the warning about a batch that is not split, because the strategy would have to guess how.
 
     Args:
-        misfits: The entries that do not fit together; nothing for a list of samples.
+        misfits: The entries that do not match; empty for a list of samples.
         batch: The batch.
         module: The name of the user's class.
         num_microbatches: The requested number.
@@ -246,6 +265,7 @@ def whole_text(misfits: Sequence[Entry], batch: Any, module: str, num_microbatch
 
 
 def _reason(misfits: Sequence[Entry], offsets: Sequence[Entry]) -> str:
+    """Return the reason why a batch is not split."""
     if any(each.length is None for each in misfits):
         return "it contains nested or sparse tensors"
     if offsets:
@@ -257,7 +277,7 @@ def _reason(misfits: Sequence[Entry], offsets: Sequence[Entry]) -> str:
 
 
 def _beside(misfits: Sequence[Entry], found: Sequence[Entry]) -> list[Entry]:
-    """The misfits in the order of the batch, with some entries that they do not fit."""
+    """Return the misfits together with some other entries for comparison, in the order of the batch."""
     paths = {each.path for each in misfits}
     others = [each for each in found if each.path not in paths][: max(1, _MOST_NAMED - len(misfits))]
     kept = paths | {each.path for each in others}
@@ -265,11 +285,13 @@ def _beside(misfits: Sequence[Entry], found: Sequence[Entry]) -> list[Entry]:
 
 
 def _listed(found: Sequence[Entry]) -> str:
+    """Return a list of entries as text."""
     more = f" and {len(found) - _MOST_NAMED} others" if len(found) > _MOST_NAMED else ""
     return ", ".join(map(str, found[:_MOST_NAMED])) + more
 
 
 def _remedy(batch: Any, found: Sequence[Entry], offsets: Sequence[Entry], module: str) -> str:
+    """Return the advice how to split a batch: a ready-made splitter if one fits, or a `split_batch` method."""
     ready = ""
     if offsets:
         ready = f"split_rows({_keys(offsets)})"
@@ -294,6 +316,8 @@ def _remedy(batch: Any, found: Sequence[Entry], offsets: Sequence[Entry], module
 
 
 def _keys(found: Sequence[Entry]) -> str:
+    """Return the keys of entries as the arguments of a splitter."""
+
     def key(each: Entry) -> str:
         index = re.search(r"\[(\d+)\]$", each.path)
         return repr(each.name) if each.name or index is None else index[1]

@@ -1,4 +1,8 @@
-"""Splitting a batch into microbatches, and joining their outputs."""
+"""Splitting of batches into microbatches, and joining of their outputs.
+
+The training step calls :func:`split_into`. An evaluation step splits the input of the body with :func:`slicing` and
+joins its outputs with :func:`join`.
+"""
 
 from __future__ import annotations
 
@@ -29,15 +33,15 @@ from lightning_hybrid.pipeline_parallel.splitting.batch_contents import (
 
 
 class JoinError(ValueError):
-    """It is ambiguous how to join the outputs of microbatches."""
+    """Error: it is ambiguous how to join the outputs of microbatches."""
 
 
 def sizes(total: int, num_microbatches: int) -> list[int]:
-    """Split a number of samples into microbatches that differ by at most one, the larger ones first.
+    """Split a number of samples into microbatches whose sizes differ by at most one, the larger sizes first.
 
     Args:
         total: The number of samples.
-        num_microbatches: The requested number. There are fewer when there are fewer samples.
+        num_microbatches: The requested number. The result has fewer entries if there are fewer samples.
 
     Example:
         >>> sizes(10, 4), sizes(3, 4)
@@ -49,25 +53,26 @@ def sizes(total: int, num_microbatches: int) -> list[int]:
 
 
 def signatures(microbatches: Sequence[Any]) -> list[Hashable]:
-    """The :func:`signature` of each microbatch."""
+    """Return the :func:`signature` of each microbatch."""
     return [signature(microbatch) for microbatch in microbatches]
 
 
 def signature(tree: Any) -> Hashable:
-    """What decides the shapes that a tree leads to, without its numbers.
+    """Return the properties of a tree, without its values, that determine the shapes in a step.
 
     Args:
         tree: Any nested container of values.
 
     Returns:
-        A hashable: the containers, the shape, dtype and `requires_grad` of tensors, ``None`` and booleans as they are,
-        the shapes of the tensors in objects with a method `to`, the types of other leaves.
+        A hashable object with the containers; the shape, dtype and `requires_grad` of tensors; ``None`` and booleans
+        themselves; the shapes of tensors in objects with a method `to`; and the types of other leaves.
     """
     leaves, spec = flatten(tree)
     return spec, tuple([_leaf_signature(leaf) for leaf in leaves])
 
 
 def _leaf_signature(leaf: Any) -> Hashable:
+    """Return the part of a signature for one leaf."""
     if isinstance(leaf, Tensor):
         shape = tuple(part.shape for part in leaf.unbind()) if leaf.is_nested else leaf.shape
         return shape, leaf.dtype, leaf.requires_grad
@@ -77,7 +82,7 @@ def _leaf_signature(leaf: Any) -> Hashable:
 
 
 def signature_text(signature: Any) -> str:
-    """A signature of :func:`signature`, for messages."""
+    """Return a result of :func:`signature` as text, for messages."""
     spec, leaves = signature
     tensors = (
         f"{list(leaf[0])} {str(leaf[1]).removeprefix('torch.')}" if len(leaf) == 3 else repr(leaf[0]) for leaf in leaves
@@ -86,31 +91,36 @@ def signature_text(signature: Any) -> str:
 
 
 def find_batch_size(batch: Any) -> int | None:
-    """The number of samples.
+    """Find the number of samples in a batch.
 
-    It is the length of the first dimension that most tensors have (the first tensor's, where several are equally
-    frequent); without tensors the length of the first list of strings or numbers. A list of as many records as a tensor
-    has rows, or as a list has tensors, has one entry for each sample, as in detection. A `PackedSequence` has its
-    sequences as samples, a batch of graphs (a `Batch` of PyTorch Geometric, or node indices `batch` beside
-    `edge_index`) its graphs.
+    The first of these rules that applies determines the number:
+
+    1. A `PackedSequence` has as many samples as sequences. A batch of graphs (a `Batch` of PyTorch Geometric, or
+       `edge_index` with the graph number `batch` of each node) has as many samples as graphs.
+    2. In a batch whose tensors have different lengths, a list of records, as in detection, has one entry per sample if
+       its length is the number of rows of a tensor or the length of a list of tensors.
+    3. The number is the length of the first dimension of most tensors. If several lengths are equally frequent, the
+       first tensor decides.
+    4. Without tensors, the number is the length of the first list of strings or numbers.
 
     Args:
-        batch: A batch as a loader gives it.
+        batch: A batch as the data loader returns it.
 
     Returns:
-        The number of samples, ``None`` if nothing in the batch has a first dimension.
+        The number of samples; ``None`` if no rule applies.
     """
     return _find_samples(batch).total
 
 
 class _Samples(NamedTuple):
-    """What tells how many samples a batch has.
+    """Number of samples in a batch, and the part of the batch that determines it.
 
     Attributes:
-        total: Their number, ``None`` if nothing in the batch has a first dimension.
-        tensor: The tensor (or other entry) whose length it is, if it is one's.
-        fields: The level of the batch in which lists have an entry for each sample, if they tell it: its container, and
-            what is in it.
+        total: The number of samples; ``None`` if unknown.
+        tensor: The tensor (or other entry) whose length is the number of samples; ``None`` if another part determines
+            it.
+        fields: If lists with one entry per sample determine the number: the structure and the children of the container
+            that contains these lists; otherwise ``None``.
     """
 
     total: int | None
@@ -119,6 +129,7 @@ class _Samples(NamedTuple):
 
 
 def _find_samples(batch: Any) -> _Samples:
+    """Find the number of samples by the rules of :func:`find_batch_size`."""
     if is_divisible(batch):
         return _Samples(count_own_samples(batch), batch)
     graphs = count_graphs(batch)
@@ -136,16 +147,17 @@ def _find_samples(batch: Any) -> _Samples:
 
 
 def _listed_samples(fields: Sequence[Any], found: Sequence[Entry]) -> int | None:
-    """The number of samples of a batch like ``((image, image), ({"boxes": ...}, {"boxes": ...}))``."""
+    """Return the number of samples of a batch such as ``((image, image), ({"boxes": ...}, {"boxes": ...}))``."""
     lists = [field for field in fields if type(field) in (list, tuple) and field]
     tensors = {len(field) for field in lists if all(isinstance(entry, Tensor) for entry in field)}
     tensors |= {len(field) for field in fields if isinstance(field, Tensor) and _length(field) > 1}
     records = {len(field) for field in lists if all(isinstance(entry, Mapping) for entry in field)}
-    # Where all tensors have the same length it is that of samples, and the lists are a container of two batches.
+    # If all tensors have the same length, it is the number of samples, and the lists contain several batches.
     return min(tensors & records, default=None) if len({entry.length for entry in found}) > 1 else None
 
 
 def _first_list_length(tree: Any) -> int | None:
+    """Return the length of the first list of strings or numbers; ``None`` if there is no such list."""
     if type(tree) is list and tree and all(isinstance(value, (str, bytes, int, float)) for value in tree):
         return len(tree)
     lengths = (_first_list_length(child) for child in _children(tree))
@@ -153,13 +165,14 @@ def _first_list_length(tree: Any) -> int | None:
 
 
 def split_batch(batch: Any, num_microbatches: int) -> tuple[list[Any], list[int]]:
-    """Split a batch along its samples, if it is certain what these are.
+    """Split a batch along its samples, if it is certain which parts of it are samples.
 
-    Tensors whose first dimension is the number of samples are split, and so are lists with one entry for each sample:
-    strings, numbers, or records of one class such as the targets of detection. (A container that holds the tensor by
-    which the samples are counted is no such list.) A `PackedSequence` and a `Batch` of PyTorch Geometric are split into
-    smaller ones. Python values, tensors without dimensions, and tensors with one row, such as a mask, go unsplit to
-    every microbatch. A batch with anything else, for which :func:`find_misfits` has a list, is one microbatch.
+    Tensors whose first dimension is the number of samples are split. Lists with one entry per sample are split too:
+    strings, numbers, or records of one class, such as the targets in detection. A container of the tensor that
+    determines the number of samples is not split like this. A `PackedSequence` and a `Batch` of PyTorch Geometric are
+    split into smaller objects of the same class. Python values, tensors without dimensions, and tensors with one row,
+    such as a mask, are passed unchanged to every microbatch. If :func:`find_misfits` finds any other entry, the batch
+    is one microbatch.
 
     Args:
         batch: A nested container of values.
@@ -185,15 +198,15 @@ def split_batch(batch: Any, num_microbatches: int) -> tuple[list[Any], list[int]
 
 
 def _split_uniform(batch: Any, num_microbatches: int) -> tuple[list[Any], list[int]] | None:
-    """Split a batch of tensors that all have the same length, about which nothing is to be found out.
+    """Split a batch of tensors that all have the same length, which needs no further analysis.
 
     Args:
         batch: A nested container of values.
         num_microbatches: The requested number of microbatches.
 
     Returns:
-        As :func:`split_batch`; ``None`` for any other batch, and where there are so few samples that a dimension of a
-        graph's edges, or a list of tensors, could be as long.
+        The result of :func:`split_batch`. ``None`` for any other batch, and if there are so few samples that a graph's
+        edge tensor or a list of tensors could have the same length.
     """
     leaves, spec = flatten(batch)
     is_plain = all(isinstance(leaf, Tensor) and leaf.ndim and not is_irregular(leaf) for leaf in leaves)
@@ -208,20 +221,21 @@ def _split_uniform(batch: Any, num_microbatches: int) -> tuple[list[Any], list[i
 
 
 def find_misfits(batch: Any) -> list[Entry] | None:
-    """Find what leaves it open how a batch is split.
+    """Find the entries that make it uncertain how to split a batch.
 
     Args:
         batch: A nested container of values.
 
     Returns:
-        Tensors with another first dimension than the number of samples, nested and sparse tensors, offsets of packed
-        rows, and tensors in objects that are not opened; an empty list if the batch is a list of samples; ``None`` if
-        the batch can be split.
+        Tensors whose first dimension is not the number of samples, nested and sparse tensors, offsets of packed rows,
+        and tensors in objects of unknown structure; an empty list if the batch is a list of samples; ``None`` if the
+        batch can be split.
     """
     return _find_misfits(batch, _find_samples(batch))
 
 
 def _find_misfits(batch: Any, samples: _Samples) -> list[Entry] | None:
+    """Find the misfits of a batch whose number of samples is known. See :func:`find_misfits`."""
     total, tensor, listed = samples
     if listed is not None:
         paths = list(children(batch, "batch"))
@@ -236,13 +250,13 @@ def _find_misfits(batch: Any, samples: _Samples) -> list[Entry] | None:
         for each in misfits
         if each in offsets or (each.length != 1 if each.holder is not None else each.length not in (1, total))
     ]
-    if total == 1:  # one microbatch, whatever there is
+    if total == 1:  # one microbatch in any case
         return offsets or None
     return misfits or ([] if is_list_of_samples(batch) else None)
 
 
 def _unlisted(tree: Any, path: str, name: str, total: int | None, samples: Any) -> Iterator[Entry]:
-    """The entries that are not in a list with an entry for each sample."""
+    """Yield the entries that are not in a list with one entry per sample."""
     if type(tree) in (list, tuple) and len(tree) == total and _has_entry_for_each_sample(tree, samples):
         return
     inner = [] if is_divisible(tree) else list(children(tree, path))
@@ -253,16 +267,16 @@ def _unlisted(tree: Any, path: str, name: str, total: int | None, samples: Any) 
 
 
 def _is_listed(field: Any, total: int | None) -> bool:
-    """Return whether a field goes by samples, where lists tell how many there are."""
+    """Return whether a field has one entry per sample, in a batch whose lists determine the number of samples."""
     return (type(field) in (list, tuple) or isinstance(field, Tensor)) and _length(field) == total
 
 
 class Microbatches(list[Any]):
-    """Microbatches that say how much each of them counts.
+    """List of microbatches with the weight of each.
 
     Args:
         microbatches: The microbatches.
-        counts: The number of samples of each.
+        counts: The number of samples (or tokens) of each, which is its weight.
     """
 
     def __init__(self, microbatches: Sequence[Any], counts: Sequence[int]) -> None:
@@ -273,21 +287,22 @@ class Microbatches(list[Any]):
 def split_into(
     batch: Any, num_microbatches: int, user_split: Callable[[Any, int], Sequence[Any]] | None
 ) -> tuple[list[Any], list[int]]:
-    """Split a training batch, by the module's `split_batch` if it has one.
+    """Split a training batch, with the module's `split_batch` if it is defined.
 
-    A microbatch of `split_batch` counts by its samples, as :func:`find_batch_size` finds them: for graphs the number of
-    graphs. The ready-made splitters say the counts themselves (:class:`Microbatches`).
+    The weight of a microbatch from `split_batch` is its number of samples, as :func:`find_batch_size` finds it; for
+    graphs, it is the number of graphs. If a number is unknown, the weights are equal. The ready-made splitters return
+    the weights themselves (:class:`Microbatches`).
 
     Args:
         batch: The batch.
         num_microbatches: The requested number of microbatches.
-        user_split: The module's hook `split_batch`, if it has one.
+        user_split: The module's hook `split_batch`; ``None`` if it is not defined.
 
     Returns:
         The microbatches, and the number of samples of each.
 
     Raises:
-        ValueError: If `split_batch` returns none.
+        ValueError: If `split_batch` returns no microbatches.
     """
     if user_split is None:
         return split_batch(batch, num_microbatches)
@@ -308,14 +323,26 @@ def split_into(
 
 
 def _length(field: Any) -> int:
+    """Return the length of a field; 0 for tensors without a regular first dimension."""
     return 0 if isinstance(field, Tensor) and (field.ndim == 0 or is_irregular(field)) else len(field)
 
 
 def _slices(listed: Any, counts: list[int]) -> list[Any]:
+    """Split a list into slices of the given lengths."""
     return [listed[end - count : end] for end, count in zip(accumulate(counts), counts, strict=True)]
 
 
 def _split(tree: Any, counts: list[int], samples: Any) -> list[Any]:
+    """Split a part of a batch.
+
+    Args:
+        tree: The part.
+        counts: The number of samples of each microbatch.
+        samples: The tensor that determines the number of samples; ``None`` if another part determines it.
+
+    Returns:
+        The part for each microbatch.
+    """
     if is_divisible(tree):
         return split_divisible(tree, counts)
     if isinstance(tree, Tensor):
@@ -333,10 +360,10 @@ def _split(tree: Any, counts: list[int], samples: Any) -> list[Any]:
 
 
 def split_divisible(value: Any, counts: Sequence[int]) -> list[Any]:
-    """Split an object that says itself how it is divided into samples.
+    """Split an object for which :func:`is_divisible` is True.
 
     Args:
-        value: A `PackedSequence`, whose samples are in the order before they were sorted; or a batch of graphs.
+        value: A `PackedSequence`, whose samples have the order from before they were sorted; or a batch of graphs.
         counts: The number of samples of each part.
     """
     if not isinstance(value, PackedSequence):
@@ -352,7 +379,12 @@ def split_divisible(value: Any, counts: Sequence[int]) -> list[Any]:
 
 
 def _has_entry_for_each_sample(listed: list[Any] | tuple[Any, ...], samples: Any) -> bool:
-    """Whether a list or tuple, which is as long as there are samples, goes by samples."""
+    """Return whether a list or tuple, whose length is the number of samples, has one entry per sample.
+
+    Args:
+        listed: The list or tuple.
+        samples: The tensor that determines the number of samples; ``None`` if another part determines it.
+    """
     if all(isinstance(entry, (str, bytes)) for entry in listed):
         return True
     if isinstance(listed, tuple):  # a record, such as the height and width of all images
@@ -364,24 +396,24 @@ def _has_entry_for_each_sample(listed: list[Any] | tuple[Any, ...], samples: Any
 
 
 def _children(tree: Any) -> Sequence[Any]:
-    """Return what is directly in a container; nothing for a leaf."""
+    """Return the direct children of a container; an empty list for a leaf."""
     found = contents(tree)
     return [] if found is None else found[1]
 
 
 def _level(spec: TreeSpec, num_children: int) -> TreeSpec:
-    """Return the spec of a container alone, whose children are its leaves."""
+    """Return the structure of a single container, whose children are leaves."""
     assert spec.kind is not None
     return TreeSpec.of(spec.kind, spec.names, (LEAF,) * num_children)
 
 
 @dataclass(frozen=True)
 class Slicing:
-    """How the input of the body is split in evaluation, where the user's step sees the whole batch.
+    """Split of the body's input in evaluation, where the user's step receives the whole batch.
 
     Attributes:
-        spec: The shape of the tree.
-        dims: For each leaf the dimension that is the batch; ``None`` for leaves that go unsplit to every microbatch.
+        spec: The structure of the tree.
+        dims: The batch dimension of each leaf; ``None`` for leaves that are passed unchanged to every microbatch.
         counts: The number of samples of each microbatch; one entry if the tree is not split.
     """
 
@@ -390,7 +422,7 @@ class Slicing:
     counts: tuple[int, ...]
 
     def apply(self, tree: Any) -> list[Any]:
-        """The microbatches of a tree."""
+        """Split a tree into microbatches."""
         if len(self.counts) == 1:
             return [tree]
         leaves, _ = flatten(tree)
@@ -404,12 +436,12 @@ class Slicing:
 def slicing(tree: Any, total: int | None, num_microbatches: int) -> Slicing:
     """Find out how to split the input of the body, leaf by leaf.
 
-    A dimension is taken for the batch if its length is the number of samples. If a leaf has several such dimensions, or
-    none of the leaves has one, the tree is not split: correct, only not overlapped.
+    A dimension is the batch dimension if its length is the number of samples. If a leaf has several such dimensions, or
+    no leaf has one, the tree is not split. The result is then still correct, but stages do not work at the same time.
 
     Args:
         tree: The input of the body for the whole batch.
-        total: The number of samples, ``None`` if unknown.
+        total: The number of samples; ``None`` if unknown.
         num_microbatches: The requested number of microbatches.
     """
     leaves, spec = flatten(tree)
@@ -429,16 +461,18 @@ def join(outputs: list[Any], counts: Sequence[int], *, strict: bool = False) -> 
 
     Args:
         outputs: One tree for each microbatch.
-        counts: The number of samples of each.
-        strict: Whether to refuse leaves that are the same in all microbatches although they follow ``counts``.
+        counts: The number of samples of each microbatch.
+        strict: If True, raise an error for a leaf with a dimension that matches ``counts`` but with equal values in all
+            microbatches.
 
     Returns:
-        The tree of the whole batch: leaves with one dimension that follows ``counts`` are concatenated along it, leaves
-        without are taken from the first microbatch if they are the same in all.
+        The tree of the whole batch. A leaf with one dimension whose lengths are ``counts`` is concatenated along this
+        dimension. A leaf without such a dimension is the leaf of the first microbatch, if it is equal in all
+        microbatches.
 
     Raises:
-        JoinError: If a leaf has several such dimensions, or has none and differs between microbatches. The batch
-            must then run as one microbatch.
+        JoinError: If a leaf has several such dimensions, or has none and differs between microbatches. The batch must
+            then run as one microbatch.
     """
     if len(outputs) == 1:
         return outputs[0]
@@ -451,6 +485,7 @@ def join(outputs: list[Any], counts: Sequence[int], *, strict: bool = False) -> 
 
 
 def _join_leaf(values: list[Any], counts: Sequence[int], strict: bool) -> Any:
+    """Join one leaf of all microbatches."""
     first = values[0]
     if not isinstance(first, Tensor):
         if not all(_equal(value, first) for value in values[1:]):
@@ -472,6 +507,7 @@ def _join_leaf(values: list[Any], counts: Sequence[int], strict: bool) -> Any:
 
 
 def _equal(value: Any, other: Any) -> bool:
+    """Return whether two values that are not tensors are equal."""
     try:
         return value is other or bool(value == other)
     except (TypeError, ValueError):  # arrays compare element by element
@@ -479,4 +515,5 @@ def _equal(value: Any, other: Any) -> bool:
 
 
 def _same(value: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors have the same shape and values."""
     return value.shape == other.shape and torch.equal(value, other)

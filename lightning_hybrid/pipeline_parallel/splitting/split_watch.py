@@ -14,10 +14,10 @@ from lightning_hybrid.pipeline_parallel.splitting.microbatch import find_misfits
 
 
 def microbatch_text(number: int, counts: Sequence[int]) -> str:
-    """The note of an exception that was raised while a microbatch ran.
+    """Return the note for an exception that was raised while a microbatch ran.
 
     Args:
-        number: Of the microbatch, from 0.
+        number: The number of the microbatch, from 0.
         counts: The number of samples of each microbatch.
     """
     return (
@@ -28,10 +28,11 @@ def microbatch_text(number: int, counts: Sequence[int]) -> str:
 
 
 class LengthWatch:
-    """Notices tensors that are split although they only happen to be as long as there are samples.
+    """Detector of tensors that are split only because their length happens to be the number of samples.
 
-    A single batch does not tell class weights of eight classes from eight samples. But they stay as they are when the
-    number of samples changes, or are one tensor in every batch where others are new.
+    A single batch cannot distinguish the class weights of eight classes from eight samples. But class weights have the
+    same length when the number of samples changes, or they are the same tensor object in every batch while other
+    tensors are new.
     """
 
     def __init__(self) -> None:
@@ -40,14 +41,14 @@ class LengthWatch:
         self._lengths: list[int] = []
 
     def __call__(self, batch: Any, total: int) -> list[int]:
-        """Look at the next batch.
+        """Compare a batch with the previous batch.
 
         Args:
-            batch: A batch that is split by :func:`split_batch`.
-            total: Its samples.
+            batch: A batch that :func:`split_batch` splits.
+            total: The number of samples.
 
         Returns:
-            The lengths of such tensors.
+            The lengths of the detected tensors.
         """
         tensors = [
             leaf for leaf in flatten(batch)[0] if isinstance(leaf, Tensor) and leaf.ndim > 0 and not is_irregular(leaf)
@@ -65,7 +66,7 @@ class LengthWatch:
 
 
 class SplitWatch:
-    """Says once in a run that a batch stays whole, and once that a tensor was split by chance.
+    """Source of two warnings, each given once per run: a batch was not split, or a tensor was split by mistake.
 
     Args:
         module: The name of the user's class.
@@ -77,7 +78,7 @@ class SplitWatch:
         self._has_told_of_whole = self._was_split = False
 
     def __call__(self, batch: Any, counts: Sequence[int], num_microbatches: int) -> Iterator[str]:
-        """Look at the next batch.
+        """Check a batch.
 
         Args:
             batch: A batch that :func:`split_batch` has split.
@@ -99,10 +100,10 @@ class SplitWatch:
 
 
 def length_text(length: int, module: str) -> str:
-    """Return the warning about a tensor that a :class:`LengthWatch` has found.
+    """Return the warning about a tensor that a :class:`LengthWatch` has detected.
 
     Args:
-        length: Of the tensor.
+        length: The length of the tensor.
         module: The name of the user's class.
     """
     return (

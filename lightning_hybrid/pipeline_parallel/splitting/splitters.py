@@ -1,4 +1,4 @@
-"""Ready-made methods `split_batch`, for batches whose tensors do not all have one row for each sample.
+"""Ready-made `split_batch` hooks, for batches whose tensors do not all have one row per sample.
 
 ::
 
@@ -134,6 +134,7 @@ def split_samples() -> Any:
 
 
 def _checked(function: str, *keys: Any) -> tuple[Key, ...]:
+    """Return keys, after checking that there is at least one and that each is a string or an integer."""
     if not keys or any(isinstance(key, bool) or not isinstance(key, (str, int)) for key in keys):
         raise TypeError(
             f"{function}(...) accepts keys of a mapping, names of attributes or indices in a tuple, got"
@@ -143,10 +144,16 @@ def _checked(function: str, *keys: Any) -> tuple[Key, ...]:
 
 
 def _tensor(batch: Any, key: Key, splitter: str, ndim: int = 1) -> Tensor:
-    """The tensor of integers at a key.
+    """Return the tensor of integers at a key.
+
+    Args:
+        batch: The batch.
+        key: The key.
+        splitter: The splitter as text, for the error message.
+        ndim: The required number of dimensions.
 
     Raises:
-        WrongUseError: If there is none.
+        WrongUseError: If there is no such tensor.
     """
     found = field(batch, key)
     if not isinstance(found, Tensor) or found.ndim != ndim or found.is_floating_point() or found.is_complex():
@@ -164,7 +171,7 @@ def _tensor(batch: Any, key: Key, splitter: str, ndim: int = 1) -> Tensor:
 
 
 def _parts(batch: Any) -> list[tuple[str, str, Any]]:
-    """The path, the name and the value of what is directly in a batch, also in an object."""
+    """Return the path, the name and the value of each direct child of a batch, which may be an object."""
     found = list(children(batch, "batch"))
     if found or isinstance(batch, Tensor):
         return found
@@ -172,7 +179,7 @@ def _parts(batch: Any) -> list[tuple[str, str, Any]]:
 
 
 def _with_parts(batch: Any, parts: Sequence[Any]) -> Any:
-    """A batch of the same class with other parts, in the order of :func:`_parts`."""
+    """Return a batch of the same class with other children, in the order of :func:`_parts`."""
     spec = flatten(batch)[1]
     if spec.kind is None:
         made = copy(batch)
@@ -191,6 +198,7 @@ def _with_parts(batch: Any, parts: Sequence[Any]) -> Any:
 
 
 def _mapping(batch: Any, parts: Sequence[Any]) -> Any:
+    """Return a mapping of the same class with other values."""
     made = copy(batch)
     for key, part in zip(list(batch), parts, strict=True):
         made[key] = part
@@ -198,26 +206,38 @@ def _mapping(batch: Any, parts: Sequence[Any]) -> Any:
 
 
 def _microbatches(batch: Any, columns: Sequence[Sequence[Any]], counts: Sequence[int]) -> Microbatches:
-    """The microbatches whose parts are the rows of columns."""
+    """Return the microbatches.
+
+    Args:
+        batch: The batch.
+        columns: For each child of the batch, its part for each microbatch.
+        counts: The weight of each microbatch.
+    """
     return Microbatches([_with_parts(batch, row) for row in zip(*columns, strict=True)], counts)
 
 
 def _keys_of(batch: Any) -> list[Key]:
-    """Return the keys of the parts of a batch."""
+    """Return the key of each child of a batch."""
     if isinstance(batch, (list, tuple)) and not hasattr(batch, "_fields"):
         return list(range(len(batch)))
     return list(batch) if isinstance(batch, Mapping) else [name for _, name, _ in _parts(batch)]
 
 
 def _is_at(batch: Any, key: Key, number: int, own: Key) -> bool:
+    """Return whether the child with this key and number is the child that the user's key `own` selects."""
     return key == own or (isinstance(own, int) and own % len(_parts(batch)) == number)
 
 
 def _refuse(splitter: str, left: Sequence[Entry], lengths: str) -> None:
-    """Raise an error about tensors that a splitter cannot divide.
+    """Raise an error if there are tensors that a splitter cannot split.
+
+    Args:
+        splitter: The splitter as text.
+        left: The tensors.
+        lengths: The numbers of samples, as text.
 
     Raises:
-        WrongUseError: If there are any.
+        WrongUseError: If there are any such tensors.
     """
     if left:
         raise WrongUseError(
@@ -228,17 +248,18 @@ def _refuse(splitter: str, left: Sequence[Entry], lengths: str) -> None:
 
 
 def _unsplit(value: Any, path: str) -> list[Entry]:
-    """The tensors of a part of a batch that are not the same for all samples, for all one knows."""
+    """Return the tensors of a part of a batch that may differ between samples: all except tensors with one row."""
     return [entry for entry in entries(value, path) if entry.length != 1]
 
 
 def _sliced(tensor: Tensor, counts: Sequence[int], dim: int = 0) -> list[Tensor]:
+    """Split a tensor into slices of the given lengths."""
     return list(torch.split(tensor, list(counts), dim))
 
 
 @dataclass(frozen=True)
 class _Rows:
-    """The callable of `split_rows`; a function would become a method of the class that it is assigned in."""
+    """Callable that `split_rows` returns. A function would become a method of the user's class."""
 
     offsets: tuple[Key, ...]
 
@@ -283,14 +304,16 @@ class _Rows:
 
 
 def _even_bounds(offsets: Sequence[int], number: int) -> list[int]:
-    """Divide documents into groups of about equal tokens, each with at least one document that has tokens.
+    """Divide documents into groups with about equal numbers of tokens.
+
+    Each group has at least one document with tokens.
 
     Args:
-        offsets: Of the documents: as many as these and one more.
-        number: The requested number of groups; there are fewer if there are fewer documents with tokens.
+        offsets: The offsets of the documents, one more than documents.
+        number: The requested number of groups. The result has fewer groups if there are fewer documents with tokens.
 
     Returns:
-        The first document of each group, and the number of documents.
+        The first document of each group, followed by the number of documents.
 
     Example:
         >>> _even_bounds([0, 3, 7, 9, 12], 2)
@@ -298,7 +321,7 @@ def _even_bounds(offsets: Sequence[int], number: int) -> list[int]:
     """
     starts = [i for i, (a, b) in enumerate(pairwise(offsets)) if b > a] or [0]
     number = max(1, min(number, len(starts)))
-    ends = [offsets[start] for start in starts]  # where a group may begin
+    ends = [offsets[start] for start in starts]  # the tokens at which a group may begin
     chosen = [0]
     for group in range(1, number):
         ideal = offsets[-1] * group / number
@@ -311,7 +334,7 @@ def _even_bounds(offsets: Sequence[int], number: int) -> list[int]:
 
 @dataclass(frozen=True)
 class _Graphs:
-    """The callable of `split_graphs`."""
+    """Callable that `split_graphs` returns."""
 
     batch: Key
     edge_index: Key
@@ -371,7 +394,7 @@ class _Graphs:
 
 @dataclass(frozen=True)
 class _Targets:
-    """The callable of `split_targets`."""
+    """Callable that `split_targets` returns."""
 
     targets: Key
     lengths: Key
@@ -406,7 +429,7 @@ class _Targets:
 
 @dataclass(frozen=True)
 class _Samples:
-    """The callable of `split_samples`."""
+    """Callable that `split_samples` returns."""
 
     def __call__(self, batch: Any, num_microbatches: int) -> Microbatches:
         if type(batch) not in (list, tuple) or len({type(sample) for sample in batch}) > 1:
