@@ -43,9 +43,9 @@ ERRORS = {
         "Call the collective on every rank or on none of them.",
     ),
     "LH209": Entry(
-        "The Trainer ran in worker processes, for example in a notebook. The trained weights stayed there,"
-        " because the module was too large to be gathered, or because `gather_module_on_teardown=False` is"
-        " set.",
+        "The Trainer ran in worker processes, for example in a notebook. The trained weights stayed in these"
+        " processes, because the module was too large to be gathered, or because"
+        " `gather_module_on_teardown=False` is set.",
         "Load the trained weights from a checkpoint.",
     ),
     "LH210": Entry(

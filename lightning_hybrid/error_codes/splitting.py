@@ -38,7 +38,7 @@ ERRORS = {
     ),
     "LH308": Entry(
         "A step has the argument `dataloader_iter`, so it fetches batches itself. The strategy cannot split"
-        " such batches into microbatches.",
+        " these batches into microbatches.",
         "Define the step with the arguments `batch` and `batch_idx`, as in `training_step(batch, batch_idx)`.",
     ),
     "LH309": Entry(
@@ -102,7 +102,7 @@ ERRORS = {
     "LH325": Entry(
         "Your code calls the layers of the body one by one. In this case, no layer can be sharded in"
         " `configure_model` or by a torch style, such as `ColwiseParallel`.",
-        "Shard the layer with a style name in `tensor_parallel_plan`, or put all layers into one `nn.Sequential`.",
+        "Shard layers only with style names in `tensor_parallel_plan`, or put all layers into one `nn.Sequential`.",
     ),
     "LH326": Entry(
         "`tensor_parallel_plan` assigns a style to a module that contains pipelined layers.",

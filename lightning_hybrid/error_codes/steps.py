@@ -228,7 +228,7 @@ ERRORS = {
     "LH460": Entry(
         "A layer changes a tensor in place, for example with `x.add_(...)`. Another stage uses this tensor"
         " afterward, but does not see the change.",
-        "Return the new value from the layer, and use this value.",
+        "Return the new value from the layer, and use this value instead of the changed tensor.",
     ),
     "LH461": Entry(
         "A step updates a buffer or an attribute on one stage and reads it on another stage.",
