@@ -280,8 +280,8 @@ class Faults(_Group):
         heartbeat = as_duration(self.heartbeat_timeout)
         if heartbeat is not None and heartbeat < _LEAST_HEARTBEAT:
             raise ValueError(
-                f"`faults.heartbeat_timeout` must be at least {_LEAST_HEARTBEAT} or None, because ranks can send"
-                f" heartbeats up to two seconds apart; got {heartbeat}. [LH104]"
+                f"`faults.heartbeat_timeout` must be at least {_LEAST_HEARTBEAT} or None, got {heartbeat}. Ranks can"
+                " send heartbeats up to two seconds apart. [LH104]"
             )
 
 

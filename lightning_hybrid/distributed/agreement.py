@@ -104,7 +104,7 @@ def check_equal(values: Mapping[str, str], advice: str, own: bytes = b"") -> lis
     for name in dict.fromkeys(name for of_rank in found for name in of_rank):
         of_name = {rank: other.get(name, "nothing") for rank, other in enumerate(found)}
         if len(set(of_name.values())) > 1:
-            raise ValueError(f"{unequal_text(name, of_name)} {advice} [LH201]")
+            raise ValueError(f"`{name}` is not the same on every rank: {by_rank(of_name)}. {advice} [LH201]")
     raise AssertionError("the digests differ, but the texts are equal")
 
 
@@ -131,15 +131,23 @@ def unequal_text(name: str, values: Mapping[int, str]) -> str:
         name: What it is.
         values: Its value on each rank.
     """
+    return f"`{name}` is not the same on every rank: {by_rank(values)}."
+
+
+def by_rank(values: Mapping[int, str]) -> str:
+    """Return the values, each with the ranks that have it.
+
+    Args:
+        values: The value on each rank.
+    """
     ranks_of: dict[str, list[int]] = {}
     for rank, value in values.items():
         ranks_of.setdefault(value, []).append(rank)
-    parts = [
+    return "; ".join(
         f"{value} on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:_MOST]))}"
         f"{', ...' if len(ranks) > _MOST else ''}"
         for value, ranks in ranks_of.items()
-    ]
-    return f"`{name}` is not the same on every rank: {'; '.join(parts)}."
+    )
 
 
 _MOST = 8  # ranks in one text

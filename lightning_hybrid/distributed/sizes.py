@@ -49,13 +49,15 @@ def resolve_sizes(world_size: int, requested: Mapping[str, Any]) -> Sizes:
     model, product = math.prod(preferred(requested[axis.label]) for axis in others), _product(others, requested)
     if world_size % model:
         raise ValueError(
-            f"{world_size} processes cannot be divided into model groups of {product.removeprefix(' x ')} = {model}"
-            f" ranks. Set `Trainer(devices=..., num_nodes=...)` so that the number of processes is a multiple of"
-            f" {model}, or choose sizes whose product divides {world_size}. [LH105]"
+            f"{world_size} processes cannot be divided into groups of {model} ranks. Each group holds one model"
+            f" replica: {product.removeprefix(' x ')} = {model}. Set `Trainer(devices=..., num_nodes=...)` so that the"
+            f" number of processes is a multiple of {model}, or choose sizes whose product divides {world_size}."
+            " [LH105]"
         )
     raise ValueError(
-        f"{DATA.argument} ({data}){product} = {data * model}, but there are {world_size} processes. Set"
-        f" {DATA.argument}={world_size // model} or 'auto', or start {data * model} processes. [LH106]"
+        f"{world_size} processes do not match the product of the parallel sizes: {DATA.argument} ({data}){product} ="
+        f" {data * model}. Set {DATA.argument}={world_size // model} or 'auto', or start {data * model} processes."
+        " [LH106]"
     )
 
 
@@ -86,8 +88,8 @@ def accumulated_batches(global_batch_size: int, batch_size: int, data_parallel_s
         sizes = [size for size in range(1, batch_size) if not global_batch_size % (size * data_parallel_size)]
         advice = f" set the batch size of the loader to {sizes[-1]}," if sizes else ""
         raise ValueError(
-            f"global_batch_size={global_batch_size} is not a multiple of {at_once}, but {data_parallel_size} replicas"
-            f" with a batch of {batch_size} samples each process {at_once} samples at once. Set global_batch_size to a"
-            f" multiple of {at_once},{advice} or choose another number of replicas. [LH111]"
+            f"global_batch_size={global_batch_size} is not a multiple of {at_once}. {data_parallel_size} replicas with"
+            f" batches of {batch_size} samples process {at_once} samples at once. Set global_batch_size to a multiple"
+            f" of {at_once},{advice} or choose another number of replicas. [LH111]"
         )
     return global_batch_size // at_once

@@ -21,22 +21,24 @@ ERRORS = {
         ' `timedelta(minutes=10)`. In YAML, write `600` or `"0:10:00"`.',
     ),
     "LH105": Entry(
-        "The number of processes is not divisible by the product of the tensor-, pipeline- and context-parallel sizes.",
-        "Set `Trainer(devices=..., num_nodes=...)` so that the number of processes is a multiple of this product, or"
-        " use smaller parallel sizes. See [choose a layout](../start/choose-a-layout.md).",
+        "The number of processes is not divisible by the product of `tensor_parallel_size`,"
+        " `pipeline_parallel_size` and `context_parallel_size`.",
+        "Set `Trainer(devices=..., num_nodes=...)` so that the number of processes is a multiple of this"
+        " product, or choose sizes whose product divides the number of processes. See [choose a"
+        " layout](../start/choose-a-layout.md).",
     ),
     "LH106": Entry(
         "The product of all parallel sizes differs from the number of processes.",
         'Set `data_parallel_size="auto"`, or start the number of processes that the message states.',
     ),
     "LH107": Entry(
-        "No combination of the sizes listed in `pipeline_parallel_size` and `tensor_parallel_size` fits the number of"
-        " processes, which must be divisible by the product of the parallel sizes.",
-        "Add another size, such as 1, to one of the two lists, or start a different number of processes.",
+        "The number of processes must be divisible by the product of the parallel sizes. No combination of"
+        " the sizes listed in `pipeline_parallel_size` and `tensor_parallel_size` meets this condition.",
+        "Add another size, such as 1, to one of these lists, or start a different number of processes.",
     ),
     "LH108": Entry(
-        "The tensor-parallel ranks cannot be arranged as one square (2D mode), as equal squares (2.5D mode) or as a"
-        " cube (3D mode).",
+        "`tensor_parallel_size` does not fit the mode. Ranks must form one square in 2D mode, several equal"
+        " squares in 2.5D mode, and a cube in 3D mode.",
         "Set `tensor_parallel_size` to a number that the message suggests. See [2D, 2.5D and 3D"
         " modes](../concepts/advanced-tensor-parallel.md).",
     ),
@@ -45,89 +47,93 @@ ERRORS = {
         'Remove `tensor_parallel_depth`, or set `tensor_parallel_mode="2.5d"`.',
     ),
     "LH110": Entry(
-        "`sequence_parallel` is combined with a 2D, 2.5D or 3D tensor-parallel mode, which already shards activations.",
+        "`sequence_parallel=True` is combined with a 2D, 2.5D or 3D tensor-parallel mode. These modes already"
+        " shard activations.",
         'Remove `sequence_parallel`, or set `tensor_parallel_mode="1d"`.',
     ),
     "LH111": Entry(
         "`global_batch_size` is not divisible by the product of the loader's batch size and the number of replicas.",
-        "Set `global_batch_size` to a multiple of this product, which the message states. See [elastic"
+        "Set `global_batch_size` to a multiple of this product. The message states the product. See [elastic"
         " training](../guides/elastic.md).",
     ),
     "LH112": Entry(
         "`HybridStrategy`, `Faults`, `Launch` or `Tuning` was called with an argument that it does not have.",
-        "Use the name that the message suggests. See [all arguments](strategy.md).",
+        "Use one of the arguments that the message names. See [all arguments](strategy.md).",
     ),
     "LH113": Entry(
         "`launch.rank_order` does not contain the name of each axis exactly once.",
-        'Set `launch.rank_order` to `"pp-dp-tp"`, or to the same names in another order.',
+        'Set `launch.rank_order` to `"pp-dp-tp"`, or write the same names in another order.',
     ),
     "LH114": Entry(
         "The 1F1B schedule supports only one chunk per rank, but `num_chunks` is larger than 1.",
         'Set `schedule="interleaved_1f1b"` or `num_chunks=1`.',
     ),
     "LH115": Entry(
-        "The list in `tuning.extra_in_flight` does not contain exactly one number for each link between neighboring"
-        " pipeline ranks.",
-        "Set `tuning.extra_in_flight` to one number for all links, or to a list of `pipeline_parallel_size - 1`"
-        " numbers.",
+        "`tuning.extra_in_flight` is a list that does not contain exactly one number for each link between"
+        " neighboring pipeline ranks.",
+        "Set `tuning.extra_in_flight` to one number for all links, or to a list of `pipeline_parallel_size -"
+        " 1` numbers.",
     ),
     "LH116": Entry(
-        "`tuning.extra_in_flight` adds microbatches in flight, but with the GPipe schedule, all microbatches are"
-        " already in flight.",
+        "`tuning.extra_in_flight` increases the number of microbatches in flight, but the GPipe schedule"
+        " already has all microbatches in flight.",
         'Remove `tuning.extra_in_flight`, or set `schedule="1f1b"`.',
     ),
     "LH117": Entry(
-        "`partition` or `pipeline_stage` does not assign every layer to a stage, or leaves a stage without layers.",
-        "List the number of layers of each stage. Each number must be at least 1, and the numbers must add up to the"
-        " total number of layers. Alternatively, list the stage of each layer, in ascending order starting at 0.",
+        "`partition` or `pipeline_stage` leaves a layer without a stage, leaves a stage without layers, or"
+        " assigns stages out of order.",
+        "Set `partition` to a list with the number of layers of each stage. These numbers must be at least 1"
+        " and add up to the total number of layers. Alternatively, list the stage of each layer, in ascending"
+        " order starting at 0.",
     ),
     "LH118": Entry(
         "The pipeline has more stages than layers.",
         "Use a smaller `pipeline_parallel_size` or `num_chunks`.",
     ),
     "LH119": Entry(
-        "The list passed as `recompute` does not contain exactly one number (0 or more) for each stage.",
-        "List one number for each stage, or set a single number that applies to all stages.",
+        "The list in `recompute` does not contain exactly one number for each stage, or a number is negative.",
+        "List one number (0 or more) for each stage, or set a single number that applies to all stages.",
     ),
     "LH120": Entry(
         "A pattern in `recompute` matches no submodule.",
-        "Use the name of a submodule that the message suggests. In a pattern, `*` matches any text between two dots.",
+        "Use one of the submodule names that the message suggests. In a pattern, `*` matches any text between"
+        " two dots.",
     ),
     "LH121": Entry(
-        "A pattern in `recompute` matches the module that contains all layers instead of the layers themselves.",
+        "A pattern in `recompute` matches the module that contains all layers, but it must match the layers"
+        " themselves.",
         "Append `.*` to the pattern to match the layers.",
     ),
     "LH122": Entry(
-        "`tuning.memory_limit` affects only the layout search. The search does not run, because no argument is set to"
-        ' `"auto"`.',
+        "`tuning.memory_limit` affects only the layout search, but no argument requests this search.",
         'Set `layout="auto"` or `recompute="auto"`, or remove `tuning.memory_limit`.',
     ),
     "LH123": Entry(
         "An argument lists one value for each stage, but the number of stages is known only after the layout search.",
-        "Set `pipeline_parallel_size` and `num_chunks` yourself, or remove the argument that contains the list.",
+        "Set `pipeline_parallel_size` and `num_chunks` to numbers, or remove the argument that contains the list.",
     ),
     "LH124": Entry(
         "The layout search does not support the value that you set for `recompute` or `num_chunks`.",
-        "Use a value that the message lists, or set all parallel sizes yourself instead of using the layout search.",
+        "Use a value that the message allows, or set all parallel sizes yourself instead of using the layout search.",
     ),
     "LH125": Entry(
-        "A quantity, such as `tuning.memory_limit`, is not written as a number followed by a unit.",
+        "An argument such as `tuning.memory_limit` is not a positive number followed by a unit.",
         'Write a number and a unit, such as `"80GiB"`.',
     ),
     "LH126": Entry(
-        "Each part of the strategy name must be an abbreviation directly followed by a number, such as `pp2`, and no"
-        ' part may appear twice. In `"hybrid_pp_2"`, for example, `pp` and `2` are separate parts.',
-        'Use each part only once, with the number directly after the abbreviation, as in `"hybrid_pp2"`.',
+        "A part of the strategy name is not an abbreviation followed directly by a number, as in `pp2`, or an"
+        ' abbreviation appears twice. In `"hybrid_pp_2"`, for example, an underscore separates `pp` from its'
+        " number.",
+        'Write the number directly after the abbreviation, as in `"hybrid_pp2"`, and use each abbreviation only once.',
     ),
     "LH127": Entry(
-        'The layout search could not choose a value for an argument that is set to `"auto"`. This happens, for'
-        " example, if the search takes too long, or if the training step uses values of tensors, which the search does"
-        " not compute.",
+        "The layout search could not choose a value for an argument. For example, the search took too long,"
+        " or the training step reads the values of tensors, which the search does not compute.",
         "Set the parallel sizes yourself. See [choose a layout](../start/choose-a-layout.md).",
     ),
     "LH128": Entry(
-        "The layout search rejected every layout, for example because every layout needs more memory than"
-        " `tuning.memory_limit`, or because the module cannot be split.",
+        "The layout search rejected every layout. For example, every layout needs more memory than"
+        " `tuning.memory_limit`, or the module cannot be split.",
         "Start more processes, increase `tuning.memory_limit`, or use a smaller batch.",
     ),
     "LH129": Entry(
@@ -135,9 +141,9 @@ ERRORS = {
         "Allow other parallel sizes, or start a different number of processes.",
     ),
     "LH130": Entry(
-        "The training step reads the values of parameters. The layout search and commands such as `plan` run the step"
-        " with parameters that have no values.",
-        "In the module's `__init__`, create the parameters that the step reads.",
+        "The training step reads the values of parameters. In the layout search and in commands such as"
+        " `plan`, parameters on the meta device have no values.",
+        "In the module's `__init__`, create the parameters that the step reads. Do not create them on the meta device.",
     ),
     "LH131": Entry(
         "The training loader is empty or limited to 0 batches, but the layout search and commands such as `plan` need"
@@ -146,18 +152,18 @@ ERRORS = {
         " `limit_train_batches=0`.",
     ),
     "LH132": Entry(
-        "The module reads the values of its parameters. The layout search and commands such as `plan` cannot store"
-        " these values, because they need too much memory.",
-        "Avoid reading parameter values in `__init__`, `configure_model` or `training_step`. Alternatively, use a"
-        " smaller module, such as one with fewer layers.",
+        "The module reads the values of its parameters. For the layout search and commands such as `plan`,"
+        " these values need too much memory.",
+        "Avoid reading parameter values in `__init__`, `configure_model` or `training_step`. Alternatively,"
+        " use a smaller module, such as one with fewer layers.",
     ),
     "LH133": Entry(
-        "With manual optimization, the order of the forward and backward passes is unknown before the step runs, so no"
+        "With manual optimization, it is unknown which forward and backward passes the step will run, so no"
         " layout can be suggested.",
         "Use automatic optimization, or set the parallel sizes yourself.",
     ),
     "LH134": Entry(
-        "The strategy cannot determine from the type of the batch how many samples the batch contains.",
+        "The strategy cannot count the samples in a batch of the type that the message names.",
         "Make the training loader return tensors or lists.",
     ),
     "LH135": Entry(
@@ -165,8 +171,8 @@ ERRORS = {
         "Install a tested version of torch. See [versions](../start/install.md#versions).",
     ),
     "LH137": Entry(
-        "`global_batch_size` determines how many batches are accumulated, but another argument or manual optimization"
-        " determines this number too.",
+        "`global_batch_size` determines the number of accumulated batches, but another argument or manual"
+        " optimization determines this number too.",
         "Remove `global_batch_size` or the other setting that the message names.",
     ),
     "LH138": Entry(
@@ -176,9 +182,9 @@ ERRORS = {
         " `Trainer(accumulate_grad_batches=...)`.",
     ),
     "LH139": Entry(
-        "`HybridTimeline` records when each rank runs the forward and backward passes of a schedule. This run has no"
-        " schedule, because it uses neither a pipeline nor several microbatches.",
-        "Remove `HybridTimeline`, or set `pipeline_parallel_size` or `num_microbatches`.",
+        "`HybridTimeline` records when each rank runs the forward and backward passes of a schedule. This run"
+        " has no schedule, because it uses neither a pipeline nor several microbatches.",
+        "Remove `HybridTimeline`, or set `pipeline_parallel_size` or `num_microbatches` to more than 1.",
     ),
     "LH140": Entry(
         "`device_mesh` was read before the strategy had connected the training processes.",

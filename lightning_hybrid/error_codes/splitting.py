@@ -4,12 +4,12 @@ from lightning_hybrid.error_codes.entry import Entry
 
 ERRORS = {
     "LH301": Entry(
-        "No list of layers contains a large part of the module's parameters, so the strategy cannot detect which"
-        " layers to split into stages.",
+        "No list of layers contains a large part of the module's parameters, so the strategy cannot detect"
+        " which layers to split into stages.",
         "Set `body=[...]` to names that the message suggests. See [pipeline](../concepts/pipeline.md).",
     ),
     "LH302": Entry(
-        "`body` contains a name that no submodule of the module has.",
+        "`body` contains a name that does not belong to any submodule.",
         "Use the dotted name of a submodule, such as one that the message suggests.",
     ),
     "LH303": Entry(
@@ -22,23 +22,23 @@ ERRORS = {
     ),
     "LH305": Entry(
         "A hook added, removed or replaced layers after the module had been split into stages.",
-        "Change the layers in `__init__` or `configure_model`. These methods run before the module is split.",
+        "Change the layers in `__init__` or `configure_model`, which run before the module is split.",
     ),
     "LH306": Entry(
-        "The module uses manual optimization, but with a pipeline, several microbatches or `microbatch_weight`, the"
-        " strategy runs the backward passes itself.",
-        "Use automatic optimization. Alternatively, set `pipeline_parallel_size=1` and `num_microbatches=1`, and"
-        " remove `microbatch_weight`.",
+        "The module uses manual optimization, so its `training_step` runs the backward passes. With a"
+        " pipeline, several microbatches or `microbatch_weight`, the strategy must run these passes itself.",
+        "Use automatic optimization. Alternatively, set `pipeline_parallel_size=1` and `num_microbatches=1`,"
+        " and remove `microbatch_weight`.",
     ),
     "LH307": Entry(
-        "The module overrides `backward`, but the strategy runs the backward passes itself and never calls this"
-        " method. This applies to pipeline, tensor and context parallelism, several microbatches and"
-        " `microbatch_weight`.",
-        "Remove the `backward` method, or change the settings as the message says.",
+        "The module overrides `backward`, but the strategy never calls this method. With pipeline, tensor or"
+        " context parallelism, several microbatches or `microbatch_weight`, the strategy runs the backward"
+        " passes itself.",
+        "Remove the `backward` method, or change the settings that the message names.",
     ),
     "LH308": Entry(
-        "A step has the argument `dataloader_iter` and fetches batches itself, so the strategy cannot split them into"
-        " microbatches.",
+        "A step has the argument `dataloader_iter`, so it fetches batches itself. The strategy cannot split"
+        " these batches into microbatches.",
         "Define the step with the arguments `batch` and `batch_idx`, as in `training_step(batch, batch_idx)`.",
     ),
     "LH309": Entry(
@@ -46,39 +46,40 @@ ERRORS = {
         "Define both methods, or neither of them.",
     ),
     "LH310": Entry(
-        "`ModelPruning` needs the full model, but each pipeline stage has only a part of it.",
+        "`ModelPruning` needs all parameters of the model, but each pipeline stage has only some of them.",
         "Prune the model in a separate run with `pipeline_parallel_size=1`, before or after this training.",
     ),
     "LH314": Entry(
-        "A parameter that `configure_model` created as a plain tensor differs between ranks, for example because each"
-        " rank created only its own shard.",
-        'If each rank creates a shard, use `DTensor.from_local(part, self.device_mesh["tensor_parallel"],'
-        " [Shard(dim)])`. Otherwise, create the full parameter from the same random numbers on every rank. See [tensor"
+        "A parameter that `configure_model` created as a plain tensor differs between ranks, for example"
+        " because each rank created only its own shard.",
+        "If each rank creates only its own shard, use `DTensor.from_local(part,"
+        ' self.device_mesh["tensor_parallel"], [Shard(dim)])`. Otherwise, create the full parameter from the'
+        " same random numbers on every rank. See [tensor"
         " parallelism](../concepts/tensor-parallel.md#rules-for-your-code).",
     ),
     "LH315": Entry(
-        "A parameter was created on the meta device, but its layer has no method that initializes it.",
-        "Define `reset_parameters` in the layer, or load the parameter's values with `initial_weights`. See"
-        " [checkpoints](../guides/checkpoints.md).",
+        "A parameter or a buffer was created on the meta device, but its layer has no method that initializes"
+        " this tensor.",
+        "In the layer, define `reset_parameters`, or load the values of the tensor with `initial_weights`."
+        " See [checkpoints](../guides/checkpoints.md).",
     ),
     "LH316": Entry(
-        'A metric, or a tensor that is neither a parameter nor a buffer, was created under `torch.device("meta")`, so'
-        " it has no values.",
+        "A metric, or a tensor that is neither a parameter nor a buffer, was created under"
+        ' `torch.device("meta")`. The strategy cannot initialize such objects.',
         'Create the tensor or the metric under `torch.device("cpu")`.',
     ),
     "LH317": Entry(
-        "The `reset_parameters` method of a module that contains the pipelined layers also sets parameters of its"
-        " submodules, but not every rank has all of these submodules.",
-        "In this method, set only the parameters that belong to the module itself, and define `reset_parameters` in"
-        " each layer.",
+        "A module that contains the pipelined layers has a `reset_parameters` method that also changes"
+        " parameters of its submodules. Not every rank has all of these submodules.",
+        "In this method, change only the parameters that belong to the module itself. Define"
+        " `reset_parameters` in each layer.",
     ),
     "LH318": Entry(
-        "The module was already trained with a different layout, and is still sharded for that layout.",
+        "An earlier run sharded the module for a different layout, and the module is still sharded.",
         "Call `trainer.strategy.gather_module()` on every rank after the earlier run.",
     ),
     "LH319": Entry(
-        "After the split into stages, the body was replaced, or its layers were changed. The body is the list of"
-        " pipelined layers.",
+        "The body, which is the list of pipelined layers, was replaced or changed after it had been split into stages.",
         "Create the body in `__init__` or `configure_model`.",
     ),
     "LH320": Entry(
@@ -86,7 +87,7 @@ ERRORS = {
         "Set `pipeline_stage` for all layers of the body or for none of them.",
     ),
     "LH321": Entry(
-        "`partition` and `pipeline_stage` are both set, but only one of them can assign layers to stages.",
+        "`partition` and `pipeline_stage` both assign layers to stages, but only one of them may be set.",
         "Remove `partition`, or remove `pipeline_stage` from the layers.",
     ),
     "LH322": Entry(
@@ -95,23 +96,23 @@ ERRORS = {
         " them counts as a layer.",
     ),
     "LH323": Entry(
-        "A layer and its copy have different values of `pipeline_stage`, but must be on the same stage.",
+        "A layer and its frozen copy must be on the same stage, but they have different values of `pipeline_stage`.",
         "Set the same `pipeline_stage` for the layer and its copy.",
     ),
     "LH325": Entry(
-        "Your code calls the layers of the body one by one. This does not work if a layer was sharded in"
+        "Your code calls the layers of the body one by one. In this case, no layer can be sharded in"
         " `configure_model` or by a torch style, such as `ColwiseParallel`.",
-        "Shard the layer with a style name in `tensor_parallel_plan`, or put all layers into one `nn.Sequential`.",
+        "Shard layers only with style names in `tensor_parallel_plan`, or put all layers into one `nn.Sequential`.",
     ),
     "LH326": Entry(
-        "`tensor_parallel_plan` assigns a style to a module that contains layers of the pipeline.",
-        "Assign the style to the layers of the pipeline instead.",
+        "`tensor_parallel_plan` assigns a style to a module that contains pipelined layers.",
+        "Assign the style to each of these layers instead.",
     ),
     "LH327": Entry(
-        "With `sequence_parallel`, neighboring layers in an `nn.Sequential` pass sequence shards to each other, but"
-        " your code calls these layers one by one.",
-        "Put the layers into an `nn.ModuleList`. Alternatively, call the whole `nn.Sequential`, and set `body` to the"
-        " name of this `nn.Sequential` only.",
+        "With `sequence_parallel`, neighboring layers in an `nn.Sequential` pass sequence shards to each"
+        " other. This does not work if your code calls these layers one by one.",
+        "Put the layers into an `nn.ModuleList`. Alternatively, call the whole `nn.Sequential`, and make its"
+        " name the only name in `body`.",
     ),
     "LH328": Entry(
         "The module cannot be gathered, because a layer was sharded in `configure_model` or by a torch style, such as"
@@ -120,7 +121,7 @@ ERRORS = {
         " `tensor_parallel_plan`.",
     ),
     "LH329": Entry(
-        "`gather_module` was called during the run, but the run cannot continue with the full model.",
+        "`gather_module` was called during the run. The run cannot continue with the full model.",
         "Call `gather_module` after the run.",
     ),
     "LH330": Entry(

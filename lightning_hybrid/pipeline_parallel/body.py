@@ -249,12 +249,14 @@ def body_call_text(name: str, lists: Sequence[str], step: str, calls: int) -> st
         step: The name of the user's step, such as ``"training_step"``.
         calls: The number of calls.
     """
-    called = f"did not call the body {name!r}" if calls == 0 else f"called the body {name!r} {calls} times"
-    return (
-        f"`{step}` {called}. If you name the body, or if the first step calls it as a whole, each step must call it"
-        f" exactly once. Write `x = self.{name}(x)` instead of calling its layers one by one. To allow calls of single"
-        f" layers, set HybridStrategy(body={list(lists)!r}). [LH430]"
+    advice = (
+        "If you name the body, or if the first step calls it as a whole, each step must call it exactly once. Write"
+        f" `x = self.{name}(x)` instead of calling its layers one by one. To allow calls of single layers, set"
+        f" HybridStrategy(body={list(lists)!r})."
     )
+    if calls == 0:
+        return f"`{step}` did not call the body {name!r}. {advice} [LH430]"
+    return f"`{step}` called the body {name!r} {calls} times. {advice} [LH430]"
 
 
 def layer_call_text(name: str, lists: Sequence[str]) -> str:

@@ -244,7 +244,7 @@ class CodeBefore(TorchFunctionMode):
         if fakes is not None:
             fakes.is_over = True
         if any(isinstance(leaf, FakeTensor) for leaf in flatten(x)[0]):
-            raise WrongUseError(_text("The input to the body", "is computed from"))
+            raise WrongUseError(_text("the input to the body", "is computed from"))
         self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         try:
             yield
@@ -346,10 +346,11 @@ def _is_meta(leaf: Any) -> bool:
 
 def _text(what: str, how: str) -> str:
     """Return the error message for a use of a parameter that is on another stage."""
+    use = f"{what} {how}"
     return (
-        f"{what} {how} a parameter outside the layers, but this parameter is on another stage, where the first training"
-        " batch used it. Also use the parameter at this point, either in the first training batch or in the sanity"
-        " check before training, for example by adding `0 * parameter.sum()` to a tensor. Alternatively, set"
+        f"In this step, {use} a parameter outside the layers, but this parameter is on another stage, where the first"
+        " training batch used it. Also use the parameter at this point, either in the first training batch or in the"
+        " sanity check before training, for example by adding `0 * parameter.sum()` to a tensor. Alternatively, set"
         " HybridStrategy(dynamic_shapes=True), which keeps the parameters outside an `nn.Sequential` on the first and"
         " the last stage. [LH410]"
     )

@@ -205,11 +205,11 @@ def _ranges(counts: Sequence[int]) -> list[range]:
 def _check_sizes(num_layers: int, num_stages: int) -> None:
     """Raise an error if there are fewer layers than stages, or no stages."""
     if num_stages < 1:
-        raise ValueError(f"the number of stages is {num_stages}, but must be at least 1 [LH103]")
+        raise ValueError(f"The number of stages must be at least 1, got {num_stages}. [LH103]")
     if num_layers < num_stages:
         raise ValueError(
-            f"{num_layers} layers cannot be split into {num_stages} stages with at least one layer each; choose "
-            f"pipeline_parallel_size and num_chunks so that their product is at most {num_layers} [LH118]"
+            f"{num_layers} layers cannot be split into {num_stages} stages. Each stage needs at least one layer. Choose"
+            f" pipeline_parallel_size and num_chunks so that their product is at most {num_layers}. [LH118]"
         )
 
 

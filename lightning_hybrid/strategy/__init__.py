@@ -84,7 +84,7 @@ def _parse(name: str) -> dict[str, int]:
         if found is None or argument is None or argument in arguments:
             reason = "appears twice" if argument in arguments else "is not a short name followed by a number"
             raise ValueError(
-                f"The strategy name {name!r} is invalid: its part {part!r} {reason}. After {_PREFIX!r}, you can add"
+                f"The strategy name {name!r} is invalid. Its part {part!r} {reason}. After {_PREFIX!r}, you can add"
                 f" {', '.join(_ARGUMENTS)}. Use each at most once, followed by a number, as in '{_PREFIX}_pp3',"
                 f" '{_PREFIX}_dp2_tp2_pp4' or '{_PREFIX}_zero3'. To set other arguments, pass an object to the Trainer:"
                 " `strategy=HybridStrategy(...)`. [LH126]"

@@ -191,20 +191,20 @@ class Initialization:
         changed = [name for name, x, version in others if id(x) not in own and x._version != version]
         if changed:
             raise ValueError(
-                f"`{type(unit.layer).__name__}.{_name_of_method(unit.layer)}` changes {changed[0]!r}, but"
-                f" {unit.name or 'the module'!r} contains the body (the layers that the pipeline splits). A rank can"
-                " hold only a part of the body. In this method, set only parameters outside the body. Define"
-                " `reset_parameters` in the layers themselves. [LH317]"
+                f"`{type(unit.layer).__name__}.{_name_of_method(unit.layer)}` changes {changed[0]!r}, which"
+                f" belongs to another module. {unit.name or type(unit.layer).__name__!r} contains the body (the layers"
+                " that the pipeline splits), and a rank can hold only a part of the body. In this method, set only"
+                " parameters outside the body. Define `reset_parameters` in the layers themselves. [LH317]"
             )
 
     def _unset_text(self, fresh: _Fresh) -> str:
         owner, leaf = fresh.owners[0]
         kind = "parameter" if isinstance(fresh.tensor, nn.Parameter) else "buffer"
         method = _name_of_method(owner)
-        why = f"its `{method}` does not set it" if method else "it has no method `reset_parameters`"
+        why = f"its `{method}` does not set the {kind}" if method else "it has no method `reset_parameters`"
         return (
-            f"The {kind} {fresh.names[0]!r} was created on the meta device, but {type(owner).__name__} cannot"
-            f" initialize it: {why}. In this class, define a method `reset_parameters(self)` that sets {leaf!r}, or"
+            f"{type(owner).__name__} cannot initialize the {kind} {fresh.names[0]!r}, which was created on the meta"
+            f" device: {why}. In this class, define a method `reset_parameters(self)` that sets {leaf!r}, or"
             " create the layer on a real device: `with torch.device('cpu'):`. [LH315]"
         )
 

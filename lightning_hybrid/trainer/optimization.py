@@ -135,6 +135,6 @@ def check_accumulation(size: int, trainer: Trainer, module: LightningModule) -> 
     else:
         return
     raise ValueError(
-        f"global_batch_size={size} sets how many batches are accumulated, but {other} controls this too. Use only one"
-        " of the two. [LH137]"
+        f"global_batch_size={size} sets the number of accumulated batches, but so does {other}. Use only one of the"
+        " two. [LH137]"
     )

@@ -1231,7 +1231,7 @@ def test_who_leaves_twice_without_a_store_tells_the_same() -> None:
     first = failures.leave(dist.DistError("gloo: Connection closed by peer"), "Rank 1, action 0F1", lambda: None)
     assert first is not None
     assert str(first).startswith(
-        "The store through which ranks exchange messages is gone, so rank 0 (on node7) or the launcher has exited."
+        "The store through which ranks exchange messages is gone. Either rank 0 (on node7) or the launcher has exited."
     )
     again = failures.leave(first, "Rank 1", lambda: None)
     assert str(again) == str(first)

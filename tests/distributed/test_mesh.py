@@ -90,7 +90,7 @@ def test_processes_that_do_not_make_whole_model_groups() -> None:
 
 def test_sizes_whose_product_is_not_the_number_of_processes() -> None:
     with pytest.raises(
-        ValueError, match=r"data_parallel_size \(4\) x .* = 16, but there are 8 .* data_parallel_size=2"
+        ValueError, match=r"8 processes do not match .* data_parallel_size \(4\) x .* = 16\. .* data_parallel_size=2"
     ):
         resolved(8, 4, 2, 2)
 
@@ -311,7 +311,7 @@ def test_groups_of_shared_sequences(sizes: tuple[int, int, int]) -> None:
 
 def test_sizes_leave_room_for_ranks_that_share_sequences() -> None:
     assert resolved(8, "auto", 2, 1, 2) == Sizes(2, 2, 1, 2)
-    with pytest.raises(ValueError, match=r"6 processes .* x context_parallel_size \(2\) = 4 ranks"):
+    with pytest.raises(ValueError, match=r"6 processes .* groups of 4 ranks\. .* x context_parallel_size \(2\) = 4\."):
         resolved(6, "auto", 2, 1, 2)
 
 

@@ -181,7 +181,7 @@ def test_names_of_units_that_cannot_be_meant() -> None:
     module = Model(net=Model(blocks=nn.ModuleList(stack(2, 2, 2))))
     with pytest.raises(ValueError, match=r"body=\['blocks'\]: 'blocks' does not match a submodule of Model"):
         find_body(module, ["blocks"], 2)
-    with pytest.raises(ValueError, match=r"'net.blocks.0' is part of 'net'"):
+    with pytest.raises(ValueError, match=r"both 'net' and its submodule 'net.blocks.0'"):
         find_body(module, ["net", "net.blocks.0"], 2)
 
 

@@ -87,7 +87,7 @@ def test_what_needs_a_parameter_of_another_stage_is_refused(
 ) -> None:
     with pytest.raises(WrongUseError) as caught, CodeBefore(CPU):
         code(lacking(), torch.ones(5, 4))
-    assert str(caught.value).startswith(text)
+    assert str(caught.value).startswith(f"In this step, {text}")
     assert "dynamic_shapes=True" in str(caught.value)
 
 
@@ -116,5 +116,5 @@ def test_the_next_step_begins_anew() -> None:
 
 def test_the_chain_is_not_called_with_what_has_no_value() -> None:
     module, before = lacking(), CodeBefore(CPU)
-    with before, pytest.raises(WrongUseError, match="The input to the body is computed from a parameter"):
+    with before, pytest.raises(WrongUseError, match="In this step, the input to the body is computed from a parameter"):
         before.at_layers(module.embed(torch.ones(5, 4))).__enter__()

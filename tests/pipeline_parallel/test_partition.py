@@ -157,7 +157,7 @@ def test_given_stages(stages: list[int], num_stages: int, expected: list[int]) -
         ("uniform", 3, 4, "3 layers cannot be split into 4 stages"),
         ("parameters", 3, 4, "so that their product is at most 3"),
         ([1, 1, 1], 2, 3, "2 layers cannot be split into 3 stages"),
-        ("uniform", 3, 0, "the number of stages is 0"),
+        ("uniform", 3, 0, "The number of stages must be at least 1, got 0"),
         ([2, 2], 4, 3, "[2, 2] is for 2 stages, but pipeline_parallel_size * num_chunks is 3"),
         ([2, 2], 5, 2, "[2, 2] is for 4 layers, but the body has 5; change the numbers so that they sum to 5"),
         ([4, 0], 4, 2, "must be at least 1, got 0 (in [4, 0])"),

@@ -100,7 +100,7 @@ def test_open_is_what_is_left_at_its_default_or_auto(arguments: dict[str, Any], 
     ("arguments", "text"),
     [
         ({"layout": "best"}, "layout must be 'auto' or None, got 'best'"),
-        ({"tuning": {"memory_limit": "80GiB"}}, "no argument requests a search. Add layout='auto' or recompute='auto'"),
+        ({"tuning": {"memory_limit": "80GiB"}}, "no search is requested. Set layout='auto' or recompute='auto'"),
         ({"tuning": {"memory_limit": "much"}, **AUTO}, "tuning.memory_limit must be a quantity such as '80GiB' or"),
         ({"tuning": {"memory_limit": -1}, **AUTO}, "tuning.memory_limit must be more than 0 bytes"),
         ({"partition": [1, 2], **AUTO}, r"partition=\[1, 2\] sets a value for each stage"),
@@ -614,7 +614,7 @@ def refused(kind: str) -> str:
     data = DataLoader(Nothing(), batch_size=None) if kind == "no batch" else loader(4, 32)
     trainer = make_trainer({"layout": "auto"}, max_steps=1)
     run: Any = trainer.validate if kind == "no training" else trainer.fit
-    with pytest.raises(ValueError, match="cannot be chosen for") as caught:
+    with pytest.raises(ValueError, match=r"cannot choose .* for") as caught:
         run(module, data)
     return str(caught.value)
 

@@ -103,7 +103,7 @@ def test_the_strategy_has_names(ranks: Pools, size: int, name: str) -> None:
 
 @pytest.mark.rows(1)
 def test_an_unknown_name_is_refused_with_those_that_there_are() -> None:
-    text = r"'hybrid_pp_3' is invalid: its part 'pp' is not a short name followed by a number. .*'hybrid_dp2_tp2_pp4'"
+    text = r"'hybrid_pp_3' is invalid. Its part 'pp' is not a short name followed by a number. .*'hybrid_dp2_tp2_pp4'"
     with pytest.raises(ValueError, match=text):
         make_trainer(None, strategy="hybrid_pp_3", devices=3)
 

@@ -130,15 +130,15 @@ def refused(case: str) -> str:
 @pytest.mark.parametrize(
     ("case", "texts"),
     [
-        ("trainer", ["but Trainer(accumulate_grad_batches=2) controls this too", "Use only one"]),
-        ("scheduler", ["but GradientAccumulationScheduler controls this too"]),
-        ("manual", ["but the manual optimization of Manual controls this too"]),
+        ("trainer", ["but so does Trainer(accumulate_grad_batches=2)", "Use only one"]),
+        ("scheduler", ["but so does GradientAccumulationScheduler"]),
+        ("manual", ["but so does the manual optimization of Manual"]),
         ("batch sampler", ["requires a training loader with a `batch_size`", "DataLoader(..., batch_size=...)"]),
         ("several", ["requires a training loader with a `batch_size`"]),
         (
             "not divided",
             [
-                "a batch of 3 samples each",
+                "batches of 3 samples",
                 "2 replicas",
                 "not a multiple of 6",
                 "set the batch size of the loader to 2,",

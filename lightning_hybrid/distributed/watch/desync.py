@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple, NoReturn
 
-from lightning_hybrid.distributed.agreement import unequal_text
+from lightning_hybrid.distributed.agreement import by_rank, unequal_text
 from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.distributed.watch.board import Board
 from lightning_hybrid.distributed.watch.failures import Failures
@@ -189,7 +189,7 @@ class DesyncWatch:
         told = self._board.told_at(meeting, self._ranks)
         places = {rank: place for rank, (place, _) in told.items()}
         if len(set(places.values())) > 1:  # their values cannot be compared
-            return f"{unequal_text('next action', places)} {ADVICE} [LH207]"
+            return f"`next action` is not the same on every rank: {by_rank(places)}. {ADVICE} [LH207]"
         names = [name for name in self._values if name.endswith(f" of {where}")]
         everyone = {rank: _read(noted) for rank, (_, noted) in told.items()}
         return f"{_text(everyone, event, names)} {self._advice} [LH207]"

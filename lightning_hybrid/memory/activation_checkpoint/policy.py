@@ -37,14 +37,14 @@ def check_recompute(recompute: Any, num_ranks: int, num_chunks: int) -> None:
     elif isinstance(recompute, int):
         if recompute < 0:
             raise ValueError(
-                f"recompute={recompute} must be at least 0: an integer is the number of layers to recompute in each"
-                " stage. [LH103]"
+                f"recompute={recompute} must be at least 0. An integer sets how many layers of each stage are"
+                " recomputed. [LH103]"
             )
     elif isinstance(recompute, float):
         if not 0 < recompute <= 1:
             raise ValueError(
-                f"recompute={recompute} must be above 0.0 and at most 1.0: a float is the fraction of each stage's"
-                " layers to recompute. [LH103]"
+                f"recompute={recompute} must be above 0.0 and at most 1.0. A float sets which fraction of the layers of"
+                " each stage is recomputed. [LH103]"
             )
     elif isinstance(recompute, (list, tuple)):
         _check_list(list(recompute), num_ranks * num_chunks if num_ranks > 1 else 1)
@@ -65,8 +65,9 @@ def _check_list(recompute: list[Any], num_stages: int) -> None:
         )
     if len(recompute) != num_stages or min(recompute) < 0:
         raise ValueError(
-            f"recompute={recompute} must contain one number for each stage: how many of its layers to recompute (0 or"
-            f" more). There are {num_stages} stages (pipeline_parallel_size x num_chunks). [LH119]"
+            f"recompute={recompute} must contain one number (0 or more) for each stage. Each number sets how many"
+            f" layers of its stage are recomputed. There are {num_stages} stages (pipeline_parallel_size x num_chunks)."
+            " [LH119]"
         )
 
 

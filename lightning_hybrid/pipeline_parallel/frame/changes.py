@@ -147,9 +147,9 @@ class Arguments:
         number, result, changes = unpickler.load()
         if number != len(self._nodes):
             raise WrongUseError(
-                f"A layer received different arguments on different ranks: {number} objects, containers and tensors on"
-                f" the rank that has the layer, but {len(self._nodes)} on this rank. Every rank runs the code around"
-                " the layers. Make sure that this code passes the same arguments on every rank. [LH433]"
+                "A layer received different arguments on different ranks. The rank that has the layer received"
+                f" {number} objects, containers and tensors, but this rank received {len(self._nodes)}. Every rank runs"
+                " the code around the layers. Make sure that this code passes the same arguments on every rank. [LH433]"
             )
         for position, value in changes:
             _apply(self._nodes[position], value)

@@ -399,8 +399,9 @@ def assign(tensor: Tensor, value: Tensor) -> None:
     """
     if tensor.shape != value.shape or tensor.dtype != value.dtype:
         raise WrongUseError(
-            f"`data` of a parameter with shape {tuple(tensor.shape)} and dtype {tensor.dtype} was set to a tensor with"
-            f" shape {tuple(value.shape)} and dtype {value.dtype}. The shape and the dtype must stay the same. [LH471]"
+            f"The `data` of a parameter with shape {tuple(tensor.shape)} and dtype {tensor.dtype} was set to a tensor"
+            f" with shape {tuple(value.shape)} and dtype {value.dtype}. The shape and the dtype must stay the same."
+            " [LH471]"
         )
     with torch.no_grad():
         tensor.detach().copy_(value)

@@ -337,9 +337,9 @@ class _Router:
                 if reader is not None and not holders[stage]:
                     raise StateError(
                         f"{writer} updates a buffer or an attribute of the module on stage {holders.index(True)}, but"
-                        f" {reader} reads it on stage {stage}, which would still have the old value in the next step."
-                        " Use it only inside one layer of the body. Alternatively, update it before the layers or in a"
-                        " hook. [LH461]",
+                        f" {reader} reads it on stage {stage}. In the next step, stage {stage} would still have the old"
+                        " value. Update and read the value inside one layer of the body. Alternatively, update the"
+                        " value before the layers or in a hook. [LH461]",
                         state,
                     )
 

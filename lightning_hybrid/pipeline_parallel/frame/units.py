@@ -310,7 +310,7 @@ def _check_disjoint(units: dict[nn.Module, str]) -> None:
         for path, part in unit.named_modules():
             if path and part in units:
                 raise ValueError(
-                    f"body: {units[part]!r} is part of {name!r}, which is also named; name only one of them. [LH304]"
+                    f"body names both {name!r} and its submodule {units[part]!r}. Name only one of them. [LH304]"
                 )
 
 

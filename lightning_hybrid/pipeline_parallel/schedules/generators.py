@@ -57,8 +57,8 @@ def compute_order(
         )
     if num_chunks > 1 and not SCHEDULES[name].takes_chunks:
         raise ValueError(
-            f"schedule={name!r} supports only one chunk per rank, but num_chunks is {num_chunks}; "
-            "use schedule='interleaved_1f1b', or num_chunks=1 [LH114]"
+            f"schedule={name!r} supports only one chunk per rank, but num_chunks is {num_chunks}."
+            " Use schedule='interleaved_1f1b' or num_chunks=1. [LH114]"
         )
     # A rank has run the forwards of all extra microbatches in flight over the links after it.
     extra = [sum(links[rank:]) for rank in range(num_ranks)]
@@ -83,8 +83,8 @@ def gpipe(placement: Placement, num_microbatches: int, extra: Sequence[int]) -> 
     """
     if any(extra):
         raise ValueError(
-            f"schedule='gpipe' already has all microbatches in flight, but extra_in_flight adds {extra[0]} on rank 0;"
-            " remove extra_in_flight, or use schedule='1f1b' [LH116]"
+            f"schedule='gpipe' already has all microbatches in flight, but extra_in_flight adds {extra[0]} on rank 0."
+            " Remove extra_in_flight, or use schedule='1f1b'. [LH116]"
         )
 
     def of_rank(rank: int) -> tuple[Action, ...]:

@@ -168,7 +168,8 @@ def _search(
         more = " To allow more time, increase HybridStrategy(timeout=...)." if isinstance(error, TimeoutError) else ""
         reason = f"{without_code(error).rstrip('.')}.{more}"
         raise ValueError(
-            f"{', '.join(config.searched)} cannot be chosen for {type(module).__name__}: {reason} {_BY_HAND} [LH127]"
+            f"The layout search cannot choose {', '.join(config.searched)} for {type(module).__name__}. {reason}"
+            f" {_BY_HAND} [LH127]"
         ) from error
 
 

@@ -89,8 +89,8 @@ def _check_open(config: HybridConfig, searched: Sequence[str]) -> None:
     if not searched:
         if config.tuning.memory_limit is not None:
             raise ValueError(
-                f"tuning.memory_limit={config.tuning.memory_limit!r} applies only to the layout search, but no argument"
-                " requests a search. Add layout='auto' or recompute='auto', or remove tuning.memory_limit. [LH122]"
+                f"tuning.memory_limit={config.tuning.memory_limit!r} applies only to the layout search, but no search"
+                " is requested. Set layout='auto' or recompute='auto', or remove tuning.memory_limit. [LH122]"
             )
         return
     if {"pipeline_parallel_size", "num_chunks"} & set(searched):

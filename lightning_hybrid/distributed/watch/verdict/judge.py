@@ -176,7 +176,7 @@ def gone_text(names: Sequence[str]) -> str:
 
 def store_gone_text(name: str) -> str:
     """Return the error for a lost store, which the process of the first rank has, or the process of its launcher."""
-    return f"The store through which ranks exchange messages is gone, so {name} or the launcher has exited. [LH222]"
+    return f"The store through which ranks exchange messages is gone. Either {name} or the launcher has exited. [LH222]"
 
 
 def silent_text(names: Sequence[str], seconds: float) -> str:
