@@ -43,7 +43,7 @@ _REMEDY = (
     " On every rank, call `trainer.save_checkpoint(path, weights_only=True)` to save the full model,"
     " `trainer.strategy.gather_module()` to gather the module after a run, or"
     " `trainer.strategy.lightning_module_state_dict()` to get the full state dict on rank 0. In a hook, use"
-    " `with self.trainer.strategy.full_parameters():` to get the full parameters. [LH904]"
+    " `with self.trainer.strategy.full_parameters():` to get the full parameters."
 )
 
 
@@ -144,12 +144,12 @@ class _StateDictHook:
         if is_running:
             return
         values = [value for name, value in state.items() if name.startswith(prefix)]
-        text = _text(values, f"This state dict of {type(module).__name__} is incomplete")
+        text = _text(values, f"{type(module).__name__} is incomplete")
         if text is None:
             return
         if self.why is not None:
-            raise WrongUseError(f"{text} {self.why} [LH903]")
-        rank_zero_warn(text + _REMEDY)
+            raise WrongUseError(f"This state dict of {text} {self.why} [LH903]")
+        rank_zero_warn(f"This state dict of {text}{_REMEDY} [LH904]")
 
     def __deepcopy__(self, memo: Any) -> _StateDictHook:
         return _StateDictHook(None)
@@ -158,7 +158,7 @@ class _StateDictHook:
         if not is_sent():
             raise WrongUseError(
                 "This rank has only a part of the module that is being saved: some layers are on other stages, or"
-                f" parameters are sharded (by tensor parallelism or ZeRO).{_REMEDY}"
+                f" parameters are sharded (by tensor parallelism or ZeRO).{_REMEDY} [LH904]"
             )
         return _StateDictHook, (None,)
 
@@ -197,7 +197,7 @@ class _Writer:
                 state = module.state_dict()
         text = _text(state.values(), f"`{type(module).__name__}.{name}` needs the full module")
         if text is not None:
-            raise WrongUseError(text + _REMEDY)
+            raise WrongUseError(f"{text}{_REMEDY} [LH904]")
         return getattr(type(module), name)(module, *args, **kwargs)
 
 
@@ -235,7 +235,7 @@ def _checked_saves() -> Iterator[None]:
         if not is_sent() and not is_part_expected():
             text = _text(_saved_tensors(obj), "`torch.save` received only a part of the module")
             if text is not None:
-                raise WrongUseError(text + _REMEDY)
+                raise WrongUseError(f"{text}{_REMEDY} [LH904]")
         try:
             save(obj, f, *args, **kwargs)
         except WrongUseError:  # of an object that has such a tensor: the file has been begun
@@ -246,7 +246,7 @@ def _checked_saves() -> Iterator[None]:
     def checked_storage(tensor: Any) -> Any:  # the last that safetensors asks a tensor for
         text = _text([tensor], "Only a part of the module is being saved")
         if text is not None:
-            raise WrongUseError(text + _REMEDY)
+            raise WrongUseError(f"{text}{_REMEDY} [LH904]")
         return storage(tensor)  # type: ignore[no-untyped-call]
 
     kind: Any = DTensor

@@ -212,7 +212,7 @@ def check_styles(requested: UserPlan | str | None) -> None:
             f"tensor_parallel_plan gives {pattern!r} the unknown style"
             f" {style!r}. {f'Did you mean {close[0]!r}? ' if close else ''}The styles are {', '.join(names)}."
             " 'divide:ATTRIBUTE' divides an integer attribute of a module, such as a number of heads, by the number of"
-            " shards. A parameter or buffer needs a layout instead of a style, such as 'S(0)'. [LH502]"
+            " shards. For a parameter or buffer, give a layout instead of a style, such as 'S(0)'. [LH502]"
         )
 
 

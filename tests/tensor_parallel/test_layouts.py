@@ -523,13 +523,16 @@ def test_buffers_are_set_anew(ranks: Pools) -> None:
         ({"body.0.up": "rows=S(0)"}, "names the unknown axis 'rows'. The axes are data_parallel, tensor_parallel"),
         ({"body.0.up": "tensor_parallel=S[0]"}, r"has the invalid placement 'S\[0\]' for an axis"),
         ({"body.0.up": "tensor_parallel=S(0),tensor_parallel=S(1)"}, "Keep only one"),
-        ({"body.0.up": ["S(0)"]}, "has the unknown style .* For a parameter or buffer, give a layout"),
+        ({"body.0.up": ["S(0)"]}, "gives 'body.0.up' the unknown style .* For a parameter or buffer, give a layout"),
         (
             {"body.0": "on_shards", "body.0.up": "S(0)"},
             "the style 'on_shards', .* also gives a layout to its parameter 'up'",
         ),
         ({"body.0.up": "S(0)", "body.0.norm": "on_shards"}, "its submodule 'body.0.norm' has the style 'on_shards'"),
-        ({"body.0.norm.weight": "S(0)", "body.0.norm.bias": "B", "body.0": "layout"}, "the unknown style 'layout'"),
+        (
+            {"body.0.norm.weight": "S(0)", "body.0.norm.bias": "B", "body.0": "layout"},
+            "gives 'body.0' the unknown style 'layout'",
+        ),
     ],
 )
 def test_what_a_plan_cannot_lay_out_is_refused(plan: dict[str, str], text: str) -> None:
