@@ -14,7 +14,7 @@ ERRORS = {
         "Iterate over the loader or compute the metric either on all ranks of the replica or on none of them.",
     ),
     "LH703": Entry(
-        "A rank reads a large tensor of the batch that it did not read in earlier steps. The rank"
+        "A rank reads a large tensor of the batch, but did not read this tensor in earlier steps. The rank"
         " that loaded the batch therefore did not send the tensor, and has already dropped or changed it.",
         "In the first step with a batch of the same structure, read the tensor on this rank too, for example by"
         ' storing a copy (`batch["x"].clone()`). Alternatively, set `broadcast_batches=False`.',
@@ -64,7 +64,8 @@ ERRORS = {
         " `split_batch` in the module.",
     ),
     "LH714": Entry(
-        "The offsets in the batch do not start at 0, are not in ascending order, or their number differs between keys.",
+        "The offsets under a key do not start at 0 or are not in ascending order, or two keys have different numbers of"
+        " offsets.",
         "Correct the offsets in `collate_fn`.",
     ),
     "LH715": Entry(

@@ -67,7 +67,7 @@ ERRORS = {
         "Use another checkpoint, such as an earlier one.",
     ),
     "LH915": Entry(
-        "Some files of a checkpoint or of a folder with weights are missing on this node.",
+        "Some files of a checkpoint or of a folder with weights are missing on a node.",
         "Copy all files into the directory. In a sharded checkpoint, the file `.metadata` is also required.",
     ),
     "LH916": Entry(
@@ -130,18 +130,18 @@ ERRORS = {
     ),
     "LH934": Entry(
         "The checkpoint was saved in the middle of an epoch with a different number of replicas. The data loader does"
-        " not meet the requirements in the message, so the samples of the epoch that were already used are unknown.",
+        " not meet the requirements in the message, so it is unknown which samples of the epoch were already used.",
         "Resume from a checkpoint that was saved at the end of an epoch, or use the same number of replicas as when"
         " this checkpoint was saved.",
     ),
     "LH935": Entry(
-        "The checkpoint was saved in the middle of an epoch. Since then, the sampler has changed, and also the number"
-        " of replicas or the batch size.",
+        "The checkpoint was saved in the middle of an epoch. Since then, the sampler and either the number of"
+        " replicas or the batch size have changed.",
         "Resume from a checkpoint that was saved at the end of an epoch, or use the same sampler as when the checkpoint"
         " was saved.",
     ),
     "LH936": Entry(
-        "The checkpoint was saved in the middle of an epoch. The number of samples that were used before is not a"
+        "The checkpoint was saved in the middle of an epoch. The number of samples that had been used by then is not a"
         " multiple of the number of samples per optimizer step in the new layout.",
         "Use the same `global_batch_size` as when the checkpoint was saved, or resume from a checkpoint that was saved"
         " at the end of an epoch.",

@@ -78,7 +78,7 @@ ERRORS = {
     ),
     "LH1019": Entry(
         "In the example model, `image_size` must be a multiple of `patch_size`, and `dim` must be a multiple of"
-        " `heads`.",
+        " `heads`. One of these requirements is not met.",
         "Change one of the two sizes in the message so that the first size is a multiple of the second.",
     ),
     "LH1020": Entry(

@@ -33,11 +33,11 @@ ERRORS = {
     ),
     "LH607": Entry(
         "A layer receives two sequences. The full second sequence is as long as a shard of the first sequence, so the"
-        " strategy cannot distinguish them.",
+        " strategy cannot distinguish the full sequence from the shard.",
         "Pad one of the sequences to a different length.",
     ),
     "LH608": Entry(
-        "A layer returns a tensor without a sequence dimension, such as a router loss. This tensor covers only one"
+        "A layer returns a tensor, such as a router loss, that has no sequence dimension. This tensor covers only one"
         " sequence shard.",
         "Return only hidden states from the layer.",
     ),
@@ -57,8 +57,8 @@ ERRORS = {
         "Add a batch dimension to the inputs, and do not pass static keys or values.",
     ),
     "LH612": Entry(
-        "Context parallelism requires queries with four dimensions, but an attention call has queries with a different"
-        " number of dimensions.",
+        "Context parallelism requires attention queries with four dimensions, but the queries of a layer have a"
+        " different number of dimensions.",
         "Pass queries of shape (batch, heads, positions, features).",
     ),
     "LH613": Entry(
@@ -72,7 +72,7 @@ ERRORS = {
     ),
     "LH615": Entry(
         'With `context_parallel="ulysses"`, the number of attention heads per rank must be a multiple of'
-        " `context_parallel_size`. A layer has a different number of heads.",
+        " `context_parallel_size`. A layer does not meet this requirement.",
         'Set `context_parallel="all_gather"`, or use another `context_parallel_size`.',
     ),
     "LH616": Entry(

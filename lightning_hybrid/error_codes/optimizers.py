@@ -11,12 +11,12 @@ ERRORS = {
     ),
     "LH802": Entry(
         "Adafactor needs the rows and columns of full parameters, but with tensor parallelism or ZeRO, each rank has"
-        " only shards of them.",
+        " only shards of the parameters.",
         "Use AdamW, or turn off tensor parallelism and ZeRO.",
     ),
     "LH803": Entry(
-        "LBFGS needs the gradient of the full model, and computes the loss several times per step. This does not work"
-        " with a pipeline, several microbatches, `microbatch_weight`, tensor parallelism or context parallelism.",
+        "LBFGS does not work with a pipeline, several microbatches, `microbatch_weight`, tensor parallelism or context"
+        " parallelism, because it needs the gradient of the full model and computes the loss several times per step.",
         "Use AdamW or SGD. Alternatively, use only data parallelism, with one microbatch.",
     ),
     "LH804": Entry(
@@ -46,7 +46,7 @@ ERRORS = {
         'Set `precision="bf16-true"`, or remove `master_weights`.',
     ),
     "LH809": Entry(
-        "The gradient scaler in the precision plugin is not a scaler of torch.",
+        "The precision plugin uses a custom gradient scaler instead of torch's own scaler.",
         "Pass a `torch.amp.GradScaler` to the precision plugin.",
     ),
     "LH810": Entry(

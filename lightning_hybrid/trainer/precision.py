@@ -214,7 +214,7 @@ class ModelGroupGradScaler(GradScaler):
         if type(scaler) not in _SCALERS:
             raise TypeError(
                 f"The precision plugin's scaler is a `{type(scaler).__qualname__}`, but ranks can detect an overflow"
-                " together only with a scaler of torch. Pass a `torch.amp.GradScaler` with the settings that you want."
+                " together only with torch's own scaler. Pass a `torch.amp.GradScaler` with the settings that you want."
                 " [LH809]"
             )
         adopted: Any = scaler
