@@ -29,8 +29,7 @@ ERRORS = {
         "Write `return None` in `training_step` itself, not in a function that it calls, or set `dynamic_shapes=True`.",
     ),
     "LH706": Entry(
-        'Some gradients are infinite or NaN. With `faults.on_nonfinite="raise"`, such gradients are an error.'
-        ' With `"skip"`, the strategy skips the step, and with `"ignore"`, it prints a warning.',
+        'Some gradients are infinite or NaN, and `faults.on_nonfinite="raise"` is set.',
         "Set `Trainer(detect_anomaly=True)` to find the layer that first produces such values.",
     ),
     "LH707": Entry(
@@ -39,8 +38,8 @@ ERRORS = {
         "Check the labels and the code between the last layer and the loss.",
     ),
     "LH708": Entry(
-        "`Trainer(detect_anomaly=True)` found NaNs in the input or output of a layer, or NaN or infinite gradients in"
-        " its backward pass.",
+        "`Trainer(detect_anomaly=True)` found NaNs in the forward pass of a layer, or NaN or infinite values in the"
+        " backward pass.",
         "Check the layer or the code that the message names.",
     ),
     "LH710": Entry(
@@ -58,8 +57,8 @@ ERRORS = {
         "Sort the nodes by graph in `collate_fn`.",
     ),
     "LH713": Entry(
-        "The length of a tensor in the batch does not match the number of samples, rows, nodes or targets, so this"
-        " tensor cannot be split into microbatches.",
+        "The length of a tensor in the batch does not match the number of samples, so the tensor cannot be split into"
+        " microbatches.",
         "If the tensor is the same for all samples, register it as a buffer of the module. Otherwise, define"
         " `split_batch` in the module.",
     ),
@@ -112,8 +111,8 @@ ERRORS = {
         "Read the value in a hook, or read it from an attribute of the logger, such as `self.logger.log_dir`.",
     ),
     "LH725": Entry(
-        "An argument that a step passes to `self.print` or to a method of `self.logger` cannot be pickled. Rank 0 makes"
-        " all of these calls, so their arguments must be sent to rank 0.",
+        "An argument that a step passes to `self.print` or to a method of `self.logger` cannot be pickled, so it"
+        " cannot be sent to rank 0, which makes these calls.",
         "Pass only tensors, arrays, numbers, text or figures.",
     ),
     "LH726": Entry(

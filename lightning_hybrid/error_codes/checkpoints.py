@@ -4,8 +4,8 @@ from lightning_hybrid.error_codes.entry import Entry
 
 ERRORS = {
     "LH901": Entry(
-        "A checkpoint or weight file is damaged or incomplete. For example, it was truncated when it was copied, or the"
-        " run was interrupted while it was saving the file.",
+        "A checkpoint or weight file is damaged or incomplete, for example because the file was not copied or saved"
+        " completely.",
         "Copy the file again, or use another checkpoint.",
     ),
     "LH902": Entry(
@@ -55,7 +55,7 @@ ERRORS = {
     ),
     "LH912": Entry(
         "The new checkpoint was saved, but a directory with an earlier checkpoint at the same path could not be"
-        " removed. The earlier checkpoint would be loaded instead of the new one.",
+        " removed. This earlier checkpoint would be loaded.",
         "Remove the file that the message names. The strategy then no longer treats the directory as a checkpoint.",
     ),
     "LH913": Entry(
@@ -68,7 +68,7 @@ ERRORS = {
     ),
     "LH915": Entry(
         "Some files of a checkpoint or of a folder with weights are missing on a node.",
-        "Copy all files into the directory. In a sharded checkpoint, the file `.metadata` is also required.",
+        "Copy all files into the directory, including the file `.metadata` of a sharded checkpoint.",
     ),
     "LH916": Entry(
         "Every rank writes its part of a sharded checkpoint into the same directory, but this directory is not on a"
@@ -82,8 +82,8 @@ ERRORS = {
     ),
     "LH920": Entry(
         "The names or shapes of tensors in the checkpoint differ from those in the module.",
-        "Compare the names and shapes in the message. To load only the tensors whose names are in both the checkpoint"
-        " and the module, set `self.strict_loading = False` in the module.",
+        "Compare the names and shapes in the message. To load only the tensors whose names match, set"
+        " `self.strict_loading = False` in the module.",
     ),
     "LH922": Entry(
         "No tensor name in the Hugging Face folder matches a name in the module, so the folder probably contains the"
@@ -129,21 +129,20 @@ ERRORS = {
         "Remove the plugin, or set `save_distributed_checkpoint=False`.",
     ),
     "LH934": Entry(
-        "The checkpoint was saved in the middle of an epoch with a different number of replicas. The data loader does"
-        " not meet the requirements in the message, so it is unknown which samples of the epoch were already used.",
-        "Resume from a checkpoint that was saved at the end of an epoch, or use the same number of replicas as when"
-        " this checkpoint was saved.",
+        "The checkpoint was saved in the middle of an epoch with a different number of replicas. With this data"
+        " loader, the strategy cannot determine which samples of the epoch were already used.",
+        "Resume from a checkpoint from the end of an epoch, or use the same number of replicas as when this checkpoint"
+        " was saved.",
     ),
     "LH935": Entry(
-        "The checkpoint was saved in the middle of an epoch. Since then, the sampler and either the number of"
-        " replicas or the batch size have changed.",
-        "Resume from a checkpoint that was saved at the end of an epoch, or use the same sampler as when the checkpoint"
-        " was saved.",
+        "The checkpoint was saved in the middle of an epoch. Since then, the sampler and either the number of replicas"
+        " or the batch size have changed.",
+        "Resume from a checkpoint from the end of an epoch, or use the same sampler as when this checkpoint was saved.",
     ),
     "LH936": Entry(
         "The checkpoint was saved in the middle of an epoch. The number of samples that had been used by then is not a"
         " multiple of the number of samples per optimizer step in the new layout.",
-        "Use the same `global_batch_size` as when the checkpoint was saved, or resume from a checkpoint that was saved"
-        " at the end of an epoch.",
+        "Use the same `global_batch_size` as when the checkpoint was saved, or resume from a checkpoint from the end"
+        " of an epoch.",
     ),
 }

@@ -77,9 +77,8 @@ ERRORS = {
         "Run `pip install scikit-learn`.",
     ),
     "LH1019": Entry(
-        "In the example model, `image_size` must be a multiple of `patch_size`, and `dim` must be a multiple of"
-        " `heads`. One of these requirements is not met.",
-        "Change one of the two sizes in the message so that the first size is a multiple of the second.",
+        "In the example model, `image_size` is not a multiple of `patch_size`, or `dim` is not a multiple of `heads`.",
+        "Change the sizes that the message names.",
     ),
     "LH1020": Entry(
         "The checkpoint contains weights of peft adapters, such as LoRA, under names that transformers cannot load.",

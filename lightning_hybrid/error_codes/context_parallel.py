@@ -23,7 +23,7 @@ ERRORS = {
         " collect.",
     ),
     "LH605": Entry(
-        "Each layer of the body must receive hidden states of shape (batch, sequence, features), but one of the layers"
+        "Each layer of the body must receive hidden states of shape (batch, sequence, features), but one layer"
         " receives only other tensors.",
         "Set `body=[...]` to the names of the layers that receive hidden states.",
     ),
@@ -32,8 +32,8 @@ ERRORS = {
         "Pad the sequence, or use a smaller `context_parallel_size`.",
     ),
     "LH607": Entry(
-        "A layer receives two sequences. The full second sequence is as long as a shard of the first sequence, so the"
-        " strategy cannot distinguish the full sequence from the shard.",
+        "A layer receives two sequences. The second sequence is as long as a shard of the first sequence, so the"
+        " strategy cannot distinguish the two.",
         "Pad one of the sequences to a different length.",
     ),
     "LH608": Entry(
@@ -57,8 +57,8 @@ ERRORS = {
         "Add a batch dimension to the inputs, and do not pass static keys or values.",
     ),
     "LH612": Entry(
-        "Context parallelism requires attention queries with four dimensions, but the queries of a layer have a"
-        " different number of dimensions.",
+        "Context parallelism requires attention queries with four dimensions, but a layer has queries with more or"
+        " fewer dimensions.",
         "Pass queries of shape (batch, heads, positions, features).",
     ),
     "LH613": Entry(
@@ -88,15 +88,15 @@ ERRORS = {
         "Change the output in the layer instead of in a hook.",
     ),
     "LH619": Entry(
-        "A layer of the body combines values from different positions, for example in a convolution, a recurrent layer,"
-        " batch norm or hand-written attention. On a sequence shard, the results of such a layer differ from those on"
-        " the full sequence.",
+        "A layer of the body combines values from different positions, for example in a convolution, a recurrent"
+        " layer, batch norm or hand-written attention. On a sequence shard, its results differ from those on the full"
+        " sequence.",
         "Use `F.scaled_dot_product_attention`, or set `body` to modules that do not combine positions. See [context"
         " parallelism](../concepts/context-parallel.md).",
     ),
     "LH620": Entry(
-        "A layer raises an error on a sequence shard, for example because its hand-written attention uses a mask that"
-        " covers the full sequence.",
+        "A layer raises an error on a sequence shard, for example because of hand-written attention with a mask for"
+        " the full sequence.",
         'Use `F.scaled_dot_product_attention`. With transformers, set `attn_implementation="sdpa"`.',
     ),
 }

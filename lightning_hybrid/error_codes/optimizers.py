@@ -26,8 +26,8 @@ ERRORS = {
         " `__init__`.",
     ),
     "LH805": Entry(
-        "With loss scaling, some steps have infinite or NaN gradients, and the gradient scaler skips these steps."
-        ' `faults.on_nonfinite="raise"` would turn each of these steps into an error.',
+        "With loss scaling, the gradient scaler skips steps with infinite or NaN gradients."
+        ' `faults.on_nonfinite="raise"` would raise an error in these steps.',
         'Set `faults.on_nonfinite="ignore"`, or use `precision="bf16-mixed"`.',
     ),
     "LH806": Entry(

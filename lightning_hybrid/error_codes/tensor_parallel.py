@@ -5,24 +5,24 @@ from lightning_hybrid.error_codes.entry import Entry
 ERRORS = {
     "LH501": Entry(
         "A pattern in `tensor_parallel_plan` matches no submodule.",
-        "Use one of the submodule names that the message suggests. In a pattern, `*` matches any text without a dot.",
+        "Use one of the submodule names that the message suggests. `*` matches any text without a dot.",
     ),
     "LH502": Entry(
         "`tensor_parallel_plan` contains an unknown style.",
         "Use one of the [supported styles](../concepts/tensor-parallel.md#write-a-plan).",
     ),
     "LH503": Entry(
-        "The style `divide:ATTRIBUTE` names an attribute, such as a number of heads, whose value is not a multiple of"
+        "The style `divide:ATTRIBUTE` names an attribute, such as a number of heads, that is not a multiple of"
         " `tensor_parallel_size`.",
-        "Set `tensor_parallel_size` to a divisor of this value, or give the layer the style `replicate`.",
+        "Set `tensor_parallel_size` to a divisor of this number, or give the layer the style `replicate`.",
     ),
     "LH504": Entry(
         "`tensor_parallel_plan` gives a layer two styles that cannot be combined.",
         "Remove one of the two styles.",
     ),
     "LH505": Entry(
-        "`tensor_parallel_plan` gives a layer a style that this layer does not support. For example, the layer has the"
-        " wrong class, or its number of heads is not a multiple of `tensor_parallel_size`.",
+        "`tensor_parallel_plan` gives a layer a style that this layer does not support, for example because of its"
+        " class or its number of heads.",
         "Give the layer another style, such as `replicate`.",
     ),
     "LH506": Entry(
@@ -45,15 +45,14 @@ ERRORS = {
         " modes](../concepts/advanced-tensor-parallel.md#styles).",
     ),
     "LH510": Entry(
-        "Two layers share a tied parameter, but their styles in `tensor_parallel_plan` shard this parameter in"
-        " different ways.",
-        "Give both layers the style `vocab`, or give both layers the style `replicate`.",
+        "Two layers share a tied parameter, but `tensor_parallel_plan` shards this parameter differently in each"
+        " layer.",
+        "Give both layers the style `vocab`, or give both the style `replicate`.",
     ),
     "LH511": Entry(
-        "`tensor_parallel_plan` gives a layout to a parameter or buffer of a module, but this module contains"
-        " tensor-parallel layers, or is inside a module with the style `sequence_region`.",
-        "Remove the layout from the plan. If the module contains tensor-parallel layers, you can give these layers the"
-        " style `replicate` instead.",
+        "`tensor_parallel_plan` gives a layout to a parameter or buffer of a module that contains tensor-parallel"
+        " layers or is inside a module with the style `sequence_region`.",
+        "Remove the layout, or give tensor-parallel layers in the module the style `replicate`.",
     ),
     "LH512": Entry(
         "`tensor_parallel_plan` gives a module a style that works only inside another module with the style"
@@ -63,7 +62,7 @@ ERRORS = {
     "LH513": Entry(
         "In 2D, 2.5D and 3D modes, the style of this module works only inside another module with the style"
         " `sequence_region`. No enclosing module has the style `sequence_region`.",
-        "Give the style `sequence_region` to an enclosing module. If your module computes attention and other things,"
+        "Give the style `sequence_region` to an enclosing module. If your module does more than compute attention,"
         " first move the attention into a separate module.",
     ),
     "LH514": Entry(
@@ -82,8 +81,8 @@ ERRORS = {
         "Pad the sequence to a length that is a multiple of `tensor_parallel_size`, or set `sequence_parallel=False`.",
     ),
     "LH517": Entry(
-        "In 2D, 2.5D and 3D modes, each row-wise layer uses the output of a column-wise layer. Here, the two layers are"
-        " on different stages, or the column-wise layer is not called before the row-wise layer.",
+        "In 2D, 2.5D and 3D modes, each row-wise layer needs a column-wise layer before it. Here, the two layers are"
+        " on different stages, or the column-wise layer is not called.",
         "Set a `partition` that keeps both layers on one stage, or give both layers the style `replicate`.",
     ),
     "LH518": Entry(

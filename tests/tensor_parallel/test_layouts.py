@@ -575,7 +575,7 @@ def test_a_plan_divides_buffers() -> None:
         make_plan(Mixed(), {"body.0.gain": "S(0)"}, 3, sequence_parallel=False)
     tied = Mixed()
     tied.body[1].gain = tied.body[0].gain
-    with pytest.raises(ValueError, match=r"'body\.0\.gain' and 'body\.1\.gain' are one tied"):
+    with pytest.raises(ValueError, match=r"'body\.0\.gain' and 'body\.1\.gain' are names of one tied"):
         make_plan(tied, {"body.0.gain": "S(0)"}, 2, sequence_parallel=False)
 
 
