@@ -11,7 +11,7 @@ ERRORS = {
     "LH702": Entry(
         "Some ranks of a replica iterate over a loader or compute a metric, but other ranks of the same replica do"
         " not.",
-        "Iterate over the loader or compute the metric either on all ranks of the replica or on none of them.",
+        "Iterate over the loader or compute the metric on all ranks of the replica or on none of them.",
     ),
     "LH703": Entry(
         "A rank reads a large tensor of the batch, but did not read this tensor in earlier steps. The rank"
@@ -33,12 +33,11 @@ ERRORS = {
         "Set `Trainer(detect_anomaly=True)` to find the layer that first produces such values.",
     ),
     "LH707": Entry(
-        "The loss is infinite or NaN although the layers produced no NaNs, so the cause must be in the labels or in"
-        " the code between the last layer and the loss.",
+        "The loss is infinite or NaN, but the layers produced no NaNs.",
         "Check the labels and the code between the last layer and the loss.",
     ),
     "LH708": Entry(
-        "`Trainer(detect_anomaly=True)` found NaNs in the forward pass of a layer, or NaN or infinite values in the"
+        "`Trainer(detect_anomaly=True)` found NaN values in the forward pass, or NaN or infinite values in the"
         " backward pass.",
         "Check the layer or the code that the message names.",
     ),

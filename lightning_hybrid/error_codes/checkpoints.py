@@ -63,7 +63,7 @@ ERRORS = {
         "Check the path. In a run on several nodes, at least one node must have the file.",
     ),
     "LH914": Entry(
-        "The checkpoint is incomplete, probably because the run was killed while it was saving the checkpoint.",
+        "The checkpoint is incomplete, probably because the run was killed during the save.",
         "Use another checkpoint, such as an earlier one.",
     ),
     "LH915": Entry(
@@ -108,8 +108,8 @@ ERRORS = {
         " with the tensors of all files.",
     ),
     "LH929": Entry(
-        "A checkpoint cannot be saved after an exception. All ranks must take part in saving, but it is possible that"
-        " only some of them raised the exception.",
+        "A checkpoint cannot be saved after an exception. All ranks must take part in saving, but only some of them"
+        " may have raised the exception.",
         "Save checkpoints regularly with `ModelCheckpoint(every_n_train_steps=...)`, and resume from the last"
         " checkpoint.",
     ),

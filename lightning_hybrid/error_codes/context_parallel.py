@@ -47,8 +47,8 @@ ERRORS = {
         "Call the attention with `need_weights=False`.",
     ),
     "LH610": Entry(
-        "An attention layer uses `add_bias_kv` or `add_zero_attn`. Both options add keys that have no position in the"
-        " sequence. Context parallelism does not support such keys.",
+        "An attention layer uses `add_bias_kv` or `add_zero_attn`. Context parallelism does not support these options,"
+        " because they add keys without a position in the sequence.",
         "Turn off both options.",
     ),
     "LH611": Entry(

@@ -4,9 +4,8 @@ from lightning_hybrid.error_codes.entry import Entry
 
 ERRORS = {
     "LH801": Entry(
-        "The module has several optimizers, each of which needs its own backward pass. With a pipeline, several"
-        " microbatches or `microbatch_weight`, the strategy itself runs the backward pass, and supports only one"
-        " optimizer.",
+        "The module has several optimizers. With a pipeline, several microbatches or `microbatch_weight`, the strategy"
+        " itself runs the backward pass, and supports only one optimizer.",
         "Use one optimizer with several parameter groups.",
     ),
     "LH802": Entry(

@@ -78,7 +78,7 @@ ERRORS = {
     ),
     "LH516": Entry(
         "The sequence length is not a multiple of `tensor_parallel_size`.",
-        "Pad the sequence to a length that is a multiple of `tensor_parallel_size`, or set `sequence_parallel=False`.",
+        "Pad the sequence length to a multiple of `tensor_parallel_size`, or set `sequence_parallel=False`.",
     ),
     "LH517": Entry(
         "In 2D, 2.5D and 3D modes, each row-wise layer needs a column-wise layer before it. Here, the two layers are"
@@ -102,8 +102,7 @@ ERRORS = {
     ),
     "LH521": Entry(
         "A layout shards a parameter or buffer over an axis other than the tensor-parallel axis.",
-        "Set the placement for this axis to `B`, for example with `data_parallel=B`. To shard parameters over replicas,"
-        " set `zero_stage=3`.",
+        "Use `B` for this axis, for example `data_parallel=B`. To shard parameters over replicas, set `zero_stage=3`.",
     ),
     "LH522": Entry(
         "A layout uses `P` (partial sum) for a parameter, a buffer or an existing DTensor. Such tensors cannot become"
@@ -115,7 +114,7 @@ ERRORS = {
         "Split another dimension, or replicate the tensor with `B`.",
     ),
     "LH524": Entry(
-        "A DTensor is already distributed over axes that differ from the axes of the layout.",
+        "The axes of the layout differ from the axes of the DTensor.",
         "Use a layout for the axes of the DTensor. Alternatively, first convert the DTensor to a plain tensor with"
         " `tensor.full_tensor()`.",
     ),
