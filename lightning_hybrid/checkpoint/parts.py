@@ -43,7 +43,7 @@ _REMEDY = (
     " On every rank, call `trainer.save_checkpoint(path, weights_only=True)` to save the full model,"
     " `trainer.strategy.gather_module()` to gather the module after a run, or"
     " `trainer.strategy.lightning_module_state_dict()` to get the full state dict on rank 0. In a hook, use"
-    " `with self.trainer.strategy.full_parameters():` to get the full parameters. [LH904]"
+    " `with self.trainer.strategy.full_parameters():` to get the full parameters."
 )
 
 
@@ -108,15 +108,15 @@ def _divided_modules(module: nn.Module, is_divided: Callable[[Tensor], bool]) ->
     return [part for part in module.modules() if not owners.isdisjoint(part.modules())]
 
 
-def _text(values: Iterable[Any], what: str) -> str | None:
-    """Return the error text for tensors that are not whole on this rank; ``None`` if all are."""
+def _counts_text(values: Iterable[Any]) -> str | None:
+    """Return how many tensors are not whole on this rank, as a part of an error; ``None`` if all are whole."""
     values = list(values)
     absent, shards = sum(map(is_placeholder, values)), sum(map(is_sharded, values))
     if not absent and not shards:
         return None
     return (
-        f"{what}: of {len(values)} tensors, {absent} are on other stages and have no values on this rank, and {shards}"
-        " are sharded over several ranks."
+        f"of {len(values)} tensors, {absent} are on other stages and have no values on this rank, and {shards} are"
+        " sharded over several ranks."
     )
 
 
@@ -144,12 +144,14 @@ class _StateDictHook:
         if is_running:
             return
         values = [value for name, value in state.items() if name.startswith(prefix)]
-        text = _text(values, f"This state dict of {type(module).__name__} is incomplete")
-        if text is None:
+        counts = _counts_text(values)
+        if counts is None:
             return
         if self.why is not None:
-            raise WrongUseError(f"{text} {self.why} [LH903]")
-        rank_zero_warn(text + _REMEDY)
+            raise WrongUseError(
+                f"This state dict of {type(module).__name__} is incomplete: {counts} {self.why} [LH903]"
+            )
+        rank_zero_warn(f"This state dict of {type(module).__name__} is incomplete: {counts}{_REMEDY} [LH904]")
 
     def __deepcopy__(self, memo: Any) -> _StateDictHook:
         return _StateDictHook(None)
@@ -158,7 +160,7 @@ class _StateDictHook:
         if not is_sent():
             raise WrongUseError(
                 "This rank has only a part of the module that is being saved: some layers are on other stages, or"
-                f" parameters are sharded (by tensor parallelism or ZeRO).{_REMEDY}"
+                f" parameters are sharded (by tensor parallelism or ZeRO).{_REMEDY} [LH904]"
             )
         return _StateDictHook, (None,)
 
@@ -195,9 +197,9 @@ class _Writer:
         if not isinstance(state, Mapping):
             with part_expected():
                 state = module.state_dict()
-        text = _text(state.values(), f"`{type(module).__name__}.{name}` needs the full module")
-        if text is not None:
-            raise WrongUseError(text + _REMEDY)
+        counts = _counts_text(state.values())
+        if counts is not None:
+            raise WrongUseError(f"`{type(module).__name__}.{name}` needs the full module: {counts}{_REMEDY} [LH904]")
         return getattr(type(module), name)(module, *args, **kwargs)
 
 
@@ -233,9 +235,9 @@ def _checked_saves() -> Iterator[None]:
     @functools.wraps(save)
     def checked(obj: object, f: Any, *args: Any, **kwargs: Any) -> None:
         if not is_sent() and not is_part_expected():
-            text = _text(_saved_tensors(obj), "`torch.save` received only a part of the module")
-            if text is not None:
-                raise WrongUseError(text + _REMEDY)
+            counts = _counts_text(_saved_tensors(obj))
+            if counts is not None:
+                raise WrongUseError(f"`torch.save` received only a part of the module: {counts}{_REMEDY} [LH904]")
         try:
             save(obj, f, *args, **kwargs)
         except WrongUseError:  # of an object that has such a tensor: the file has been begun
@@ -244,9 +246,9 @@ def _checked_saves() -> Iterator[None]:
             raise
 
     def checked_storage(tensor: Any) -> Any:  # the last that safetensors asks a tensor for
-        text = _text([tensor], "Only a part of the module is being saved")
-        if text is not None:
-            raise WrongUseError(text + _REMEDY)
+        counts = _counts_text([tensor])
+        if counts is not None:
+            raise WrongUseError(f"Only a part of the module is being saved: {counts}{_REMEDY} [LH904]")
         return storage(tensor)  # type: ignore[no-untyped-call]
 
     kind: Any = DTensor

@@ -50,8 +50,9 @@ def check_match(
         if name in saved and saved[name] != shape
     ]
     if lines:
-        text = "\n\t".join([f"Error(s) in loading state_dict for {type(module).__name__}:", *lines])
-        raise RuntimeError(f"{text}{_hints(missing, unexpected)} [LH920]")
+        text = "\n\t".join(lines)
+        hints = _hints(missing, unexpected)
+        raise RuntimeError(f"Error(s) in loading state_dict for {type(module).__name__}:\n\t{text}{hints} [LH920]")
 
 
 def load_module_state(module: nn.Module, state: Mapping[str, Any], *, strict: bool) -> None:

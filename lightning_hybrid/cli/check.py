@@ -176,7 +176,9 @@ def check(
         raise ValueError(f"time_limit must be a positive number of seconds, got {time_limit!r}. [LH103]")
     arguments = {"accumulate_grad_batches": 1, **(trainer or {})}
     if unknown := sorted(set(arguments) - set(_TRAINER_ARGUMENTS)):
-        raise ValueError(f"trainer accepts only {', '.join(_TRAINER_ARGUMENTS)}; got {', '.join(unknown)}. [LH1006]")
+        raise ValueError(
+            f"trainer accepts only {', '.join(_TRAINER_ARGUMENTS)}, but got {', '.join(unknown)}. [LH1006]"
+        )
     launch = replace(layout.get("launch", Launch()), process_group_backend="gloo")
     layout = {**layout, **_IRRELEVANT, "launch": launch}
     for name in ("tensor_parallel_size", "pipeline_parallel_size"):

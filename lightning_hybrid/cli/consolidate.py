@@ -150,7 +150,7 @@ def consolidate(
     """
     if path.is_file():
         raise NotADirectoryError(
-            f"{path} is a file, not a sharded checkpoint: there is nothing to consolidate. [LH1010]"
+            f"{path} is a file, not a sharded checkpoint, so there is nothing to consolidate. [LH1010]"
         )
     if file.is_dir():
         raise IsADirectoryError(f"{file} is a directory. Pass the path of a file. [LH1011]")

@@ -135,7 +135,7 @@ def read_mapped(file: Path, *, trusted: bool = False) -> Mapping[str, Any]:
     size = file.stat().st_size
     if not zipfile.is_zipfile(file):
         raise ValueError(
-            f"{file} ({size:,} bytes) is not a complete checkpoint: the table of contents, which is written last, is"
+            f"{file} ({size:,} bytes) is not a complete checkpoint. The table of contents, which is written last, is"
             " missing. [LH914]"
         )
     with zipfile.ZipFile(file) as archive:

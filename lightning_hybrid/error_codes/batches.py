@@ -11,10 +11,10 @@ ERRORS = {
     "LH702": Entry(
         "Some ranks of a replica iterate over a loader or compute a metric, but other ranks of the same replica do"
         " not.",
-        "Iterate over the loader or compute the metric on all ranks, or on none of them.",
+        "Iterate over the loader or compute the metric on all ranks of the replica or on none of them.",
     ),
     "LH703": Entry(
-        "A rank needs a large tensor of the batch, but did not read this part of the batch in earlier steps. The rank"
+        "A rank reads a large tensor of the batch, but did not read this tensor in earlier steps. The rank"
         " that loaded the batch therefore did not send the tensor, and has already dropped or changed it.",
         "In the first step with a batch of the same structure, read the tensor on this rank too, for example by"
         ' storing a copy (`batch["x"].clone()`). Alternatively, set `broadcast_batches=False`.',
@@ -29,17 +29,16 @@ ERRORS = {
         "Write `return None` in `training_step` itself, not in a function that it calls, or set `dynamic_shapes=True`.",
     ),
     "LH706": Entry(
-        'Some gradients are infinite or NaN. This is an error only with `faults.on_nonfinite="raise"`. With other'
-        " values of this argument, the strategy prints a warning or skips the step.",
+        'Some gradients are infinite or NaN, and `faults.on_nonfinite="raise"` is set.',
         "Set `Trainer(detect_anomaly=True)` to find the layer that first produces such values.",
     ),
     "LH707": Entry(
-        "The loss is infinite or NaN although the layers produced no NaNs, so the cause must be in the labels or in"
-        " the code between the last layer and the loss.",
+        "The loss is infinite or NaN, but the layers produced no NaNs.",
         "Check the labels and the code between the last layer and the loss.",
     ),
     "LH708": Entry(
-        "`Trainer(detect_anomaly=True)` found NaNs in the forward or backward pass of a layer.",
+        "`Trainer(detect_anomaly=True)` found NaN values in the forward pass, or NaN or infinite values in the"
+        " backward pass.",
         "Check the layer or the code that the message names.",
     ),
     "LH710": Entry(
@@ -57,12 +56,14 @@ ERRORS = {
         "Sort the nodes by graph in `collate_fn`.",
     ),
     "LH713": Entry(
-        "A tensor in the batch has no batch dimension, so the batch cannot be split into microbatches.",
+        "The length of a tensor in the batch does not match the number of samples, so the tensor cannot be split into"
+        " microbatches.",
         "If the tensor is the same for all samples, register it as a buffer of the module. Otherwise, define"
         " `split_batch` in the module.",
     ),
     "LH714": Entry(
-        "The offsets in the batch do not start at 0, are not in ascending order, or differ in number between keys.",
+        "The offsets under a key do not start at 0 or are not in ascending order, or two keys have different numbers of"
+        " offsets.",
         "Correct the offsets in `collate_fn`.",
     ),
     "LH715": Entry(
@@ -70,15 +71,15 @@ ERRORS = {
         "Correct the targets or the lengths in `collate_fn`.",
     ),
     "LH716": Entry(
-        "`split_samples()` received a batch that is not a list of samples of one type.",
+        "`split_samples()` received a batch that is not a list or tuple of samples of one type.",
         "Return a list of samples of one type from `collate_fn`, or define `split_batch` in the module.",
     ),
     "LH717": Entry(
         "`split_batch` returned an empty list.",
-        "Return a list of at least one microbatch from `split_batch`.",
+        "Return at least one microbatch from `split_batch`.",
     ),
     "LH718": Entry(
-        '`training_step` returned something other than a tensor or a dictionary with `"loss"`.',
+        '`training_step` returned something other than a tensor or a dictionary with the key `"loss"`.',
         'Return the loss, or a dictionary that contains the loss under the key `"loss"`.',
     ),
     "LH719": Entry(
@@ -102,7 +103,7 @@ ERRORS = {
     ),
     "LH723": Entry(
         "Different ranks log values under different keys.",
-        "Log the same keys on every rank, or log with `rank_zero_only=True`.",
+        "Log under the same keys on every rank, or set `rank_zero_only=True` when you log.",
     ),
     "LH724": Entry(
         "A step uses the return value of a method of `self.logger`, but rank 0 calls this method only after the step.",
@@ -110,7 +111,7 @@ ERRORS = {
     ),
     "LH725": Entry(
         "An argument that a step passes to `self.print` or to a method of `self.logger` cannot be pickled, so it"
-        " cannot be sent to rank 0.",
+        " cannot be sent to rank 0, which makes these calls.",
         "Pass only tensors, arrays, numbers, text or figures.",
     ),
     "LH726": Entry(

@@ -4,13 +4,13 @@ from lightning_hybrid.error_codes.entry import Entry
 
 ERRORS = {
     "LH901": Entry(
-        "A checkpoint or weight file was changed or truncated, for example during a copy, or the run was interrupted"
-        " while it was saving the file.",
+        "A checkpoint or weight file is damaged or incomplete, for example because the file was not copied or saved"
+        " completely.",
         "Copy the file again, or use another checkpoint.",
     ),
     "LH902": Entry(
         "The file is not a checkpoint that a Trainer saved. For example, it contains only a state dict.",
-        "Use a checkpoint that a Trainer saved. To load only weights, pass the file as `initial_weights`.",
+        "Use a checkpoint that a Trainer saved. To load only weights, set `initial_weights` to the path of the file.",
     ),
     "LH903": Entry(
         "`state_dict()` was called on a module that is still sharded.",
@@ -23,8 +23,8 @@ ERRORS = {
         " `trainer.save_checkpoint` on every rank.",
     ),
     "LH905": Entry(
-        "The module was called after a run, but it is still sharded: the run failed, the module is too large to be"
-        " gathered automatically, or `gather_module_on_teardown=False` is set.",
+        "The module was called after a run, but it is still sharded. Either the run failed, or the module is too large"
+        " to be gathered automatically, or `gather_module_on_teardown=False` is set.",
         "If the run failed, load a checkpoint into a new module. Otherwise, call `trainer.strategy.gather_module()`"
         " before you use the module.",
     ),
@@ -47,15 +47,15 @@ ERRORS = {
     ),
     "LH910": Entry(
         "A callback saves parts of the model in a list or tuple, but sharded checkpoints store tensors by name.",
-        "Save a dictionary in the callback, or set `save_distributed_checkpoint=False`.",
+        "In the callback, save a dictionary instead, or set `save_distributed_checkpoint=False`.",
     ),
     "LH911": Entry(
         "The disk is full, or the path of the checkpoint is not writable.",
         "Free up disk space, or use another path.",
     ),
     "LH912": Entry(
-        "The new checkpoint was saved, but a directory from an earlier save at the same path would be loaded instead"
-        " of it.",
+        "The new checkpoint was saved, but a directory with an earlier checkpoint at the same path could not be"
+        " removed. This earlier checkpoint would be loaded.",
         "Remove the file that the message names. The strategy then no longer treats the directory as a checkpoint.",
     ),
     "LH913": Entry(
@@ -63,27 +63,27 @@ ERRORS = {
         "Check the path. In a run on several nodes, at least one node must have the file.",
     ),
     "LH914": Entry(
-        "The checkpoint is incomplete, probably because the run was killed while it was saving the checkpoint.",
+        "The checkpoint is incomplete, probably because the run was killed during the save.",
         "Use another checkpoint, such as an earlier one.",
     ),
     "LH915": Entry(
-        "Some files of the checkpoint or of the weights do not exist on this node.",
+        "Some files of a checkpoint or of a folder with weights are missing on a node.",
         "Copy all files into the directory, including the file `.metadata` of a sharded checkpoint.",
     ),
     "LH916": Entry(
-        "Every rank writes its part of a sharded checkpoint into one directory, but this directory is not on a disk"
-        " that all nodes share.",
+        "Every rank writes its part of a sharded checkpoint into the same directory, but this directory is not on a"
+        " disk that all nodes share.",
         "Save to a disk that all nodes share, or set `save_distributed_checkpoint=False`.",
     ),
     "LH917": Entry(
-        "The directory of the sharded checkpoint cannot be read from every node.",
-        "Copy the directory to a disk that all nodes share, or convert it to one file with `lightning-hybrid"
-        " consolidate`.",
+        "Some nodes cannot read the directory of the sharded checkpoint.",
+        "Copy the directory to a disk that all nodes share, or convert the checkpoint to one file with"
+        " `lightning-hybrid consolidate`.",
     ),
     "LH920": Entry(
         "The names or shapes of tensors in the checkpoint differ from those in the module.",
-        "Compare the names and shapes in the message. To load only the tensors whose names exist in both, set"
-        " `strict_loading=False`.",
+        "Compare the names and shapes in the message. To load only the tensors whose names match, set"
+        " `self.strict_loading = False` in the module.",
     ),
     "LH922": Entry(
         "No tensor name in the Hugging Face folder matches a name in the module, so the folder probably contains the"
@@ -92,30 +92,31 @@ ERRORS = {
     ),
     "LH923": Entry(
         "The tensor names in the Hugging Face folder match several parts of the module equally well.",
-        "Load the weights yourself, and pass a state dict with the names from the module to `load_weights`.",
+        "Load the weights yourself, and pass a state dict with the tensor names of the module to `load_weights`.",
     ),
     "LH925": Entry(
         "The file or object does not contain a dictionary of tensors.",
         "Use a file that contains a state dict, or pass a state dict to `load_weights`.",
     ),
     "LH927": Entry(
-        "The file contains objects other than tensors, and loading such objects can run code.",
+        "The file contains objects other than tensors, and loading such objects can run arbitrary code.",
         "If you trust the file, load it yourself, and pass the state dict to `load_weights`.",
     ),
     "LH928": Entry(
         "The folder contains weight files, but neither `model.safetensors` nor an index that lists the files.",
-        "Pass the path of one of the files to `load_weights`. If you need several files, pass a state dict with the"
-        " tensors of all files.",
+        "If one file contains all weights, pass the path of this file to `load_weights`. Otherwise, pass a state dict"
+        " with the tensors of all files.",
     ),
     "LH929": Entry(
-        "A checkpoint cannot be saved after an exception. All ranks must take part in saving, but it is possible that"
-        " only some of them raised the exception.",
+        "A checkpoint cannot be saved after an exception. All ranks must take part in saving, but only some of them"
+        " may have raised the exception.",
         "Save checkpoints regularly with `ModelCheckpoint(every_n_train_steps=...)`, and resume from the last"
         " checkpoint.",
     ),
     "LH930": Entry(
         "Sharded checkpoints do not support `storage_options`.",
-        "Set `save_distributed_checkpoint=False`, and pass your own checkpoint plugin to the Trainer.",
+        "Set `save_distributed_checkpoint=False`, and pass a checkpoint plugin that accepts storage options to the"
+        " Trainer.",
     ),
     "LH931": Entry(
         "`async_save=True` is combined with the plugin `AsyncCheckpointIO`. Both save checkpoints in the background,"
@@ -128,21 +129,20 @@ ERRORS = {
         "Remove the plugin, or set `save_distributed_checkpoint=False`.",
     ),
     "LH934": Entry(
-        "The checkpoint was saved in the middle of an epoch with a different number of replicas. With this kind of"
-        " data loader, the strategy cannot determine which samples of the epoch have already been used.",
-        "Resume from a checkpoint saved at the end of an epoch, or use the same number of replicas as when the"
-        " checkpoint was saved.",
+        "The checkpoint was saved in the middle of an epoch with a different number of replicas. With this data"
+        " loader, the strategy cannot determine which samples of the epoch were already used.",
+        "Resume from a checkpoint from the end of an epoch, or use the same number of replicas as when this checkpoint"
+        " was saved.",
     ),
     "LH935": Entry(
-        "The checkpoint was saved in the middle of an epoch, and both the sampler and the number of replicas have"
-        " changed since then.",
-        "Resume from a checkpoint saved at the end of an epoch, or use the same sampler as when the checkpoint was"
-        " saved.",
+        "The checkpoint was saved in the middle of an epoch. Since then, the sampler and either the number of replicas"
+        " or the batch size have changed.",
+        "Resume from a checkpoint from the end of an epoch, or use the same sampler as when this checkpoint was saved.",
     ),
     "LH936": Entry(
-        "The checkpoint was saved in the middle of an epoch. The number of samples used so far in this epoch is not a"
+        "The checkpoint was saved in the middle of an epoch. The number of samples that had been used by then is not a"
         " multiple of the number of samples per optimizer step in the new layout.",
-        "Use the same `global_batch_size` as when the checkpoint was saved, or resume from a checkpoint saved at the"
-        " end of an epoch.",
+        "Use the same `global_batch_size` as when the checkpoint was saved, or resume from a checkpoint from the end"
+        " of an epoch.",
     ),
 }

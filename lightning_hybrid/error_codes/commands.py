@@ -27,8 +27,8 @@ ERRORS = {
         "Use only the arguments that the message lists.",
     ),
     "LH1007": Entry(
-        "When `check` trained the module in one process, some losses or gradient norms were infinite or NaN, so they"
-        " cannot be compared.",
+        "When `check` trained the module in one process, some losses or gradient norms were infinite or NaN, so `check`"
+        " cannot compare them.",
         "Use another learning rate or fewer steps for the check.",
     ),
     "LH1008": Entry(
@@ -73,17 +73,16 @@ ERRORS = {
         "Pass the original model's `config.json`, or the folder that contains it.",
     ),
     "LH1018": Entry(
-        "The example uses a data set from scikit-learn, which is not installed.",
+        "The example uses a data set from scikit-learn, but scikit-learn is not installed.",
         "Run `pip install scikit-learn`.",
     ),
     "LH1019": Entry(
-        "In the example model, one size must be a multiple of another size. The chosen sizes do not meet this"
-        " requirement.",
-        "Change the two sizes that the message names, so that the first is a multiple of the second.",
+        "In the example model, `image_size` is not a multiple of `patch_size`, or `dim` is not a multiple of `heads`.",
+        "Change the sizes that the message names.",
     ),
     "LH1020": Entry(
-        "The checkpoint contains peft adapters, such as LoRA, under names that transformers cannot load.",
-        "Load the checkpoint into your module, and save it as the message says. See"
+        "The checkpoint contains weights of peft adapters, such as LoRA, under names that transformers cannot load.",
+        "Load the checkpoint into your module, and save the model as the message says. See"
         " [LoRA](../guides/fine-tune-hugging-face.md#lora).",
     ),
 }

@@ -4,7 +4,7 @@ from lightning_hybrid.error_codes.entry import Entry
 
 ERRORS = {
     "LH601": Entry(
-        "`context_parallel_size` is combined with a 2D, 2.5D or 3D tensor-parallel mode, which already shards"
+        "Context parallelism cannot be combined with 2D, 2.5D and 3D tensor parallelism, which already shards"
         " activations.",
         'Set `tensor_parallel_mode="1d"`, or `context_parallel_size=1`.',
     ),
@@ -14,30 +14,30 @@ ERRORS = {
         'Set `recompute=True`, or `context_parallel="ulysses"`.',
     ),
     "LH603": Entry(
-        "`context_parallel_size` is combined with `sequence_parallel=True`, but both shard the sequence.",
+        "Context parallelism and `sequence_parallel=True` both shard the sequence, so they cannot be combined.",
         "Remove `sequence_parallel=True`.",
     ),
     "LH604": Entry(
         "A layer, such as a router, stores a loss as an attribute, but this loss covers only one sequence shard.",
-        "Compute the loss from the outputs of the layer. Alternatively, compute it from the logits of each position,"
-        " which a forward hook can collect.",
+        "Compute the loss from the outputs of the layer, or from the logits of each position, which a forward hook can"
+        " collect.",
     ),
     "LH605": Entry(
-        "Each layer of the body must receive hidden states of shape (batch, sequence, features), but one of the layers"
-        " does not.",
-        "Set `body=[...]` to the layers that work on hidden states.",
+        "Each layer of the body must receive hidden states of shape (batch, sequence, features), but one layer"
+        " receives only other tensors.",
+        "Set `body=[...]` to the names of the layers that receive hidden states.",
     ),
     "LH606": Entry(
         "A sequence has too few positions to be sharded over `context_parallel_size` ranks.",
         "Pad the sequence, or use a smaller `context_parallel_size`.",
     ),
     "LH607": Entry(
-        "A layer receives two sequences. One of them is as long as a shard of the other, so the strategy cannot tell a"
-        " full sequence from a shard.",
+        "A layer receives two sequences. The second sequence is as long as a shard of the first sequence, so the"
+        " strategy cannot distinguish the two.",
         "Pad one of the sequences to a different length.",
     ),
     "LH608": Entry(
-        "A layer returns a tensor without a sequence dimension, such as a router loss. This tensor covers only one"
+        "A layer returns a tensor, such as a router loss, that has no sequence dimension. This tensor covers only one"
         " sequence shard.",
         "Return only hidden states from the layer.",
     ),
@@ -47,8 +47,8 @@ ERRORS = {
         "Call the attention with `need_weights=False`.",
     ),
     "LH610": Entry(
-        "Attention uses `add_bias_kv` or `add_zero_attn`. Both options add keys that have no position in the sequence."
-        " Context parallelism does not support such keys.",
+        "An attention layer uses `add_bias_kv` or `add_zero_attn`. Context parallelism does not support these options,"
+        " because they add keys without a position in the sequence.",
         "Turn off both options.",
     ),
     "LH611": Entry(
@@ -57,12 +57,12 @@ ERRORS = {
         "Add a batch dimension to the inputs, and do not pass static keys or values.",
     ),
     "LH612": Entry(
-        "Context parallelism requires queries with four dimensions, but an attention call has queries with a different"
-        " number of dimensions.",
+        "Context parallelism requires attention queries with four dimensions, but a layer has queries with more or"
+        " fewer dimensions.",
         "Pass queries of shape (batch, heads, positions, features).",
     ),
     "LH613": Entry(
-        "The key cache of a layer grows when the layer is recomputed in the backward pass.",
+        "The key-value cache of a layer grows when the layer is recomputed in the backward pass.",
         "Set `use_cache=False`, or exclude the layer from recomputation.",
     ),
     "LH614": Entry(
@@ -72,7 +72,7 @@ ERRORS = {
     ),
     "LH615": Entry(
         'With `context_parallel="ulysses"`, the number of attention heads per rank must be a multiple of'
-        " `context_parallel_size`, but it is not.",
+        " `context_parallel_size`. A layer does not meet this requirement.",
         'Set `context_parallel="all_gather"`, or use another `context_parallel_size`.',
     ),
     "LH616": Entry(
@@ -81,21 +81,21 @@ ERRORS = {
     ),
     "LH617": Entry(
         "A forward hook changes an argument of its module in place.",
-        "Return a new output from the hook instead.",
+        "In the hook, leave the argument unchanged, and return a new output.",
     ),
     "LH618": Entry(
         "A forward hook replaces an output that has no sequence dimension, or changes the structure of an output.",
-        "Change the result in the layer instead of in a hook.",
+        "Change the output in the layer instead of in a hook.",
     ),
     "LH619": Entry(
         "A layer of the body combines values from different positions, for example in a convolution, a recurrent"
-        " layer, batch norm or hand-written attention. With context parallelism, each rank has only one sequence"
-        " shard.",
+        " layer, batch norm or hand-written attention. On a sequence shard, its results differ from those on the full"
+        " sequence.",
         "Use `F.scaled_dot_product_attention`, or set `body` to modules that do not combine positions. See [context"
         " parallelism](../concepts/context-parallel.md).",
     ),
     "LH620": Entry(
-        "A layer raises an error on a sequence shard, for example because hand-written attention applies a mask for"
+        "A layer raises an error on a sequence shard, for example because of hand-written attention with a mask for"
         " the full sequence.",
         'Use `F.scaled_dot_product_attention`. With transformers, set `attn_implementation="sdpa"`.',
     ),

@@ -4,18 +4,18 @@ from lightning_hybrid.error_codes.entry import Entry
 
 ERRORS = {
     "LH801": Entry(
-        "The module has several optimizers, each of which needs its own backward pass. With a pipeline, several"
-        " microbatches or `microbatch_weight`, the strategy runs the backward pass for only one optimizer.",
+        "The module has several optimizers. With a pipeline, several microbatches or `microbatch_weight`, the strategy"
+        " itself runs the backward pass, and supports only one optimizer.",
         "Use one optimizer with several parameter groups.",
     ),
     "LH802": Entry(
         "Adafactor needs the rows and columns of full parameters, but with tensor parallelism or ZeRO, each rank has"
-        " only shards of them.",
+        " only shards of the parameters.",
         "Use AdamW, or turn off tensor parallelism and ZeRO.",
     ),
     "LH803": Entry(
-        "LBFGS needs the gradient of the full model, and computes the loss several times per step. This does not work"
-        " with a pipeline, several microbatches, `microbatch_weight`, tensor parallelism or context parallelism.",
+        "LBFGS does not work with a pipeline, several microbatches, `microbatch_weight`, tensor parallelism or context"
+        " parallelism, because it needs the gradient of the full model and computes the loss several times per step.",
         "Use AdamW or SGD. Alternatively, use only data parallelism, with one microbatch.",
     ),
     "LH804": Entry(
@@ -25,18 +25,18 @@ ERRORS = {
         " `__init__`.",
     ),
     "LH805": Entry(
-        '`faults.on_nonfinite="raise"` cannot be combined with loss scaling, which occasionally causes infinite or NaN'
-        " gradients and then skips the step.",
+        "With loss scaling, the gradient scaler skips steps with infinite or NaN gradients."
+        ' `faults.on_nonfinite="raise"` would raise an error in these steps.',
         'Set `faults.on_nonfinite="ignore"`, or use `precision="bf16-mixed"`.',
     ),
     "LH806": Entry(
         "The strategy does not support the precision plugin, for example because the plugin replaces layers or"
-        " scales the loss itself.",
+        " belongs to another strategy.",
         "Set `Trainer(precision=...)` to a value that the message lists.",
     ),
     "LH807": Entry(
-        'With loss scaling, as with `precision="16-mixed"`, a fused optimizer unscales the gradients inside its own'
-        " step. The ranks then cannot agree on whether a gradient overflowed.",
+        'With a precision that scales the loss, such as `"16-mixed"`, a fused optimizer unscales the gradients inside'
+        " its own step. The ranks then cannot agree on whether a gradient overflowed.",
         'Create the optimizer with `fused=False`, or use `precision="bf16-mixed"`.',
     ),
     "LH808": Entry(
@@ -45,7 +45,7 @@ ERRORS = {
         'Set `precision="bf16-true"`, or remove `master_weights`.',
     ),
     "LH809": Entry(
-        "The gradient scaler in the precision plugin is not one of torch's own scalers.",
+        "The precision plugin uses a custom gradient scaler instead of torch's own scaler.",
         "Pass a `torch.amp.GradScaler` to the precision plugin.",
     ),
     "LH810": Entry(
@@ -53,8 +53,8 @@ ERRORS = {
         "In a hook on the parameter, convert the gradient to the dtype and device of the parameter.",
     ),
     "LH811": Entry(
-        "With re-entrant activation checkpointing, a parameter that is used more than once received a second gradient"
-        " in the same step. The replicas had already begun to average the first gradient.",
+        "A parameter that is used more than once received a second gradient after the replicas had begun to average the"
+        " first gradient. This happens with re-entrant activation checkpointing.",
         "Pass `use_reentrant=False` to `torch.utils.checkpoint.checkpoint`.",
     ),
 }

@@ -5,27 +5,29 @@ from lightning_hybrid.error_codes.entry import Entry
 ERRORS = {
     "LH501": Entry(
         "A pattern in `tensor_parallel_plan` matches no submodule.",
-        "Use one of the submodule names that the message suggests. In a pattern, `*` matches any text between two"
-        " dots.",
+        "Use one of the submodule names that the message suggests. `*` matches any text without a dot.",
     ),
     "LH502": Entry(
         "`tensor_parallel_plan` contains an unknown style.",
-        "Use one of [the styles](../concepts/tensor-parallel.md#write-a-plan).",
+        "Use one of the [supported styles](../concepts/tensor-parallel.md#write-a-plan).",
     ),
     "LH503": Entry(
-        "The number of heads or features of a layer is not a multiple of `tensor_parallel_size`.",
-        "Use a `tensor_parallel_size` that divides this number, or give the layer the style `replicate`.",
+        "The style `divide:ATTRIBUTE` names an attribute, such as a number of heads, that is not a multiple of"
+        " `tensor_parallel_size`.",
+        "Set `tensor_parallel_size` to a divisor of this number, or give the layer the style `replicate`.",
     ),
     "LH504": Entry(
         "`tensor_parallel_plan` gives a layer two styles that cannot be combined.",
         "Remove one of the two styles.",
     ),
     "LH505": Entry(
-        "`tensor_parallel_plan` gives a layer a style that does not suit this kind of layer.",
-        "Give the layer a style that supports this kind of layer, or the style `replicate`.",
+        "`tensor_parallel_plan` gives a layer a style that this layer does not support, for example because of its"
+        " class or its number of heads.",
+        "Give the layer another style, such as `replicate`.",
     ),
     "LH506": Entry(
-        "`tensor_parallel_plan` gives a style to a layer, but also gives a layout to a parameter of this layer.",
+        "`tensor_parallel_plan` gives a layer a style that already shards its parameters, but also gives one of these"
+        " parameters a layout.",
         "Remove the style or the layout from the plan.",
     ),
     "LH507": Entry(
@@ -34,7 +36,7 @@ ERRORS = {
     ),
     "LH508": Entry(
         "`tensor_parallel_plan` gives a layout to a buffer that is already a DTensor, for example because"
-        " `configure_model` created it as one.",
+        " `configure_model` created the buffer as a DTensor.",
         "Remove the entry from the plan, or create the buffer as a plain tensor.",
     ),
     "LH509": Entry(
@@ -43,29 +45,30 @@ ERRORS = {
         " modes](../concepts/advanced-tensor-parallel.md#styles).",
     ),
     "LH510": Entry(
-        "Two layers share a tied parameter, but `tensor_parallel_plan` shards it differently in each layer.",
+        "Two layers share a tied parameter, but `tensor_parallel_plan` shards this parameter differently in each"
+        " layer.",
         "Give both layers the style `vocab`, or give both the style `replicate`.",
     ),
     "LH511": Entry(
         "`tensor_parallel_plan` gives a layout to a parameter or buffer of a module that contains tensor-parallel"
-        " layers or is inside a `sequence_region`.",
-        "Give the tensor-parallel layers the style `replicate`, or remove the layout from the plan.",
+        " layers or is inside a module with the style `sequence_region`.",
+        "Remove the layout, or give tensor-parallel layers in the module the style `replicate`.",
     ),
     "LH512": Entry(
-        "`tensor_parallel_plan` gives a module a style that works only inside a module with the style"
-        " `sequence_region`, but no enclosing module has this style.",
+        "`tensor_parallel_plan` gives a module a style that works only inside another module with the style"
+        " `sequence_region`. No enclosing module has the style `sequence_region`.",
         "Give the style `sequence_region` to an enclosing module.",
     ),
     "LH513": Entry(
-        "In 2D, 2.5D and 3D modes, the style of this module works only inside a module with the style"
-        " `sequence_region`, but no enclosing module has this style.",
-        "If the module does more than compute attention, move the attention into a separate module. Give the enclosing"
-        " module the style `sequence_region`.",
+        "In 2D, 2.5D and 3D modes, the style of this module works only inside another module with the style"
+        " `sequence_region`. No enclosing module has the style `sequence_region`.",
+        "Give the style `sequence_region` to an enclosing module. If your module does more than compute attention,"
+        " first move the attention into a separate module.",
     ),
     "LH514": Entry(
         "A module with the style `narrow_input` changes its input before it passes the input to its sharded layers.",
-        "Pass the input unchanged. Alternatively, remove `narrow_input` from the plan, and read widths from the shapes"
-        " of the layer outputs. See [one"
+        "Pass the input unchanged. Alternatively, remove `narrow_input` from the plan, and read tensor widths from the"
+        " outputs of the sharded layers. See [one"
         " `forward`](../concepts/tensor-parallel.md#norm-attention-and-mlp-in-one-forward).",
     ),
     "LH515": Entry(
@@ -75,20 +78,21 @@ ERRORS = {
     ),
     "LH516": Entry(
         "The sequence length is not a multiple of `tensor_parallel_size`.",
-        "Pad the sequence to a multiple of `tensor_parallel_size`, or set `sequence_parallel=False`.",
+        "Pad the sequence length to a multiple of `tensor_parallel_size`, or set `sequence_parallel=False`.",
     ),
     "LH517": Entry(
-        "In 2D, 2.5D or 3D mode, a column-wise layer and the row-wise layer that belongs to it are on different"
-        " stages, or only one of the two layers is called.",
+        "In 2D, 2.5D and 3D modes, each row-wise layer needs a column-wise layer before it. Here, the two layers are"
+        " on different stages, or the column-wise layer is not called.",
         "Set a `partition` that keeps both layers on one stage, or give both layers the style `replicate`.",
     ),
     "LH518": Entry(
-        "In 2D, 2.5D and 3D modes, the input of each tensor-parallel layer must have a batch dimension, but the input"
-        " in the message has none.",
+        "In 2D, 2.5D and 3D modes, tensor-parallel layers shard the batch dimension, but a layer received an input"
+        " without a batch dimension.",
         "Add the dimension with `x.unsqueeze(0)`, or give the layer the style `replicate`.",
     ),
     "LH519": Entry(
-        "In 2D, 2.5D and 3D modes, attention in a `sequence_region` cannot return attention weights.",
+        "In 2D, 2.5D and 3D modes, attention inside a module with the style `sequence_region` cannot return attention"
+        " weights.",
         "Call the attention with `need_weights=False`.",
     ),
     "LH520": Entry(
@@ -101,8 +105,8 @@ ERRORS = {
         "Use `B` for this axis, for example `data_parallel=B`. To shard parameters over replicas, set `zero_stage=3`.",
     ),
     "LH522": Entry(
-        "A layout uses `P` (partial sum) for a parameter, a buffer or an existing DTensor. These tensors cannot be"
-        " stored as partial sums.",
+        "A layout uses `P` (partial sum) for a parameter, a buffer or an existing DTensor. Such tensors cannot become"
+        " partial sums.",
         "Use `S(dim)` or `B` instead of `P`.",
     ),
     "LH523": Entry(
@@ -110,13 +114,14 @@ ERRORS = {
         "Split another dimension, or replicate the tensor with `B`.",
     ),
     "LH524": Entry(
-        "The axes in a layout differ from the axes over which the DTensor is already distributed.",
-        "Use a layout for the same axes, or convert the DTensor to a plain tensor with `tensor.full_tensor()` first.",
+        "The axes of the layout differ from the axes of the DTensor.",
+        "Use a layout for the axes of the DTensor. Alternatively, first convert the DTensor to a plain tensor with"
+        " `tensor.full_tensor()`.",
     ),
     "LH525": Entry(
-        "Torch cannot apply the operator that the message names to DTensors.",
-        "Apply the operator to `x.full_tensor()`, and pass the result to `strategy.distribute`. See [custom"
-        " placements](../concepts/advanced-tensor-parallel.md#custom-placements).",
+        "Torch does not support the operator in the message for DTensors.",
+        "Apply the operator to the plain tensor `x.full_tensor()`, and pass the result to `strategy.distribute`. See"
+        " [custom placements](../concepts/advanced-tensor-parallel.md#custom-placements).",
     ),
     "LH526": Entry(
         "An operator received both DTensors and plain tensors, which torch cannot combine.",
@@ -127,7 +132,7 @@ ERRORS = {
         "Check the token indices. Training in one process also fails with these indices.",
     ),
     "LH531": Entry(
-        "A label is not a valid class index: it is negative or too large for the number of classes.",
+        "A label is not a valid class index, because it is negative or too large for the number of classes.",
         "Check the labels. Training in one process also fails with these labels.",
     ),
     "LH532": Entry(

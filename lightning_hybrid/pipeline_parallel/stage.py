@@ -136,7 +136,7 @@ class Stage:
         if loss is not None:
             if loss.numel() != 1 or not loss.is_floating_point():
                 raise ValueError(
-                    f"the loss must be a real scalar, got {loss.dtype} of shape {list(loss.shape)} [LH719]"
+                    f"the loss must be a real scalar, got dtype {loss.dtype} and shape {list(loss.shape)} [LH719]"
                 )
             _propagate((loss,), (torch.ones_like(loss),))
         elif gradients is not None:

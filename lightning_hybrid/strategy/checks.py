@@ -359,7 +359,7 @@ def _group_text(optimizer: Optimizer, group: Mapping[str, Any]) -> str:
 
 SEVERAL_OPTIMIZERS = (
     "`configure_optimizers` returned several optimizers, each of which needs its own backward pass. With a pipeline,"
-    " several microbatches or `microbatch_weight`, the strategy runs forward and backward itself, and supports only one"
+    " several microbatches or `microbatch_weight`, the strategy itself runs the backward pass, and supports only one"
     " optimizer. Use one optimizer with several parameter groups: `[{'params': ..., 'lr': ...}, ...]`. Alternatively,"
     " use manual optimization with pipeline_parallel_size=1 and num_microbatches=1, and remove `microbatch_weight`."
     " [LH801]"
@@ -407,8 +407,8 @@ def check_optimizers(optimizers: list[Optimizer], module: nn.Module, *, cut: boo
     foreign = [tuple(parameter.shape) for group in groups for parameter in group if id(parameter) not in known]
     if foreign and any(is_sharded(parameter) for parameter in module.parameters()):
         raise ValueError(
-            f"`configure_optimizers` returned an optimizer with parameters that are not in {type(module).__name__};"
-            f" their shapes are {foreign[:3]}{' and more' if len(foreign) > 3 else ''}. Sharding a layer replaces its"
+            f"`configure_optimizers` returned an optimizer with parameters that are not in {type(module).__name__}."
+            f" Their shapes are {foreign[:3]}{' and more' if len(foreign) > 3 else ''}. Sharding a layer replaces its"
             " parameters, so a list of parameters that was created earlier is outdated. In `configure_optimizers`, pass"
             " `self.parameters()` to the optimizer. [LH804]"
         )
@@ -426,8 +426,8 @@ def check_nonfinite(on_nonfinite: str, scaler: object | None) -> None:
     """
     if scaler is not None and on_nonfinite == "raise":
         raise ValueError(
-            "faults.on_nonfinite='raise' cannot be combined with a precision that scales the loss, such as '16-mixed':"
-            " with such a precision, some steps have gradients that are not finite, and the gradient scaler skips these"
+            "faults.on_nonfinite='raise' cannot be combined with a precision that scales the loss, such as '16-mixed'."
+            " With such a precision, some steps have gradients that are not finite, and the gradient scaler skips these"
             " steps. Set faults.on_nonfinite='ignore', or use precision='bf16-mixed', which does not scale the loss."
             " [LH805]"
         )
@@ -453,7 +453,7 @@ def check_plugin(plugin: CheckpointIO | None, *, sharded: bool, beside: bool) ->
     if sharded and inner is not None and type(inner) is not TorchCheckpointIO:
         raise ValueError(
             f"Trainer(plugins=[{type(inner).__name__}()]) writes files, but with"
-            " HybridStrategy(save_distributed_checkpoint=True) every rank writes to a directory, so the plugin would"
+            " HybridStrategy(save_distributed_checkpoint=True), every rank writes to a directory, so the plugin would"
             " not be used. Remove either the plugin or save_distributed_checkpoint=True. [LH932]"
         )
 

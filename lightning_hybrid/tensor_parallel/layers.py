@@ -333,9 +333,9 @@ class NarrowInput(ParallelLayer):
                 return (x, *args[1:])
             if args[0].shape[-1] == narrow.shape[-1]:
                 raise WrongUseError(
-                    f"A {type(self).__name__} has the style 'narrow_input', but passes a modified input to its layers,"
-                    f" which are sharded over tensor_parallel_size={self.tensor_group.size} ranks. Pass the input"
-                    " unchanged, or remove 'narrow_input' from `tensor_parallel_plan` and read widths from the outputs"
+                    f"A {type(self).__name__} has the style 'narrow_input', but passes a modified input to layers that"
+                    f" are sharded over tensor_parallel_size={self.tensor_group.size} ranks. Pass the input unchanged."
+                    " Alternatively, remove 'narrow_input' from `tensor_parallel_plan` and read widths from the outputs"
                     " of the layers. To keep the module unsharded, give it the style 'replicate'. [LH514]"
                 )
             return None

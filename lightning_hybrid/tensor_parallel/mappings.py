@@ -100,9 +100,9 @@ def scatter_to_tp(x: Tensor, dim: int, group: TensorGroup) -> Tensor:
     """
     if x.shape[dim] % group.size:
         raise ValueError(
-            f"A sequence of length {x.shape[dim]} (dimension {dim} of an activation of shape {tuple(x.shape)}) cannot"
-            f" be sharded over tensor_parallel_size={group.size} ranks. Pad the sequence to a multiple of"
-            f" {group.size}, or use sequence_parallel=False. [LH516]"
+            f"A sequence of length {x.shape[dim]} cannot be sharded over tensor_parallel_size={group.size} ranks. The"
+            f" sequence is dimension {dim} of an activation of shape {tuple(x.shape)}. Pad the sequence to a multiple"
+            f" of {group.size}, or use sequence_parallel=False. [LH516]"
         )
     return _ScatterToTP.apply(x, dim, group)  # type: ignore[no-untyped-call, no-any-return]
 

@@ -209,10 +209,10 @@ def check_styles(requested: UserPlan | str | None) -> None:
         names = [name for name in STYLES if name != LAYOUT]
         close = difflib.get_close_matches(str(style), [*names, "S(0)", "S(1)"], n=1, cutoff=0.5)
         raise ValueError(
-            f"tensor_parallel_plan has the unknown style {style!r} for"
-            f" {pattern!r}{f'; did you mean {close[0]!r}?' if close else '.'} The styles are {', '.join(names)}"
-            " ('divide:ATTRIBUTE' divides an integer attribute of a module, such as a number of heads). For a parameter"
-            " or buffer, give a layout instead of a style, such as 'S(0)'. [LH502]"
+            f"tensor_parallel_plan gives {pattern!r} the unknown style"
+            f" {style!r}. {f'Did you mean {close[0]!r}? ' if close else ''}The styles are {', '.join(names)}."
+            " 'divide:ATTRIBUTE' divides an integer attribute of a module, such as a number of heads, by the number of"
+            " shards. For a parameter or buffer, give a layout instead of a style, such as 'S(0)'. [LH502]"
         )
 
 
@@ -242,8 +242,9 @@ def _expand(module: nn.Module, requested: UserPlan, axes: Sequence[str]) -> dict
         if not matching:
             close = difflib.get_close_matches(pattern, names, n=3, cutoff=0.4) or names[:8]
             raise ValueError(
-                f"The pattern {pattern!r} in tensor_parallel_plan matches no module of {type(module).__name__} ('*'"
-                f" matches anything between two dots). Use a name such as {', '.join(map(repr, close))}. [LH501]"
+                f"The pattern {pattern!r} in tensor_parallel_plan matches no module of {type(module).__name__}. Use a"
+                f" name such as {', '.join(map(repr, close))}. In a pattern, '*' matches any text without a dot."
+                " [LH501]"
             )
         styles.update(dict.fromkeys([first[id(layers[name])] for name in matching], style))
     return styles
@@ -326,10 +327,10 @@ def _rows(module: nn.Module, styles: Iterable[tuple[str, str]], size: int, mode:
         for attribute in options.get("divided", ()):
             number = getattr(layer, attribute, None)
             if not isinstance(number, int) or number % feature_parts:
-                needs = f"; tensor_parallel_mode={arrangement.mode!r} needs a multiple of {feature_parts}"
+                where = "" if arrangement.is_line else f" with tensor_parallel_mode={arrangement.mode!r}"
                 raise ValueError(
-                    f"{name}.{attribute} is {number!r}, which cannot be divided over tensor_parallel_size={size} ranks"
-                    f" (tensor_parallel_plan: {style!r}{'' if arrangement.is_line else needs}). [LH503]"
+                    f"{name}.{attribute} is {number!r}, which cannot be divided over tensor_parallel_size={size} ranks."
+                    f" The style {style!r} in tensor_parallel_plan needs a multiple of {feature_parts}{where}. [LH503]"
                 )
         if any(isinstance(parameter, DTensor) for parameter in layer.parameters(recurse=False)):
             continue  # the user's `configure_model` has sharded it
@@ -373,8 +374,8 @@ def _check_ties(module: nn.Module, rows: Iterable[PlanRow]) -> None:
     for tied in ties.values():
         if len(set(tied.values())) > 1:
             raise ValueError(
-                f"{' and '.join(map(repr, tied))} are one tied parameter, but tensor_parallel_plan shards it"
-                " differently under these names. Give both layers styles that shard the same dimension ('vocab' for an"
+                f"{' and '.join(map(repr, tied))} are names of one tied parameter, but tensor_parallel_plan shards it"
+                " differently under each name. Give both layers styles that shard the same dimension ('vocab' for an"
                 " embedding and its tied head), or give both the style 'replicate'. [LH510]"
             )
 
@@ -390,10 +391,10 @@ def _check_layouts(rows: Iterable[PlanRow]) -> None:
             beside = (
                 f"its submodule {inside!r} has the style {names[inside]!r}"
                 if inside
-                else "it is in a 'sequence_region'"
+                else "this module is inside a 'sequence_region'"
             )
             raise ValueError(
-                f"tensor_parallel_plan gives a parameter or a buffer of {row.name!r} a layout, but {beside}. A module"
+                f"tensor_parallel_plan gives a layout to a parameter or buffer of {row.name!r}, but {beside}. A module"
                 " can have layouts only if it contains no tensor-parallel layers and is not inside a 'sequence_region'."
                 " [LH511]"
             )

@@ -94,7 +94,7 @@ def explain_shape_error(error: Exception, module: nn.Module) -> None:
         text += f" The plan may lack the {'entries' if len(missing) > 1 else 'entry'} {entries}."
     if narrow is None and place.reads_whole_width and not isinstance(called, nn.Linear):
         text += (
-            " The code reads the full width of its input, and does more with the input than pass it to sharded layers,"
+            " The code reads the full width of its input, and also uses the input outside sharded layers,"
             f" so the style 'narrow_input' would be wrong. To fix this, {READ_WIDTHS_BEHIND}."
         )
     error.args = (text, *error.args[1:])
@@ -105,8 +105,8 @@ def _about_narrow_input(module: NarrowInput, pattern: str) -> str:
     takers = ",".join(module.takers)
     return (
         f" The plan contains {pattern!r}: 'narrow_input:{takers}', so this code receives an input that has the width of"
-        " a shard and no values. This code is allowed only to read the shape of the input and to pass the input to"
-        f" {takers}. If it uses the input in another way, such as in a norm or a residual connection, remove"
+        " a shard and contains only NaNs. This code may only read the shape of the input and pass the input to"
+        f" {takers}. If the code uses the input in another way, such as in a norm or a residual connection, remove"
         f" 'narrow_input' from the plan, and {READ_WIDTHS_BEHIND}."
     )
 

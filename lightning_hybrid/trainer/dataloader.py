@@ -231,8 +231,8 @@ def _shard(
         return loader
     if order is None:
         raise TypeError(
-            f"The batch sampler {type(batches).__name__} has no attribute `sampler`, which is needed to shard the"
-            f" samples over {num_replicas} replicas. Add this attribute, or shard the samples yourself and set"
+            f"The batch sampler {type(batches).__name__} has no attribute `sampler`, which the strategy needs to shard"
+            f" the samples over {num_replicas} replicas. Add this attribute, or shard the samples yourself and set"
             " `Trainer(use_distributed_sampler=False)`. [LH721]"
         )
     sampler = ReplicaSampler(order, num_replicas, mesh.data_rank, group, repeat=stage != RunningStage.PREDICTING)

@@ -79,7 +79,7 @@ class ExceptionCallback(RunCallback):
         explain_operator_error(exception)
         if self._is_alone or stops_together(exception, trainer):
             return
-        self.why_not_saved = _WHY_NOT.format(type(exception).__name__)
+        self.why_not_saved = _why_not(type(exception).__name__)
         saving = [each for each in trainer.checkpoint_callbacks if _saves_on_exception(each)]
         for callback in saving:
             callback.__dict__["on_exception"] = _save_nothing
@@ -133,11 +133,12 @@ def _saves_on_exception(callback: Checkpoint) -> bool:
     return type(callback).on_exception is not Callback.on_exception
 
 
-_WHY_NOT = (
-    "A checkpoint cannot be saved after this {}. All ranks must take part in saving, but it is possible that only some"
-    " of them raised the exception. Resume from the last checkpoint, such as one saved by"
-    " `ModelCheckpoint(every_n_train_steps=...)`. [LH929]"
-)
+def _why_not(kind: str) -> str:
+    return (
+        f"A checkpoint cannot be saved after this {kind}. All ranks must take part in saving, but it is possible that"
+        " only some of them raised the exception. Resume from the last checkpoint, such as one saved by"
+        " `ModelCheckpoint(every_n_train_steps=...)`. [LH929]"
+    )
 
 
 def _save_nothing(*args: Any) -> None:

@@ -143,6 +143,6 @@ class _TokenCount:
         except (AttributeError, LookupError, TypeError) as error:
             keys = f" with the keys {list(microbatch)}" if isinstance(microbatch, Mapping) else ""
             raise WrongUseError(
-                f"count_tokens({self.key!r}) found no such key, attribute or index in the batch (a"
-                f" {type(microbatch).__name__}{keys}). Pass the key, attribute or index of the labels. [LH710]"
+                f"count_tokens({self.key!r}) found no such key, attribute or index in the batch. The batch is a"
+                f" {type(microbatch).__name__}{keys}. Pass the key, attribute or index of the labels. [LH710]"
             ) from error

@@ -96,8 +96,8 @@ def check(plugin: Precision) -> None:
     for kind, reason in refused.items():
         if isinstance(plugin, kind):
             raise ValueError(
-                f"`HybridStrategy` does not support the precision plugin `{type(plugin).__qualname__}`: it {reason}."
-                f" Set `Trainer(precision=...)` to one of {', '.join(map(repr, SUPPORTED))}. [LH806]"
+                f"`HybridStrategy` does not support the precision plugin `{type(plugin).__qualname__}`, because it"
+                f" {reason}. Set `Trainer(precision=...)` to one of {', '.join(map(repr, SUPPORTED))}. [LH806]"
             )
 
 
@@ -116,8 +116,8 @@ def check_optimizer(plugin: Precision, optimizer: Optimizer) -> None:
         raise ValueError(
             f"The optimizer `{type(optimizer).__qualname__}` unscales gradients inside its fused step. With a precision"
             " that scales the loss, such as '16-mixed', the ranks could then neither detect an overflow together nor"
-            " clip gradients before the step. Create the optimizer with `fused=False` (or `foreach=True`), or use"
-            " precision 'bf16-mixed', which needs no scaling. [LH807]"
+            " clip gradients before the step. Create the optimizer with `fused=False` or `foreach=True`, or use"
+            " precision 'bf16-mixed', which does not scale the loss. [LH807]"
         )
 
 
@@ -164,7 +164,7 @@ def check_master_weights(plugin: Precision) -> None:
         raise ValueError(
             "HybridStrategy(master_weights=True) keeps float32 copies of half-precision parameters, so it needs"
             f" Trainer(precision='bf16-true') or '16-true', but the Trainer uses {type(plugin).__name__} with precision"
-            f" {plugin.precision!r}. Set one of these precisions, or remove master_weights: with '32-true',"
+            f" {plugin.precision!r}. Set one of these precisions, or remove master_weights. With '32-true',"
             " 'bf16-mixed' and '16-mixed', parameters are float32 anyway. [LH808]"
         )
 
@@ -219,7 +219,7 @@ class ModelGroupGradScaler(GradScaler):
         if type(scaler) not in _SCALERS:
             raise TypeError(
                 f"The precision plugin's scaler is a `{type(scaler).__qualname__}`, but ranks can detect an overflow"
-                " together only with torch's scaler. Pass a `torch.amp.GradScaler` with the settings that you want."
+                " together only with torch's own scaler. Pass a `torch.amp.GradScaler` with the settings that you want."
                 " [LH809]"
             )
         adopted: Any = scaler

@@ -771,10 +771,10 @@ def _check_graphs(outputs: Sequence[Any], num_microbatches: int, *, each: bool) 
     if not each and (len(outputs) < num_microbatches or any(loss.requires_grad for loss in losses)):
         return
     raise WrongUseError(
-        "The loss of `training_step` has no autograd graph, so nothing would be trained: the loss depends on no"
-        " parameter that requires a gradient, or it was detached or copied into a new tensor. Return the loss that the"
-        " model computed. For a batch without targets, return this loss multiplied by 0. If all parameters are frozen,"
-        " there is nothing to train. [LH704]"
+        "The loss of `training_step` has no autograd graph, so nothing would be trained. The loss depends on no"
+        " parameter that requires a gradient, or the loss was detached or copied into a new tensor. Return the loss"
+        " that the model computed. For a batch without targets, return this loss multiplied by 0. If all parameters are"
+        " frozen, there is nothing to train. [LH704]"
     )
 
 

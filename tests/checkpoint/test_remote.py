@@ -237,7 +237,8 @@ def test_a_save_that_is_broken_off_does_not_count_and_the_next_one_clears_up(ran
     with pytest.raises(RankError):
         ranks(2).run(write_and_die, path)
     assert not is_directory(RemotePath(path), or_unfinished=False)
-    with pytest.raises(ValueError, match=r"is not a complete checkpoint: it has no file '\.metadata'"):
+    text = r"is not a complete checkpoint\. The file '\.metadata', which is written last, is missing"
+    with pytest.raises(ValueError, match=text):
         DistributedCheckpoint(RemotePath(path))
     ranks(2).run(written, path, 1.0, {})
     with pytest.raises(RankError):

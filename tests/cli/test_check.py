@@ -344,7 +344,7 @@ def test_failures_are_told(module: type[LightningModule], text: str) -> None:
     [
         ({"steps": 0}, "steps must be an integer of at least 1, got 0"),
         ({"time_limit": 0}, "time_limit must be a positive number of seconds"),
-        ({"trainer": {"devices": 2}}, "trainer accepts only accumulate_grad_batches, .*; got devices"),
+        ({"trainer": {"devices": 2}}, "trainer accepts only accumulate_grad_batches, .*, but got devices"),
         ({"schedule": "1f2b"}, "schedule must be one of"),
     ],
 )

@@ -296,7 +296,7 @@ def damage(path: Path, kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "complaint"),
     [
-        ("unfinished", "not a complete checkpoint: it has no file '.metadata'"),
+        ("unfinished", "not a complete checkpoint. The file '.metadata', which is written last, is missing"),
         ("metadata", ".metadata cannot be read: UnpicklingError"),
         ("meta.pt", "meta.pt is damaged or incomplete"),
         ("missing", "the file '__0_0.distcp' (at least"),

@@ -149,7 +149,7 @@ def test_no_tensor_is_read(tmp_path: Path) -> None:
         ("text", "is not a complete checkpoint"),
         ("zip", "cannot be read"),
         ("tensor", "contains 1 tensor, 3 elements, 12 bytes, but a checkpoint must be"),
-        ("unfinished", "it has no file '.metadata'"),
+        ("unfinished", "The file '.metadata', which is written last, is missing"),
         ("shards", "the file '__0_0.distcp' (at least"),
         ("other shards", "does not contain a module: its entries are ['weights']"),
     ],

@@ -218,7 +218,7 @@ def test_graphs_under_other_names() -> None:
     [
         ({"batch": torch.tensor([0, 1, 0, 1, 1, 1])}, "ascending"),
         ({"weights": torch.rand(5)}, r"cannot split batch\['weights'\] \[5\].*2 graphs, 6 nodes and 8 edges"),
-        ({"edge_index": torch.rand(2, 8)}, "tensor of integers with 2 dimensions at 'edge_index'"),
+        ({"edge_index": torch.rand(2, 8)}, "tensor of integers with 2 dimensions under 'edge_index'"),
     ],
 )
 def test_graphs_that_cannot_be_divided(change: dict[str, Any], message: str) -> None:
@@ -344,7 +344,7 @@ def test_joined_targets_give_the_loss_of_the_batch() -> None:
     [
         (
             {"targets": torch.arange(5), "target_lengths": torch.tensor([2, 2])},
-            r"needs 4 targets at .* \(the sum of the lengths\), found a tensor of shape \[5\]",
+            r"needs 4 targets \(the sum of the lengths\) under .*, but found a tensor of shape \[5\]",
         ),
         (
             {"targets": torch.arange(4), "target_lengths": torch.tensor([2, 2]), "w": torch.rand(7)},

@@ -207,5 +207,5 @@ def test_evaluation_keeps_nothing(size: int) -> None:
 def test_loss_is_a_scalar() -> None:
     stage = Stage(0)
     forward_loss(stage, lambda s, i, inputs: leaf(3) * 2, 0, None)
-    with pytest.raises(ValueError, match=r"must be a real scalar, got torch.float64 of shape \[3\]"):
+    with pytest.raises(ValueError, match=r"must be a real scalar, got dtype torch.float64 and shape \[3\]"):
         stage.backward(0, None)

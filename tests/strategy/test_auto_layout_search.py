@@ -828,7 +828,7 @@ def test_sequences_are_shared_only_where_a_run_could() -> None:
     found = search(CostModel(profile, Machine(), Step(16)), 2, refuse=profile.refuse)
     assert all(cost.layout.context == 1 for cost in found.best)
     (group,) = [group for group in found.losers if group.reason == "context parallelism cannot be used"]
-    assert "'body.0' (Sequential), which mixes positions" in group.text
+    assert "'body.0' (Sequential). The layer mixes positions" in group.text
 
 
 def make_profile_with(machine: Machine) -> ModuleProfile:

@@ -59,7 +59,7 @@ def test_what_else_mixes_positions_is_refused(kind: str, has_values: bool) -> No
     what = (
         "mixes" if kind != "Balanced" else "stores statistics of its sequence shard in the buffer 'bias', and so mixes"
     )
-    with pytest.raises(ValueError, match=re.escape(f"'body.0' ({kind}), which {what} positions without")):
+    with pytest.raises(ValueError, match=re.escape(f"'body.0' ({kind}). The layer {what} positions without")):
         run(cls if has_values else without_values(cls))
 
 

@@ -136,7 +136,7 @@ def shared_block(block: nn.Module, requested: dict[str, str]) -> Any:
 
 def refused() -> None:
     x = torch.randn(3, 5, DIM, dtype=torch.float64)
-    with pytest.raises(WrongUseError, match="passes a modified input to its layers"):
+    with pytest.raises(WrongUseError, match="passes a modified input to layers that"):
         shared_block(Hiding(), NARROW)(x)
     block = shared_block(Biased(), WHOLE_INPUT)
     with pytest.raises(WrongUseError, match=r"received 'bias' of shape \(4, 5, 5\).*To keep the attention unsharded"):

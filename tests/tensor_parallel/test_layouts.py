@@ -53,12 +53,12 @@ def test_layouts_are_read(layout: str | Mapping[str, str], expected: dict[str, A
         (
             "S(0),S(1),B",
             ValueError,
-            "has 3 letters, but must have one for each of the axes data_parallel, tensor_parallel",
+            "has 3 placements, but must have one for each of the axes data_parallel, tensor_parallel",
         ),
         (
             "split(0)",
             ValueError,
-            r"the invalid letter 'split\(0\)' for an axis. Write 'S\(dimension\)', 'B' or 'P'",
+            r"the invalid placement 'split\(0\)' for an axis. Write 'S\(dimension\)', 'B' or 'P'",
         ),
         ("rows=S(0)", ValueError, "names the unknown axis 'rows'. The axes are data_parallel, tensor_parallel"),
         ("S(2)", ValueError, r"splits dimension 2 of a tensor of shape \(16, 8\)"),
@@ -73,8 +73,8 @@ def test_layouts_are_read(layout: str | Mapping[str, str], expected: dict[str, A
             "gives 'B' and 'B' for the axis tensor_parallel. Keep only one",
         ),
         ({}, ValueError, "names no axis. The axes are data_parallel, tensor_parallel"),
-        ({"tensor_parallel": 0}, ValueError, "has the invalid letter 0 for an axis"),
-        (["S(0)"], TypeError, r"must be a string or a mapping from axes to letters, got \['S\(0\)'\]"),
+        ({"tensor_parallel": 0}, ValueError, "has the invalid placement 0 for an axis"),
+        (["S(0)"], TypeError, r"must be a string or a mapping from axes to placements, got \['S\(0\)'\]"),
     ],
 )
 def test_what_is_no_layout_is_refused(layout: Any, error: type[Exception], text: str) -> None:
@@ -174,7 +174,7 @@ def refusals() -> list[str]:
 
 def test_layouts_that_cannot_be_are_refused(ranks: Pools) -> None:
     (first, uneven, summed, axes, partial), _ = ranks(2).run(refusals)
-    assert "does not have 'B' for the axis data_parallel, but all ranks of this axis train the same parameter" in first
+    assert "must have 'B' for the axis data_parallel, because all ranks of this axis train the same parameter" in first
     assert "zero_stage=3" in first
     assert "dimension 0 of a parameter of shape (3, 4) into 2 equal parts" in uneven
     assert "an optimizer cannot update" in summed
@@ -497,21 +497,21 @@ def test_buffers_are_set_anew(ranks: Pools) -> None:
         ({"body.0.up": "S(3)"}, "splits dimension 3"),
         (
             {"body.0.up": "S(0),S(1),B"},
-            "has 3 letters, but must have one for each of the axes data_parallel, tensor_parallel",
+            "has 3 placements, but must have one for each of the axes data_parallel, tensor_parallel",
         ),
         (
             {"body.0.up": "S(0),S(1)"},
-            "of 'body.0.up' in .* does not have 'B' for the axis data_parallel, .* HybridStrategy.zero_stage=3",
+            "of 'body.0.up' in .* must have 'B' for the axis data_parallel, .* HybridStrategy.zero_stage=3",
         ),
         (
             {"body.0.up": "P,S(1)"},
-            "does not have 'B' for the axis data_parallel, but all ranks of this axis train the same parameter. "
+            "must have 'B' for the axis data_parallel, because all ranks of this axis train the same parameter. "
             "Use 'B'",
         ),
-        ({"body.0.up": {"data_parallel": "S(0)"}}, "does not have 'B' for the axis data_parallel"),
+        ({"body.0.up": {"data_parallel": "S(0)"}}, "must have 'B' for the axis data_parallel"),
         (
             {"body.0.gain": "S(0),B"},
-            "does not have 'B' for the axis data_parallel, but all ranks of this axis have the same buffer. "
+            "must have 'B' for the axis data_parallel, because all ranks of this axis have the same buffer. "
             ".*`strategy.dist",
         ),
         (
@@ -521,15 +521,18 @@ def test_buffers_are_set_anew(ranks: Pools) -> None:
         ({"body.0.gain": "P"}, r"contains 'P' \(a partial sum\), which a buffer cannot be. Use 'S\(dim\)' or 'B'"),
         ({"body.0.calls": "S(0)"}, r"splits dimension 0 of a tensor of shape \(\)"),
         ({"body.0.up": "rows=S(0)"}, "names the unknown axis 'rows'. The axes are data_parallel, tensor_parallel"),
-        ({"body.0.up": "tensor_parallel=S[0]"}, r"has the invalid letter 'S\[0\]' for an axis"),
+        ({"body.0.up": "tensor_parallel=S[0]"}, r"has the invalid placement 'S\[0\]' for an axis"),
         ({"body.0.up": "tensor_parallel=S(0),tensor_parallel=S(1)"}, "Keep only one"),
-        ({"body.0.up": ["S(0)"]}, "has the unknown style .* For a parameter or buffer, give a layout"),
+        ({"body.0.up": ["S(0)"]}, "gives 'body.0.up' the unknown style .* For a parameter or buffer, give a layout"),
         (
             {"body.0": "on_shards", "body.0.up": "S(0)"},
             "the style 'on_shards', .* also gives a layout to its parameter 'up'",
         ),
         ({"body.0.up": "S(0)", "body.0.norm": "on_shards"}, "its submodule 'body.0.norm' has the style 'on_shards'"),
-        ({"body.0.norm.weight": "S(0)", "body.0.norm.bias": "B", "body.0": "layout"}, "the unknown style 'layout'"),
+        (
+            {"body.0.norm.weight": "S(0)", "body.0.norm.bias": "B", "body.0": "layout"},
+            "gives 'body.0' the unknown style 'layout'",
+        ),
     ],
 )
 def test_what_a_plan_cannot_lay_out_is_refused(plan: dict[str, str], text: str) -> None:
@@ -558,7 +561,7 @@ def test_letters_of_a_plan_are_in_the_order_of_the_ranks() -> None:
     assert axes == ("tensor_parallel", "context_parallel", "data_parallel")
     plan = make_plan(Mixed(), {"body.0.up": "S(0),B,B"}, 2, sequence_parallel=False, axes=axes)
     assert [row.style for row in plan.rows] == ["layout:up=S(0)"]
-    with pytest.raises(ValueError, match="does not have 'B' for the axis context_parallel"):
+    with pytest.raises(ValueError, match="must have 'B' for the axis context_parallel"):
         make_plan(Mixed(), {"body.0.up": "B,S(0),B"}, 2, sequence_parallel=False, axes=axes)
 
 
@@ -572,7 +575,7 @@ def test_a_plan_divides_buffers() -> None:
         make_plan(Mixed(), {"body.0.gain": "S(0)"}, 3, sequence_parallel=False)
     tied = Mixed()
     tied.body[1].gain = tied.body[0].gain
-    with pytest.raises(ValueError, match=r"'body\.0\.gain' and 'body\.1\.gain' are one tied"):
+    with pytest.raises(ValueError, match=r"'body\.0\.gain' and 'body\.1\.gain' are names of one tied"):
         make_plan(tied, {"body.0.gain": "S(0)"}, 2, sequence_parallel=False)
 
 

@@ -167,7 +167,7 @@ def test_a_classifier_is_not_the_head_of_a_small_embedding() -> None:
 
 REFUSED: dict[str, tuple[Any, str]] = {
     "two styles": ({"0": "colwise + rowwise"}, "cannot be combined"),
-    "a suffix": ({"0": "colwise:3"}, "has the unknown style 'colwise:3'"),
+    "a suffix": ({"0": "colwise:3"}, "gives '0' the unknown style 'colwise:3'"),
     "a word": ("automatic", "tensor_parallel_plan='automatic' is not a valid plan"),
     "no such attribute": ({"0": "divide:heads"}, "0.heads is None"),
     "a norm in no region": ({"1": "sequence_parallel"}, "works only inside a module with the style 'sequence_region'"),
@@ -186,7 +186,7 @@ def test_refusals(name: str) -> None:
     ("plan", "words"),
     [
         ({"bodies.*": "colwise"}, "matches no module of Regression"),
-        ({"embed": "columns"}, "has the unknown style 'columns'"),
+        ({"embed": "columns"}, "gives 'embed' the unknown style 'columns'"),
     ],
 )
 def test_a_plan_is_checked_without_shared_layers(ranks: Pools, plan: dict[str, str], words: str) -> None:

@@ -354,7 +354,9 @@ def test_batches_of_another_iteration_are_not_taken_for_those_of_this_one(ranks:
     loaded, received = ranks(2).run(iterated_alone)
     assert loaded == [[0], [1]]
     assert len(received) == 2
-    assert received[-1].startswith("Ranks of a model group are out of step: rank 0 sent 2, but this rank expected 1.")
+    assert received[-1].startswith(
+        "The ranks of a model group are out of step. Rank 0 sent 2, but this rank expected 1."
+    )
 
 
 # -- all ranks load ----------------------------------------------------------------------------------------------------

@@ -98,8 +98,8 @@ class DistributedCheckpoint:
             raise FileNotFoundError(f"Checkpoint not found: {path} [LH913]")
         if not (self.path / MARK).is_file():
             raise ValueError(
-                f"{path} is not a complete checkpoint: it has no file {MARK!r}, which is the last file that a save"
-                " writes. The save may have been interrupted. Use another checkpoint. [LH914]"
+                f"{path} is not a complete checkpoint. The file {MARK!r}, which is written last, is missing, so the"
+                " save may have been interrupted. Use another checkpoint. [LH914]"
             )
         mark = self.path / MARK
         with _reading(mark), mark.open("rb") as file:

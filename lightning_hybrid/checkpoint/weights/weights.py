@@ -108,7 +108,8 @@ def _load_folder(folder: HuggingFaceFolder, module: LightningModule) -> None:
     except RuntimeError as error:
         raise RuntimeError(
             f"{without_code(error)}\n\tThe weights in {folder.path} match `{prefix or type(module).__name__}` best. To"
-            " load only the tensors whose names are in both, set `self.strict_loading = False`. [LH920]"
+            " load only the tensors whose names are in both the folder and the module, set `self.strict_loading ="
+            " False`. [LH920]"
         ) from None
     if missing:
         kept = ", ".join(name for (name,) in fold_numbered((name,) for name in missing))
@@ -157,10 +158,10 @@ def _read(source: Source) -> Mapping[str, Any]:
         found = _read_safetensors(path) if path.suffix == SAFETENSORS else read_torch(path)
     state = found.get("state_dict", found) if isinstance(found, Mapping) else found
     if not isinstance(state, Mapping) or not any(isinstance(value, Tensor) for value in state.values()):
-        what = f"{source} does not contain" if isinstance(source, (str, Path)) else "The object does not contain"
+        what = source if isinstance(source, (str, Path)) else "The object"
         raise ValueError(
-            f"{what} a state dict (a dictionary of named tensors), either directly or under the key 'state_dict'. The"
-            " loaded object is a"
+            f"{what} does not contain a state dict (a dictionary of named tensors), either directly or under the key"
+            f" 'state_dict'. The loaded object is a"
             f" {type(found).__name__}{f' with the keys {list(found)[:5]}' if isinstance(found, Mapping) else ''}."
             " [LH925]"
         )

@@ -260,7 +260,7 @@ class LeafReaders:
                 f"This rank reads a batch tensor of shape {tuple(like.shape)} that it did not read in earlier steps."
                 " The rank that loads batches therefore did not send the tensor, and has already dropped or changed it."
                 " Read the tensor on this rank in the first step with a batch of this structure, for example by copying"
-                " it. Alternatively, set HybridStrategy(broadcast_batches=False). [LH703]"
+                " the tensor. Alternatively, set HybridStrategy(broadcast_batches=False). [LH703]"
             )
         return made
 

@@ -279,7 +279,7 @@ class TreeBroadcast:
         message = Message.receive(self._messages.receive, self._length)
         if message.subject != self.about:
             raise WrongUseError(
-                f"Ranks of a model group are out of step: rank {self._messages.source} sent {message.subject}, but"
+                f"The ranks of a model group are out of step. Rank {self._messages.source} sent {message.subject}, but"
                 f" this rank expected {self.about}. Some ranks probably iterate over a loader or compute a metric,"
                 " while other ranks do not. Iterate over each loader and compute each metric either on all ranks or on"
                 " none. [LH702]"

@@ -164,7 +164,7 @@ def _tensor(batch: Any, key: Key, splitter: str, ndim: int = 1) -> Tensor:
         )
         keys = [name or path for path, name, _ in _parts(batch)]
         raise WrongUseError(
-            f"{splitter} needs a tensor of integers with {ndim} dimension{'s' * (ndim > 1)} at {key!r}, found"
+            f"{splitter} needs a tensor of integers with {ndim} dimension{'s' * (ndim > 1)} under {key!r}, but found"
             f" {kind}. The keys of the {type(batch).__name__} are {keys}. [LH711]"
         )
     return found
@@ -269,11 +269,13 @@ class _Rows:
         for key, numbers in ends.items():
             if len(numbers) < 2 or numbers[0] != 0 or numbers != sorted(numbers):
                 raise WrongUseError(
-                    f"{name} needs offsets at {key!r} that start at 0 and never decrease, found {numbers[:8]}. [LH714]"
+                    f"{name} needs offsets under {key!r} that start at 0 and never decrease, but found {numbers[:8]}."
+                    " [LH714]"
                 )
         if len({len(numbers) for numbers in ends.values()}) > 1:
             raise WrongUseError(
-                f"{name} needs the same number of offsets at each key, found {[*map(len, ends.values())]}. [LH714]"
+                f"{name} needs the same number of offsets under each key, but found {[*map(len, ends.values())]}."
+                " [LH714]"
             )
         first = ends[self.offsets[0]]
         bounds = _even_bounds(first, num_microbatches)
@@ -346,7 +348,7 @@ class _Graphs:
         name = f"split_graphs({self.batch!r}, {self.edge_index!r})"
         owners, edges = _tensor(batch, self.batch, name), _tensor(batch, self.edge_index, name, 2)
         if len(owners) > 1 and bool((owners.diff() < 0).any()):
-            raise WrongUseError(f"{name} needs graph numbers at {self.batch!r} in ascending order. [LH712]")
+            raise WrongUseError(f"{name} needs graph numbers in ascending order under {self.batch!r}. [LH712]")
         pointers = field(batch, "ptr")
         if isinstance(pointers, Tensor) and pointers.ndim == 1:
             num_graphs = len(pointers) - 1
@@ -407,8 +409,8 @@ class _Targets:
         if not isinstance(joined, Tensor) or joined.ndim == 0 or len(joined) != sum(tokens):
             kind = f"a tensor of shape {list(joined.shape)}" if isinstance(joined, Tensor) else type(joined).__name__
             raise WrongUseError(
-                f"{name} needs {sum(tokens)} targets at {self.targets!r} (the sum of the lengths), found {kind}."
-                " [LH715]"
+                f"{name} needs {sum(tokens)} targets (the sum of the lengths) under {self.targets!r}, but found"
+                f" {kind}. [LH715]"
             )
         columns, left = [], []
         for number, ((path, _, value), key) in enumerate(zip(_parts(batch), _keys_of(batch), strict=True)):
@@ -436,7 +438,7 @@ class _Samples:
             is_list = isinstance(batch, (list, tuple))
             of = f" of {sorted({type(sample).__name__ for sample in batch})}" if is_list else ""
             raise WrongUseError(
-                "split_samples() needs a list or a tuple of samples of one type, got a"
+                "split_samples() needs a list or a tuple of samples of one type, but got a"
                 f" {type(batch).__name__}{of}. [LH716]"
             )
         counts = sizes(len(batch), num_microbatches)

@@ -177,7 +177,7 @@ class Region(TorchFunctionMode):
     def refuse(self, what: str) -> WrongUseError:
         """The error for what cannot be right on shares of a sequence."""
         return WrongUseError(
-            f"context_parallel_size={self.shares.group.size} shards the sequence in {self.name!r}, {what}"
+            f"context_parallel_size={self.shares.group.size} shards the sequence in {self.name!r}. {what}"
         )
 
     def _multi_head(self, *args: Any, **kwargs: Any) -> Any:
@@ -185,18 +185,18 @@ class Region(TorchFunctionMode):
         given = MULTI_HEAD.bind(*args, **kwargs).arguments
         if given.get("need_weights", True):
             raise self.refuse(
-                "whose attention returns its weights, but no rank has the weights of all positions. Call"
+                "The attention of this layer returns its weights, but no rank has the weights of all positions. Call"
                 " `nn.MultiheadAttention` with need_weights=False. [LH609]"
             )
         if given["bias_k"] is not None or given["bias_v"] is not None or given["add_zero_attn"]:
             raise self.refuse(
-                "whose attention adds keys that have no position in the sequence (add_bias_kv or add_zero_attn), which"
-                " is not supported. Turn both options off. [LH610]"
+                "The attention of this layer adds keys that have no position in the sequence, which is not supported."
+                " Turn off add_bias_kv and add_zero_attn. [LH610]"
             )
         if given["query"].ndim != 3 or given.get("static_k") is not None or given.get("static_v") is not None:
             raise self.refuse(
-                "whose attention is called without a batch dimension, or with static keys or values. Add a batch"
-                " dimension to the inputs, and do not pass static_k or static_v. [LH611]"
+                "The attention of this layer is called without a batch dimension, or with static keys or values. Add a"
+                " batch dimension to the inputs, and do not pass static_k or static_v. [LH611]"
             )
         q, k, v = (_heads_of(each, given["num_heads"]) for each in _projected(given))
         mask, is_causal = self._joined(given, q)
@@ -222,8 +222,8 @@ class Region(TorchFunctionMode):
         own = self.shares.length
         if query.ndim != 4:
             raise self.refuse(
-                f"whose attention has queries of shape {list(query.shape)}. Queries must have four dimensions: batch,"
-                " heads, positions, features. [LH612]"
+                f"The attention of this layer has queries of shape {list(query.shape)}. Queries must have four"
+                " dimensions: batch, heads, positions, features. [LH612]"
             )
         with self.draws.own(self._next_draw()) if drops else nullcontext():
             if query.shape[2] != own:  # not along the sequence: what it does to it is found by the trial
@@ -240,9 +240,9 @@ class Region(TorchFunctionMode):
         before = self._num_keys.setdefault(self.counts.attentions, number)
         if before != number:
             raise self.refuse(
-                f"whose attention had {before} keys in forward, but {number} keys when it was recomputed in backward,"
-                " because a key cache has grown. Turn off the cache (use_cache=False), or do not recompute this layer."
-                " [LH613]"
+                f"The attention of this layer had {before} keys in forward, but {number} keys when it was recomputed in"
+                " backward, because a key-value cache has grown. Turn off the cache with use_cache=False, or do not"
+                " recompute this layer. [LH613]"
             )
 
     def _to_memory(
@@ -251,8 +251,8 @@ class Region(TorchFunctionMode):
         """Queries of this share, keys of something else that every rank has whole."""
         if is_causal:
             raise self.refuse(
-                f"whose causal attention has {query.shape[2]} queries but {key.shape[2]} keys, so the positions of the"
-                " queries in the sequence are unknown. Pass an explicit mask. [LH614]"
+                f"The causal attention of this layer has {query.shape[2]} queries but {key.shape[2]} keys, so the"
+                " positions of the queries relative to the keys are unknown. Pass an explicit mask. [LH614]"
             )
         return options.run(query, key, value, None if mask is None else self._own_rows(mask))
 
@@ -265,8 +265,8 @@ class Region(TorchFunctionMode):
         heads = query.shape[1]
         if heads % size:
             raise self.refuse(
-                f"whose attention has {heads} heads per rank, but context_parallel='ulysses' needs a multiple of"
-                f" {size}. Use context_parallel='all_gather', or another context_parallel_size. [LH615]"
+                f"The attention of this layer has {heads} heads per rank, but context_parallel='ulysses' needs a"
+                f" multiple of {size}. Use context_parallel='all_gather', or another context_parallel_size. [LH615]"
             )
         key, value = (_with_heads(each, size) for each in (key, value))
         if mask is not None and mask.ndim > 2 and mask.shape[-3] == heads:
@@ -355,9 +355,9 @@ class Region(TorchFunctionMode):
             mask = self._whole_keys(mask)
         if rows not in (1, total) or mask.shape[-1] not in (1, total):
             raise self.refuse(
-                f"whose attention has a mask of shape {list(mask.shape)}, which does not fit the full sequence of"
-                f" {total} positions. A mask that the layer itself creates covers only its sequence shard. Use"
-                " is_causal=True, or create the mask outside the layers and pass it as an argument. [LH616]"
+                f"The attention of this layer has a mask of shape {list(mask.shape)}, which does not fit the full"
+                f" sequence of {total} positions. A mask that the layer itself creates covers only its sequence shard."
+                " Use is_causal=True, or create the mask outside the layers and pass it as an argument. [LH616]"
             )
         return mask
 

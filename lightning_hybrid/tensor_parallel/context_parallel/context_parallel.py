@@ -112,8 +112,8 @@ class ContextParallel:
             raise WrongUseError(
                 f"context_parallel_size={self._group.size} shards the sequence in {leaking!r}, but the loss uses a"
                 " tensor that this layer stores as an attribute, such as the balancing loss of a router. This tensor"
-                " covers only one sequence shard. Compute it from the outputs of the layer, or from the logits of each"
-                " position, which a forward hook can collect. Or use context_parallel_size=1. [LH604]"
+                " covers only one sequence shard. Compute the loss from the outputs of the layer, or from the logits of"
+                " each position, which a forward hook can collect. Or use context_parallel_size=1. [LH604]"
             )
         return value
 

@@ -74,14 +74,15 @@ class Division:
             shapes = ", ".join(str(list(each.shape)) for each in tensors) or "none"
             raise WrongUseError(
                 f"context_parallel_size={group.size} shards sequences, but {name!r} receives no hidden states of shape"
-                f" (batch, sequence, features). It receives tensors of these shapes: {shapes}. Name the layers that"
-                " work on sequences in HybridStrategy(body=[...]), or use context_parallel_size=1. [LH605]"
+                f" (batch, sequence, features). It receives tensors of these shapes: {shapes}. Set"
+                " HybridStrategy(body=[...]) to the names of the layers that receive hidden states, or use"
+                " context_parallel_size=1. [LH605]"
             )
         self._hidden, self.batch_size = hidden, hidden.shape[1 - sequence_dim]
         total = hidden.shape[sequence_dim]
         if total < _LEAST * group.size:
             raise WrongUseError(
-                f"A sequence of {total} positions cannot be sharded over context_parallel_size={group.size} ranks:"
+                f"A sequence of {total} positions cannot be sharded over context_parallel_size={group.size} ranks."
                 f" {name!r} needs at least {_LEAST} positions per rank ({_LEAST * group.size} in total). Pad the"
                 " sequence, or use fewer ranks. [LH606]"
             )
@@ -151,8 +152,8 @@ class Division:
             raise WrongUseError(
                 f"{self._name!r} receives a sequence of {self.shares.total} positions and another sequence of"
                 f" {tensor.shape[self._dim]} positions. With context_parallel_size={self._group.size}, a shard of the"
-                " first sequence is as long as the second sequence, so the two cannot be told apart. Pad one of the"
-                " sequences. [LH607]"
+                " first sequence is as long as the second sequence, so the strategy cannot distinguish them. Pad one of"
+                " the sequences to a different length. [LH607]"
             )
 
     @staticmethod

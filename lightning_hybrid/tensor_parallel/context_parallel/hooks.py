@@ -117,7 +117,7 @@ class WholeHooks:
         ]
         if any(written[:first]) and not torch.is_inference_mode_enabled():  # there a read looks like a write
             raise region.refuse(
-                f"but a forward hook changes an argument of {tap.module!r} in place. Return a new output from the hook"
+                f"A forward hook changes an argument of {tap.module!r} in place. Return a new output from the hook"
                 " instead. [LH617]"
             )
         values, spec = flatten(output if result is None else result)
@@ -143,8 +143,8 @@ class WholeHooks:
         sharding = along and along.layout(value, shares.total, shares)
         if sharding is None:
             raise region.refuse(
-                f"but a forward hook replaces the output of {tap.module!r}. The output has no sequence dimension, or"
-                " the hook changes its structure. Change the output in the layer instead, or use"
+                f"A forward hook replaces the output of {tap.module!r}. The output has no sequence dimension, or the"
+                " hook changes the structure of the output. Change the output in the layer instead, or use"
                 " context_parallel_size=1. [LH618]"
             )
         return sharding.split(plain(value), scatter_to_cp)

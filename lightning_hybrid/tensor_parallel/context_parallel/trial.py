@@ -158,7 +158,7 @@ class Trial:
             if isinstance(error, (WrongUseError, torch.OutOfMemoryError)):
                 raise
             raise region.refuse(
-                f"which fails on a sequence shard of {short.shares.length} positions ({type(error).__name__}:"
+                f"The layer fails on a sequence shard of {short.shares.length} positions ({type(error).__name__}:"
                 f" {' '.join(str(error).split())}). An argument for the full sequence must be passed to"
                 " `F.scaled_dot_product_attention` or have one value per position. Masks of hand-written attention are"
                 " not sharded: with transformers, use attn_implementation='sdpa'. [LH620]"
@@ -171,7 +171,7 @@ class Trial:
         verdict = differs, culprit, find_places(own_calls, calls, short.shares)
         dist.all_gather_object(verdicts, verdict, group=self._group())
         if any(differs for differs, *_ in verdicts):
-            layer = f"a layer of class {type(self._layer).__name__} that"
+            layer = f"The layer ({type(self._layer).__name__})"
             raise region.refuse(mixing_text(next((culprit for _, culprit, _ in verdicts if culprit), layer)))
         return common_places([places for *_, places in verdicts])
 
@@ -184,7 +184,7 @@ class Trial:
             return ""
         if not is_close(given, shares.own(all_given, dim)):
             # Tokens in a row may have another order, that of their experts.
-            layer = f"a layer of class {type(self._layer).__name__} that, before {name!r} ({type(part).__name__}),"
+            layer = f"Before {name!r} ({type(part).__name__}), the layer ({type(self._layer).__name__})"
             return layer if given.ndim > 2 else ""
         if made.shape == all_made.shape:
             is_share = is_close(made, all_made)
@@ -193,7 +193,7 @@ class Trial:
             is_share = dim_made is None or is_close(made, shares.own(all_made, dim_made))
         # Whatever the weights of a convolution are: some begin with zeros.
         mixes = not is_share or _kernel_size(part, dim, given.ndim) > 1
-        return f"in which {name!r} ({type(part).__name__})" if mixes else ""
+        return f"The submodule {name!r} ({type(part).__name__})" if mixes else ""
 
     @contextmanager
     def _watched(self) -> Iterator[_Seen]:
@@ -291,18 +291,18 @@ def written_text(of_share: Buffers, of_whole: Buffers) -> str:
     for name, whole in of_whole.items():
         share = of_share.get(name, whole)  # there may be one that only some forwards make
         if share.shape == whole.shape and not is_close(share, whole):  # or it is a table of a length
-            return f"which stores statistics of its sequence shard in the buffer {name!r}, and so"
+            return f"The layer stores statistics of its sequence shard in the buffer {name!r}, and so"
     return ""
 
 
 def mixing_text(culprit: str) -> str:
-    """What is said of a layer, or of a part of it, that mixes positions; `culprit` names it, in a relative clause."""
+    """What is said of a layer, or of a part of it, that mixes positions; `culprit`, the subject, names it."""
     return (
         f"{culprit} mixes positions without `F.scaled_dot_product_attention`, for example by a convolution or pooling"
         " over time, a recurrent layer, batch statistics, or hand-written attention. Its results on a sequence shard"
-        " differ from those on the full sequence. Use `F.scaled_dot_product_attention`. Or limit the body to modules"
-        " that do not mix positions in this way, such as HybridStrategy(body=['layers.*.attention', 'layers.*.mlp']),"
-        " so that all other modules receive full sequences. Or use context_parallel_size=1. [LH619]"
+        " differ from those on the full sequence. Use `F.scaled_dot_product_attention`. Alternatively, limit the body"
+        " to modules that do not mix positions in this way, for example with HybridStrategy(body=['layers.*.attention',"
+        " 'layers.*.mlp']). All other modules then receive full sequences. Or use context_parallel_size=1. [LH619]"
     )
 
 

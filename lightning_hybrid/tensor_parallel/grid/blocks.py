@@ -112,8 +112,8 @@ class Grid(TensorGroup):
             raise WrongUseError(
                 f"A row-wise layer received a block of {block.shape[rows_dim]} rows that no column-wise layer produced"
                 f" on this rank. With tensor_parallel_mode={self.shape.mode!r}, each row-wise layer needs its own"
-                " column-wise layer before it, in the same stage. Set a `partition` that keeps both in one stage, or"
-                " give both the style 'replicate' in `tensor_parallel_plan`. [LH517]"
+                " column-wise layer before it on the same stage. Set a `partition` that keeps both layers on one stage,"
+                " or give both layers the style 'replicate' in `tensor_parallel_plan`. [LH517]"
             )
         return gather_blocks(block, self, layout, rows_dim).narrow(rows_dim, 0, rows)
 

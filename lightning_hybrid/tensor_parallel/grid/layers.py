@@ -95,9 +95,9 @@ class GridAttention(ParallelAttention, GridLayer):
             out = out.narrow(self.rows_dim, 0, rows)
         elif weights is not None:
             raise WrongUseError(
-                f"Inside a module with the style 'sequence_region', a {type(self).__name__} cannot return attention"
-                f" weights with tensor_parallel_mode={self.tensor_group.shape.mode!r}. Call it with need_weights=False."
-                " [LH519]"
+                f"With tensor_parallel_mode={self.tensor_group.shape.mode!r}, a {type(self).__name__} inside a module"
+                " with the style 'sequence_region' cannot return attention weights. Call the attention with"
+                " need_weights=False. [LH519]"
             )
         return out, None if weights is None else weights.narrow(0, 0, rows)
 
@@ -195,6 +195,6 @@ def _with_rows(x: Tensor, layer: GridLayer, dims: int = 2) -> Tensor:
     assert isinstance(layer, nn.Module)
     raise WrongUseError(
         f"A {type(layer).__name__} received an input of shape {tuple(x.shape)} without a batch dimension, but"
-        f" tensor_parallel_mode={layer.tensor_group.shape.mode!r} shards this dimension. Add it with `x.unsqueeze(0)`,"
-        " or give the layer the style 'replicate' in `tensor_parallel_plan`. [LH518]"
+        f" tensor_parallel_mode={layer.tensor_group.shape.mode!r} shards this dimension. Add the dimension with"
+        " `x.unsqueeze(0)`, or give the layer the style 'replicate' in `tensor_parallel_plan`. [LH518]"
     )

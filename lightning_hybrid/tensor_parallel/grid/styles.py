@@ -202,11 +202,10 @@ def _find_regions(rows: Sequence[PlanRow], mode: str) -> list[PlanRow]:
             row = replace(row, options={**row.options, "in_region": True, "rows_dim": dims[region]})
         elif region is None and row.kind in ("sequence_parallel", "divide"):
             raise ValueError(
-                f"tensor_parallel_plan gives {row.name!r} the style {row.style!r}. With tensor_parallel_mode={mode!r},"
-                " this style works only inside another module with the style 'sequence_region', where activations are"
-                f" sharded in blocks. Give a module that contains {row.name!r} the style 'sequence_region'. If"
-                f" {row.name!r} computes attention among other things, first move the attention into a separate module."
-                " [LH513]"
+                f"With tensor_parallel_mode={mode!r}, the style {row.style!r} of {row.name!r} works only inside another"
+                " module with the style 'sequence_region', where activations are sharded in blocks. Give a module that"
+                f" contains {row.name!r} the style 'sequence_region'. If {row.name!r} computes attention and other"
+                " things, first move the attention into a separate module. [LH513]"
             )
         found.append(row)
     return found

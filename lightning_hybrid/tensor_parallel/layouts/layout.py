@@ -107,7 +107,9 @@ def _letters(layout: object, axes: Sequence[str]) -> list[tuple[str, object]]:
     if isinstance(layout, Mapping):
         return list(layout.items())
     if not isinstance(layout, str):
-        raise TypeError(f"A layout must be a string or a mapping from axes to letters, got {layout!r}. {_HELP} [LH520]")
+        raise TypeError(
+            f"A layout must be a string or a mapping from axes to placements, got {layout!r}. {_HELP} [LH520]"
+        )
     parts = [part.strip() for part in layout.split(",")]
     if any("=" in part for part in parts):
         return [(name.strip(), letter.strip()) for name, _, letter in (part.partition("=") for part in parts)]
@@ -115,8 +117,8 @@ def _letters(layout: object, axes: Sequence[str]) -> list[tuple[str, object]]:
         return [(TENSOR, parts[0])]
     if len(parts) != len(axes):
         raise ValueError(
-            f"The layout {layout!r} has {len(parts)} letters, but must have one for each of the axes {', '.join(axes)}."
-            f" {_HELP} [LH520]"
+            f"The layout {layout!r} has {len(parts)} placements, but must have one for each of the axes"
+            f" {', '.join(axes)}. {_HELP} [LH520]"
         )
     return list(zip(axes, parts, strict=True))
 
@@ -139,7 +141,7 @@ def divided_dim(layout: str | Mapping[str, str], axes: Sequence[str], tensor: Te
     other = next((axis for axis, each in placements.items() if axis != TENSOR and not each.is_replicate()), None)
     if other is not None:
         raise ValueError(
-            f"{start} does not have 'B' for the axis {other}, but all ranks of this axis {why['other axis']} [LH521]"
+            f"{start} must have 'B' for the axis {other}, because all ranks of this axis {why['other axis']} [LH521]"
         )
     placement = placements.get(TENSOR)
     if placement is not None and placement.is_partial():
@@ -150,7 +152,7 @@ def divided_dim(layout: str | Mapping[str, str], axes: Sequence[str], tensor: Te
 def _placement(layout: object, letter: object, shape: Sequence[int]) -> Placement:
     found = _LETTER.fullmatch(letter) if isinstance(letter, str) else None
     if found is None:
-        raise ValueError(f"The layout {layout!r} has the invalid letter {letter!r} for an axis. {_HELP} [LH520]")
+        raise ValueError(f"The layout {layout!r} has the invalid placement {letter!r} for an axis. {_HELP} [LH520]")
     if found[1] is None:
         return Replicate() if letter == "B" else Partial()
     dim = int(found[1])

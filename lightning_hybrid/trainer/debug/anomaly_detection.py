@@ -75,11 +75,15 @@ class AnomalyDetector:
                 has_nan, is_finite = _look_at(tensors)
                 if has_nan:
                     given_nan, _ = _look_at(_floating((args, kwargs)))
-                    text = f"The forward pass of {self._named(layer)} produced NaNs"
                     if given_nan:
-                        text = f"The input to {self._named(layer)} already contains NaNs, which come from the batch or"
-                        text += " from code before this layer"
-                    raise RuntimeError(f"{text}{self._where}.{self._first_infinity} [LH708]")
+                        raise RuntimeError(
+                            f"The input to {self._named(layer)} already contains NaNs, which come from the batch or"
+                            f" from code before this layer{self._where}.{self._first_infinity} [LH708]"
+                        )
+                    raise RuntimeError(
+                        f"The forward pass of {self._named(layer)} produced NaNs{self._where}.{self._first_infinity}"
+                        " [LH708]"
+                    )
                 if not is_finite and not self._first_infinity:
                     self._first_infinity = f" The first infinite value came from {self._named(layer)}{self._where}."
             for tensor in tensors:

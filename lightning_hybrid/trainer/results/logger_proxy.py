@@ -131,9 +131,9 @@ class _RecordedPath:
     def _no_value(self, *_: Any) -> Any:
         path = "".join(f".{name}" if kind == "attribute" else f"[{name!r}]" for kind, name in self._path)
         raise TypeError(
-            f"`self.logger{path}` has no value in a step: calls to the logger are only recorded during the step, and"
-            " rank 0 makes them after the step. Read the value in a hook, such as `on_train_start`, or read it from the"
-            " logger itself, such as `self.logger.log_dir` or `self.logger.version`. [LH724]"
+            f"`self.logger{path}` has no value in a step. During the step, calls to the logger are only recorded, and"
+            " rank 0 makes these calls after the step. Read the value in a hook, such as `on_train_start`, or read it"
+            " from the logger itself, such as `self.logger.log_dir` or `self.logger.version`. [LH724]"
         )
 
     # Text and paths would be nonsense; and with `__getitem__` alone, iterating would never end.
@@ -150,9 +150,9 @@ def pack_calls(calls: Sequence[LoggerCall]) -> bytes:
         return encode(list(calls))
     except Exception as error:  # the pickle protocol lets classes raise anything
         raise TypeError(
-            "Rank 0 makes all calls to `self.logger` and `self.print` in a step. An argument of such a call cannot be"
-            f" sent to rank 0, because it cannot be pickled ({error}). Pass tensors, arrays, numbers, text or figures."
-            " [LH725]"
+            "An argument of a call to `self.logger` or `self.print` cannot be sent to rank 0, because it cannot be"
+            f" pickled ({error}). If a step contains such calls, rank 0 makes all of them. Pass tensors, arrays,"
+            " numbers, text or figures. [LH725]"
         ) from error
 
 

@@ -56,9 +56,9 @@ def in_new_batches(
         return loops, loaders
     if before.sampler != now.sampler:
         raise ValueError(
-            "The checkpoint was saved in the middle of an epoch, with a different number of replicas, when"
-            f" {before.sampler} determined the order of the samples. Now, {now.sampler} determines a different order."
-            f" {_INSTEAD} [LH935]"
+            "The sampler has changed since the checkpoint was saved in the middle of an epoch, and so has the number of"
+            f" replicas or the batch size. {before.sampler} determined the order of the samples, but now {now.sampler}"
+            f" determines a different order. {_INSTEAD} [LH935]"
         )
     is_over = loaders["done"] or loops.batches >= loaders["num_batches"]
     batches = int(trainer.num_training_batches)
@@ -124,7 +124,7 @@ _INSTEAD = (
 )
 _UNKNOWN = (
     "The checkpoint was saved in the middle of an epoch, with a different number of replicas, and it is not known which"
-    " samples of the epoch have been used. This is known only for a single `DataLoader` that has a `batch_size`, a"
-    " dataset with a length, no custom batch sampler and no loader state. The strategy or a `DistributedSampler` must"
-    f" have sharded its samples. {_INSTEAD} [LH934]"
+    " samples of the epoch have been used. The used samples are known only for a single `DataLoader` that has a"
+    " `batch_size`, a dataset with a length, no custom batch sampler and no loader state. The strategy or a"
+    f" `DistributedSampler` must have sharded its samples. {_INSTEAD} [LH934]"
 )

@@ -385,17 +385,17 @@ def test_rounding_to_half_precision_is_no_mixing(ranks: Pools, precision: str) -
 PARTS = {
     "Convolution": ["inner.time", "Conv1d"],
     "Recurrent": ["rnn", "GRU"],
-    "ByHand": ["ByHand that, before 'proj' (Linear), mixes"],
-    "Pooled": ["Pooled that, before 'proj' (Linear), mixes"],
+    "ByHand": ["Before 'proj' (Linear), the layer (ByHand) mixes"],
+    "Pooled": ["Before 'proj' (Linear), the layer (Pooled) mixes"],
     "Normed": ["norm", "BatchNorm1d"],
     "Gated": ["conv", "Conv1d"],
     "Zeros": ["conv", "Conv1d"],
     "Far": ["Far"],
-    "Shifted": ["Shifted that, before 'up' (Linear), mixes"],
+    "Shifted": ["Before 'up' (Linear), the layer (Shifted) mixes"],
     "Tempered": ["Tempered"],
     "Added": ["Added"],
     "Rotary": ["Rotary"],
-    "Balanced": ["which stores statistics of its sequence shard in the buffer 'bias'"],
+    "Balanced": ["The layer stores statistics of its sequence shard in the buffer 'bias'"],
 }
 
 
@@ -452,7 +452,7 @@ def test_a_hook_that_writes_into_an_argument_is_refused(ranks: Pools) -> None:
     with pytest.raises(RankError) as error:
         ranks(2, lightning=True).run(fit_hooked, "writes_input", {"context_parallel_size": 2})
     for text in error.value.failures.values():
-        assert "a forward hook changes an argument of 'block.mlp.c_proj' in place" in text
+        assert "A forward hook changes an argument of 'block.mlp.c_proj' in place" in text
 
 
 def fit_keeping(kind: str, layout: dict[str, Any] | None) -> dict[str, Tensor]:

@@ -108,7 +108,7 @@ def computed_alone() -> str:
 
 def test_what_the_last_stage_computes_alone_is_not_taken_for_something_else(ranks: Pools) -> None:
     first, last = ranks(2).run(computed_alone, timeout=20.0)
-    assert first.startswith("Ranks of a model group are out of step: rank 1 sent")
+    assert first.startswith("The ranks of a model group are out of step. Rank 1 sent")
     assert last == "4.0"
 
 

@@ -105,8 +105,8 @@ class AloneContextParallel(ContextParallel):
         if written or not is_share:
             name = f"{self._layers[layer]!r} ({type(layer).__name__})"
             raise WrongUseError(
-                f"context_parallel_size={self._group.size} shards the sequence in {name},"
-                f" {mixing_text(written or 'which')}"
+                f"context_parallel_size={self._group.size} shards the sequence in {name}."
+                f" {mixing_text(written or 'The layer')}"
             )
         return find_places(own_calls, calls, short.shares)
 
