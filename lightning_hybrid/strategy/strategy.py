@@ -173,9 +173,9 @@ class HybridStrategy(ReplicaCollectives):
             `num_microbatches`, `schedule`, `num_chunks`, `tuning.extra_in_flight`, `zero_stage` and `recompute`. If you
             set a list of sizes, the search tries only these sizes. All ranks measure the speed of their devices and of
             the links between them. Rank 0 estimates the step time of all layouts that fit within `tuning.memory_limit`,
-            and logs the fastest layout as arguments that you can copy. To search for individual values only, set
-            `tensor_parallel_size`, `pipeline_parallel_size`, `schedule`, `num_chunks`, `zero_stage` or `recompute` to
-            ``"auto"`` instead.
+            and logs the fastest layout as arguments that you can copy. To search for only some arguments, do not set
+            `layout`. Instead, set `tensor_parallel_size`, `pipeline_parallel_size`, `schedule`, `num_chunks`,
+            `zero_stage` or `recompute` to ``"auto"``.
         faults: Settings for detecting lost ranks, deadlocks, diverging ranks and non-finite gradients; see `Faults`.
         launch: Settings that control how processes are started and how ranks are numbered; see `Launch`.
         tuning: Settings that trade memory for speed or precision; see `Tuning`.
