@@ -73,7 +73,7 @@ def agree(check: Callable[[], _T], group: dist.ProcessGroup | None = None) -> _T
     except Exception as raised:
         error = raised
     failed = torch.tensor(error is not None, dtype=torch.int32, device=world_device() if group is None else "cpu")
-    dist.all_reduce(failed, dist.ReduceOp.MAX, group=group)  # takes a third of the time of the texts
+    dist.all_reduce(failed, dist.ReduceOp.MAX, group=group)  # exchanging texts takes three times as long
     if not failed.item():
         return result
     kind = next((number for number, kind in enumerate(_AGREED) if isinstance(error, kind)), len(_AGREED) - 1)

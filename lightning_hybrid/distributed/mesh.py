@@ -183,7 +183,7 @@ class Mesh:
             self._context_group = self._group(self._ranks.transpose(2, 3).flatten(0, 2))
             self._gradient_group = self._group(self._ranks.permute(0, 3, 1, 2).flatten(0, 1).flatten(1))
         of_axes: dict[str, GroupRef] = {}
-        for axis in reversed(by_role):  # groups over stages last: this package does not use them
+        for axis in reversed(by_role):  # groups over stages last, as only torch's mesh has them
             ranks = by_order.movedim(order.index(axis), -1).flatten(0, -2)
             of_axes[axis.name] = self._group(ranks, connects_when_used=axis.role is LAYERS)
         self._control_group = self._group(by_replica, "gloo", use="control")
@@ -369,7 +369,7 @@ class Mesh:
         return int(self._ranks[pipeline_rank, data_rank, context_rank, tensor_rank])
 
     def peer(self, pipeline_rank: int) -> int:
-        """Return the global rank with this pipeline rank and all other coordinates of this rank."""
+        """Return the global rank at a pipeline rank, with the other coordinates of this rank."""
         return self.rank(pipeline_rank, self.data_rank, self.tensor_rank, self.context_rank)
 
     def pipeline_rank_of(self, rank: int) -> int:

@@ -1,4 +1,4 @@
-"""Functions of torch that draw random numbers, and a mode in which they draw none."""
+"""Functions of torch that draw random numbers, and replacements that draw none."""
 
 from __future__ import annotations
 

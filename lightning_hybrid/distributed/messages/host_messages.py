@@ -37,7 +37,7 @@ _CONNECT = 0  # the tag of the messages that set up sockets
 _TAG = struct.Struct("I")
 _SECRET = 16  # bytes
 _LONGEST_POLL = 1e6  # seconds; the kernel stores milliseconds in 31 bits
-_LOOK = 1e-3  # seconds between two checks whether a socket has room
+_LOOK = 1e-3  # seconds between two checks for room in a socket
 _PLAIN = torch.Tensor, torch.nn.Parameter  # types of tensors that have memory
 _ALL: WeakSet[HostMessages] = WeakSet()
 
@@ -220,7 +220,7 @@ class _Peer:
                 except ConnectionError as error:
                     raise self._gone() from error
                 thread = threading.Thread(target=self._send_rest, name="lightning_hybrid-send", daemon=True)
-                thread.start()  # it waits for the lock
+                thread.start()  # the thread waits for the lock
                 self._thread = thread
             self._unsent.append(bytes(data) + _TAG.pack(tag))
         self.flush(_MOST_UNSENT)

@@ -29,7 +29,7 @@ class _Shared:
     Attributes:
         run: The number of the run.
         record: The record of this rank.
-        is_final: If True, this rank has finished the run, and its record no longer changes in this respect.
+        is_final: If True, this rank has finished the run, and its record keeps that state.
         hosts: The hosts of other ranks, as far as their records have been read.
         lock: Held while the record is written, because the thread of the run and the watcher both write it.
     """

@@ -165,7 +165,7 @@ class Failures:
             found = RuntimeError(self._hear_answers(call, f"{where} failed: {type(error).__name__}: {error}"))
             self.report(found, where, verbatim=True)
             cause = self.cause(patience=0.0)  # another rank may have written a failure
-            if cause is None:  # the store is gone
+            if cause is None:  # the store is lost
                 self.learn("RuntimeError", str(found))
                 cause = found
         elif cause is None:

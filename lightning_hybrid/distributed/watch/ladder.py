@@ -23,8 +23,8 @@ class Ladder:
 
     ::
 
-        a cause is known --> the groups are aborted:     a rank that waits gets an exception where it waits; stopped
-                             stopped ones resume:        processes run again, and find the same cause
+        a cause is known --> the groups are aborted:     a rank that waits gets an exception where it waits
+                             stopped processes resume:   these processes find the same cause
           1.5 s later    --> the thread is interrupted:  a rank in the user's code gets an exception, unless it saves
           1.5 s later    --> the process is ended:       the rank waits or computes outside of Python
 

@@ -32,8 +32,8 @@ from lightning_hybrid.distributed.watch.verdict.waits import Waits
 from lightning_hybrid.distributed.watch.watched_thread import WatchedThread
 from lightning_hybrid.error_codes.entry import without_code
 
-_INTERRUPTED = 1.0  # seconds in which a rank runs the handler of SIGINT, if it can
-_ANSWER = 1.5  # seconds in which every watcher answers, if it can: two or three looks
+_INTERRUPTED = 1.0  # seconds for a rank to run the handler of SIGINT
+_ANSWER = 1.5  # seconds for every watcher to answer: two or three looks
 
 
 class Comparison(Protocol):
@@ -238,7 +238,7 @@ class RankWatch:
             if is_judge and board.num_waiting():
                 sight.records = board.read(board.begun())
         if self.stall is not None:
-            with suppress(Exception):  # as in `_answer`
+            with suppress(Exception):  # for the same reason as in `_answer`
                 self.stall.look()
                 sight.answers = self.stall.answers()
         return sight

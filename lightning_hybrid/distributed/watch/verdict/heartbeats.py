@@ -8,7 +8,7 @@ from collections.abc import Callable
 from lightning_hybrid.distributed.watch.board import Board
 from lightning_hybrid.distributed.watch.record import Record
 
-_SLEPT = 5.0  # seconds between two looks; after a longer time, this process has been stopped meanwhile
+_SLEPT = 5.0  # seconds between two looks; if more have passed, this process was stopped
 _MOST_BETWEEN = 2.0  # seconds between two heartbeats and between two reads, at most
 _HEARTBEATS = 6  # the least number of heartbeats within a timeout
 
@@ -25,7 +25,8 @@ class Heartbeats:
 
     The watcher's thread writes heartbeats while the rank computes, waits, validates or saves. A working rank is silent
     only if it never lets other threads of Python run. A rank that is cut off cannot reach the store, and detects that
-    itself: see :class:`~lightning_hybrid.distributed.watch.watcher.Watcher`, whose ``patience`` is the same timeout.
+    itself: see :class:`~lightning_hybrid.distributed.watch.watcher.Watcher`, whose ``patience`` is not longer than
+    this timeout.
 
     A rank is not silent before it begins the run, or after it has finished. Its first message to the store is also its
     first heartbeat: see :meth:`~lightning_hybrid.distributed.watch.board.Board.begin`.

@@ -90,6 +90,9 @@ def judge(sight: Sight) -> Verdict | None:
         finished       this rank waits, and another rank has finished the run
         stalled        nothing has finished for long, and the answers of all ranks show which rank is waited for
 
+    With two kinds of verdict, the run continues: ``suspected`` (ranks may be deadlocked or stuck) and ``busy`` (nothing
+    has finished for long, but the rank that the others wait for works).
+
     Args:
         sight: The facts that this rank knows. A rank reads only the records that it must judge.
     """

@@ -19,7 +19,7 @@ from lightning_hybrid.distributed.watch.watched_thread import StackCall, is_slow
 _OURS = str(Path(__file__).parents[3])
 _LIBRARIES = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _PATIENCE = 5.0  # seconds for other watchers to answer, at least
-_SLEPT = 5.0  # seconds between two looks; after a longer time, this process has been stopped meanwhile
+_SLEPT = 5.0  # seconds between two looks; if more have passed, this process was stopped
 _COMPUTES = 0.02  # a thread that uses a processor for this fraction of the time works
 
 
