@@ -1,4 +1,4 @@
-"""Processes and what they exchange: mesh, process groups, broadcasts of trees, agreement, failure, random numbers.
+"""Ranks and their communication: mesh, process groups, messages, agreement, failures and random numbers.
 
-Nothing here knows of pipelines, layers or Lightning.
+This package knows nothing about pipelines, layers or Lightning.
 """

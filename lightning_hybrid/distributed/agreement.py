@@ -1,4 +1,4 @@
-"""What ranks agree on before anything is done: an error on one is an error on all."""
+"""Agreement of ranks: an error on one rank becomes an error on all ranks, and values are compared over ranks."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from lightning_hybrid.distributed.pytree import Message, encode
 from lightning_hybrid.distributed.tensor_bytes import bytes_tensor
 
 _T = TypeVar("_T")
-_SMALL = 544  # bytes that each rank tells all others in one collective
-_RANK_INFO = struct.Struct("64sqQ")  # names of hosts have at most 64 bytes (HOST_NAME_MAX of Linux)
+_SMALL = 544  # bytes of each rank in the first collective
+_RANK_INFO = struct.Struct("64sqQ")  # a host name has at most 64 bytes (HOST_NAME_MAX of Linux)
 
 
 class RankInfo(NamedTuple):
-    """What the others have to know of a rank before there is anything else.
+    """Facts about a rank that the other ranks need before the mesh is made.
 
     Attributes:
-        host: The name of its machine.
-        num_groups: How many process groups it has.
-        seed: Of torch's random numbers.
+        host: The name of its host.
+        num_groups: The number of its process groups.
+        seed: The seed of torch's default generator, 64 bits.
     """
 
     host: str
@@ -35,33 +35,36 @@ class RankInfo(NamedTuple):
 
     @classmethod
     def own(cls) -> RankInfo:
-        """That of this rank."""
+        """Return the facts about this rank."""
         return cls(socket.gethostname(), num_groups(), torch.initial_seed() % (1 << 64))
 
     def to_bytes(self) -> bytes:
-        """As bytes, equally many for every rank."""
+        """Return the facts as bytes, whose number is the same on every rank."""
         host, *numbers = self
         return _RANK_INFO.pack(host.encode()[:64], *numbers)
 
     @classmethod
     def from_bytes(cls, value: bytes) -> RankInfo:
-        """The inverse of :meth:`to_bytes`."""
+        """Return the facts from the bytes of :meth:`to_bytes`."""
         host, *numbers = _RANK_INFO.unpack(value)
         return cls(host.rstrip(b"\0").decode(errors="replace"), *numbers)
 
 
 def agree(check: Callable[[], _T], group: dist.ProcessGroup | None = None) -> _T:
-    """Run something on every rank; if it fails on one, it fails on all, with the same text.
+    """Call a function on every rank. If it fails on one rank, raise the error on all ranks, with the same text.
+
+    Every rank of the group must call this.
 
     Args:
-        check: May raise anything.
-        group: As of :func:`~.process_group.all_gather_bytes`.
+        check: The function. It may raise anything.
+        group: The argument of :func:`~.process_group.all_gather_bytes`.
 
     Returns:
-        What it returns.
+        The result of the function on this rank.
 
     Raises:
-        ValueError, TypeError, RuntimeError, OSError: The first rank's; another kind is a `RuntimeError` elsewhere.
+        ValueError, TypeError, RuntimeError, OSError: The error of the lowest rank that failed. Errors of other types
+            become a `RuntimeError` on the other ranks.
     """
     error: Exception | None = None
     result: _T
@@ -70,7 +73,7 @@ def agree(check: Callable[[], _T], group: dist.ProcessGroup | None = None) -> _T
     except Exception as raised:
         error = raised
     failed = torch.tensor(error is not None, dtype=torch.int32, device=world_device() if group is None else "cpu")
-    dist.all_reduce(failed, dist.ReduceOp.MAX, group=group)  # a third of the time that texts take
+    dist.all_reduce(failed, dist.ReduceOp.MAX, group=group)  # exchanging texts takes three times as long
     if not failed.item():
         return result
     kind = next((number for number, kind in enumerate(_AGREED) if isinstance(error, kind)), len(_AGREED) - 1)
@@ -83,18 +86,20 @@ def agree(check: Callable[[], _T], group: dist.ProcessGroup | None = None) -> _T
 
 
 def check_equal(values: Mapping[str, str], advice: str, own: bytes = b"") -> list[bytes]:
-    """Compare what must be the same on every rank: by one collective if it is.
+    """Raise an error on all ranks if values are not the same on every rank.
+
+    Every rank must call this. If the values are the same, it takes one collective.
 
     Args:
-        values: Texts by name, of this rank.
-        advice: What to do if they differ.
-        own: What all ranks get to know beside that; of equal length on every rank.
+        values: The values of this rank as text, by name.
+        advice: The remedy for a difference.
+        own: Additional bytes of this rank, sent in the same collective. Their number is the same on every rank.
 
     Returns:
-        Those of all ranks.
+        The additional bytes of each rank.
 
     Raises:
-        ValueError: If one of them is not the same everywhere; on every rank.
+        ValueError: If a value is not the same on every rank.
     """
     digest = hashlib.sha256(repr(sorted(values.items())).encode()).digest()
     told = all_gather_bytes(digest + own)
@@ -109,11 +114,14 @@ def check_equal(values: Mapping[str, str], advice: str, own: bytes = b"") -> lis
 
 
 def all_gather_values(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """What each rank of a group has, by one collective if these are small: torch takes two, of which one is the sizes.
+    """Return the value of each rank of a group.
+
+    Every rank of the group must call this. It takes one collective if all values are small, and otherwise two. torch
+    always takes two, the first one for the sizes.
 
     Args:
-        value: Of this rank; anything that can be pickled.
-        group: As of :func:`~.process_group.all_gather_bytes`.
+        value: The value of this rank, which can be pickled.
+        group: The argument of :func:`~.process_group.all_gather_bytes`.
     """
     first, *rest = [part.numpy().tobytes() for part in Message.make(encode(value), size=_SMALL).parts]
     told = all_gather_bytes(first, group)
@@ -125,11 +133,11 @@ def all_gather_values(value: Any, group: dist.ProcessGroup | None = None) -> lis
 
 
 def unequal_text(name: str, values: Mapping[int, str]) -> str:
-    """What differs, and on which ranks.
+    """Return a sentence that lists the different values with their ranks.
 
     Args:
-        name: What it is.
-        values: Its value on each rank.
+        name: The name of the value.
+        values: The value on each rank, as text.
     """
     return f"`{name}` is not the same on every rank: {by_rank(values)}."
 
@@ -150,5 +158,5 @@ def by_rank(values: Mapping[int, str]) -> str:
     )
 
 
-_MOST = 8  # ranks in one text
+_MOST = 8  # ranks listed for one value
 _AGREED = (FileNotFoundError, OSError, TypeError, ValueError, RuntimeError)

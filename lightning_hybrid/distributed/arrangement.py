@@ -9,16 +9,16 @@ from dataclasses import dataclass
 
 from lightning_hybrid.axes import TENSOR
 
-#: How tensor-parallel ranks are arranged.
+#: The names of the arrangements of tensor-parallel ranks.
 TENSOR_PARALLEL_MODES = ("1d", "2d", "2.5d", "3d")
 
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """How an activation, seen as a matrix, is sharded over the axes of an arrangement.
+    """A layout of an activation, seen as a matrix, over the axes of an arrangement.
 
     Attributes:
-        rows: The axes over which rows (samples) are sharded, the outermost first; none in a line.
+        rows: The axes over which rows (samples) are sharded, the outermost first; empty in a line.
         features: The axis over which features are sharded.
     """
 
@@ -28,10 +28,11 @@ class BlockLayout:
 
 @dataclass(frozen=True)
 class Arrangement:
-    """An arrangement of tensor-parallel ranks: in one, two or three dimensions.
+    """An arrangement of tensor-parallel ranks in one, two or three dimensions.
 
-    A line has one axis, with the name of the tensor-parallel axis of the device mesh. The axes of squares and cubes
-    are named as in the papers and in Colossal-AI. 2 x 2 ranks, and 2 x 2 x 2::
+    A line has one axis, which has the name of the tensor-parallel axis of the device mesh. The axes of squares and
+    cubes have the names used in the papers and in Colossal-AI. With 2 x 2 ranks per square, and 2 x 2 x 2 ranks in a
+    cube::
 
         2d, 2.5d (depth 2)                      3d
         depth 0   0 1    depth 1   4 5          output 0   0 1    output 1   4 5      weight: to the right
@@ -43,9 +44,9 @@ class Arrangement:
 
     Attributes:
         mode: One of :data:`TENSOR_PARALLEL_MODES`.
-        axes: Names and sizes, the outermost first.
-        outer: The layout of what enters a pair of layers, and leaves it.
-        inner: The layout between the two layers of a pair.
+        axes: The names and sizes of the axes, the outermost first.
+        outer: The layout of activations before and after a pair of layers.
+        inner: The layout of activations between the two layers of a pair.
     """
 
     mode: str
@@ -69,11 +70,16 @@ class Arrangement:
         return self.parts(name for name, _ in self.axes)
 
     def parts(self, names: Iterable[str]) -> int:
-        """Into how many parts several axes divide something."""
+        """Return the number of shards of a dimension that is sharded over several axes."""
         return math.prod(dict(self.axes)[name] for name in names)
 
     def index(self, rank: int, names: Iterable[str]) -> int:
-        """Return the number of the part that a tensor-parallel rank has."""
+        """Return the index of a rank's shard of a dimension that is sharded over several axes.
+
+        Args:
+            rank: The tensor-parallel rank.
+            names: The names of the axes, the outermost first.
+        """
         index = 0
         coordinates = self.coordinates(rank)
         for name in names:
@@ -81,36 +87,37 @@ class Arrangement:
         return index
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Where a tensor-parallel rank is, by axis."""
+        """Return the coordinates of a tensor-parallel rank, by axis."""
         found: dict[str, int] = {}
         for name, size in reversed(self.axes):
             rank, found[name] = divmod(rank, size)
         return found
 
     def ranks_along(self, names: Collection[str]) -> list[int]:
-        """The tensor-parallel ranks that differ from the first one along some axes alone."""
+        """Return the tensor-parallel ranks that differ from rank 0 only along some axes."""
         coordinates = [self.coordinates(rank) for rank in range(self.size)]
         others = [name for name, _ in self.axes if name not in names]
         return [rank for rank, at in enumerate(coordinates) if not any(at[name] for name in others)]
 
     @property
     def mesh_axes(self) -> dict[str, tuple[str, ...]]:
-        """The axes of the mesh over which parameters lie, by name.
+        """The axes of the device mesh over which parameters are sharded: each name with its axes of the arrangement.
 
-        Of a cube, a weight has one of its sides divided over ``"output"``, and the other over ``"input"`` and
-        ``"weight"``, which are one axis there: what torch finds out about tensors over three axes takes it minutes.
+        In a cube, one dimension of a weight is sharded over ``"output"``, and the other one over ``"input"`` and
+        ``"weight"``. The mesh has one axis for the latter two, because torch needs minutes to derive placements on a
+        mesh of three axes.
         """
         parts = [("output",), ("input", "weight")] if self.mode == "3d" else [(name,) for name, _ in self.axes]
         return {"_".join(axes): axes for axes in parts}
 
     def groups(self) -> list[tuple[str, ...]]:
-        """The axes along which ranks work together: each alone, and those over which the rows of a layout lie."""
+        """Return the axes of each process group: every single axis, and the axes over which a layout shards rows."""
         rows = [layout.rows for layout in (self.outer, self.inner)]
         return list(dict.fromkeys([*((name,) for name, _ in self.axes), *filter(None, rows)]))
 
 
 def line(size: int) -> Arrangement:
-    """Return ranks in a line."""
+    """Return an arrangement of ranks in a line."""
     features = BlockLayout((), TENSOR.name)
     return Arrangement("1d", ((TENSOR.name, size),), features, features)
 
@@ -121,10 +128,10 @@ def arrange(mode: str, size: int, depth: int = 1) -> Arrangement:
     Args:
         mode: One of :data:`TENSOR_PARALLEL_MODES`.
         size: The number of tensor-parallel ranks.
-        depth: Of ``"2.5d"``: how many squares there are.
+        depth: The number of squares, for ``"2.5d"``.
 
     Raises:
-        ValueError: If they cannot be arranged so.
+        ValueError: If this number of ranks cannot be arranged in this mode.
 
     Example:
         >>> arrange("2.5d", 8, 2).axes
@@ -152,16 +159,16 @@ def arrange(mode: str, size: int, depth: int = 1) -> Arrangement:
 
 
 def check_arrangement(mode: str, sizes: Iterable[int], depth: int, *, sequence_parallel: bool) -> None:
-    """Check how tensor-parallel ranks are to be arranged.
+    """Raise an error if tensor-parallel ranks cannot be arranged as the user wants.
 
     Args:
         mode: One of :data:`TENSOR_PARALLEL_MODES`.
-        sizes: The numbers of ranks that are allowed.
-        depth: As of :func:`arrange`.
-        sequence_parallel: Whether sequences are divided.
+        sizes: The allowed numbers of tensor-parallel ranks.
+        depth: The number of squares, for ``"2.5d"``.
+        sequence_parallel: If True, sequences are sharded.
 
     Raises:
-        ValueError: If these do not go together.
+        ValueError: If these settings cannot be combined.
     """
     if depth > 1 and mode != "2.5d":
         raise ValueError(

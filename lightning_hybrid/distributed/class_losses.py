@@ -1,7 +1,8 @@
-"""Means of cross-entropy over targets: who wants to know of them is told, whoever computes them.
+"""Mean cross-entropy losses: while an observer is registered, it receives each mean loss that is computed.
 
-Torch's own are seen where `torch.nn.functional` calls them, so that modules, functions imported by name and libraries
-such as transformers are seen alike. Cross entropies over classes or positions that ranks share report themselves.
+Losses of torch are observed at the point where `torch.nn.functional` calls them. So calls of modules, of functions
+imported by name, and of libraries such as transformers are all observed. The package's own cross-entropies over sharded
+classes or positions call :func:`reported`.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-#: What `torch.nn.functional` calls for its losses over classes.
+#: The module of the functions that `torch.nn.functional` calls for its losses over classes.
 _FUNCTIONS: Any
 try:
     from torch._C import _nn as _FUNCTIONS
-except ImportError:  # then no loss is recognized, and the comparison of microbatches judges by values alone
+except ImportError:  # no loss is observed; the comparison of microbatches uses only values
     _FUNCTIONS = None
 
 __all__ = ["Observer", "normalizer_of", "observed", "reported"]
@@ -33,7 +34,7 @@ _observer: Observer | None = None
 
 @contextmanager
 def observed(observer: Observer) -> Iterator[None]:
-    """Tell an observer of every mean over classes that is computed inside."""
+    """Call an observer with each mean loss over classes that is computed while entered."""
     global _observer
 
     def seen(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -57,28 +58,35 @@ def observed(observer: Observer) -> Iterator[None]:
 
 
 def reported(mean: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
-    """Tell the observer, if there is one, of a mean over classes, and return what stands for it.
+    """Call the observer, if there is one, with a mean loss over classes.
 
     Args:
-        mean: Shape ``()``.
-        target: Classes, of any shape; means over probabilities are not told.
-        weight: Of all classes, shape ``(classes,)``.
-        ignore_index: The class that does not count.
+        mean: The loss, shape ``()``.
+        target: The target classes, integers of any shape. Losses over class probabilities are not reported.
+        weight: The weights of the classes, shape ``(classes,)``; ``None`` if there are none.
+        ignore_index: The class that is ignored.
+
+    Returns:
+        The value to use instead of the mean, shape ``()``: the observer's result, or `mean` if there is no observer.
     """
-    if _observer is None or target.is_floating_point() or torch.compiler.is_compiling():  # that would stay compiled
+    # Compiled code would call the observer forever.
+    if _observer is None or target.is_floating_point() or torch.compiler.is_compiling():
         return mean
     return _observer(mean, target, weight, ignore_index)
 
 
 def normalizer_of(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
-    """Return what a mean over classes is divided by, shape ``()``: the weights of the targets that count.
+    """Return the number by which a mean loss over classes is divided.
 
-    Label smoothing does not change it.
+    It is the sum of the weights of all targets that are not ignored. Label smoothing does not change this number.
 
     Args:
-        target: Classes, of any shape.
-        weight: Of all classes, shape ``(classes,)``; ``None`` for 1 each.
-        ignore_index: The class that does not count.
+        target: The target classes, integers of any shape.
+        weight: The weights of the classes, shape ``(classes,)``; ``None`` if every weight is 1.
+        ignore_index: The class that is ignored.
+
+    Returns:
+        The number, shape ``()``.
     """
     counted = target != ignore_index
     if weight is None:

@@ -1,4 +1,4 @@
-"""Parameters that are sharded over ranks (DTensors), from the view of one rank: its shard, and the gradient of it."""
+"""Sharded parameters (DTensors) as one rank sees them: its shard, and the gradient of its shard."""
 
 from __future__ import annotations
 
@@ -21,23 +21,27 @@ from lightning_hybrid.distributed.process_group import device_backends
 from lightning_hybrid.distributed.replaced import replaced_attributes, replaced_entries
 
 _F = TypeVar("_F", bound=Callable[..., Any])
-REPLICAS = "data_parallel"  # the axis, the last one where replicas shard a tensor
+REPLICAS = "data_parallel"  # the mesh axis of the replicas, last in each mesh over which ZeRO shards
 
 
 def copy_attributes(old: Tensor, new: Tensor) -> None:
-    """Give a tensor the attributes of the one whose place it takes.
+    """Copy the attributes of a tensor to the tensor that replaces it.
 
-    They are the user's, such as `no_weight_decay`, by which optimizers' parameter groups are chosen. Only torch's own
-    mark of a parameter stays behind: what takes the place need not be one.
+    These attributes are set by the user, such as `no_weight_decay`, by which parameter groups of optimizers are chosen.
+    torch's own mark of a parameter is not copied, because the new tensor need not be a parameter.
     """
     vars(new).update({name: value for name, value in vars(old).items() if name != "_is_param"})
 
 
 @contextmanager
 def moving(module: nn.Module | None) -> Iterator[None]:
-    """Around a move of a module: torch loses marks such as `no_weight_decay`, and cannot swap gradients in a graph.
+    """Keep the attributes of sharded parameters while their module is moved to a device, and detach their gradients.
 
-    A gradient is in a graph where a hook has scaled it by the norm of its parameter.
+    When torch moves a DTensor, it loses attributes such as `no_weight_decay`. torch also cannot replace a gradient that
+    is part of a graph. A gradient is part of a graph if a hook has scaled it by the norm of its parameter.
+
+    Args:
+        module: The module; with ``None``, nothing is done.
     """
     parameters = [] if module is None else [each for each in module.parameters() if isinstance(each, DTensor)]
     for parameter in parameters:
@@ -50,12 +54,12 @@ def moving(module: nn.Module | None) -> Iterator[None]:
 
 
 def is_sharded(tensor: object) -> bool:
-    """Whether ranks hold different parts of this tensor."""
+    """Return True if ranks hold different parts of this tensor."""
     return isinstance(tensor, DTensor) and any(not placement.is_replicate() for placement in tensor.placements)
 
 
 def is_in_blocks(tensor: object) -> bool:
-    """Whether ranks hold parts of each block of this tensor, as of a packed projection."""
+    """Return True if each rank holds a part of every block of this tensor, such as a packed projection."""
     return isinstance(tensor, DTensor) and _in_blocks(tensor.placements)
 
 
@@ -64,12 +68,12 @@ def _in_blocks(placements: Sequence[Placement]) -> bool:
 
 
 def is_zero_sharded(tensor: object) -> bool:
-    """Whether replicas hold different parts of this tensor."""
+    """Return True if replicas hold different parts of this tensor."""
     return isinstance(tensor, DTensor) and (tensor.device_mesh.mesh_dim_names or ("",))[-1] == REPLICAS
 
 
 def is_tensor_parallel(tensor: object) -> bool:
-    """Whether ranks that share a layer hold different parts of this tensor, whatever replicas do."""
+    """Return True if tensor-parallel ranks hold different parts of this tensor, whether or not replicas do."""
     if not isinstance(tensor, DTensor):
         return False
     axes = tensor.device_mesh.mesh_dim_names or ("",) * tensor.device_mesh.ndim
@@ -80,7 +84,7 @@ def is_tensor_parallel(tensor: object) -> bool:
 
 
 def is_first_copy(tensor: Tensor) -> bool:
-    """Whether this rank is the first of the tensor-parallel ranks that hold the same part of this DTensor."""
+    """Return True if this rank is the first of the tensor-parallel ranks that hold the same part of this DTensor."""
     assert isinstance(tensor, DTensor)
     coordinate = tensor.device_mesh.get_coordinate() or ()
     axes = tensor.device_mesh.mesh_dim_names or ("",) * tensor.device_mesh.ndim
@@ -89,7 +93,7 @@ def is_first_copy(tensor: Tensor) -> bool:
 
 
 def to_local(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor, sharing memory, without a graph; of a plain tensor, all."""
+    """Return this rank's shard of a tensor, or a plain tensor itself, without a graph. The memory is shared."""
     if not isinstance(tensor, DTensor):
         return tensor.detach()
     with torch.no_grad():
@@ -97,20 +101,20 @@ def to_local(tensor: Tensor) -> Tensor:
 
 
 def uncompiled(function: _F) -> _F:
-    """The same, which runs as it is where a compiled layer (`layer.compile()`) calls it, between compiled parts.
+    """Return a function that a compiled layer (`layer.compile()`) calls uncompiled, between its compiled parts.
 
-    What meets a parameter that is a DTensor does: dynamo cannot read one that falls into blocks, and of others keeps
-    references for which their module cannot be moved any more.
+    Functions that use DTensor parameters need this. dynamo cannot read a DTensor in blocks. For other DTensors it keeps
+    references, because of which the module can no longer be moved.
     """
     left_out: _F = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
     return left_out
 
 
 def shard_of(parameter: Any) -> Any:
-    """The shard of a parameter, in the graph; what is not sharded (or ``None``) as it is.
+    """Return this rank's shard of a parameter, in the graph. Return ``None`` and plain tensors unchanged.
 
-    The same as `parameter.to_local()`, which finds out anew each time, and for each gradient, how the parameter is
-    sharded: that takes as long as a small layer.
+    The result is the same as `parameter.to_local()`. But `to_local` determines the placements of the parameter, and of
+    each gradient, at every call, which takes as long as a small layer.
     """
     if not isinstance(parameter, DTensor):
         return parameter
@@ -118,7 +122,7 @@ def shard_of(parameter: Any) -> Any:
 
 
 class _Shard(torch.autograd.Function):
-    """From a DTensor to this rank's shard; its gradient is sharded as it is."""
+    """A differentiable function from a DTensor to this rank's shard. Gradients get the placements of the DTensor."""
 
     @staticmethod
     def forward(ctx: Any, parameter: DTensor) -> Tensor:
@@ -138,28 +142,28 @@ def _from_local(local: Tensor, spec: Any) -> DTensor:
 
 
 def _is_direct(parameter: DTensor) -> bool:
-    """Whether this version of torch lets a DTensor be made from what it keeps to itself: tried at the first one."""
+    """Return True if this version of torch can make a DTensor from its private parts. The first call tries it."""
     if not _DIRECT:
         try:
             made = _from_local(parameter._local_tensor.detach(), parameter._spec)
             _DIRECT.append(made.placements == parameter.placements and made.shape == parameter.shape)
-        except Exception:  # names are other ones, or mean something else
+        except Exception:  # private names or their meaning have changed
             _DIRECT.append(False)
     return _DIRECT[0]
 
 
-_DIRECT: list[bool] = []  # what was found, once it has been tried
+_DIRECT: list[bool] = []  # the result of the first call of :func:`_is_direct`
 
 
 @contextmanager
 def whole_numbers() -> Iterator[None]:
-    """Inside, a number that is read from a DTensor, as by `float(p.norm())`, is that of all its ranks.
+    """Read numbers over all ranks of a DTensor while entered, for example in `float(p.norm())`.
 
-    Torch reads this rank's part of a sum. All ranks that share the tensor must read it. Arrays are refused with what to
-    use. In a version of torch that keeps its handlers elsewhere, numbers stay what they are.
+    torch itself reads only this rank's part of a sum. All ranks of the tensor must read the number. If this version of
+    torch stores its handlers elsewhere, numbers are read as torch does.
 
     Raises:
-        WrongUseError: If an array or a list is made from a DTensor that ranks share.
+        WrongUseError: If an array or a list is made from a sharded DTensor.
     """
     handlers = getattr(getattr(DTensor, "_op_dispatcher", None), "_custom_op_handlers", {})
     operation = torch.ops.aten._local_scalar_dense.default
@@ -181,10 +185,10 @@ def whole_numbers() -> Iterator[None]:
 
 @contextmanager
 def keeping_blocks() -> Iterator[None]:
-    """Inside, blocks of a packed projection over three axes stay as they are.
+    """Prevent torch from redistributing blocks of a packed projection over three mesh axes while entered.
 
-    Before the first operation of a kind torch compares the costs of all layouts that its operands may be brought into.
-    Of such blocks that takes it a minute.
+    Before the first operation of a kind, torch compares the costs of all placements to which it could redistribute the
+    operands. For such blocks the comparison takes a minute.
     """
     try:
         from torch.distributed.tensor._ops import utils as module
@@ -192,7 +196,7 @@ def keeping_blocks() -> Iterator[None]:
 
         utils: Any = module
         find_cost: Callable[[Any, Any], float] = utils.redistribute_cost
-    except (ImportError, AttributeError):  # it keeps this elsewhere: then it takes its time
+    except (ImportError, AttributeError):  # private names have changed, so the comparison stays slow
         yield
         return
 
@@ -212,20 +216,20 @@ _DEAR = 1e9  # more than any other cost
 
 
 def local_gradient(parameter: Tensor) -> Tensor | None:
-    """What this rank holds of a parameter's gradient, sharing memory."""
+    """Return this rank's shard of a parameter's gradient. The memory is shared."""
     gradient = parameter.grad
     return to_local(gradient) if isinstance(gradient, DTensor) else gradient
 
 
 def give_gradient(parameter: Tensor, gradient: Tensor) -> None:
-    """Make a tensor of the shape of this rank's shard the parameter's gradient."""
+    """Set the gradient of a parameter from a tensor with the shape of this rank's shard."""
     if isinstance(parameter, DTensor):
         gradient = _like(gradient, parameter)
     parameter.grad = gradient
 
 
 def local_view(parameter: Tensor) -> Tensor:
-    """A plain tensor whose memory, and whose gradient's memory, are those of this rank's shard."""
+    """Return a plain tensor that shares its memory, and the memory of its gradient, with this rank's shard."""
     if not isinstance(parameter, DTensor):
         return parameter
     view = to_local(parameter).detach()
@@ -234,10 +238,10 @@ def local_view(parameter: Tensor) -> Tensor:
 
 
 def redistribute_grad(parameter: Tensor) -> None:
-    """Give the gradient the placements of its parameter.
+    """Redistribute a gradient to the placements of its parameter.
 
-    Layers that the user has sharded with styles of torch may leave partial sums, or gradients sharded another way.
-    Every rank of the parameter's mesh must call this.
+    If the user shards layers with styles of torch, gradients may be partial sums or have other placements. Every rank
+    of the parameter's mesh must call this.
     """
     gradient = parameter.grad
     if not isinstance(gradient, DTensor):
@@ -249,9 +253,10 @@ def redistribute_grad(parameter: Tensor) -> None:
 
 
 def distribute_like(value: Any, parameter: Tensor) -> Any:
-    """A full tensor sharded as a parameter of the same shape is; anything else as it is.
+    """Return a full tensor sharded like a parameter of the same shape. Return any other value unchanged.
 
-    Every rank has the full tensor, and keeps its shard, in memory of its own: a view would keep all of it.
+    Every rank has the full tensor. The result holds this rank's shard in its own memory, because a view would keep the
+    full tensor alive.
     """
     if not isinstance(parameter, DTensor) or not isinstance(value, Tensor) or isinstance(value, DTensor):
         return value
@@ -277,14 +282,14 @@ def _distribute(value: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]
     full = DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim, run_check=False)
     try:
         return full.redistribute(placements=placements)
-    except ValueError:  # torch 2.11 does not make blocks
+    except ValueError:  # torch 2.11 cannot make blocks
         if not _in_blocks(placements):
             raise
         return DTensor.from_local(_own_blocks(value, mesh, placements), mesh, placements, run_check=False)
 
 
 def _own_blocks(value: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Tensor:
-    """What this rank has of a full tensor, a view where that can be; dimensions are divided evenly."""
+    """Return this rank's shard of a full tensor, as a view if possible. Sharded dimensions must divide evenly."""
     for axis, placement in enumerate(placements):
         if placement.is_replicate():
             continue
@@ -295,18 +300,24 @@ def _own_blocks(value: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]
 
 
 def _like(local: Tensor, tensor: DTensor) -> DTensor:
-    """A tensor that is sharded as another one of the same shape is."""
+    """Return a DTensor with a local shard and the placements of another DTensor of the same shape."""
     if _is_direct(tensor):
         return _from_local(local, tensor._spec)
     return from_shard(local, tensor.device_mesh, tensor.placements, tensor)
 
 
 def from_shard(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], full: Tensor) -> DTensor:
-    """A DTensor of this rank's shard, with the shape and strides of another tensor, which may be on the meta device.
+    """Return a DTensor made from this rank's shard.
 
-    Its dimensions are divided in the order of the mesh's axes. Where torch finds blocks (of a packed projection, over
-    the tensor-parallel ranks) before another shard of the same dimension (the rows of a replica) it would take them for
-    a sign of another order, and `full_tensor()` would fail.
+    If several mesh axes shard the same dimension, they do so in the order of the axes. If blocks (of a packed
+    projection, over the tensor-parallel ranks) come before another shard of the same dimension (the rows of a replica),
+    torch by default assumes another order, and `full_tensor()` fails. This function turns this default off.
+
+    Args:
+        local: The shard.
+        mesh: The mesh.
+        placements: The placement for each mesh axis.
+        full: A tensor with the shape and strides of the full tensor; it may be on the meta device.
     """
     made = DTensor.from_local(local, mesh, placements, run_check=False, shape=full.shape, stride=full.stride())
     spec: Any = getattr(made, "_spec", None)
@@ -316,15 +327,15 @@ def from_shard(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement],
 
 
 def flatten_blocks(blockwise: DTensor, dim: int) -> Tensor:
-    """Join a dimension of blocks with the one behind it, of which ranks have parts.
+    """Join a dimension of blocks with the next dimension, which is sharded over ranks.
 
     Args:
         blockwise: The tensor.
         dim: The dimension of the blocks.
     """
     try:
-        values: Tensor = blockwise.flatten(dim, dim + 1)  # torch itself finds out the placement
-    except RuntimeError:  # not before torch 2.12, which has it all the same
+        values: Tensor = blockwise.flatten(dim, dim + 1)  # torch determines the placements
+    except RuntimeError:  # before 2.12, torch supports these placements but cannot determine them
         from torch.distributed.tensor.placement_types import _StridedShard
 
         def joined(placement: Placement) -> Placement:
@@ -340,14 +351,14 @@ def flatten_blocks(blockwise: DTensor, dim: int) -> Tensor:
     return values
 
 
-_BLOCKS_ARE_ORDER = "use_strided_shard_as_shard_order"  # of torch's description of a DTensor, where it has that
+_BLOCKS_ARE_ORDER = "use_strided_shard_as_shard_order"  # an attribute of some versions of `DTensorSpec`
 
 
 def full_tensor(value: Any) -> Any:
-    """All of a tensor that is sharded: a collective; anything else as it is."""
+    """Return the full values of a sharded tensor, by a collective of its mesh. Return any other value unchanged."""
     if not isinstance(value, DTensor):
         return value
-    there: Any = value.to(value.device_mesh.device_type)  # after a run it may lie on the host
+    there: Any = value.to(value.device_mesh.device_type)  # after a run, the shard may be on the host
     if not is_zero_sharded(value) or value.placements[-1].is_partial():
         return _gather(there)
     local = all_gather_zero(there)
@@ -357,10 +368,10 @@ def full_tensor(value: Any) -> Any:
 
 
 def _gather(tensor: DTensor) -> Tensor:
-    """All of a tensor, by torch's rules."""
+    """Return the full values of a DTensor by torch's `full_tensor`."""
     kind = tensor.device_mesh.device_type
     if kind != "cpu" and device_backends(tensor.device_mesh.get_group(0)).get(kind) == "gloo":
-        # With tensors of a device both ranks ended (SIGSEGV, torch 2.11): it seems that gloo reads them as the host's.
+        # With device tensors, both ranks crash (SIGSEGV, torch 2.11): gloo seems to read device memory as host memory.
         on_host: Any = tensor.cpu()
         return _gather_there(on_host).to(tensor.device)
     return _gather_there(tensor)
@@ -369,7 +380,7 @@ def _gather(tensor: DTensor) -> Tensor:
 def _gather_there(tensor: DTensor) -> Tensor:
     try:
         return tensor.full_tensor()
-    except ValueError:  # torch 2.11 forgets with every operation that blocks are no order
+    except ValueError:  # in torch 2.11, operations restore the default that `from_shard` turns off
         if not _in_blocks(tensor.placements) or (tensor.requires_grad and torch.is_grad_enabled()):
             raise
         spec: Any = tensor._spec
@@ -377,15 +388,16 @@ def _gather_there(tensor: DTensor) -> Tensor:
 
 
 def _without_replicas(tensor: DTensor) -> DeviceMesh:
-    """The axes over which a tensor is sharded beside the replicas."""
+    """Return the mesh axes of a tensor except the axis of the replicas."""
     names = tensor.device_mesh.mesh_dim_names or ()
     return tensor.device_mesh[names[:-1]]
 
 
 def all_gather_zero(value: Any) -> Tensor:
-    """What this rank would have if replicas had not sharded a tensor: a collective of the replicas.
+    """Return the tensor that this rank would hold without ZeRO; all replicas must call this.
 
-    By our own rule of who has which rows: torch's does not know that a layer's part of them may be any.
+    Shards are gathered with their sizes. torch's `full_tensor` would derive the sizes from the full shape, but the rows
+    of a tensor-parallel shard may be distributed in any way.
     """
     mesh, placement = value.device_mesh, value.placements[-1]
     local = to_local(value.to(mesh.device_type))
@@ -407,10 +419,10 @@ def _all_gather(tensor: Tensor, group: ProcessGroup) -> list[Tensor]:
 
 
 def put_local(parameter: Any, local: Tensor) -> bool:
-    """Let this rank's shard lie elsewhere, with the same values.
+    """Replace the memory of this rank's shard by another tensor with the same values.
 
     Returns:
-        Whether this version of torch allows it.
+        True if this version of torch supports that.
     """
     if not _is_direct(parameter) or parameter._local_tensor.shape != local.shape:
         return False
@@ -419,10 +431,10 @@ def put_local(parameter: Any, local: Tensor) -> bool:
 
 
 def put_data(parameter: Any, local: Tensor) -> None:
-    """Let a tensor of another dtype be what this rank holds of a parameter, which stays the same object.
+    """Replace this rank's shard of a parameter by a tensor of another dtype. The parameter stays the same object.
 
     Raises:
-        RuntimeError: If this version of torch does not allow it.
+        RuntimeError: If this version of torch does not support that.
     """
     if not isinstance(parameter, DTensor):
         parameter.data = local
@@ -433,5 +445,5 @@ def put_data(parameter: Any, local: Tensor) -> None:
         )
     spec: Any = parameter._spec
     spec = replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=local.dtype))
-    parameter.data = _from_local(local, spec)  # the dtype; what torch keeps beside it follows
+    parameter.data = _from_local(local, spec)  # sets the dtype; the next line sets private attributes
     parameter._spec, parameter._local_tensor = spec, local

@@ -1,4 +1,4 @@
-"""Factory functions on tensor-parallel parameters: plain tensors in a step, DTensors for optimizers."""
+"""Factory functions on tensor-parallel parameters: they return plain tensors in a step, and DTensors in optimizers."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from torch.distributed.tensor import DTensor
 
 _LIKE = ("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like")
 _NEW = ("new_zeros", "new_ones", "new_empty", "new_full", "new_empty_strided")
-_PLAIN: list[dict[Any, Any]] = []  # the handlers of :func:`plain_factories`, while they are in place
+_PLAIN: list[dict[Any, Any]] = []  # the handlers that :func:`plain_factories` has installed
 
 
 @contextmanager
 def plain_factories() -> Iterator[None]:
     """Make factory functions on a parameter, such as `parameter.new_zeros`, return plain tensors while entered.
 
-    A step makes states and noise with them, and uses the result in code that knows no DTensors. Optimizers outside of
-    the step get DTensors. In a version of torch that keeps its handlers elsewhere, nothing changes.
+    The user's step makes states and noise with these functions, and passes them to code that does not accept DTensors.
+    Optimizers outside of the step still get DTensors. If this version of torch stores its handlers elsewhere, this has
+    no effect.
     """
     handlers = getattr(getattr(DTensor, "_op_dispatcher", None), "_custom_op_handlers", None)
     if not isinstance(handlers, dict):
@@ -32,7 +33,7 @@ def plain_factories() -> Iterator[None]:
         if isinstance(like, nn.Parameter):
             shape = like.shape if operation in likes else ()
             return operation(torch.empty(shape, dtype=like.dtype, device=like.device), *rest, **kwargs)
-        for each in own:  # a DTensor that torch made, such as a gradient: its factories keep returning DTensors
+        for each in own:  # the DTensor is not a parameter but, for example, a gradient: return a DTensor
             handlers.pop(each)
         try:
             return operation(*args, **kwargs)
@@ -41,7 +42,7 @@ def plain_factories() -> Iterator[None]:
 
     likes = {getattr(torch.ops.aten, name).default for name in _LIKE}
     own = dict.fromkeys(likes | {getattr(torch.ops.aten, name).default for name in _NEW}, make)
-    if own.keys() & handlers.keys():  # a step inside of a step
+    if own.keys() & handlers.keys():  # a step inside another step
         yield
         return
     handlers.update(own)
@@ -56,7 +57,7 @@ def plain_factories() -> Iterator[None]:
 
 @contextmanager
 def sharded_factories() -> Iterator[None]:
-    """Leave :func:`plain_factories`: for an optimizer that makes its states inside of a step."""
+    """Undo :func:`plain_factories` while entered, for an optimizer that creates its states inside a step."""
     if not _PLAIN:
         yield
         return

@@ -1,4 +1,4 @@
-"""Errors that all ranks raise, errors that only say that another rank has failed, and leaving the process groups."""
+"""Errors that all ranks raise, errors that report the failure of another rank, and the closing of process groups."""
 
 from __future__ import annotations
 
@@ -14,24 +14,25 @@ import torch.distributed as dist
 
 from lightning_hybrid.distributed.process_group import abort_groups, has_nccl
 
-_DEADLINE = 10.0  # seconds in which NCCL has let go of its communicators
+_DEADLINE = 10.0  # seconds for NCCL to abort its communicators; then the process ends
 
 
 class WrongUseError(ValueError):
-    """The user's code does what cannot work in a pipeline. Becomes a `ValueError` of this text on every rank."""
+    """An error about user code that cannot work in a pipeline. Every rank raises a `ValueError` with its text."""
 
 
 class PeerFailedError(RuntimeError):
-    """Another rank has failed, and has said so in the place of what this one waited for."""
+    """An error that another rank has sent instead of the data that this rank waits for."""
 
 
 def add_note(error: BaseException, note: str) -> None:
-    """Add a note to an exception, which Python prints below its text, and other ranks see too.
+    """Add a note to an exception. Python prints the note below the text, and other ranks get it too.
 
-    Before Python 3.11, which brought notes, it is added to the text itself if that is a plain one.
+    Before Python 3.11, exceptions have no notes. There the note is appended to the text if the text is the only
+    argument of the exception; otherwise :func:`notes_of` returns it, but Python does not print it.
 
     Args:
-        error: As it was raised.
+        error: The exception that was raised.
         note: The note.
     """
     if sys.version_info >= (3, 11):
@@ -48,17 +49,18 @@ def notes_of(error: BaseException) -> list[str]:
 
 
 def close_groups(error: BaseException | None = None, *, end: Callable[[int], object] = os._exit) -> None:
-    """Leave every process group without a collective, so that peers that wait for this rank fail at once.
+    """Close every process group without a collective, so that waiting peers fail at once.
 
-    A gloo group closes its connections when nothing refers to it any more: the package holds groups by weak references,
-    and pending work must have been abandoned before.
+    A gloo group closes its connections when no reference to it is left. Therefore the package holds only weak
+    references to groups, and the caller must drop pending work before.
 
-    NCCL's groups are aborted: to destroy them would be to wait for what peers that are gone never send. Should even
-    that not come back, the process ends; so what went wrong is printed first.
+    NCCL groups are aborted, because destroying them would wait for messages that a failed peer never sends. If the
+    abort does not return in time, the process ends. So the error is printed before the abort.
 
     Args:
-        error: What is being raised: the local variables of the calls that it came through refer to groups and to work.
-        end: Ends the process.
+        error: The exception that is being raised. The frames of its traceback are cleared, because their local
+            variables refer to groups and pending work.
+        end: Ends the process with an exit code.
     """
     text = f"{type(error).__name__}: {error}" if error is not None else "another rank has left the run"
     while error is not None:
@@ -79,13 +81,13 @@ def close_groups(error: BaseException | None = None, *, end: Callable[[int], obj
 
 
 def print_error(text: str) -> None:
-    """Print where errors go, if that is still open: what launched the ranks may have ended."""
+    """Print a text to stderr, unless stderr is closed: the launcher of the ranks may have ended."""
     with contextlib.suppress(OSError, ValueError):
         print(text, file=sys.stderr, flush=True)
 
 
 def is_transport(error: BaseException) -> bool:
-    """Whether an error only says that another rank has left."""
+    """Return True if an error only reports that another rank has failed or left."""
     if isinstance(error, (dist.DistError, PeerFailedError)):
         return True
     return isinstance(error, RuntimeError) and ("gloo" in str(error) or "NCCL" in str(error))

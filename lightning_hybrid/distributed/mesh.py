@@ -1,4 +1,4 @@
-"""The device mesh: its axes, the groups of ranks that work together, and this rank's coordinates."""
+"""The device mesh: its axes, its process groups, and the coordinates of this rank."""
 
 from __future__ import annotations
 
@@ -23,19 +23,20 @@ from lightning_hybrid.distributed.messages.posted_broadcast import PostedBroadca
 from lightning_hybrid.distributed.messages.tree_broadcast import TreeBroadcast
 from lightning_hybrid.distributed.process_group import GroupRef, device_backends, make_group, set_timeout
 
-#: Tags of what travels between two stages through the control group.
+#: The tags of messages between two stages over the control group.
 STAGE_TAGS: dict[Literal["activation", "gradient"], int] = {"activation": 1, "gradient": 2}
 
-#: What is broadcast in the same group by messages; each of its ranks may be a source, with tags of its own.
+#: The names of the broadcasts over the control group. Each rank may be a source, and each source has its own tags.
 _BROADCASTS = "batches", "results", "signals", "layers"
 
 
 class _WorldCache:
-    """Meshes and process groups of the present world, to be taken over by the next mesh of the same shape.
+    """A cache of the meshes, process groups and messages of the current world, for the next mesh of the same shape.
 
-    A Trainer is freed as cyclic garbage, at any time: also in a worker of a `DataLoader` that was forked before. There
-    the threads of process groups do not exist, and freeing one ends or stops the worker. What is held here is not freed
-    there; what is dropped is collected at once, in this process. A copy of it never drops what it has got.
+    The garbage collector frees a Trainer at any time, possibly in a `DataLoader` worker that was forked from this
+    process. The threads of process groups do not exist in the worker, so freeing a group would crash or block the
+    worker. References in this cache prevent that. When the cache drops its entries, it collects garbage at once, in
+    this process. The copy of the cache in a forked process never drops its entries.
     """
 
     def __init__(self) -> None:
@@ -44,11 +45,18 @@ class _WorldCache:
         self._world: Callable[[], dist.ProcessGroup | None] = lambda: None
 
     def get(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        """The entry of this key, made if there is none. Every rank must ask for the same keys in the same order."""
+        """Return the entry of a key; the first request makes it.
+
+        Every rank must request the same keys in the same order.
+
+        Args:
+            key: The key.
+            make: Makes the entry.
+        """
         world = dist.group.WORLD
         assert world is not None
         if self._world() is not world:
-            if self._entries or self._of_parent:  # to collect takes a good part of a second
+            if self._entries or self._of_parent:  # collecting garbage takes several tenths of a second
                 self.clear()
                 _clear_sharding_cache()
                 gc.collect()
@@ -58,13 +66,16 @@ class _WorldCache:
         return self._entries[key]
 
     def leave_to_parent(self) -> None:
-        """In a process that was forked: to free a group is to wait for its threads, which were not copied."""
+        """Keep the entries forever in a forked process.
+
+        Freeing a group would wait for its threads, which do not exist in this process.
+        """
         if self._entries:
             self._of_parent.append(self._entries)
             self._entries = {}
 
     def clear(self) -> None:
-        """Drop everything: meshes, parameters that are sharded over them, and messages under way hold groups."""
+        """Drop all entries, and the groups to which meshes and pending messages refer."""
         for entry in self._entries.values():
             if isinstance(entry, DeviceMesh):
                 getattr(entry, "_pg_registry", {}).clear()
@@ -74,13 +85,14 @@ class _WorldCache:
 
 
 def _clear_sharding_cache() -> None:
-    """Torch caches how the results of operations on DTensors are sharded, with the mesh of the first time.
+    """Clear the cache in which torch stores how the results of operations on DTensors are sharded.
 
-    An equal mesh of a world that is gone has groups that are gone; their names may now be those of others.
+    Entries refer to the mesh of the first call. If the world of this mesh is destroyed, the groups are destroyed too,
+    but an equal mesh of a new world would get the entries. The names of the groups may now belong to other groups.
     """
     try:
         from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-    except ImportError:  # then a second world in one process needs meshes of other shapes
+    except ImportError:  # a second world in this process must use other mesh shapes
         return
     _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
 
@@ -90,13 +102,13 @@ os.register_at_fork(after_in_child=_WORLD_CACHE.leave_to_parent)
 
 
 class Mesh:
-    """The ranks of a run, arranged by the roles of the axes: pipeline, data, context and tensor rank.
+    """The ranks of a run, with a coordinate for each role of an axis: pipeline, data, context and tensor rank.
 
-    torch owns the process groups; here and elsewhere in the package they are held by :class:`GroupRef`. So destroying
-    them closes their connections at once, and a rank that waits for this one notices. Each group costs threads and
-    files until then, so the next mesh of the same shape takes over the groups of this one.
+    torch owns the process groups. The package refers to them only by :class:`GroupRef`, so destroying a group closes
+    its connections at once, and waiting ranks notice. Each group uses threads and files, so the next mesh of the same
+    shape reuses the groups of this one.
 
-    The *model group* of a rank are the ranks that hold one replica together: all with its data rank. With
+    The *model group* of a rank consists of the ranks that hold one replica: all ranks with the same data rank. With
     ``rank_order="pp-dp-tp"`` and 2 x 2 x 2 ranks::
 
         rank 0 1 2 3 | 4 5 6 7       pipeline rank 0 | 1
@@ -105,31 +117,32 @@ class Mesh:
              pipeline    [0,4] [1,5] [2,6] [3,7]
              model       [0,1,4,5] [2,3,6,7]
 
-    Each line is one call of :func:`make_group`, if no line before it has the same ranks. Torch's mesh has a group for
-    each axis. If several axes have one role, the rank of this role counts through all of them: the data rank is the
-    number of the replica. Ranks of axes whose role averages gradients form the *gradient group*: with context
-    parallelism these are the replicas and the ranks that share each sequence.
+    One call of :func:`make_group` makes all groups of a line, unless an earlier line has the same groups. torch's mesh
+    has a group for each axis. If several axes have the same role, the coordinate of this role runs over all these axes:
+    the data rank is the index of the replica. The *gradient group* of a rank covers all axes whose role averages
+    gradients. With context parallelism, these are the data and context axes.
 
-    All groups are made at once, and none when it is first needed: a rank that fails before would leave the
-    others waiting for it.
+    All groups are made at once. If a group were made when it is first needed, a rank that failed earlier would block
+    the others.
 
     Args:
         sizes: The number of ranks along each axis.
         rank_order: The axes from the outermost to the innermost, joined by ``-``; optional axes may be missing.
         device_type: ``"cpu"`` or ``"cuda"``.
-        timeout: Of the groups made here, and of the group of all ranks where that is one of them.
-        hosts: The machine of each rank.
-        writes_together: Whether ranks write files together, for which they need a group: it may be beside training.
-        arrangement: The arrangement of the tensor-parallel ranks; a line by default.
+        timeout: The timeout of the groups, also of the group of all ranks if the mesh uses that; ``None`` for torch's.
+        hosts: The host of each rank; empty if it is not known.
+        writes_together: If True, make a separate group for files that all ranks write together in the background.
+        arrangement: The arrangement of the tensor-parallel ranks; by default a line.
 
     Attributes:
-        sizes: As given.
-        hosts: As given.
-        arrangement: As given.
+        sizes: The number of ranks along each axis.
+        hosts: The host of each rank.
+        arrangement: The arrangement of the tensor-parallel ranks.
         num_replicas: The number of model groups.
-        host_messages: Between the ranks of the control group.
-        is_first: Whether this is the first rank of every axis: the one that writes and logs.
-        broadcasts: Those that have been asked for.
+        pipeline_rank, data_rank, context_rank, tensor_rank: The coordinates of this rank.
+        host_messages: The messages of the host between the ranks of the control group.
+        is_first: True if this rank is the first one along every axis. This rank writes files and logs.
+        broadcasts: The broadcasts that have been requested.
     """
 
     def __init__(
@@ -170,7 +183,7 @@ class Mesh:
             self._context_group = self._group(self._ranks.transpose(2, 3).flatten(0, 2))
             self._gradient_group = self._group(self._ranks.permute(0, 3, 1, 2).flatten(0, 1).flatten(1))
         of_axes: dict[str, GroupRef] = {}
-        for axis in reversed(by_role):  # the groups over stages last: nothing here uses them
+        for axis in reversed(by_role):  # groups over stages last, as only torch's mesh has them
             ranks = by_order.movedim(order.index(axis), -1).flatten(0, -2)
             of_axes[axis.name] = self._group(ranks, connects_when_used=axis.role is LAYERS)
         self._control_group = self._group(by_replica, "gloo", use="control")
@@ -187,81 +200,81 @@ class Mesh:
 
     @property
     def device_mesh(self) -> DeviceMesh:
-        """The mesh of torch, with the names of the axes."""
+        """The device mesh of torch, with the names of the axes."""
         assert self._device_mesh is not None, "the process groups have been destroyed"
         return self._device_mesh
 
     def retire(self) -> None:
-        """Wait until what has been sent through the host is received, or the kernel has it."""
+        """Wait until each message sent through the host has been received, or copied by the kernel."""
         for messages in self.broadcasts:
             messages.retire()
         self.host_messages.flush()
 
     def abandon(self) -> None:
-        """After a failure, drop what keeps connections open: messages, and torch's mesh with the group of all ranks."""
+        """After a failure, drop messages and torch's mesh, because they keep connections open."""
         self._device_mesh = None
         _WORLD_CACHE.clear()
 
     @property
     def data_group(self) -> dist.ProcessGroup:
-        """Ranks that hold the same part of the model."""
+        """The ranks that hold the same part of the model, one in each replica."""
         return self._data_group()
 
     @property
     def context_group(self) -> dist.ProcessGroup:
-        """Ranks that share each sequence; only where sequences are shared."""
+        """The ranks that each hold a shard of the same sequences; it exists only with context parallelism."""
         assert self._context_group is not None
         return self._context_group()
 
     @property
     def gradient_group(self) -> dist.ProcessGroup:
-        """Ranks over which gradients are averaged: those of all axes whose role says so."""
+        """The ranks over which gradients are averaged: along all axes whose role averages gradients."""
         return self._gradient_group()
 
     @property
     def gradient_group_size(self) -> int:
-        """The number of these ranks."""
+        """The number of ranks in the gradient group."""
         return self.num_replicas * self.sizes.context
 
     @property
     def tensor_group(self) -> dist.ProcessGroup:
-        """Ranks that share each layer."""
+        """The ranks that each hold a shard of the same layers."""
         return self._tensor_group()
 
     @property
     def model_group(self) -> dist.ProcessGroup:
-        """Ranks that hold one replica."""
+        """The ranks that hold one replica."""
         return self._model_group()
 
     @property
     def control_group(self) -> dist.ProcessGroup:
-        """The model group again, over gloo: for batches, decisions and other data of the host."""
+        """The ranks of the model group, over gloo: for batches, decisions and other data on the host."""
         return self._control_group()
 
     @property
     def writing_group(self) -> dist.ProcessGroup:
-        """All ranks, over a backend that takes tensors of the host: for files that they write together."""
+        """All ranks, over a backend for tensors on the host: for files that the ranks write together."""
         return self._writing_group()
 
     @property
     def decision_group(self) -> dist.ProcessGroup:
-        """All ranks, over a backend that takes tensors of the host: for what the main thread exchanges."""
+        """All ranks, over a backend for tensors on the host: for collectives of the main thread."""
         return self._decision_group()
 
     @property
     def data_control_group(self) -> dist.ProcessGroup:
-        """Ranks that hold the same part of the model, over gloo; only where there are replicas."""
+        """The ranks of the data group, over gloo; it exists only with several replicas."""
         assert self._data_control_group is not None
         return self._data_control_group()
 
     def posted_broadcast(self, name: str, source: int) -> PostedBroadcast:
-        """Messages from one rank of the model group to the others, over the control group.
+        """Return a broadcast from one rank of the model group to the others, over the control group.
 
-        Receives stay posted between runs, so a later mesh with these ranks gets the same one.
+        Receives stay posted between runs. Therefore a later mesh with the same ranks gets the same object.
 
         Args:
-            name: What is sent, one of :data:`_BROADCASTS`.
-            source: The rank inside of the model group that sends.
+            name: The name of the broadcast, one of :data:`_BROADCASTS`.
+            source: The rank in the model group that sends.
         """
         group, before = self.control_group, 1 + max(STAGE_TAGS.values()) + len(_BROADCASTS) * source
         tag = before + _BROADCASTS.index(name)
@@ -276,7 +289,14 @@ class Mesh:
     def tree_broadcast(
         self, name: str, source: int, device: torch.device, *, pin_memory: bool = False
     ) -> TreeBroadcast:
-        """Trees from one rank of the model group to the others; arguments as there, and of :meth:`posted_broadcast`."""
+        """Return a broadcast of trees from one rank of the model group to the others.
+
+        Args:
+            name: The name of the broadcast, one of :data:`_BROADCASTS`.
+            source: The rank in the model group that sends.
+            device: The argument of :class:`TreeBroadcast`.
+            pin_memory: The argument of :class:`TreeBroadcast`.
+        """
         messages = self.posted_broadcast(name, source)
         trees: TreeBroadcast = _WORLD_CACHE.get(
             (id(messages), device), lambda: TreeBroadcast(messages, self.model_group, device, pin_memory=pin_memory)
@@ -284,7 +304,10 @@ class Mesh:
         return trees
 
     def _along(self, axes: Sequence[str]) -> Tensor:
-        """Return the ranks along axes of the arrangement, in all replicas and stages; shape (groups, ranks of each)."""
+        """Return the ranks along axes of the arrangement, for all replicas and stages.
+
+        The shape is ``(groups, ranks per group)``.
+        """
         names = [name for name, _ in self.arrangement.axes]
         by_axis = self._ranks.reshape(-1, *(size for _, size in self.arrangement.axes))
         others = [name for name in names if name not in axes]
@@ -293,7 +316,7 @@ class Mesh:
 
     @property
     def arranged_groups(self) -> dict[tuple[str, ...], dist.ProcessGroup]:
-        """This rank's groups along axes of the arrangement, by :meth:`Arrangement.groups`."""
+        """The groups of this rank along axes of the arrangement, by the entries of :meth:`Arrangement.groups`."""
         return {axes: group() for axes, group in self._arranged.items()}
 
     @property
@@ -307,9 +330,9 @@ class Mesh:
 
     @property
     def zero_mesh(self) -> DeviceMesh:
-        """What ZeRO shards parameters over: the replicas, inside the tensor-parallel ranks, if there are any.
+        """The mesh over which ZeRO shards parameters: the tensor-parallel axes, if any, and innermost the replicas.
 
-        In this order, so that each replica has some of the rows that a rank has of a tensor-parallel layer.
+        With this order, the replicas split the rows of a rank's tensor-parallel shard.
         """
         axes = self._tensor_axes() if self.sizes.tensor > 1 else {}
         if not axes and [axis.role for axis in self.sizes.axes].count(SAMPLES) == 1:
@@ -319,7 +342,7 @@ class Mesh:
         return _make_device_mesh({**axes, DATA.name: self.data_group}, ranks, self.device_mesh.device_type)
 
     def _tensor_axes(self) -> dict[str, dist.ProcessGroup]:
-        """The groups of the axes over which layers are shared."""
+        """Return the groups of the axes over which layers are sharded, by name."""
         return {name: self._arranged[axes]() for name, axes in self.arrangement.mesh_axes.items()}
 
     def _connect_host(self) -> HostMessages:
@@ -328,13 +351,13 @@ class Mesh:
         own = self.hosts[dist.get_rank()] if self.hosts else ""
         local = [index for index, rank in enumerate(ranks) if not self.hosts or self.hosts[rank] == own]
         messages: HostMessages = _WORLD_CACHE.get(
-            ("host messages", tuple(ranks), self._timeout),  # as the control group, and what is broadcast over them
+            ("host messages", tuple(ranks), self._timeout),  # the parts of the key that the control group has too
             lambda: connect(group, local, self._timeout or default_pg_timeout),
         )
         return messages
 
     def data_parallel_min(self, number: int) -> int:
-        """The smallest of the numbers that the replicas' ranks have."""
+        """Return the minimum of a number over the ranks of the data group, all of which must call this."""
         if self._data_control_group is None:
             return number
         smallest = torch.tensor(number)
@@ -342,41 +365,45 @@ class Mesh:
         return int(smallest)
 
     def rank(self, pipeline_rank: int, data_rank: int, tensor_rank: int, context_rank: int = 0) -> int:
-        """The global rank at these coordinates."""
+        """Return the global rank at these coordinates."""
         return int(self._ranks[pipeline_rank, data_rank, context_rank, tensor_rank])
 
     def peer(self, pipeline_rank: int) -> int:
-        """The global rank that differs from this one in the pipeline rank at most."""
+        """Return the global rank at a pipeline rank, with the other coordinates of this rank."""
         return self.rank(pipeline_rank, self.data_rank, self.tensor_rank, self.context_rank)
 
     def pipeline_rank_of(self, rank: int) -> int:
-        """The pipeline rank of a global rank."""
+        """Return the pipeline rank of a global rank."""
         return int((self._ranks == rank).nonzero()[0, 0])
 
     def model_ranks(self, data_rank: int) -> list[int]:
-        """The global ranks of one replica, by pipeline rank, then context rank, then tensor rank."""
+        """Return the global ranks of one replica, by pipeline rank, then context rank, then tensor rank."""
         ranks: list[int] = self._ranks[:, data_rank].flatten().tolist()
         return ranks
 
     def model_group_rank(self, pipeline_rank: int, tensor_rank: int, context_rank: int = 0) -> int:
-        """The rank inside of the model group, and of the control group, at these coordinates: torch sorts the ranks."""
+        """Return the rank in the model group, and in the control group, at these coordinates.
+
+        torch sorts the ranks of a group by their global ranks.
+        """
         rank = self.rank(pipeline_rank, self.data_rank, tensor_rank, context_rank)
         return sorted(self.model_ranks(self.data_rank)).index(rank)
 
     def shared_parameter_group(
         self, pipeline_ranks: Iterable[int], *, of_replica: bool = False, backend: str | None = None
     ) -> dist.ProcessGroup | None:
-        """The group over the ranks of several stages and all replicas, at this rank's tensor rank.
+        """Return the group of all ranks on several stages that have this rank's tensor rank.
 
         Every rank of the world must call this with the same arguments in the same order.
 
         Args:
-            pipeline_ranks: The pipeline ranks that belong to the group.
-            of_replica: Whether it has the ranks of this replica only, with all that share its sequences.
-            backend: Of the group; ``None`` for the one of the world.
+            pipeline_ranks: The pipeline ranks of the group.
+            of_replica: If True, the group has only ranks of this replica, with all context ranks. If False, it has
+                ranks of all replicas.
+            backend: The backend of the group; ``None`` for the backend of the world.
 
         Returns:
-            The group that this rank is in; ``None`` if it is in none.
+            The group of this rank; ``None`` if this rank is not in a group.
         """
         ranks = self._ranks[sorted(pipeline_ranks)]
         rank_groups = ranks.permute(1, 3, 0, 2).flatten(0, 1) if of_replica else ranks.permute(3, 0, 1, 2)
@@ -385,30 +412,30 @@ class Mesh:
         return None if reference is None else reference()
 
     def spans_machines(self, *pipeline_ranks: int) -> bool:
-        """Whether these pipeline ranks are on different machines, in any replica; the same on every rank."""
+        """Return True if these pipeline ranks are on different nodes in any replica; all ranks get the same result."""
         return bool(self.hosts) and any(
             len({self.hosts[rank] for rank in ranks}) > 1
             for ranks in self._ranks[list(pipeline_ranks)].flatten(1).T.tolist()
         )
 
     def new_p2p_group(self, pairs: Iterable[tuple[int, int]]) -> dist.ProcessGroup | None:
-        """A new group of two pipeline ranks of this rank's replica, the lower one first.
+        """Return a new group of two pipeline ranks of this rank's replica, the lower one first.
 
-        Every rank of the world must call this with the same arguments in the same order. Each call makes another group:
-        messages of different pairs, directions and kinds never wait for each other.
+        Every rank of the world must call this with the same arguments in the same order. Each call makes new groups, so
+        that messages of different pairs, directions and kinds never wait for each other.
 
         Args:
-            pairs: Pairs of pipeline ranks that have no rank in common: one call makes the groups of all of them.
+            pairs: Disjoint pairs of pipeline ranks. One call makes the groups of all pairs.
 
         Returns:
-            The group of the pair that this rank is in; ``None`` if it is in none.
+            The group of this rank's pair; ``None`` if this rank is not in a pair.
         """
         ranks = torch.cat([self._ranks[list(pair)].permute(1, 2, 3, 0).flatten(0, 2) for pair in pairs])
         reference = self._find_group(ranks, use="messages")
         return None if reference is None else reference()
 
     def _group(self, rank_groups: Tensor, *args: Any, **kwargs: Any) -> GroupRef:
-        """Return the group that this rank is in, of groups that contain every rank; see :meth:`_find_group`."""
+        """Return the group of this rank, where every rank is in a group; see :meth:`_find_group`."""
         reference = self._find_group(rank_groups, *args, **kwargs)
         assert reference is not None
         return reference
@@ -416,13 +443,17 @@ class Mesh:
     def _find_group(
         self, rank_groups: Tensor, backend: str | None = None, *, use: str = "", connects_when_used: bool = False
     ) -> GroupRef | None:
-        """The one of some disjoint groups that this rank is in, made where there is none of these ranks.
+        """Return the group of this rank, one of several disjoint groups. Groups that exist already are reused.
 
         Args:
-            rank_groups: The global ranks, shape (groups, ranks of each).
-            backend: Of the groups; ``None`` for the one of the world.
-            use: Groups of the same ranks for something else are others. Each request for ``"messages"`` is.
-            connects_when_used: As in :func:`make_group`.
+            rank_groups: The global ranks, shape ``(groups, ranks per group)``.
+            backend: The backend of the groups; ``None`` for the backend of the world.
+            use: The use of the groups. Groups for different uses are distinct. For ``"messages"``, each request makes
+                new groups.
+            connects_when_used: The argument of :func:`make_group`.
+
+        Returns:
+            A reference to the group; ``None`` if this rank is not in a group.
         """
         ranks: list[list[int]] = rank_groups.sort(1).values.tolist()
         request = tuple(map(tuple, ranks)), backend, use, self._timeout
@@ -448,7 +479,7 @@ class Mesh:
 
 
 def _make_device_mesh(groups: Mapping[str, dist.ProcessGroup], ranks: Tensor, device_type: str) -> DeviceMesh:
-    """Torch's mesh, of groups by the names of their axes; the one that there is, if there is one of these ranks."""
+    """Return torch's mesh of groups, by the names of their axes. An existing mesh of the same ranks is reused."""
     names, ranks = tuple(groups), ranks.contiguous()
     mesh: DeviceMesh = _WORLD_CACHE.get(
         (device_type, names, tuple(ranks.shape), tuple(ranks.flatten().tolist())),

@@ -15,8 +15,8 @@ from lightning_hybrid.distributed.dtensor import full_tensor, keeping_blocks, wh
 
 @contextmanager
 def mixed_operations() -> Iterator[None]:
-    """Let operations mix DTensors and plain tensors while entered, as optimizers and penalties do."""
-    from torch.distributed.tensor.experimental import implicit_replication  # a tenth of a second
+    """Allow operations on DTensors and plain tensors while entered. Optimizers and penalties mix the two."""
+    from torch.distributed.tensor.experimental import implicit_replication  # importing this takes 0.1 s
 
     with keeping_blocks(), whole_numbers(), implicit_replication(), _plain_gradients():
         yield
@@ -24,10 +24,12 @@ def mixed_operations() -> Iterator[None]:
 
 @contextmanager
 def _plain_gradients() -> Iterator[None]:
-    """Keep the gradient of a plain tensor plain where it is combined with a DTensor, as a loss is with a penalty.
+    """Keep the gradient of a plain tensor plain if the tensor is combined with a DTensor.
 
-    Torch converts the plain tensor below autograd, so its gradient would be a DTensor. Backward passes that gradient on
-    to operations that have no sharding rule, such as attention.
+    A loss is a plain tensor, and a penalty on parameters is a DTensor.
+
+    torch converts the plain tensor below autograd, so its gradient would be a DTensor. The backward pass would hand
+    this gradient to operations without a sharding rule, such as attention.
     """
     inherited = vars(DTensor)["__torch_function__"]
 
@@ -46,18 +48,18 @@ def _plain_gradients() -> Iterator[None]:
         kind.__torch_function__ = inherited
 
 
-#: Functions that take tensors as nodes of a graph, not as values.
+#: Functions that use their tensors as nodes of the autograd graph, not as values.
 _OF_GRAPHS = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 
 
 def _writes(func: Any) -> bool:
-    """Return whether a function of torch writes its first argument, by its name."""
+    """Return True if a torch function writes its first argument, judged by the function's name."""
     name: str = getattr(func, "__name__", "")
     return name.endswith("_") and (not name.endswith("__") or name.startswith("__i") or name == "__set__")
 
 
 def _with_plain_gradients(value: Any) -> Any:
-    """Return arguments whose plain tensors have plain gradients; other objects, such as hooks, are not searched."""
+    """Return arguments in which plain tensors have plain gradients. Other objects, such as hooks, are not searched."""
     if type(value) in (list, tuple):
         return type(value)(map(_with_plain_gradients, value))
     if type(value) is dict:
@@ -68,7 +70,7 @@ def _with_plain_gradients(value: Any) -> Any:
 
 
 class _PlainGradient(torch.autograd.Function):
-    """The identity function, whose gradient is a plain tensor."""
+    """The identity function; its gradient is a plain tensor."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:

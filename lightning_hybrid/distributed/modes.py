@@ -1,4 +1,4 @@
-"""Functions and operators of torch that are called through another function, while a mode is entered."""
+"""Modes that route calls of torch functions and operators through a function of the caller."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ from typing import Any
 
 from torch.overrides import TorchFunctionMode
 
-#: Makes a call: gets a function or an operator of torch, its arguments and its keyword arguments, and returns a result.
+#: Receives a torch function or operator, its arguments and its keyword arguments, and returns the result of the call.
 Call = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
 class FunctionMode(TorchFunctionMode):
-    """Calls functions of torch through another function while entered, which itself calls them directly.
+    """A mode that passes each call of a torch function to another function while entered.
+
+    The other function makes calls of its own directly, not through the mode.
 
     Args:
-        call: Makes the calls.
+        call: The other function.
     """
 
     def __init__(self, call: Call) -> None:
@@ -24,23 +26,23 @@ class FunctionMode(TorchFunctionMode):
         self._call = call
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Make a call."""
+        """Pass a call on."""
         return self._call(func, args, kwargs or {})
 
 
 TorchDispatchMode: Any
 OperatorMode: Any
-#: Lets calls pass by all modes of operators while entered.
+#: A context in which no operator mode receives calls.
 without_modes: Any
 try:
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._python_dispatch import _disable_current_modes as without_modes
 
     class OperatorMode(TorchDispatchMode):  # type: ignore[no-redef, misc]
-        """Calls operators of torch, below autograd, through another function while entered.
+        """A mode that passes each call of a torch operator, below autograd, to another function while entered.
 
         Args:
-            call: Makes the calls.
+            call: The other function.
         """
 
         def __init__(self, call: Call) -> None:
@@ -48,8 +50,8 @@ try:
             self._call = call
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            """Make a call."""
+            """Pass a call on."""
             return self._call(func, args, kwargs or {})
 
-except ImportError:  # then nothing is divided but a plain chain, and nothing is counted
+except ImportError:  # only an `nn.Sequential` can be split, and operations are not counted
     TorchDispatchMode, OperatorMode, without_modes = None, None, nullcontext

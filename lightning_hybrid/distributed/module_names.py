@@ -1,4 +1,4 @@
-"""Dotted names of modules and parameters: patterns, and names alike but for a number."""
+"""Dotted names of modules and parameters: joining, patterns, and names that differ only in a number."""
 
 from __future__ import annotations
 
@@ -10,17 +10,22 @@ from torch import Tensor, nn
 
 
 def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers by all their names."""
+    """Return the parameters and buffers of a module with their names; a tied tensor appears under each of its names."""
     return chain(module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
 
 
 def join_names(prefix: str, name: str) -> str:
-    """The dotted name of what a module has under a name; the root module's own is empty."""
+    """Return the dotted name of a module's child or tensor.
+
+    Args:
+        prefix: The name of the module; empty for the root module.
+        name: The name within the module.
+    """
     return f"{prefix}.{name}" if prefix else name
 
 
 def name_matches(name: str, pattern: str) -> bool:
-    """Whether a dotted name is what a pattern says, where ``*`` stands for anything between two dots.
+    """Return True if a dotted name matches a pattern, in which ``*`` matches any text without a dot.
 
     Example:
         >>> name_matches("body.3.mlp", "body.*.mlp"), name_matches("body.3.mlp", "body.*")
@@ -31,7 +36,7 @@ def name_matches(name: str, pattern: str) -> bool:
 
 
 def pattern_of(name: str) -> str:
-    """The pattern of a dotted name and of all that differ from it in numbers only.
+    """Return the pattern of a dotted name, which also matches all names that differ from it only in numbers.
 
     Example:
         >>> pattern_of("body.3.mlp.0")
@@ -41,7 +46,10 @@ def pattern_of(name: str) -> str:
 
 
 def fold_numbered(rows: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """Rows that begin with a dotted name: those that differ only in its first number become one, with their count.
+    """Merge table rows that differ only in the first number of their name into one row with their count.
+
+    Args:
+        rows: Table rows, each of which begins with a dotted name.
 
     Example:
         >>> fold_numbered([("body.0.weight", "8x8"), ("body.1.weight", "8x8"), ("head.weight", "1x8")])

@@ -1,4 +1,4 @@
-"""Functions of torch that draw random numbers, and a mode in which they draw none."""
+"""Functions of torch that draw random numbers, and replacements that draw none."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from lightning_hybrid.distributed.random import with_seed
 
-#: The signature of what `nn.MultiheadAttention` calls.
+#: The signature of the function that `nn.MultiheadAttention` calls.
 MULTI_HEAD = inspect.signature(F.multi_head_attention_forward)
 
 
@@ -23,23 +23,23 @@ def _shape_of(input: Any, *_: Any, **__: Any) -> Sequence[int]:
 
 
 def _of_channels(input: Any, *_: Any, **__: Any) -> Sequence[int]:
-    """Return the shape of the numbers of a function that drops whole channels."""
+    """Return the shape of the random numbers of a function that drops whole channels."""
     return (*input.shape[:2], *(1 for _ in input.shape[2:]))
 
 
 def _size_of(*size: Any, **options: Any) -> Sequence[int]:
-    """Return the shape that a function is given, as a sequence or number by number; bounds may stand before it."""
+    """Return the size argument of a function: one sequence, or several integers. Bounds may come before a sequence."""
     given = options.get("size", next((each for each in size if isinstance(each, (tuple, list))), size))
     return tuple(given)
 
 
 def _shape_of_made(*values: Any, **options: Any) -> Sequence[int]:
-    """Return the shape of what `torch.normal` makes, whose mean and deviation may be numbers."""
+    """Return the shape of the result of `torch.normal`, whose mean and standard deviation may be numbers."""
     made = [each for each in (*values, *options.values()) if isinstance(each, Tensor)]
     return max((tuple(each.shape) for each in made), key=len) if made else _size_of(*values, **options)
 
 
-#: Functions that drop some of their inputs, with the shape of the random numbers.
+#: Functions that drop some of their inputs, each with a function that returns the shape of the random numbers.
 DROPOUTS: Mapping[Any, Callable[..., Sequence[int]]] = {
     **dict.fromkeys((F.dropout, F.alpha_dropout, torch.dropout, torch.dropout_), _shape_of),
     **dict.fromkeys((torch.alpha_dropout, torch.alpha_dropout_), _shape_of),
@@ -47,7 +47,7 @@ DROPOUTS: Mapping[Any, Callable[..., Sequence[int]]] = {
     **dict.fromkeys((torch.feature_dropout, torch.feature_dropout_), _of_channels),
     **dict.fromkeys((torch.feature_alpha_dropout, torch.feature_alpha_dropout_), _of_channels),
 }
-#: Functions that draw random numbers, with the shape of the numbers.
+#: Other functions that draw random numbers, each with a function that returns the shape of the numbers.
 DRAWS: Mapping[Any, Callable[..., Sequence[int]]] = {
     torch.rand: _size_of,
     torch.randn: _size_of,
@@ -68,17 +68,18 @@ _BERNOULLI = {torch.bernoulli, Tensor.bernoulli, Tensor.bernoulli_}
 
 
 class NoDraws:
-    """Functions of torch without random numbers, so that two runs can be compared.
+    """A replacement for random functions of torch that draws nothing, so that two runs can be compared.
 
-    ::
+    It is used as the call of a :class:`~lightning_hybrid.distributed.modes.FunctionMode`, or in place of the `Draws` of
+    context parallelism::
 
-        dropout, in attention too    drops nothing
-        other numbers                are all the same one, however many there are
+        dropout, also in attention    drops nothing
+        other random functions        return one constant, whatever the shape
 
     Args:
-        device: Where this rank computes.
-        functions: Takes the place of other functions, such as attention.
-        only_dropout: True if only dropout is left out, and other functions draw as usual.
+        device: The device of this rank.
+        functions: Replacements for other functions, such as attention.
+        only_dropout: If True, replace only dropout; other functions draw as usual.
     """
 
     def __init__(
@@ -100,19 +101,19 @@ class NoDraws:
         self._functions |= functions or {}
 
     def find(self, func: Any, place: object = None) -> Callable[..., Any] | None:
-        """Return what takes the place of a function; ``None`` if it is called as always."""
+        """Return the replacement for a function; ``None`` if the function has none."""
         return self._functions.get(func)
 
     def __call__(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Make a call of a function, see :class:`~lightning_hybrid.distributed.modes.FunctionMode`."""
+        """Call the replacement for a function, or the function itself if it has none."""
         return self._functions.get(func, func)(*args, **kwargs)
 
     def common(self) -> AbstractContextManager[None]:
-        """Draw numbers of a layer while entered: there are none."""
+        """Return a context that does nothing: there are no random numbers of a layer."""
         return nullcontext()
 
     def own(self, place: object) -> AbstractContextManager[None]:
-        """Draw numbers of this rank while entered: there are none."""
+        """Return a context that does nothing: there are no random numbers of this rank."""
         return nullcontext()
 
     def _draw(self, func: Any, *args: Any, **kwargs: Any) -> Tensor:

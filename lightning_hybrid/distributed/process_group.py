@@ -1,4 +1,4 @@
-"""Process groups: how they are made, held weakly, and what their backends are."""
+"""Process groups: how they are made, weak references to them, and their backends."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-# The names that torch 2.13 brought. The old ones are looked up only where there are no new ones: they may go.
+# These names are new in torch 2.13. The old names are used only in older versions, because torch may remove them.
 all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-#: Whether torch's profiler runs. A message of gloo that is under way writes its end into the cycle of the profiler in
-#: which it began, which may have been freed.
+#: Returns True while torch's profiler runs. When a pending gloo message ends, it writes into the profiler cycle in
+#: which it began, and that cycle may have been freed.
 torch_profiles: Callable[[], bool] = getattr(torch.autograd, "_profiler_enabled", lambda: True)
 
-#: Thread blocks of a device that a pipeline message may take: NCCL would take up to 32 of an H100's 132 processors for
-#: as long as a posted receive waits.
+#: The maximum number of thread blocks for a pipeline message. By default, NCCL occupies up to 32 of an H100's 132
+#: multiprocessors while a posted receive waits.
 MESSAGE_CTAS = 8
 
-#: Ranks from which a gloo group connects two of them when they first talk: all at once, that is a socket to each.
+#: The largest gloo group whose ranks all connect at once. In larger groups, two ranks connect at their first message.
 MOST_CONNECTED = 256
 
 
 class GroupRef:
-    """A weak reference to a process group: torch owns groups, and destroying one must close its connections.
+    """A weak reference to a process group. torch owns groups, and destroying a group must close its connections.
 
-    A copy is the reference itself, so that its owners can be copied: callbacks copy modules.
+    A copy is the same object, so that objects with such a reference can be copied: callbacks copy modules.
 
     Args:
-        group: The group; ``None`` is a group that this rank is not in, which is an error of the caller.
+        group: The group; ``None``, which torch returns if this rank is not in the group, is an error.
 
     Attributes:
-        weak: The reference of the interpreter, for hot paths: it gives ``None`` for a group that has been destroyed.
+        weak: The weak reference itself, for hot paths. It returns ``None`` for a destroyed group.
     """
 
     __slots__ = ("__weakref__", "weak")
@@ -50,34 +50,34 @@ class GroupRef:
         self.weak = weakref.ref(group)
 
     def __call__(self) -> dist.ProcessGroup:
-        """The group, which must not have been destroyed."""
+        """Return the group, which must not have been destroyed."""
         group = self.weak()
         assert group is not None, "the process groups have been destroyed"
         return group
 
     @property
     def is_alive(self) -> bool:
-        """Whether the group still exists."""
+        """True if the group has not been destroyed."""
         return self.weak() is not None
 
     def __copy__(self) -> GroupRef:
-        """Itself."""
+        """Return the same object."""
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GroupRef:
-        """Itself."""
+        """Return the same object."""
         return self
 
 
 class SizedGroupRef(GroupRef):
-    """Such a reference to a group that computation asks for its size, and for the rank in it, at each call.
+    """A reference to a group with its size and rank, which computations read at each call.
 
     Args:
         group: The group.
 
     Attributes:
         size: The number of ranks.
-        rank: This rank, inside of the group.
+        rank: This rank in the group.
     """
 
     __slots__ = ("rank", "size")
@@ -89,32 +89,32 @@ class SizedGroupRef(GroupRef):
 
 
 def device_backends(group: dist.ProcessGroup | None = None) -> dict[str, str]:
-    """Which backend carries the tensors of which device, such as ``{"cpu": "gloo", "cuda": "nccl"}``.
+    """Return the backend for tensors of each device, such as ``{"cpu": "gloo", "cuda": "nccl"}``.
 
-    However it was asked for: as ``"nccl"``, as ``"cpu:gloo,cuda:nccl"``, or not at all.
+    The form does not depend on how the backend was requested: by ``"nccl"``, by ``"cpu:gloo,cuda:nccl"`` or not at all.
 
     Args:
-        group: The group; ``None`` for that of all ranks.
+        group: The group; ``None`` for the group of all ranks.
     """
     return dict(part.split(":") for part in dist.get_backend_config(group).split(","))
 
 
 def has_nccl(group: dist.ProcessGroup | None = None) -> bool:
-    """Whether tensors on a device travel by NCCL, where waiting is done by the device, and a group can be aborted."""
+    """Return True if NCCL sends tensors on devices. Then the device waits, not the host, and groups can be aborted."""
     return device_backends(group).get("cuda") == "nccl"
 
 
 def world_device() -> torch.device:
-    """Where the group of all ranks takes tensors: the host, if it can."""
+    """Return the device of the tensors that the group of all ranks sends: the CPU if the group supports it."""
     return torch.device("cpu" if "cpu" in device_backends() else f"cuda:{torch.cuda.current_device()}")
 
 
 def all_gather_bytes(own: bytes, group: dist.ProcessGroup | None = None) -> list[bytes]:
-    """What each rank of a group has, by one collective: of objects, torch gathers the sizes first.
+    """Return the bytes of each rank of a group, by one collective. torch would gather the sizes first.
 
     Args:
-        own: Of this rank, of equal length on all of them.
-        group: A group over a backend that takes tensors of the host; ``None`` for all ranks, over whatever backend.
+        own: The bytes of this rank. Their number is the same on every rank.
+        group: A group over a backend for tensors on the host; ``None`` for all ranks, over any backend.
     """
     device = world_device() if group is None else torch.device("cpu")
     size, length = dist.get_world_size(group), len(own)
@@ -125,15 +125,15 @@ def all_gather_bytes(own: bytes, group: dist.ProcessGroup | None = None) -> list
 
 
 def num_groups() -> int:
-    """The number of groups of this process, as torch counts them for their names; 0 if this torch does not tell."""
+    """Return the number of groups of this process, by which torch names new groups; 0 if torch does not reveal it."""
     return _num_groups() or 0
 
 
 @contextmanager
 def equally_many_groups(most: int) -> Iterator[None]:
-    """Inside, all ranks have equally many groups, and :func:`make_group` takes no collective to see to that.
+    """Equalize the number of groups of all ranks. While entered, :func:`make_group` needs no collective for that.
 
-    No other groups may be made inside. Ranks that are far apart save the way there and back for each call.
+    No other groups may be made while entered. Distant ranks save a round trip for each call.
 
     Args:
         most: The largest :func:`num_groups` of all ranks.
@@ -157,25 +157,29 @@ def make_group(
     carries_messages: bool = False,
     connects_when_used: bool = False,
 ) -> dist.ProcessGroup | None:
-    """Make disjoint groups, and return the one that this rank is in.
+    """Make disjoint groups, and return the group of this rank.
 
-    Every rank of the world calls this with the same arguments in the same order, also a rank that is in none of them.
-    It takes no call for each group::
+    Every rank of the world must call this with the same arguments in the same order, even a rank that is in no group.
+    One call makes all groups::
 
-        NCCL that is bound to devices   all groups are split off the world's communicator by one collective
-        everything else                 the members of each group meet, and nobody else does anything
+        NCCL bound to devices   all groups are split off the communicator of the world by one collective
+        other backends          the members of each group rendezvous, and other ranks do nothing
 
-    What is split off does not share resources with the world (``split_share``): NCCL runs the operations of such
-    communicators one after the other, so a receive that is posted early would hold up every collective behind it.
+    Communicators that are split off do not share resources with the world (`split_share`). NCCL would run the
+    operations of sharing communicators one after another, so a receive that is posted early would block every later
+    collective.
 
     Args:
-        rank_groups: The global ranks of each group. Inside it they are sorted.
-        backend: Of the groups; ``None`` for the one of the world.
-        timeout: Of the groups; ``None`` for that of torch.
-        carries_messages: Whether these are messages between stages: with NCCL they go before what the device computes
-            at the time, and take :data:`MESSAGE_CTAS` thread blocks at most.
-        connects_when_used: Whether NCCL makes the communicators, for which each takes memory of the device, only for
-            the first operation.
+        rank_groups: The global ranks of each group. torch sorts the ranks of a group.
+        backend: The backend of the groups; ``None`` for the backend of the world.
+        timeout: The timeout of the groups; ``None`` for torch's default.
+        carries_messages: If True, the groups are for messages between stages. With NCCL, these messages have priority
+            over computation on the device, and use at most :data:`MESSAGE_CTAS` thread blocks.
+        connects_when_used: If True, NCCL makes each communicator, which takes device memory, only for its first
+            operation.
+
+    Returns:
+        The group; ``None`` if this rank is in no group.
     """
     group = _make_group(rank_groups, backend, timeout, carries_messages, connects_when_used)
     if group is not None:
@@ -183,19 +187,19 @@ def make_group(
     return group
 
 
-#: What :func:`make_group` gave, in its order.
+#: The groups that :func:`make_group` has made, in order.
 _MADE: list[weakref.ref[dist.ProcessGroup]] = []
 
-#: Not empty inside of :func:`equally_many_groups`.
+#: Not empty while :func:`equally_many_groups` is entered.
 _EVEN: list[bool] = []
 
 
 def abort_groups() -> None:
-    """End what is under way in all groups, without any other rank.
+    """Abort pending operations in all groups, without other ranks.
 
-    Torch aborts them all at once: one after the other, an abort can wait for that of another communicator on a peer
-    (pytorch#119797). A torch that cannot gets the next best: the groups made here, latest first, which is one order on
-    all ranks.
+    torch aborts all groups at once. If they are aborted one after another, an abort can wait for the abort of another
+    communicator on a peer (pytorch#119797). If this version of torch cannot do that, the groups made here are aborted,
+    the latest first, which is the same order on all ranks.
     """
     abort_all = getattr(distributed_c10d, "_abort_process_group", None)
     if abort_all is not None:
@@ -218,7 +222,7 @@ def _make_group(
     options = _message_options(timeout) if carries_messages and backend is None and has_nccl() else None
     if backend is None and _can_split() and not connects_when_used:
         return _split_world(rank_groups, timeout, options)
-    if not _can_meet(backend):  # then torch needs all ranks for each group
+    if not _can_meet(backend):  # torch needs all ranks for each group
         groups = [
             dist.new_group(list(ranks), timeout=timeout, backend=backend, pg_options=options) for ranks in rank_groups
         ]
@@ -237,7 +241,15 @@ def _make_group(
 
 
 def set_timeout(group: dist.ProcessGroup, timeout: timedelta | None) -> bool:
-    """Give a group that exists another timeout, and say whether this torch, and its backend, can."""
+    """Set the timeout of an existing group.
+
+    Args:
+        group: The group.
+        timeout: The timeout; ``None`` does not change it.
+
+    Returns:
+        True if this version of torch and the backend of the group support that.
+    """
     if timeout is None:
         return True
     if not hasattr(group, "set_timeout"):
@@ -256,7 +268,7 @@ def _world() -> dist.ProcessGroup:
 
 
 def _can_split() -> bool:
-    """Whether the world's communicator is there, bound to devices, so that others can be split off it."""
+    """Return True if the communicator of the world is bound to devices, so that groups can be split off it."""
     return getattr(_world(), "bound_device_id", None) is not None and hasattr(dist, "split_group") and has_nccl()
 
 
@@ -264,7 +276,7 @@ def _split_world(
     rank_groups: Sequence[Sequence[int]], timeout: timedelta | None, options: Any
 ) -> dist.ProcessGroup | None:
     arguments: dict[str, Any] = {"timeout": timeout, "pg_options": options}
-    if len(set(device_backends().values())) > 1:  # tensors of the host travel too, by gloo: its members meet by name
+    if len(set(device_backends().values())) > 1:  # also over gloo, whose ranks rendezvous by name
         _even_out()
         if options is not None and "backend" in inspect.signature(dist.split_group).parameters:
             arguments["backend"] = "cuda:nccl"  # messages stay on the device
@@ -275,7 +287,7 @@ def _split_world(
 
 
 def _message_options(timeout: timedelta | None) -> Any:
-    # Each of these groups is of two ranks and one direction: that its messages wait for each other is what is wanted.
+    # torch warns that messages of a group wait for each other. Each of these groups has two ranks and one direction.
     os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
     options: Any = dist.ProcessGroupNCCL.Options()
     options.is_high_priority_stream = True
@@ -286,16 +298,16 @@ def _message_options(timeout: timedelta | None) -> Any:
 
 
 def _can_meet(backend: str | None) -> bool:
-    """Whether the members of a group can make it without the other ranks."""
+    """Return True if the members of a group can make it without the other ranks."""
     is_mpi = "mpi" in (backend or ",".join(device_backends().values()))
     return _num_groups() is not None and not is_mpi
 
 
 def _num_groups() -> int | None:
-    """The number after which torch names the next group that only its members make; ``None`` if it does not tell.
+    """Return the number by which torch names the next group that only its members make.
 
-    Such a name is a hash of the group's ranks and of the number of groups that the process has, or in torch 2.15 of
-    those that it has been asked for.
+    The name is a hash of the group's ranks and of the number of groups in this process. In torch 2.15, the latter is
+    the number of groups that the process has requested. The result is ``None`` if torch does not reveal the number.
     """
     world, name_of = (getattr(distributed_c10d, name, None) for name in ("_world", "_hash_ranks_to_str"))
     if name_of is None:
@@ -308,10 +320,10 @@ def _num_groups() -> int | None:
 
 
 def _even_out() -> None:
-    """Have every rank have equally many groups.
+    """Equalize the number of groups of all ranks, by a collective.
 
-    Torch names a group that only its members make after its ranks and a number of groups: with other numbers, members
-    wait for each other under other names.
+    torch names a group that only its members make after its ranks and the number of groups. If members had different
+    numbers, they would wait for each other under different names.
     """
     if _EVEN:
         return
@@ -321,7 +333,7 @@ def _even_out() -> None:
 
 
 def _fill_up(most: int) -> None:
-    """Make groups of this rank alone until it has so many."""
+    """Make groups of this rank alone until it has a certain number of groups."""
     with _unbound(), _connecting_lazily(1):
         for _ in range(most - num_groups()):
             dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
@@ -329,7 +341,7 @@ def _fill_up(most: int) -> None:
 
 @contextmanager
 def _unbound() -> Iterator[None]:
-    """Inside, new groups are not split off the world's communicator, which would take all ranks."""
+    """Prevent torch from splitting new groups off the communicator of the world, which would need all ranks."""
     world = _world()
     device = getattr(world, "bound_device_id", None)
     if device is None:
@@ -344,9 +356,10 @@ def _unbound() -> Iterator[None]:
 
 @contextmanager
 def _connecting_lazily(size: int) -> Iterator[None]:
-    """Inside, a large gloo group opens a connection at the first message over it; torch reads this for each group.
+    """Let ranks of a large gloo group connect at their first message, if the group is made while entered.
 
-    So does one of a single rank, which has nobody to connect to, but else asks the store twice for its own address.
+    torch reads this setting for each group. It is also set for a group of one rank. Such a group has no connections,
+    but would otherwise request its own address from the store twice.
     """
     name = "TORCH_GLOO_LAZY_INIT"
     if 1 < size <= MOST_CONNECTED or name in os.environ:
@@ -359,17 +372,17 @@ def _connecting_lazily(size: int) -> Iterator[None]:
         del os.environ[name]
 
 
-_TABLES = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "tags_to_pg", "pg_to_tag")  # of torch
-_OF_PARENT: list[Any] = []  # what a copy of a process never frees
+_TABLES = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "tags_to_pg", "pg_to_tag")  # in torch
+_OF_PARENT: list[Any] = []  # the parent's groups, which a forked process never frees
 
 
 def leave_groups_to_parent() -> None:
-    """In a copy of a process: know no group any more, so that others can be made here, and free none.
+    """Forget all groups in a forked process, without freeing them, so that new groups can be made here.
 
-    To free a group is to wait for its threads, which were not copied.
+    Freeing a group would wait for its threads, which do not exist in this process.
 
     Raises:
-        RuntimeError: If this torch has other tables of its groups.
+        RuntimeError: If this version of torch has other tables of groups.
     """
     if not dist.is_initialized():
         return

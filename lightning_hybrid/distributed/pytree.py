@@ -1,4 +1,4 @@
-"""Nested containers of values: taken apart, put together, described, and as the bytes of one message between ranks."""
+"""Trees of nested containers: taken apart, put together, described, and encoded as messages between ranks."""
 
 from __future__ import annotations
 
@@ -17,16 +17,15 @@ TreePath = tuple[Any, ...]
 
 
 class TreeSpec(NamedTuple):
-    """The shape of a tree without its leaves; hashable, comparable and picklable, and all of that at the speed of C.
+    """The structure of a tree without its leaves. It is hashable, comparable and picklable, all at the speed of C.
 
-    Two specs are equal when trees of one can be put together with the leaves of the other.
+    Two specs are equal if a tree with one spec can be put together from the leaves of a tree with the other one.
 
     Attributes:
-        kind: The container's class, or ``None`` for a leaf.
-        names: What names the children in that container: keys of a mapping, fields of a dataclass; nothing for
-            sequences.
+        kind: The class of the container; ``None`` for a leaf.
+        names: The names of the children: the keys of a mapping or the fields of a dataclass; empty for a sequence.
         children: The specs of the children.
-        num_leaves: Of the whole tree.
+        num_leaves: The number of leaves of the whole tree.
     """
 
     kind: type | None
@@ -40,7 +39,7 @@ class TreeSpec(NamedTuple):
         return cls(kind, names, children, sum([child.num_leaves for child in children]))
 
     def __repr__(self) -> str:
-        """For messages: ``*`` is a leaf."""
+        """Return the structure for messages; ``*`` is a leaf."""
         if self.kind is None:
             return "*"
         parts = ", ".join(
@@ -57,8 +56,8 @@ LEAF = TreeSpec(None, (), (), 1)
 def flatten(tree: Any) -> tuple[list[Any], TreeSpec]:
     """Take a tree apart.
 
-    Containers are mappings, lists, tuples (named ones too) and dataclass instances; everything else is a leaf, also
-    ``None``, strings and tensors.
+    Containers are mappings, lists, tuples (also named tuples) and dataclass instances. Every other value is a leaf,
+    including ``None``, strings and tensors.
 
     Args:
         tree: Any value.
@@ -75,7 +74,7 @@ def flatten(tree: Any) -> tuple[list[Any], TreeSpec]:
 
 
 def _flatten(tree: Any, leaves: list[Any]) -> TreeSpec:
-    # Most leaves are tensors, and to ask what else they might be takes ten times as long.
+    # Most leaves are tensors. Checking for all kinds of containers takes ten times as long.
     found = None if type(tree) is Tensor else contents(tree)
     if found is None:
         leaves.append(tree)
@@ -87,7 +86,7 @@ def _flatten(tree: Any, leaves: list[Any]) -> TreeSpec:
 
 
 def contents(tree: Any) -> tuple[tuple[Any, ...], Sequence[Any]] | None:
-    """Return what is directly in a container: its names, none in a sequence, and the values; ``None`` for a leaf."""
+    """Return the names and values directly in a container; ``None`` for a leaf. For a sequence, the names are empty."""
     if isinstance(tree, (list, tuple)):
         return (), tree
     if isinstance(tree, Mapping):
@@ -102,11 +101,11 @@ def unflatten(leaves: list[Any], spec: TreeSpec) -> Any:
     """Put a tree together; the inverse of :func:`flatten`.
 
     Args:
-        leaves: As many leaves as ``spec.num_leaves``.
-        spec: The shape of the tree.
+        leaves: The leaves.
+        spec: The structure of the tree.
 
     Raises:
-        ValueError: If the number of leaves is not that of the spec.
+        ValueError: If the number of leaves differs from ``spec.num_leaves``.
     """
     if len(leaves) != spec.num_leaves:
         raise ValueError(f"A tree with the structure {spec!r} has {spec.num_leaves} leaves, got {len(leaves)}.")
@@ -124,7 +123,7 @@ def _unflatten(leaves: Any, spec: TreeSpec) -> Any:
         return kind(values)
     if issubclass(kind, Mapping):
         return _mapping(kind, dict(zip(spec.names, values, strict=True)))
-    # Not through ``__init__``: it may compute, check or refuse fields.
+    # ``__init__`` is not called, because it may compute, check or reject fields.
     instance = object.__new__(kind)
     for name, value in zip(spec.names, values, strict=True):
         object.__setattr__(instance, name, value)
@@ -136,33 +135,39 @@ def _mapping(kind: type, items: dict[Any, Any]) -> Any:
         return items
     try:
         return kind(items)
-    except TypeError:  # such as defaultdict, whose first argument is something else
+    except TypeError:  # the first argument is not a mapping, as for defaultdict
         mapping = kind()
         mapping.update(items)
         return mapping
 
 
 def is_unchanged(tree: Any, leaves: Sequence[Any], spec: TreeSpec) -> bool:
-    """Whether a tree is still what it was when it was taken apart: the same objects in the same places."""
+    """Return True if a tree still has the same objects in the same places as when it was taken apart.
+
+    Args:
+        tree: The tree.
+        leaves: The leaves at that time.
+        spec: The spec at that time.
+    """
     now, now_spec = flatten(tree)
     return now_spec == spec and all(one is other for one, other in zip(now, leaves, strict=True))
 
 
 def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
-    """The same tree with ``function`` applied to each leaf."""
+    """Return the same tree with ``function`` applied to each leaf."""
     leaves, spec = flatten(tree)
     return unflatten([function(leaf) for leaf in leaves], spec)
 
 
 def flatten_with_path(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[tuple[TreePath, Any]]:
-    """The leaves of a tree of dicts, lists and tuples, each with the path from the root to it.
+    """Return the leaves of a tree of dicts, lists and tuples, each with the path from the root to the leaf.
 
-    Other containers are leaves, unlike in :func:`flatten`: each step of a path is a ``tree[key]``, and a mapping that
-    is no dict may compute its values, or refuse to.
+    Unlike in :func:`flatten`, other containers are leaves. Each step of a path is a ``tree[key]``, and a mapping that
+    is not a dict may compute its values or raise errors.
 
     Args:
         tree: Any value.
-        is_leaf: Says which dicts, lists and tuples are leaves.
+        is_leaf: Returns True for a dict, list or tuple that is a leaf.
 
     Example:
         >>> flatten_with_path({"x": 1, "y": (2, None)})
@@ -175,20 +180,20 @@ def flatten_with_path(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -
 
 
 def children_by_key(tree: Any) -> dict[Any, Any] | None:
-    """Return what is directly in a dict, a list or a tuple, by key or index; ``None`` for anything else."""
+    """Return the entries of a dict, list or tuple, by key or index; ``None`` for any other value."""
     if isinstance(tree, dict):
         return tree
     return dict(enumerate(tree)) if isinstance(tree, (list, tuple)) else None
 
 
 def walk(values: Sequence[Any], inside: Callable[[Any], Sequence[Any] | None]) -> Iterator[Any]:
-    """Yield values and everything that they hold, each object once; a value comes before what it holds.
+    """Yield values and all values inside them, each object once, and each container before its contents.
 
     Args:
         values: The values to begin with.
-        inside: Returns what a value holds, or ``None`` to leave the value out.
+        inside: Returns the values directly inside a value; ``None`` to omit the value.
     """
-    waiting, seen = list(reversed(values)), dict[int, Any]()  # which keeps the objects: an identity stays theirs
+    waiting, seen = list(reversed(values)), dict[int, Any]()  # keeps the objects alive, so that ids stay unique
     while waiting:
         value = waiting.pop()
         held = None if id(value) in seen else inside(value)
@@ -198,13 +203,13 @@ def walk(values: Sequence[Any], inside: Callable[[Any], Sequence[Any] | None]) -
             waiting += reversed(held)
 
 
-# Types of values that are sent as they are: immutable, and equal when they compare equal. (Not float: NaN differs from
-# itself.)
+# Types of values that are sent without pickling: immutable, and equal if they compare equal. float is not one of these
+# types, because NaN differs from itself.
 _PLAIN = frozenset({type(None), bool, int, str})
 
 
 class TensorMeta(NamedTuple):
-    """What the receiver must know of a tensor."""
+    """The facts about a tensor that a receiver needs."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -212,45 +217,45 @@ class TensorMeta(NamedTuple):
     on_host: bool
 
     def __str__(self) -> str:
-        """For messages, such as ``float32[2, 8] requires_grad``."""
+        """Return the facts for messages, such as ``float32[2, 8] requires_grad``."""
         return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}{' requires_grad' * self.requires_grad}"
 
 
 class ValueMeta(NamedTuple):
-    """A value that is not a tensor.
+    """A leaf that is not a tensor.
 
     Attributes:
-        kind: Its type, because ``True == 1``; ``bytes`` if it is pickled.
-        value: The value or its pickle.
+        kind: The type of the value, because ``True == 1``; ``bytes`` if the value is pickled.
+        value: The value, or its pickle.
     """
 
     kind: type
     value: Any
 
     def load(self) -> Any:
-        """The value; one that could be changed is a copy of the receiver's own."""
+        """Return the value; if it is mutable, each call returns a new copy."""
         return decode(self.value) if self.kind is bytes else self.value
 
     def equals(self, other: Any) -> bool:
-        """Whether the values are equal: pickles of equal values may differ."""
+        """Return True if the values are equal, even if their pickles differ."""
         if self == other or not isinstance(other, ValueMeta):
             return bool(self == other)
         ours, theirs = self.load(), other.load()
         try:
             return type(ours) is type(theirs) and bool(ours == theirs)
-        except (ValueError, RuntimeError):  # such as arrays, whose comparison is no single truth
+        except (ValueError, RuntimeError):  # comparing arrays, for example, does not return a bool
             return False
 
     def __str__(self) -> str:
-        """For messages."""
+        """Return the value for messages."""
         return repr(self.load())
 
 
 class TreeMeta(NamedTuple):
-    """Tree, shapes, dtypes, ``requires_grad`` and values that are not tensors; hashable and picklable.
+    """A description of a tree without the values of its tensors; hashable and picklable.
 
     Attributes:
-        spec: The tree; ``None`` for a bare list of leaves.
+        spec: The structure of the tree; ``None`` for a bare list of leaves.
         leaves: One entry per leaf.
     """
 
@@ -259,7 +264,7 @@ class TreeMeta(NamedTuple):
 
     @classmethod
     def of(cls, leaves: Sequence[Any], spec: TreeSpec | None) -> TreeMeta:
-        """The description of a tree.
+        """Return the description of a tree.
 
         Raises:
             TypeError: If a leaf cannot be sent.
@@ -268,7 +273,7 @@ class TreeMeta(NamedTuple):
         return cls(spec, tuple(metas))
 
     def fits(self, leaves: Sequence[Any], spec: TreeSpec | None) -> bool:
-        """Whether this describes a tree, compared without unpickling; pickles of equal values may differ."""
+        """Return True if this describes a tree. Values are compared by pickles, which can differ for equal values."""
         described = [
             (leaf.shape, leaf.dtype, leaf.requires_grad, leaf.is_cpu) if isinstance(leaf, Tensor) else _value_meta(leaf)
             for leaf in leaves
@@ -276,7 +281,7 @@ class TreeMeta(NamedTuple):
         return tuple(described) == self.leaves and (spec is self.spec or spec == self.spec)
 
     def equals(self, other: TreeMeta) -> bool:
-        """Whether two trees differ in nothing but the contents of their tensors."""
+        """Return True if two trees differ only in the values of their tensors."""
         return (
             self.spec == other.spec
             and len(self.leaves) == len(other.leaves)
@@ -287,26 +292,29 @@ class TreeMeta(NamedTuple):
         )
 
     def values(self) -> list[Any]:
-        """The leaves that are not tensors, at their positions; ``None`` where tensors belong."""
+        """Return the leaves that are not tensors, at their positions, with ``None`` in place of tensors."""
         return [leaf.load() if isinstance(leaf, ValueMeta) else None for leaf in self.leaves]
 
     def tensors(self) -> list[tuple[int, TensorMeta]]:
-        """The tensors, with their positions among the leaves."""
+        """Return the tensors, with their positions among the leaves."""
         return [(index, leaf) for index, leaf in enumerate(self.leaves) if isinstance(leaf, TensorMeta)]
 
     @property
     def has_values(self) -> bool:
-        """Whether there are leaves that are not tensors."""
+        """True if some leaves are not tensors."""
         return any(isinstance(leaf, ValueMeta) for leaf in self.leaves)
 
     def __str__(self) -> str:
-        """For messages."""
+        """Return the description for messages."""
         leaves = ", ".join(map(str, self.leaves))
         return leaves if self.spec is None or self.spec.kind is None else f"{leaves} in {self.spec!r}"
 
 
 def split_values(leaves: list[Any], spec: TreeSpec) -> tuple[TreeMeta, list[Any]]:
-    """What can be the same for many trees, and the values that are not tensors, by position."""
+    """Return the description of a tree without its plain values, and these values by position.
+
+    Many trees share the description.
+    """
     tensors = [leaf if isinstance(leaf, Tensor) else None for leaf in leaves]
     return TreeMeta.of(tensors, spec), [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
@@ -320,53 +328,55 @@ def _tensor_meta(leaf: Tensor) -> TensorMeta:
 
 
 def _value_meta(leaf: Any) -> ValueMeta:
+    """Return the description of a leaf that is not a tensor."""
     if type(leaf) in _PLAIN:
         return ValueMeta(type(leaf), leaf)
     try:
         return ValueMeta(bytes, encode(leaf))
-    except Exception as error:  # the pickle protocol lets classes raise anything
+    except Exception as error:  # classes may raise any error when they are pickled
         raise TypeError(
             f"a value of type {type(leaf).__qualname__} cannot be sent to another rank, because it cannot be pickled "
             f"({error}) [LH726]"
         ) from error
 
 
-#: Bytes of the first part of a message whose length the receiver does not know; fewer bytes take as long.
+#: Bytes of the first part of a message whose length the receiver does not know. Fewer bytes are not faster.
 FIRST_PART = 4096
-_HEADER = struct.Struct("qqqq")  # of a message: its code, the bytes of its value and of all of it, and its subject
-_ALIGNED = 16  # bytes: the longest number of torch, complex128, which can begin at its multiples
+_HEADER = struct.Struct("qqqq")  # code, bytes of the value, bytes of the message, subject
+_ALIGNED = 16  # bytes: the size, and so the alignment, of torch's largest dtype, complex128
 
 
 def encode(value: Any) -> bytes:
     """Return a value as bytes, for another rank or process of this job.
 
     Raises:
-        Exception: Anything, if the value cannot be pickled: classes may raise what they like.
+        Exception: Any exception, if the value cannot be pickled.
     """
     return pickle.dumps(value)
 
 
 def decode(encoded: bytes) -> Any:
-    """Return the value that :func:`encode` was given."""
+    """Return the value that was passed to :func:`encode`."""
     return pickle.loads(encoded)
 
 
 class Message(NamedTuple):
-    """A value, and tensors that the receiver has a description of, as the bytes that travel.
+    """A value, and tensors whose description the receiver has, as the bytes of a message.
 
     ::
 
         [code | bytes of the value | bytes of all | subject]  [value]  [tensor]  [tensor] ...  [padding]
 
-    Every message whose length the receiver cannot know has this form, over each kind of connection. The receiver asks
-    for as many bytes as both sides know, and then for those that are missing, as the header says.
+    Every message whose length the receiver cannot know has this form, on each kind of connection. The receiver first
+    receives as many bytes as sender and receiver have agreed on, and then the missing bytes, whose number is in the
+    header.
 
     Attributes:
         code: The number of the kind of message, on which sender and receiver agree.
         subject: The number of the message's subject, which the receiver compares with the one it expects.
         num_bytes: The length without padding.
         encoded: The bytes of the value; empty without a value.
-        parts: All of it as uint8 tensors on the host: the first part, and the rest if there is any.
+        parts: The whole message as uint8 tensors on the host: the first part, and the rest if there is any.
     """
 
     code: int
@@ -385,13 +395,13 @@ class Message(NamedTuple):
         subject: int = 0,
         size: int = _HEADER.size,
     ) -> Message:
-        """Write a message.
+        """Return a message.
 
         Args:
-            encoded: A value, by :func:`encode`.
-            tensors: Tensors of the host.
+            encoded: A value, encoded by :func:`encode`.
+            tensors: Tensors on the host.
             code: The number of the kind of message.
-            subject: The number of its subject.
+            subject: The number of the subject.
             size: The bytes of the first part.
         """
         places = _places(len(encoded), tensors)
@@ -404,7 +414,7 @@ class Message(NamedTuple):
 
     @classmethod
     def read(cls, data: Tensor) -> Message:
-        """Read a message, or its first part: then the value is cut off."""
+        """Return a message from its bytes. If only the first part is passed, the value is cut off."""
         view = data.numpy().data
         code, num_encoded, length, subject = _HEADER.unpack_from(view)
         return cls(code, subject, length, view[_HEADER.size : _HEADER.size + num_encoded].tobytes(), (data,))
@@ -414,7 +424,7 @@ class Message(NamedTuple):
         """Receive a message in one part, or in two if it is longer.
 
         Args:
-            receive: Returns the next so many bytes, a uint8 tensor on the host.
+            receive: Receives the next bytes, whose number is its argument; returns a uint8 tensor on the host.
             size: The bytes of the first part.
         """
         message = cls.read(receive(size))
@@ -427,14 +437,18 @@ class Message(NamedTuple):
         return decode(self.encoded) if self.encoded else None
 
     def tensors(self, likes: Sequence[Tensor]) -> list[Tensor]:
-        """Return the tensors of a received message, which share its memory, by others of their dtypes and shapes."""
+        """Return the tensors of a received message, which share its memory.
+
+        Args:
+            likes: Tensors with the dtypes and shapes of the tensors in the message.
+        """
         [data] = self.parts
         places = _places(len(self.encoded), likes)[1:]
         return [_like(like, data[place]) for like, place in zip(likes, places, strict=True)]
 
 
 def _places(num_encoded: int, tensors: Sequence[Tensor]) -> list[slice]:
-    """Return where the value of a message is, and its tensors, each where any dtype may begin."""
+    """Return the place of the value in a message, and the places of its tensors, aligned for any dtype."""
     places = [slice(_HEADER.size, _HEADER.size + num_encoded)]
     for tensor in tensors:
         begin = -(-places[-1].stop // _ALIGNED) * _ALIGNED
@@ -443,11 +457,11 @@ def _places(num_encoded: int, tensors: Sequence[Tensor]) -> list[slice]:
 
 
 def _like(tensor: Tensor, data: Tensor) -> Tensor:
-    """Return bytes as a tensor of another one's dtype and shape: no backend knows every dtype, but bytes are bytes."""
+    """Return bytes as a tensor with the dtype and shape of another tensor, because no backend supports every dtype."""
     return data.view(tensor.dtype).view(tensor.shape)
 
 
-#: Types of values that are not copied, because a layer cannot change them or (tensors) they are handled elsewhere.
+#: Types of values that are not copied: a layer cannot change them, and tensors are handled elsewhere.
 _UNCHANGING = (type(None), bool, int, float, str, Tensor, torch.dtype, torch.device)
 
 
@@ -456,7 +470,7 @@ def copy_object(value: Any, of_tensor: Callable[[Tensor], Tensor] = lambda tenso
 
     Args:
         value: The object.
-        of_tensor: Returns the tensor of the copy for a tensor of the object.
+        of_tensor: Returns the replacement of each tensor in the copy; by default the tensor itself.
     """
     if isinstance(value, _UNCHANGING) or callable(value):
         return value
@@ -465,7 +479,7 @@ def copy_object(value: Any, of_tensor: Callable[[Tensor], Tensor] = lambda tenso
 
 
 def _held(value: Any) -> Sequence[Any] | None:
-    """Return what an object holds in itself and in its attributes; nothing for a tensor, ``None`` for a class."""
+    """Return the contents and attribute values of an object; an empty sequence for a tensor, ``None`` for a class."""
     if isinstance(value, Tensor):
         return ()
     if isinstance(value, type):

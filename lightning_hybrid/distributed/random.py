@@ -1,4 +1,4 @@
-"""Which random stream runs where: the user's code draws the same on every rank of a model group, layers their own."""
+"""Random streams: the user's code draws the same numbers on every rank of a model group, layers draw their own."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from numpy.random.mtrand import get_bit_generator, set_bit_generator
 from lightning_hybrid.distributed.pytree import flatten
 
 _MASK = (1 << 64) - 1
-_MT19937_BYTES = 4 * 625  # 624 words and the position among them
+_MT19937_BYTES = 4 * 625  # 624 words and a position
 
 
 def derive_seed(*coordinates: int) -> int:
-    """A seed that depends on every coordinate and is the same in every process and on every machine.
+    """Return a seed that depends on every coordinate and is the same in every process and on every machine.
 
     Args:
         coordinates: Integers, such as (global seed, step, microbatch, data rank).
 
     Returns:
-        An integer of 64 bits.
+        A 64-bit integer.
 
     Note:
         Each coordinate goes through the finalizer of SplitMix64 (Steele, Lea, Flood: "Fast splittable pseudorandom
-        number generators", 2014), so neighbouring coordinates give unrelated seeds.
+        number generators", 2014), so neighboring coordinates give unrelated seeds.
 
     Example:
         >>> derive_seed(1, 2) == derive_seed(1, 2), derive_seed(1, 2) == derive_seed(2, 1)
@@ -46,13 +46,13 @@ def derive_seed(*coordinates: int) -> int:
 
 
 def seed_generators(seed: int, device: torch.device | None = None) -> None:
-    """Seed the generators that a step may draw from: torch (CPU and ``device``), numpy and ``random``.
+    """Seed the generators from which a step may draw: torch (CPU and ``device``), numpy and ``random``.
 
     Args:
         seed: An integer of up to 64 bits.
-        device: The device of the model; its generator is seeded too.
+        device: The device of the model, whose generator is seeded too; ``None`` for the CPU alone.
     """
-    # Not `torch.manual_seed`: it visits every backend and costs 150 us, a hundred times the seeding itself.
+    # `torch.manual_seed` visits every backend, which takes 150 us, a hundred times as long as seeding.
     torch.default_generator.manual_seed(seed)
     if device is not None and device.type == "cuda":
         _cuda_generator(device).manual_seed(seed)
@@ -61,7 +61,7 @@ def seed_generators(seed: int, device: torch.device | None = None) -> None:
 
 
 def generator_states(device: torch.device) -> dict[str, Any]:
-    """The states of the generators that :func:`seed_generators` seeds, of tensors and plain values only.
+    """Return the states of the generators that :func:`seed_generators` seeds, as tensors and plain values.
 
     Args:
         device: The device of the model.
@@ -79,10 +79,10 @@ def generator_states(device: torch.device) -> dict[str, Any]:
 
 
 def set_generator_states(states: Mapping[str, Any], device: torch.device) -> None:
-    """Put the generators into states that :func:`generator_states` gave.
+    """Restore states that :func:`generator_states` returned.
 
     Args:
-        states: The states. One of CUDA is left out on another device.
+        states: The states. The state of CUDA is ignored on another device.
         device: The device of the model.
     """
     cuda = states.get("cuda") if device.type == "cuda" else None
@@ -93,13 +93,16 @@ def set_generator_states(states: Mapping[str, Any], device: torch.device) -> Non
 
 
 def torch_states(device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The states of torch's own generators, of the CPU and of ``device``; they cost a hundredth of all states."""
+    """Return the states of torch's default generators, of the CPU and of ``device``.
+
+    This takes a hundredth of the time of :func:`generator_states`.
+    """
     cuda = _cuda_generator(device).get_state() if device.type == "cuda" else None
     return torch.default_generator.get_state(), cuda
 
 
 def set_torch_states(states: tuple[torch.Tensor, torch.Tensor | None], device: torch.device) -> None:
-    """Put torch's generators into states that :func:`torch_states` gave."""
+    """Restore states that :func:`torch_states` returned."""
     cpu, cuda = states
     torch.default_generator.set_state(cpu)
     if cuda is not None:
@@ -111,7 +114,7 @@ def _all_states(device: torch.device) -> tuple[Any, Any, Any]:
 
 
 def _set_all_states(states: tuple[Any, Any, Any], device: torch.device) -> None:
-    """Put the generators into states that :func:`_all_states` gave; ``None`` leaves one of numpy or `random` alone."""
+    """Restore states that :func:`_all_states` returned; if a state of numpy or `random` is ``None``, skip it."""
     of_torch, numpy, python = states
     set_torch_states(of_torch, device)
     if numpy is not None:
@@ -121,11 +124,11 @@ def _set_all_states(states: tuple[Any, Any, Any], device: torch.device) -> None:
 
 
 class GeneratorMarks(NamedTuple):
-    """What differs after something has been drawn: hashes, as states that are kept would take 30 kB.
+    """Hashes of generator states, which change when a number is drawn. The states themselves would take 30 kB.
 
     Attributes:
-        torch: Of torch's generators, of the CPU and of the device.
-        elsewhere: Of those of numpy and `random`.
+        torch: The hashes for torch's generators, of the CPU and of the device.
+        elsewhere: The hashes for numpy and `random`.
     """
 
     torch: tuple[int, int | None]
@@ -133,9 +136,9 @@ class GeneratorMarks(NamedTuple):
 
 
 def generator_marks(device: torch.device) -> GeneratorMarks:
-    """What differs after something has been drawn; a third of the price of the states."""
+    """Return hashes that change when a number is drawn. This takes a third of the time of the states."""
     numpy = get_bit_generator()
-    # Copying this state through Python costs 40 us.
+    # Copying the state in Python would take 40 us.
     is_usual = isinstance(numpy, np.random.MT19937)
     state = ctypes.string_at(numpy.ctypes.state_address, _MT19937_BYTES) if is_usual else repr(numpy.state)
     cuda = generator_mark(_cuda_generator(device)) if device.type == "cuda" else None
@@ -143,16 +146,16 @@ def generator_marks(device: torch.device) -> GeneratorMarks:
 
 
 def generator_mark(generator: torch.Generator) -> int:
-    """What differs after something has been drawn from a generator of torch."""
+    """Return a hash that changes when a number is drawn from a generator of torch."""
     return hash(generator.get_state().numpy().tobytes())
 
 
-#: The types of generators that a module may have of its own.
+#: The types of generators that a module may own.
 GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
 
 def generator_state(generator: Any) -> Any:
-    """Return a copy of the state of a generator of one of the :data:`GENERATORS`; see :func:`equal_states`."""
+    """Return a copy of the state of one of the user's :data:`GENERATORS`. Compare states by :func:`equal_states`."""
     if isinstance(generator, torch.Generator):
         return generator.get_state().numpy()
     if isinstance(generator, np.random.Generator):
@@ -161,12 +164,12 @@ def generator_state(generator: Any) -> Any:
 
 
 def equal_states(state: Any, other: Any) -> bool:
-    """Return whether two results of :func:`generator_state` are equal; both may contain arrays."""
+    """Return True if two results of :func:`generator_state` are equal. Both may contain arrays."""
     return all(np.array_equal(one, another) for one, another in zip(flatten(state)[0], flatten(other)[0], strict=True))
 
 
 def set_generator_state(generator: Any, state: Any) -> None:
-    """Put a generator into a state that :func:`generator_state` returned."""
+    """Restore the state of a generator that :func:`generator_state` returned."""
     if isinstance(generator, torch.Generator):
         generator.set_state(torch.from_numpy(state))
     elif isinstance(generator, np.random.Generator):
@@ -191,11 +194,11 @@ def _with_arrays(state: Any) -> Any:
 
 @contextmanager
 def with_seed(seed: int, device: torch.device) -> Iterator[None]:
-    """Inside, torch draws from another stream, on the CPU and on a device; outside, the same numbers as before.
+    """Draw from another stream of torch's generators while entered; restore their states on exit.
 
     Args:
-        seed: An integer of 64 bits.
-        device: Where numbers are drawn.
+        seed: A 64-bit integer.
+        device: The device whose generator is seeded, in addition to the CPU's.
     """
     saved = torch_states(device)
     torch.default_generator.manual_seed(seed)
@@ -208,7 +211,10 @@ def with_seed(seed: int, device: torch.device) -> Iterator[None]:
 
 
 def peek_number() -> int:
-    """The number that comes next on the CPU, which stays where it is: the same on ranks whose streams are equal."""
+    """Return the next random number of the CPU generator without advancing the generator.
+
+    Ranks whose generators have equal states get the same number.
+    """
     saved = torch.default_generator.get_state()
     number = int(torch.randint(1 << 62, (), generator=torch.default_generator, device="cpu"))
     torch.default_generator.set_state(saved)
@@ -217,15 +223,16 @@ def peek_number() -> int:
 
 @contextmanager
 def own_draws(rank: int, device: torch.device) -> Iterator[None]:
-    """Inside, torch draws other numbers than on the other ranks of a group; outside, the same ones as before.
+    """Draw different numbers on each rank of a group while entered, from torch's generators.
 
-    The ranks of the group must come here together, with equal streams: each takes one number from its stream, and makes
-    another one from that and its rank. Where nothing is drawn inside, nothing is taken from the stream either. Nothing
-    else is remembered, so what is recomputed from a restored stream draws the same numbers again.
+    All ranks of the group must enter this together, with equal generator states. Each rank draws one number, and
+    derives its seed from this number and its rank. Outside, all ranks keep drawing the same numbers. If code inside
+    draws nothing, the generators are unchanged on exit. There is no other state, so a recomputation with restored
+    generators draws the same numbers again.
 
     Args:
-        rank: This rank inside the group.
-        device: Where numbers are drawn.
+        rank: This rank in the group.
+        device: The device whose generator is used, in addition to the CPU's.
     """
     before = torch_states(device)
     number = int(torch.randint(1 << 62, (), generator=torch.default_generator, device="cpu"))
@@ -244,9 +251,9 @@ def _cuda_generator(device: torch.device) -> torch.Generator:
 
 
 class RandomReplay:
-    """Records what is drawn from the generators once, and replays it later, unnoticed by others.
+    """A recording of the random numbers that some code draws, which can be drawn again later.
 
-    The states of numpy and `random` take long to restore; that is done only if something was drawn from them.
+    Restoring the states of numpy and `random` is slow, so they are restored only if they were used.
 
     Args:
         device: The device of the model.
@@ -257,7 +264,7 @@ class RandomReplay:
 
     @contextmanager
     def record(self) -> Iterator[None]:
-        """Around what draws."""
+        """Record which numbers are drawn while entered."""
         states, numpy, python = _all_states(self._device)
         yield
         drew_numpy = not all(map(np.array_equal, numpy, np.random.get_state()))
@@ -265,7 +272,7 @@ class RandomReplay:
 
     @contextmanager
     def replay(self) -> Iterator[None]:
-        """Inside, the same numbers are drawn again; afterwards the generators are as they were before."""
+        """Draw the recorded numbers again while entered; restore the generators on exit."""
         _, numpy, python = self._states
         numpy = None if numpy is None else np.random.get_state()
         outside = torch_states(self._device), numpy, None if python is None else random.getstate()
@@ -277,22 +284,22 @@ class RandomReplay:
 
 
 class RandomStreams:
-    """Two streams of random numbers inside a step, and the states outside of it, which neither changes.
+    """Two streams of random numbers inside a step. They do not change the states of the generators outside of the step.
 
     ::
 
         outside     ----.                                              .---->  as if no step had happened
                         | isolated()                                   |
-        user's code     `-- seed(step, i) --.           .-- goes on ---'       equal on every rank of the model group
+        user's code     `-- seed(step, i) --.           .-- continues -'       equal on every rank of the model group
                                             | layers()  |
         layers                              `-- own  ---'                      one stream per (stage, data rank)
 
-    Seeds are derived from coordinates and no state but a count lives between steps, so a resumed run draws what the
-    uninterrupted one would have drawn.
+    Seeds are derived from coordinates. Only counters are kept between steps, so a resumed run draws the same numbers as
+    an uninterrupted one.
 
     Args:
-        seed: The global seed, equal on all ranks.
-        data_rank: This rank inside its data-parallel group: replicas draw different numbers.
+        seed: The global seed, the same on all ranks.
+        data_rank: The data rank of this rank. Replicas draw different numbers.
         device: The device of the model.
     """
 
@@ -300,28 +307,30 @@ class RandomStreams:
         self._seed = seed
         self._data_rank = data_rank
         self._device = device
-        # The layers' stream of numpy is a generator of its own that takes the global one's place: copying the state
-        # costs 80 us, too much for each microbatch. (A second normal number that numpy has in store gets lost.)
+        # For layers, this generator replaces the global generator of numpy, because copying a state for each microbatch
+        # would take 80 us. (A second normal number that numpy has cached is lost.)
         self._layers_numpy = np.random.MT19937(0)
         self._numbers: Counter[str] = Counter()
         self._hooks = ExitStack()
         self._outside: list[tuple[Any, Any, Any]] = []
 
     def next_number(self, of: str) -> int:
-        """0, 1, 2, ...: a coordinate for what has none, such as the batches of evaluations.
+        """Return the next number of a counter: 0, 1, 2, ...
+
+        Events without a number of their own, such as evaluation batches, use it as a coordinate.
 
         Args:
-            of: The name of the count.
+            of: The name of the counter.
         """
         self._numbers[of] += 1
         return self._numbers[of] - 1
 
     def state_dict(self) -> dict[str, Any]:
-        """The seed, and the counts of :meth:`next_number`: all that has to be saved."""
+        """Return the seed and the counters of :meth:`next_number`."""
         return {"seed": self._seed, "numbers": dict(self._numbers)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Draw from here on what the streams with this state would have drawn."""
+        """Restore a seed and counters, so that the same numbers are drawn as with the streams that returned them."""
         self._seed = state["seed"]
         self._numbers = Counter(state["numbers"])
 
@@ -329,22 +338,24 @@ class RandomStreams:
         """Start the stream of the user's code.
 
         Args:
-            coordinates: What the numbers depend on beside seed and data rank, such as (step, microbatch).
+            coordinates: The coordinates of the seed in addition to seed and data rank, such as (step, microbatch).
         """
         seed_generators(derive_seed(self._seed, self._data_rank, *coordinates), self._device)
 
     def of_calls(self, *coordinates: int) -> Callable[[int], None]:
-        """Streams of torch's generators, one for each call of a step, whichever stages make it.
+        """Return a function that starts the stream of one call in a step, for torch's generators.
+
+        The stream does not depend on the stage that makes the call.
 
         Args:
-            coordinates: As in :meth:`seed_user`.
+            coordinates: The coordinates of the step, as in :meth:`seed_user`.
 
         Returns:
-            Starts the stream of the call of a number.
+            A function of the number of the call.
         """
 
         def seed(number: int) -> None:
-            # The constant keeps calls apart from layers and the user's code.
+            # The constant separates these seeds from the seeds of layers and of the user's code.
             value = derive_seed(self._seed, self._data_rank, *coordinates, -2, number)
             torch.default_generator.manual_seed(value)
             if self._device.type == "cuda":
@@ -353,17 +364,21 @@ class RandomStreams:
         return seed
 
     def begin_hooks(self, *coordinates: int) -> None:
-        """What hooks draw from here on is not noticed outside, until :meth:`end_hooks`; coordinates as for the user."""
+        """Seed the user's stream for hooks, and restore the states outside in :meth:`end_hooks`.
+
+        Args:
+            coordinates: The coordinates of the hooks, as in :meth:`seed_user`.
+        """
         self._hooks.enter_context(self.isolated())
         self.seed_user(*coordinates)
 
     def end_hooks(self) -> None:
-        """Hooks are over, if any have begun."""
+        """Restore the states from before :meth:`begin_hooks`, if it was called."""
         self._hooks.close()
 
     @contextmanager
     def isolated(self) -> Iterator[None]:
-        """Nothing that is drawn or seeded inside is noticed outside."""
+        """Restore the states of all generators on exit."""
         self._outside.append(_all_states(self._device))
         try:
             yield
@@ -372,7 +387,7 @@ class RandomStreams:
 
     @contextmanager
     def outside(self) -> Iterator[None]:
-        """Inside, the generators are in the states that they have outside of :meth:`isolated`."""
+        """Give the generators the states that they have outside of :meth:`isolated` while entered."""
         if not self._outside:
             yield
             return
@@ -385,16 +400,16 @@ class RandomStreams:
 
     @contextmanager
     def layers(self, stage: int, *coordinates: int) -> Iterator[None]:
-        """The stream of a stage's layers; afterwards the user's stream goes on where it was.
+        """Draw from the stream of a stage's layers while entered; continue the user's stream on exit.
 
         Args:
             stage: The global index of the stage.
-            coordinates: As in :meth:`seed_user`.
+            coordinates: The coordinates of the step, as in :meth:`seed_user`.
         """
         outside = get_bit_generator()
         saved = torch_states(self._device), None, random.getstate()
         set_bit_generator(self._layers_numpy)
-        # The constant keeps layers and the user's code apart where their coordinates are equal.
+        # The constant separates these seeds from the seeds of the user's code with equal coordinates.
         seed_generators(derive_seed(self._seed, self._data_rank, *coordinates, -1, stage), self._device)
         try:
             yield

@@ -1,4 +1,4 @@
-"""Attributes, entries of dictionaries, and forwards that are replaced for a while; modules that stay as they were."""
+"""Temporary replacements of attributes, dictionary entries and forwards, and contexts that restore modules."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from lightning_hybrid.distributed.random import (
 
 @contextmanager
 def replaced_attributes(owner: Any, **values: Any) -> Iterator[None]:
-    """Give attributes of an object other values while entered.
+    """Set attributes of an object to other values while entered.
 
     Args:
         owner: The object.
-        values: The values by name; the object has all of these attributes.
+        values: The values by name. The object must have all these attributes.
     """
-    is_class = isinstance(owner, type)  # whose attributes may be inherited, or descriptors
+    is_class = isinstance(owner, type)  # its attributes may be inherited, or descriptors
     before = {name: vars(owner).get(name, MISSING) if is_class else getattr(owner, name) for name in values}
     try:
         for name, value in values.items():
@@ -42,18 +42,19 @@ def replaced_attributes(owner: Any, **values: Any) -> Iterator[None]:
                 setattr(owner, name, value)
 
 
-#: In the place of a value: without this attribute or entry.
+#: Used in place of a value if an attribute or entry does not exist.
 MISSING = object()
 
 
 @contextmanager
 def replaced_entries(changes: Iterable[tuple[MutableMapping[Any, Any], Mapping[Any, Any]]]) -> Iterator[None]:
-    """Give entries of dictionaries other values while entered; entries that were missing are removed at the end.
+    """Set entries of dictionaries to other values while entered. Entries that did not exist are removed on exit.
 
-    Parameters and buffers are entries of a module's `_parameters` and `_buffers`, and attributes of ``vars(object)``.
+    Parameters and buffers of a module are entries of `_parameters` and `_buffers`. Attributes of an object are entries
+    of ``vars(object)``.
 
     Args:
-        changes: Each dictionary with its new entries; those that are `MISSING` are removed while entered.
+        changes: Each dictionary with its new entries. Entries whose value is `MISSING` are removed while entered.
     """
     found = [(table, dict(entries)) for table, entries in changes]
     before = [(table, {key: table.get(key, MISSING) for key in entries}) for table, entries in found]
@@ -74,17 +75,19 @@ def _set_entries(changes: Iterable[tuple[MutableMapping[Any, Any], Mapping[Any, 
 
 
 class Preserved:
-    """The state of modules, and of what is around them, which is put back at the end of a try.
+    """A context that restores the state of modules and related objects on exit.
 
-    The state is taken when this is made. It may be entered several times, so that several tries begin with it.
+    The state is saved when this object is made. The context can be entered several times, so that several tries begin
+    with the same state.
 
     Args:
-        owners: Modules and objects whose attributes and buffers are put back. Numbers in tensors are not, see
-            :func:`preserved_values`, nor are the entries of `_parameters`, some of which ZeRO exchanges in a step.
-        containers: Lists, sets, deques and dictionaries whose entries are put back.
-        generators: Generators of the user whose states are put back.
-        device: The device of the generators that all code draws from, such as those of torch and numpy; ``None`` leaves
-            them as they are.
+        owners: Modules and objects whose attributes and buffers are restored. Values of tensors are not restored, see
+            :func:`preserved_values`. Entries of `_parameters` are not restored either, because ZeRO exchanges some of
+            them in a step.
+        containers: Lists, sets, deques and dictionaries whose entries are restored.
+        generators: Generators of the user whose states are restored.
+        device: The device whose global generators (torch, numpy, `random`) are restored; ``None`` does not restore
+            global generators.
     """
 
     def __init__(
@@ -105,7 +108,7 @@ class Preserved:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Put the state back."""
+        """Restore the state."""
         for table, before in self._tables:
             restore(table, before)
         for container, before in self._contents:
@@ -118,7 +121,7 @@ class Preserved:
 
 @contextmanager
 def preserved_values(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Put back at the end, in place, the numbers that some tensors had. Autograd does not notice."""
+    """Restore the values of some tensors on exit, in place. Autograd does not detect the change."""
     before = [(tensor, tensor.detach().clone()) for tensor in tensors]
     try:
         yield
@@ -128,7 +131,7 @@ def preserved_values(tensors: Iterable[Tensor]) -> Iterator[None]:
 
 
 def copied_buffers(module: nn.Module) -> AbstractContextManager[None]:
-    """Let a module write copies of its buffers while entered."""
+    """Give a module copies of its buffers while entered, so that it does not modify the originals."""
     tables = (part._buffers for part in module.modules())
     return replaced_entries(
         (table, {name: buffer.clone() for name, buffer in table.items() if buffer is not None}) for table in tables
@@ -137,7 +140,7 @@ def copied_buffers(module: nn.Module) -> AbstractContextManager[None]:
 
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Let `torch.get_default_dtype` be another one while entered."""
+    """Change `torch.get_default_dtype` while entered."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -147,12 +150,12 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def tables_of(owner: Any) -> list[dict[str, Any]]:
-    """Return what holds the attributes and the buffers of a module, or the attributes of an object."""
+    """Return the dictionaries of an object's attributes and, for a module, of its buffers."""
     return [vars(owner), owner._buffers] if isinstance(owner, nn.Module) else [vars(owner)]
 
 
 def restore(table: dict[str, Any], before: Mapping[str, Any]) -> None:
-    """Make a table what it was; what is the same is not touched, as other threads may look at it."""
+    """Restore the entries of a table. An unchanged table is not written, because other threads may read it."""
     if list(table) == list(before) and all(map(operator.is_, table.values(), before.values())):
         return
     for name in [name for name in table if name not in before]:
@@ -163,11 +166,11 @@ def restore(table: dict[str, Any], before: Mapping[str, Any]) -> None:
 
 
 def refill(container: Any, before: Any) -> None:
-    """Make a container what it was, in place.
+    """Restore the contents of a container in place.
 
     Args:
         container: The container.
-        before: A copy of it.
+        before: A copy of the container from before.
     """
     same = (
         container == before
@@ -180,7 +183,7 @@ def refill(container: Any, before: Any) -> None:
 
 
 def entries_of(container: Any) -> Iterator[Any]:
-    """Return what a container holds, keys of a dictionary too."""
+    """Return the contents of a container. For a dictionary these are its keys and values."""
     return (part for entry in container.items() for part in entry) if isinstance(container, dict) else iter(container)
 
 
@@ -189,14 +192,15 @@ def replaced_forwards(
 ) -> AbstractContextManager[None]:
     """Replace the `forward` of each module while entered.
 
-    Afterwards names, copies and pickles of the modules are as before. What is entered later is called first::
+    On exit, names, copies and pickles of the modules are as before. A replacement that is entered later is called
+    first::
 
-        cut of the pipeline --> division of sequences --> recomputation --> region of a layer  -->  class of the layer
-                                (context parallelism)                       (context parallelism)   (tensor parallelism)
+        pipeline split --> sequence split        --> recomputation --> region of a layer     --> class of the layer
+                           (context parallelism)                       (context parallelism)     (tensor parallelism)
 
     Args:
-        modules: The modules, each of them once.
-        wrap: Takes a module and its forward, and returns the replacement.
+        modules: The modules, each one only once.
+        wrap: Receives a module and its forward, and returns the replacement.
     """
     return replaced_entries(
         (table, {"forward": wrap(module, table.get("forward") or _forward_of(module))})
@@ -206,5 +210,5 @@ def replaced_forwards(
 
 
 def _forward_of(module: nn.Module) -> Callable[..., Any]:
-    """Return the `forward` of a module's class, looked up at each call: a module may have another class for a while."""
+    """Return the `forward` of a module's class, looked up at each call: the class may change temporarily."""
     return lambda *args, **kwargs: type(module).forward(module, *args, **kwargs)

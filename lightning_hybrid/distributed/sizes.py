@@ -1,4 +1,4 @@
-"""Sizes of the axes for a number of processes, and the batches that make an optimizer step."""
+"""Sizes of the axes for a number of processes, and the number of batches in an optimizer step."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def resolve_sizes(world_size: int, requested: Mapping[str, Any]) -> Sizes:
 
     Args:
         world_size: The number of processes.
-        requested: By the label of each axis its size, or a list of allowed sizes; 1 for axes that are missing. The
-            size of the data axis may be ``"auto"``: as many ranks as the other axes leave.
+        requested: The size of each axis, or a list of allowed sizes, by the label of the axis. A missing axis has size
+            1. The size of the data axis may be ``"auto"``: the number of ranks that the other axes leave.
 
     Raises:
         ValueError: If no allowed sizes multiply to `world_size`.
@@ -62,18 +62,18 @@ def resolve_sizes(world_size: int, requested: Mapping[str, Any]) -> Sizes:
 
 
 def _product(axes: list[Axis], requested: Mapping[str, Any]) -> str:
-    """Return the preferred sizes of axes as the end of a product; optional axes of size 1 are left out."""
+    """Return the preferred sizes of axes as the end of a product; optional axes of size 1 are omitted."""
     sizes = {axis: preferred(requested[axis.label]) for axis in axes}
     factors = (f" x {axis.argument} ({size})" for axis, size in sizes.items() if size > 1 or not axis.is_optional)
     return "".join(factors)
 
 
 def accumulated_batches(global_batch_size: int, batch_size: int, data_parallel_size: int) -> int:
-    """How many batches of each replica make an optimizer step.
+    """Return the number of batches per replica in one optimizer step.
 
     Args:
-        global_batch_size: Samples of an optimizer step, of all replicas.
-        batch_size: Of the loader, on each replica.
+        global_batch_size: The samples of one optimizer step, over all replicas.
+        batch_size: The batch size of the loader on each replica.
         data_parallel_size: The number of replicas.
 
     Raises:

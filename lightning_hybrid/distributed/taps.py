@@ -1,4 +1,4 @@
-"""Forward hooks of the user's inside a layer: what they see leaves the layer beside its result."""
+"""Forward hooks of the user inside a layer, which the package calls later or with other tensors."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Tap(NamedTuple):
     """The name of a forward hook inside a layer; the same on every rank.
 
     Attributes:
-        module: The dotted name of its module in the layer.
-        position: Among the hooks of that module that are not this package's.
+        module: The dotted name of the hook's module within the layer.
+        position: The position among the hooks of this module, not counting hooks of this package.
     """
 
     module: str
@@ -31,7 +31,7 @@ class Tap(NamedTuple):
 
 
 class TappedCall(NamedTuple):
-    """One call of such a hook, to be made later.
+    """A call of such a hook, which is made later.
 
     Attributes:
         tap: The hook.
@@ -43,16 +43,16 @@ class TappedCall(NamedTuple):
 
 
 def is_own_hook(hook: Hook) -> bool:
-    """Return whether a hook is one of this package, and no part of the user's step."""
+    """Return True if a hook belongs to this package and not to the user's step."""
     return _module_of(hook).startswith("lightning_hybrid.")
 
 
 def find_taps(layer: nn.Module, *, of_torch: bool = True) -> list[Tap]:
-    """Return the hooks of others than this package on the modules inside a layer, but not on itself.
+    """Return the hooks on the modules inside a layer, without hooks on the layer itself or hooks of this package.
 
     Args:
         layer: The layer.
-        of_torch: If False, leave out hooks of torch, such as those that shard what a module returns.
+        of_torch: If False, omit hooks of torch, such as hooks that shard the output of a module.
     """
     inside = ((name, module) for name, module in layer.named_modules() if name and module._forward_hooks)
     return [
@@ -66,16 +66,16 @@ def find_taps(layer: nn.Module, *, of_torch: bool = True) -> list[Tap]:
 class Taps:
     """Hooks inside a layer that this package calls instead of torch: later, or with other tensors.
 
-    A rank that does not have the layer calls them too, with tensors of the rank that has it. So code around layers
-    that collects what hooks see (the logits of routers, for their loss) works on every rank. Where ranks divide a
-    sequence in the layer, hooks receive the whole sequence.
+    A rank without the layer also calls the hooks, with tensors of the rank that has the layer. So code around layers
+    that collects tensors in hooks, such as the logits of routers for a loss, works on every rank. If the layer computes
+    on sequence shards, its hooks receive the full sequence.
 
     Args:
         layer: The layer.
         taps: The hooks.
 
     Attributes:
-        names: The hooks, as passed.
+        names: The hooks.
     """
 
     def __init__(self, layer: nn.Module, taps: Collection[Tap]) -> None:
@@ -83,12 +83,12 @@ class Taps:
         self.names = frozenset(taps)
 
     def __len__(self) -> int:
-        """Return how many there are."""
+        """Return the number of hooks."""
         return len(self.names)
 
     @contextmanager
     def recording(self) -> Iterator[list[TappedCall]]:
-        """Inside, calls of the hooks are noted instead of made."""
+        """Record calls of the hooks while entered, instead of making the calls."""
         calls: list[TappedCall] = []
 
         def noting(tap: Tap, hook: Hook) -> Hook:
@@ -112,13 +112,14 @@ class Taps:
             yield
 
     def replay(self, calls: Sequence[TappedCall]) -> None:
-        """Make the calls, in their order.
+        """Make recorded calls, in their order.
 
         Args:
-            calls: What was noted; on other ranks with tensors that take the place of the layer's.
+            calls: The recorded calls. On ranks without the layer, they have other tensors in place of the layer's
+                tensors.
 
         Raises:
-            WrongUseError: If a hook wants to change what its module returns, which is too late.
+            WrongUseError: If a hook changes the output of its module, which is too late here.
         """
         for (name, position), given in calls:
             module = self._layer.get_submodule(name)
@@ -132,7 +133,7 @@ class Taps:
 
 
 class HookWatch:
-    """Notes which hooks inside a layer let tensors out of it; they are called as ever.
+    """A watch that finds hooks inside a layer that pass tensors out of the layer. The hooks are called as usual.
 
     Args:
         layer: The layer.
@@ -148,7 +149,7 @@ class HookWatch:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Inside, calls of the hooks are watched."""
+        """Watch calls of the hooks while entered."""
         with _replaced(self._layer, self._taps, self._watched):
             yield
 
@@ -159,7 +160,7 @@ class HookWatch:
             self._seen += [(tap, weakref.ref(leaf), leaf._version) for leaf in tensors]
             before = list(map(sys.getrefcount, tensors))
             result = hook(module, *given)
-            # Of a tensor that the layer returns, only this tells that the hook has kept it.
+            # If the layer returns the tensor, only the reference count shows that the hook has kept the tensor.
             if any(map(operator.gt, map(sys.getrefcount, tensors), before)):
                 self._keeping.add(tap)
             if result is not None:
@@ -169,15 +170,20 @@ class HookWatch:
         return watched
 
     def called(self) -> set[Tap]:
-        """Return the hooks that were called and could be called later: they change neither outputs nor see old ones."""
+        """Return the hooks that were called and could as well be called later.
+
+        These hooks did not change an output, and the tensors that they received were not modified in place afterwards.
+        """
         stale = {tap for tap, reference, version in self._seen if _is_written(reference(), version)}
         return self._called - self._changing - stale
 
     def escaped(self, is_known: Callable[[Tensor], bool]) -> set[Tap]:
-        """Return those of them that have kept a tensor, or seen one that is still there once the layer has returned.
+        """Return the hooks of :meth:`called` that have kept a tensor, or received a tensor that is still alive.
+
+        It is called after the layer has returned.
 
         Args:
-            is_known: Whether a tensor is there for another reason: the layer was given it, or returned it.
+            is_known: Returns True for a tensor that is alive for another reason: it is an input or output of the layer.
         """
         alive = {tap for tap, reference, _ in self._seen if _is_alive(reference(), is_known)}
         return (alive | self._keeping) & self.called()
@@ -193,7 +199,7 @@ def _foreign(module: nn.Module) -> list[tuple[int, Hook]]:
 
 @contextmanager
 def _replaced(layer: nn.Module, taps: Collection[Tap], replace: Callable[[Tap, Hook], Hook]) -> Iterator[None]:
-    """Inside, something else is called in the place of each hook, as it is called: with keywords or without."""
+    """Replace each hook while entered. The replacement is called like the hook: with keyword arguments or without."""
     replaced: list[tuple[Any, int, Hook]] = []
     for name in sorted({tap.module for tap in taps}):
         hooks = layer.get_submodule(name)._forward_hooks
@@ -206,7 +212,7 @@ def _replaced(layer: nn.Module, taps: Collection[Tap], replace: Callable[[Tap, H
         yield
     finally:
         for hooks, key, hook in replaced:
-            if key in hooks:  # else it was removed in between
+            if key in hooks:  # otherwise it has been removed meanwhile
                 hooks[key] = hook
 
 

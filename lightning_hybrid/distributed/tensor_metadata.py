@@ -1,4 +1,4 @@
-"""What can be known of a tensor without its numbers."""
+"""Functions that read only the metadata of a tensor, such as its shape, and no values."""
 
 from __future__ import annotations
 
@@ -10,12 +10,18 @@ from torch import Tensor
 
 
 def getters(*names: str) -> frozenset[Callable[..., Any]]:
-    """What the attributes of tensors of these names call, where this version of torch has them."""
+    """Return the getters of tensor attributes, which function modes receive as functions.
+
+    Attributes that this version of torch does not have are omitted.
+
+    Args:
+        names: The names of the attributes.
+    """
     found: list[Any] = [getattr(Tensor, name, None) for name in names]
     return frozenset(each.__get__ for each in found if hasattr(each, "__get__") and not callable(each))
 
 
-#: What only looks at a tensor's shape, dtype or place: too frequent to be followed, and the same for an absent one.
+#: Functions that read only metadata. Modes do not trace them: they are frequent, and work for fake tensors too.
 METADATA: frozenset[Callable[..., Any]] = getters(
     *("shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_leaf", "grad_fn", "names", "itemsize"),
     *("is_cuda", "is_cpu", "is_meta", "is_mps", "is_xpu", "is_sparse", "is_quantized", "is_nested", "_version"),

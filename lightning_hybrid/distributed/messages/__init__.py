@@ -1,1 +1,1 @@
-"""Messages of the host between ranks, and by these trees of values from one rank to others of its group."""
+"""Messages of the host between ranks, and broadcasts of trees of values that use these messages."""

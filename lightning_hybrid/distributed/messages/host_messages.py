@@ -1,4 +1,4 @@
-"""Messages of the host between ranks of a group: within a machine small ones go through a socket, without a thread."""
+"""Messages of the host between ranks of a group. On one node, small messages use sockets, without a thread."""
 
 from __future__ import annotations
 
@@ -26,57 +26,59 @@ from torch import Tensor
 from lightning_hybrid.distributed.process_group import GroupRef
 from lightning_hybrid.distributed.tensor_bytes import bytes_tensor
 
-#: Bytes of the largest message that goes through a socket.
+#: The largest message, in bytes, that is sent through a socket.
 LARGEST_EAGER = 65536
-#: Ranks of a machine up to which each is connected with each: that is a socket to each.
+#: The largest number of ranks on a node whose pairs are connected: each rank needs a socket per peer.
 MOST_CONNECTED = 256
 
-_ROOM = 1 << 20  # bytes that a socket is to have room for; the kernel gives at most what `net.core.wmem_max` says
-_MOST_UNSENT = 1024  # messages for one rank that have found no room; then the sender waits
-_CONNECT = 0  # the tag by which sockets are agreed on
+_ROOM = 1 << 20  # bytes of the buffer requested for a socket; the kernel limits it to `net.core.wmem_max`
+_MOST_UNSENT = 1024  # messages to one rank for which its socket has no room; with more, the sender waits
+_CONNECT = 0  # the tag of the messages that set up sockets
 _TAG = struct.Struct("I")
 _SECRET = 16  # bytes
-_LONGEST_POLL = 1e6  # seconds: the kernel counts milliseconds in 31 bits
-_LOOK = 1e-3  # seconds between two looks whether a socket has had room
-_PLAIN = torch.Tensor, torch.nn.Parameter  # whose memory is their own
+_LONGEST_POLL = 1e6  # seconds; the kernel stores milliseconds in 31 bits
+_LOOK = 1e-3  # seconds between two checks for room in a socket
+_PLAIN = torch.Tensor, torch.nn.Parameter  # types of tensors that have memory
 _ALL: WeakSet[HostMessages] = WeakSet()
 
 
 class Work(Protocol):
-    """What a process group returns of a message that is under way."""
+    """A pending message, as a process group returns it."""
 
     def wait(self) -> Any:
-        """Return when it has been received, or when its tensor is no longer needed."""
+        """Wait until the message has been received, or until the tensor of a sent message may be modified."""
 
 
 class HostMessages:
-    """Sends and receives tensors of the host, as a process group does: each sender's k-th of a tag meets the k-th here.
+    """Messages of the host between ranks, with the interface of a process group.
 
-    gloo hands every message to a thread of its own, which turns in a circle while the other one has the lock of the
-    connection: on few cores that is up to the kernel's next tick, milliseconds. Between two ranks of one machine a
-    message of up to :data:`LARGEST_EAGER` bytes goes the way that MPI calls eager: the kernel keeps a copy until the
-    receiver looks. Both sides know the length, and so the way::
+    The k-th send with a tag to a rank matches the k-th receive with this tag on that rank.
+
+    gloo passes each message to a thread, which busy-waits while another thread has the lock of the connection. With few
+    cores, this lasts until the kernel's next tick, several milliseconds. Therefore, a message of up to
+    :data:`LARGEST_EAGER` bytes between two ranks of one node is sent eagerly, as MPI calls it: the kernel keeps a copy
+    until the receiver takes it. Both ranks know the length of a message, and so its path::
 
         sender      send a ---.     send b ---.            (compute)
                               v               v
         socket      . . . . . [a] . . . . . . [a b] . . .  [ ] . .
                                                             ^
-        receiver                         post a             `- wait a: takes a, and b, which nobody has posted yet
+        receiver                         post a             `- wait a: takes a, and b, which is not posted yet
 
-    Whoever waits takes what has come from any rank, also for receives that are posted later. Nobody waits for a send:
-    what finds no room in a socket is copied, and sent by a thread that runs until all of that is sent. So a rank may go
-    on to a collective, and wait there for one that waits for its message, as with gloo.
+    A waiting rank takes messages from all ranks, even messages whose receives are posted later. A send does not wait:
+    if a socket has no room, the message is copied, and a thread sends it later. So a rank may continue to a collective,
+    and wait there for a rank that waits for its message, as with gloo.
 
-    When the group is destroyed, the sockets are shut down: its ranks notice, as those of a gloo group do.
+    When the group is destroyed, the sockets are shut down, so that peers notice, as they do with gloo.
 
     Args:
-        group: The ranks, over gloo: takes what is large, or for another machine.
-        sockets: By rank inside of the group, what :func:`connect` has connected.
-        timeout: After so long a wait fails.
+        group: The ranks, over gloo. It sends large messages and messages to other nodes.
+        sockets: The sockets that :func:`connect` has connected, by rank in the group.
+        timeout: The time after which a wait fails.
 
     Attributes:
-        timeout: That, in seconds.
-        rank: This rank, inside of the group.
+        timeout: The timeout in seconds.
+        rank: This rank in the group.
         ranks: The global ranks of the group.
     """
 
@@ -93,19 +95,19 @@ class HostMessages:
         weakref.finalize(group, _shut_down, list(self._peers.values())).atexit = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HostMessages:
-        """Itself, as a group: callbacks copy modules, and what refers to this."""
+        """Return the same object, as for a group: callbacks copy modules, which may refer to this object."""
         return self
 
     def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Work | None:
         """Send a tensor.
 
         Args:
-            tensors: One, contiguous. It must not change until what is returned has been waited for.
-            peer: The receiver's rank inside of the group.
-            tag: Of the message.
+            tensors: A list of one contiguous tensor. It must not be modified before the returned work has ended.
+            peer: The receiver's rank in the group.
+            tag: The tag of the message.
 
         Returns:
-            What is to be waited for; ``None`` if there is a copy.
+            The pending message; ``None`` if the message has been copied.
 
         Raises:
             DistNetworkError: If the receiver has left.
@@ -113,15 +115,24 @@ class HostMessages:
         [tensor] = tensors
         connected = self._peers.get(peer)
         if connected is None or tensor.nbytes > LARGEST_EAGER:
-            group: Any = self._group.weak()  # at every message: no call of Python
+            group: Any = self._group.weak()  # hot path: `self._group()` would be a call of Python code
             return group.send(tensors, peer, tag)  # type: ignore[no-any-return]
-        if type(tensor) not in _PLAIN:  # as the results of functional collectives, which have no memory of their own
+        if type(tensor) not in _PLAIN:  # for example results of functional collectives, which have no memory
             tensor = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
         connected.send(tensor, tag)
         return None
 
     def recv(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Work:
-        """Post the receive of a tensor; arguments as for :meth:`send`, of the sender."""
+        """Post the receive of a tensor.
+
+        Args:
+            tensors: A list of one contiguous tensor, which gets the values.
+            peer: The sender's rank in the group.
+            tag: The tag of the message.
+
+        Returns:
+            The pending message.
+        """
         [tensor] = tensors
         connected = self._peers.get(peer)
         if connected is None or tensor.nbytes > LARGEST_EAGER:
@@ -130,43 +141,43 @@ class HostMessages:
         return connected.post(tensor, tag)
 
     def flush(self) -> None:
-        """Wait until the kernel has all that has been sent."""
+        """Wait until the kernel has copied all messages that were sent."""
         for peer in self._peers.values():
             peer.flush()
 
     def wait_any(self, seconds: float) -> None:
-        """Wait until something comes, and take it.
+        """Wait until a message arrives, and take it.
 
         Args:
-            seconds: So long at most; not negative.
+            seconds: The longest time to wait; not negative.
         """
         for descriptor, _ in self._poll.poll(seconds * 1000):
             self._by_descriptor[descriptor].take()
 
     def forget(self, connected: socket.socket) -> None:
-        """Nothing comes from there any more."""
+        """Stop polling a socket, from which no more messages arrive."""
         self._poll.unregister(connected.fileno())
 
     def shut_down(self) -> None:
-        """Wake whoever waits, here in another thread, and on the other sides."""
+        """Shut the sockets down. This wakes waiting threads in this process and on the peers."""
         _shut_down(self._peers.values())
 
     def abandon(self) -> None:
-        """After a failure: close the sockets, so that others notice."""
+        """Close the sockets after a failure, so that peers notice."""
         self.shut_down()
         self.close()
 
     def close(self) -> None:
-        """Close the sockets of this process."""
+        """Close the sockets in this process."""
         for peer in self._peers.values():
             peer.close()
 
 
 class _Peer:
-    """A rank to which there is a socket.
+    """A rank to which this rank has a socket.
 
     Attributes:
-        socket: Keeps the bounds of messages.
+        socket: The socket, which preserves the boundaries of messages.
         rank: The global rank.
     """
 
@@ -186,16 +197,16 @@ class _Peer:
     def __init__(self, messages: HostMessages, connected: socket.socket, rank: int) -> None:
         self._messages, self.socket, self.rank = messages, connected, rank
         self._is_open = True
-        self._unsent: deque[bytes] = deque()  # what found no room
-        self._thread: threading.Thread | None = None  # that sends it
-        self._lock = threading.Lock()  # of these two
-        self._error: OSError | None = None  # with which it has ended
-        # By tag; for none of them both have something.
+        self._unsent: deque[bytes] = deque()  # messages for which the socket had no room
+        self._thread: threading.Thread | None = None  # sends these messages
+        self._lock = threading.Lock()  # protects the two attributes above
+        self._error: OSError | None = None  # ended the thread
+        # By tag. At most one of the two has entries for a tag.
         self._posted: defaultdict[int, deque[_Receive]] = defaultdict(deque)
         self._arrived: defaultdict[int, deque[bytes]] = defaultdict(deque)
 
     def send(self, tensor: Tensor, tag: int) -> None:
-        """Give the kernel a message, or keep a copy for when it has room."""
+        """Pass a message to the kernel, or copy it until the kernel has room."""
         data = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
         with self._lock:
             if not self._is_open or self._error is not None:
@@ -209,13 +220,13 @@ class _Peer:
                 except ConnectionError as error:
                     raise self._gone() from error
                 thread = threading.Thread(target=self._send_rest, name="lightning_hybrid-send", daemon=True)
-                thread.start()  # it waits for the lock
+                thread.start()  # the thread waits for the lock
                 self._thread = thread
             self._unsent.append(bytes(data) + _TAG.pack(tag))
         self.flush(_MOST_UNSENT)
 
     def _send_rest(self) -> None:
-        """On a thread: send what found no room, in its order."""
+        """Send copied messages in their order, on a thread."""
         while True:
             with self._lock:
                 if not self._unsent:
@@ -231,7 +242,7 @@ class _Peer:
                 self._unsent.popleft()
 
     def post(self, tensor: Tensor, tag: int) -> _Receive:
-        """Receive the next message of a tag."""
+        """Post a receive of the next message with a tag."""
         receive = _Receive(self, tensor)
         arrived = self._arrived[tag]
         if arrived:
@@ -241,10 +252,10 @@ class _Peer:
         return receive
 
     def take(self) -> None:
-        """Take one message from the kernel, for whoever has posted its receive."""
+        """Take one message from the kernel, for a posted receive or for a later one."""
         try:
             message = self.socket.recv(LARGEST_EAGER + _TAG.size, socket.MSG_DONTWAIT)
-        except (BlockingIOError, ConnectionResetError):  # it left something unread: what it sent before comes now
+        except (BlockingIOError, ConnectionResetError):  # after a reset, earlier messages can still be read
             return
         if not message:
             self.close()
@@ -257,7 +268,11 @@ class _Peer:
             self._arrived[tag].append(message)
 
     def flush(self, most: int = 0) -> None:
-        """Wait until at most so many messages have found no room yet."""
+        """Wait until the socket has had room for all but some messages.
+
+        Args:
+            most: The number of messages that may remain.
+        """
         if len(self._unsent) > most:
             self.wait_while(lambda: self._is_sending(most), longest_poll=_LOOK)
 
@@ -267,14 +282,14 @@ class _Peer:
         return len(self._unsent) > most
 
     def wait_while(self, is_pending: Callable[[], bool], longest_poll: float = _LONGEST_POLL) -> None:
-        """Take messages of all ranks until this one has done something.
+        """Take messages from all ranks while a condition is true.
 
         Args:
-            is_pending: Whether it has not.
-            longest_poll: So many seconds pass at most until that is asked again, if nothing comes.
+            is_pending: Returns True until this peer has done what is waited for.
+            longest_poll: The seconds after which the condition is checked again if no message arrives.
 
         Raises:
-            DistNetworkError: If it has left, or does not do it in time.
+            DistNetworkError: If this peer has left, or the timeout has passed.
         """
         deadline = time.monotonic() + self._messages.timeout
         while is_pending():
@@ -287,14 +302,14 @@ class _Peer:
             self._messages.wait_any(min(seconds, longest_poll))
 
     def __del__(self) -> None:
-        """Python warns of sockets that nobody has closed."""
+        """Close the socket, because Python warns about open sockets."""
         self.socket.close()
 
     def _gone(self) -> dist.DistNetworkError:
         return dist.DistNetworkError(f"Connection closed by rank {self.rank}")
 
     def close(self) -> None:
-        """Close the socket; nothing comes from there any more."""
+        """Close the socket, and stop polling it."""
         if self._is_open:
             self._is_open = False
             self._messages.forget(self.socket)
@@ -311,7 +326,7 @@ class _Receive:
         self._tensor: Tensor | None = tensor
 
     def fill(self, message: bytes) -> None:
-        """Its message is here; at its end there is the tag."""
+        """Copy a message, which ends with its tag, into the tensor."""
         tensor = self._tensor
         assert tensor is not None
         if len(message) != tensor.nbytes + _TAG.size:
@@ -321,30 +336,30 @@ class _Receive:
         self._tensor = None
 
     def wait(self) -> None:
-        """Return when the tensor has its values."""
+        """Wait until the tensor has its values."""
         if self._tensor is not None:
             self._peer.wait_while(lambda: self._tensor is not None)
 
 
 def connect(group: dist.ProcessGroup, local: Iterable[int], timeout: timedelta) -> HostMessages:
-    """Connect the ranks of a group that are on one machine; all of them call this.
+    """Connect the ranks of a group that are on one node; all of these ranks call this.
 
     ::
 
-        lower rank     listens, invites ------>                                    accepts if so
-        higher rank                             connects, says whether it could ------>
+        lower rank     listens, invites ------>                                         accepts if connected
+        higher rank                             connects, reports whether it did ------>
 
-    An invitation has the socket's name, which is seen on the whole machine, and a secret, which is not. Ranks that are
-    on one machine but cannot connect, as those of two containers, talk over the group.
+    An invitation consists of the name of a socket, which all processes of the node can see, and a secret, which only
+    ranks know. Ranks that are on one node but cannot connect, such as ranks in two containers, use the group.
 
     Args:
-        group: Over gloo.
-        local: The ranks inside of the group that are on the machine of this one.
-        timeout: Of each message, and of connecting.
+        group: The group, over gloo.
+        local: The ranks in the group that are on this node.
+        timeout: The timeout of each message and of this function.
     """
     own = group.rank()
     others = sorted(set(local) - {own})
-    if sys.platform != "linux" or len(others) >= MOST_CONNECTED:  # elsewhere sockets have no names without a file
+    if sys.platform != "linux" or len(others) >= MOST_CONNECTED:  # only Linux has names of sockets without files
         others = []
     lower, higher = [peer for peer in others if peer < own], [peer for peer in others if peer > own]
     name, secret = secrets.token_bytes(_SECRET), secrets.token_bytes(_SECRET)
@@ -371,13 +386,13 @@ def connect(group: dist.ProcessGroup, local: Iterable[int], timeout: timedelta) 
     for work in sends:
         work.wait()
     for connected in sockets.values():
-        connected.setblocking(True)  # or Python waits by itself
+        connected.setblocking(True)  # with a timeout, Python would poll before each call
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _ROOM)
     return HostMessages(group, sockets, timeout)
 
 
 def _listen(name: bytes, most: int) -> socket.socket | None:
-    """On the lower rank; ``None`` where the system does not allow it."""
+    """Return a listening socket on the lower rank; ``None`` if the system does not allow it."""
     try:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     except OSError:
@@ -392,7 +407,7 @@ def _listen(name: bytes, most: int) -> socket.socket | None:
 
 
 def _accept_invitation(group: dist.ProcessGroup, peer: int) -> socket.socket | None:
-    """On the higher rank; ``None`` if it cannot connect."""
+    """Return a socket to the lower rank, on the higher rank; ``None`` if it cannot connect."""
     invitation = torch.zeros(2 * _SECRET, dtype=torch.uint8)
     group.recv([invitation], peer, _CONNECT).wait()
     name, secret = bytes(invitation[:_SECRET].numpy()), bytes(invitation[_SECRET:].numpy())
@@ -411,7 +426,10 @@ def _accept_invitation(group: dist.ProcessGroup, peer: int) -> socket.socket | N
 
 
 def _peer_of(connected: socket.socket, secret: bytes) -> int | None:
-    """On the lower rank: who has connected; ``None`` if it has not said the secret, which ranks have by now."""
+    """Return the rank that has connected to the lower rank; ``None`` if it has not sent the secret.
+
+    Ranks send the secret before they report the connection, so this does not wait.
+    """
     try:
         message = connected.recv(_SECRET + _TAG.size, socket.MSG_DONTWAIT)
     except OSError:
@@ -422,20 +440,20 @@ def _peer_of(connected: socket.socket, secret: bytes) -> int | None:
 
 
 def _shut_down(peers: Iterable[_Peer]) -> None:
-    """Wake whoever waits, here in another thread, and on the other sides."""
+    """Shut sockets down. This wakes waiting threads in this process and on the peers."""
     for peer in peers:
         with suppress(OSError):
             peer.socket.shutdown(socket.SHUT_RDWR)
 
 
 def shut_down_sockets() -> None:
-    """Wake whoever waits for a message of the host, here and on the other sides; for a thread beside the run."""
+    """Wake all waits for messages of the host, in this process and on the peers. A background thread may call this."""
     for messages in list(_ALL):
         messages.shut_down()
 
 
 def _close_copies() -> None:
-    """In a process that was forked: as long as it had the sockets too, nobody would notice that this rank ends."""
+    """Close the sockets in a forked process. If it kept them open, peers would not notice when this rank exits."""
     for messages in list(_ALL):
         messages.close()
 

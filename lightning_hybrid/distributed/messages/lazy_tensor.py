@@ -1,4 +1,4 @@
-"""A tensor whose numbers are fetched once something reads them."""
+"""A tensor whose values are fetched when they are first read."""
 
 from __future__ import annotations
 
@@ -17,26 +17,27 @@ _NAMES = (
     *("unsqueeze", "squeeze", "flip", "detach", "contiguous"),
     *("float", "double", "half", "bfloat16", "long", "int", "bool"),
 )
-# What these make of a tensor is as lazy as that is: which numbers go where depends on its shape alone.
+# The result for a lazy tensor is lazy too: these functions only move or convert values.
 _LAZY = {getattr(owner, name) for owner in (torch, Tensor) for name in _NAMES if callable(getattr(owner, name, None))}
 
 
 class LazyTensor(Tensor):
-    """A tensor that knows its shape, dtype and device, and gets its numbers when they are read.
+    """A tensor that knows its shape, dtype and device, and gets its values when they are first read.
 
     ::
 
-        x.shape, len(x), x.device             as of any tensor
+        x.shape, len(x), x.device             as for any tensor
         x.split(2), x.flatten(1), x.float()   lazy tensors
-        x + 1, layer(x), x.tolist()           the numbers are there from here on, and `x` is what they are
+        x + 1, layer(x), x.tolist()           fetch the values; from now on `x` uses the tensor with the values
 
-    What is written into it is seen in all that shares its memory, as it is written into the tensor with the numbers.
+    Values written into it are seen by all tensors that share its memory, because they are written into the tensor with
+    the values.
 
     Args:
-        like: A tensor of its shape, strides and dtype, which may have no numbers.
-        device: Where it is said to be, and its numbers will be.
-        make: Gives the numbers.
-        note_read: Called when something reads them, and not only looks.
+        like: A tensor with its shape, strides and dtype, for example on the meta device.
+        device: The device that it reports, on which the values will be.
+        make: Returns the tensor with the values.
+        note_read: Called when the values are first read by other code than :func:`peek`.
     """
 
     _make: Callable[[], Tensor]
@@ -47,7 +48,7 @@ class LazyTensor(Tensor):
     def __new__(
         cls, like: Tensor, device: torch.device, make: Callable[[], Tensor], note_read: Callable[[], object]
     ) -> LazyTensor:
-        """Make one."""
+        """Return a new lazy tensor."""
         made: LazyTensor = Tensor._make_wrapper_subclass(
             cls, like.shape, strides=like.stride(), dtype=like.dtype, device=device
         )
@@ -55,10 +56,10 @@ class LazyTensor(Tensor):
         return made
 
     def materialize(self, *, reads: bool = True) -> Tensor:
-        """A tensor with the numbers, always the same one.
+        """Return the tensor with the values, which is always the same one.
 
         Args:
-            reads: Whether something reads them, and not only looks.
+            reads: If True, this counts as reading the values.
         """
         if self._value is None:
             self._value = self._make()
@@ -69,10 +70,10 @@ class LazyTensor(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """A call: of what only looks at the shape, of what only moves numbers, or of anything else."""
+        """Call a function: on metadata, lazily if it only moves values, or else on the tensors with the values."""
         kwargs = kwargs or {}
         first = args[0] if args else None
-        if isinstance(first, LazyTensor) and first._is_read:  # what was read may have been given another shape
+        if isinstance(first, LazyTensor) and first._is_read:  # code that has read it may have changed its shape
             return func(first.materialize(), *args[1:], **kwargs)
         if func in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
@@ -92,13 +93,13 @@ class LazyTensor(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """An operator that was not called as a function of torch."""
+        """Call an operator on the tensors with the values."""
         args, kwargs = map_leaves(_materialized, (args, kwargs or {}))
         return func(*args, **kwargs)
 
 
 def peek(tensor: Tensor) -> Tensor:
-    """The tensor with numbers, without that they count as read."""
+    """Return the tensor with the values, without counting this as reading."""
     return tensor.materialize(reads=False) if isinstance(tensor, LazyTensor) else tensor
 
 
@@ -115,7 +116,7 @@ def _moved(tensor: LazyTensor, device: torch.device, kwargs: Any) -> LazyTensor:
 
 
 def _later(tensor: LazyTensor, call: Callable[[Tensor], Any]) -> Any:
-    """What a call will make of a tensor: a lazy tensor, or several."""
+    """Return the lazy results of a call on a lazy tensor: a lazy tensor, or a tree of lazy tensors."""
     shape, strides = tensor.shape, tensor.stride()
     shaped, spec = flatten(call(torch.empty_strided(shape, strides, dtype=tensor.dtype, device="meta")))
 

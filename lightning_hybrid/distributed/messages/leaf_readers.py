@@ -1,4 +1,4 @@
-"""Which ranks read which tensors of batches: the others need not get them."""
+"""The ranks that read each tensor of a batch: other ranks need not receive the tensor."""
 
 from __future__ import annotations
 
@@ -21,47 +21,48 @@ from lightning_hybrid.distributed.process_group import GroupRef
 from lightning_hybrid.distributed.pytree import TreeMeta
 from lightning_hybrid.distributed.tensor_bytes import as_bytes
 
-_LEAST = 1 << 14  # bytes of a tensor that are worth a question
-_MOST_KEPT = 4  # batches whose tensors can be fetched: that before a step, its own, and what has been loaded since
-_MOST_FORMS = 16  # whose readers are looked for: where shapes always differ, each would be a question
-_CHUNK = 1 << 22  # bytes of an entry of the store, which takes no more than 8 MiB at a time
-_PAUSE = 0.02  # seconds between two looks at the store
+_LEAST = 1 << 14  # bytes of the smallest tensor whose readers are determined
+_MOST_KEPT = 4  # batches whose tensors can be fetched: the previous batch, the current one, and prefetched ones
+_MOST_FORMS = 16  # forms whose readers are determined; if shapes always differ, each form would take a collective
+_CHUNK = 1 << 22  # bytes of an entry of the store, which accepts at most 8 MiB
+_PAUSE = 0.02  # seconds between two reads of the store
 
 
 class _Store(Protocol):
-    """What is needed of `torch.distributed.Store`."""
+    """The methods of `torch.distributed.Store` that are used here."""
 
     def add(self, key: str, amount: int) -> int:
-        """Count."""
+        """Increase a counter, and return its value."""
 
     def set(self, key: str, value: Any) -> None:
-        """Write."""
+        """Write an entry."""
 
     def get(self, key: str) -> bytes:
-        """Read."""
+        """Return an entry."""
 
     def check(self, keys: list[str]) -> bool:
-        """Whether all keys have been written."""
+        """Return True if all keys exist."""
 
     def delete_key(self, key: str) -> bool:
-        """Forget."""
+        """Delete an entry."""
 
 
 class LeafFetch:
-    """Gets tensors of batches that were not sent from the rank that has them, through the store of all ranks.
+    """Requests for tensors of batches that were not sent, to the rank that loads the batches, through the store.
 
     ::
 
-        a rank in its step      asks: which loader, batch, leaf --.         .--> waits for the bytes
-        the source's watcher                                      `--> answers
+        a rank in its step      asks: loader, batch, leaf ---------.         .--> waits for the bytes
+        the source's watcher                                       `--> answers
 
-    The source may be waiting for that rank in its own step, so it is its watcher that answers, within half a second.
+    The source may be waiting for the requesting rank in its own step. Therefore its watcher thread answers, within half
+    a second.
 
     Args:
-        store: What all ranks see.
-        watched: A clone of it, for the watcher.
-        key: The key of something in the store that belongs to this run.
-        is_over: Whether the run is over or a rank has failed, so that nobody may answer.
+        store: A store that all ranks see.
+        watched: Another client of the store, for the watcher.
+        key: Returns the key of an entry of this run.
+        is_over: Returns True if the run is over or a rank has failed, so that no rank may answer.
     """
 
     def __init__(self, store: _Store, watched: _Store, key: Callable[[str], str], is_over: Callable[[], bool]) -> None:
@@ -70,56 +71,56 @@ class LeafFetch:
         self._num_loaders = self._num_answered = 0
 
     def begin(self) -> None:
-        """A run begins."""
+        """Begin a run."""
         self._loaders.clear()
         self._num_loaders = self._num_answered = 0
 
     def add(self, readers: LeafReaders) -> int:
-        """A loader, of which each rank adds one at the same time; returns its number."""
+        """Register a loader, and return its number. All ranks must register their loaders in the same order."""
         self._num_loaders += 1
         self._loaders[self._num_loaders] = ref(readers)
         return self._num_loaders
 
     def _living(self) -> list[LeafReaders]:
-        """The loaders that are still used."""
+        """Return the loaders that still exist."""
         return [readers for readers in (reference() for reference in list(self._loaders.values())) if readers]
 
     def end(self) -> None:
-        """Before the run ends, on all ranks: what somebody has kept is fetched while it is there."""
+        """Fetch all tensors that this rank still refers to. All ranks call this before the run ends."""
         for readers in self._living():
             readers.fetch_kept(before=None)
 
     def look(self) -> None:
-        """On the watcher's thread: answer what has been asked since."""
+        """Answer new requests, on the watcher's thread."""
         if not any(readers.keeps for readers in self._living()):
             return
         me = dist.get_rank()
         while self._num_answered < self._watched.add(self._key(f"leaf/{me}"), 0):
             question = self._key(f"leaf/{me}/{self._num_answered + 1}")
             if not self._watched.check([question]):
-                return  # it is just being written
+                return  # the request is being written
             loader, batch, leaf, reader = map(int, self._watched.get(question).split())
             self._watched.delete_key(question)
             self._num_answered += 1
             data = b""
-            with suppress(Exception):  # whatever it is, who asks must not wait in vain
+            with suppress(Exception):  # answer after any error, because the other rank waits
                 readers = self._loaders[loader]()
                 data = b"" if readers is None else readers.find(batch, leaf, reader)
             for number, begin in enumerate(range(0, max(1, len(data)), _CHUNK)):
                 self._watched.set(f"{question}/{number}", data[begin : begin + _CHUNK])
 
     def ask(self, readers: LeafReaders, source: int, question: tuple[int, int, int, int], into: Tensor) -> bool:
-        """Get a tensor.
+        """Request a tensor and wait for it.
 
         Args:
-            readers: Of its loader.
-            source: The global rank that has it.
-            question: The number of the loader and that of the batch in it, the position of the leaf, and the rank in
-                its group that asks.
-            into: Where it is written.
+            readers: The loader of the batch.
+            source: The global rank that has the tensor.
+            question: The number of the loader, the number of the batch, the position of the leaf, and this rank in its
+                group.
+            into: A tensor that gets the values.
 
         Returns:
-            Whether it was still there.
+            True if the source still had the tensor.
         """
         if self._is_over() or not any(readers is each for each in self._living()):
             return False
@@ -140,7 +141,7 @@ class LeafFetch:
 
 
 class _Noted(NamedTuple):
-    """A batch that all ranks have got, with what this one has read of it."""
+    """A batch that all ranks have received, with a record of the leaves that this rank has read."""
 
     number: int
     meta: TreeMeta
@@ -148,7 +149,7 @@ class _Noted(NamedTuple):
 
 
 class _Kept(NamedTuple):
-    """Tensors of a batch that have not been sent to all, by their positions, with their versions."""
+    """The tensors of a batch that were not sent to all ranks, by position, with their versions."""
 
     number: int
     meta: TreeMeta
@@ -156,22 +157,22 @@ class _Kept(NamedTuple):
 
 
 class LeafReaders:
-    """Finds out which ranks read which tensors of a loader's batches, so that the others need not get them.
+    """A search for the ranks that read each tensor of a loader's batches. Other ranks need not receive the tensor.
 
     ::
 
-        the first batch of a form    goes to all, and each rank notes what it reads of it
-        before the next but one      an all-gather of these notes: once for each form, where there are large tensors
-        from then on                 a tensor goes to its readers; the others have a lazy tensor in its place
-        who reads that after all     fetches it, and is one of its readers from the next batch on
-        who keeps it for later       likewise, before the source lets go of it
+        first batch of a form          all ranks receive everything, and each rank records the tensors that it reads
+        before the batch after next    an all-gather of the records, once for each form with large tensors
+        later batches                  a tensor is sent to its readers; other ranks get a lazy tensor in its place
+        if a rank reads it later       the rank fetches the tensor, and is a reader from the next batch on
+        if a rank only keeps it        the same happens before the source drops the tensor
 
-    A form is what a batch is without its numbers: containers, shapes, dtypes.
+    The form of a batch consists of its containers, shapes and dtypes.
 
     Args:
         group: The model group, over gloo.
-        source: The rank in it that has the batches.
-        fetch: Gets what has not been sent.
+        source: The rank in the group that loads the batches.
+        fetch: Fetches tensors that were not sent.
     """
 
     def __init__(self, group: dist.ProcessGroup, source: int, fetch: LeafFetch) -> None:
@@ -183,15 +184,15 @@ class LeafReaders:
         self._noted: deque[_Noted] = deque()
         self._readers: dict[TreeMeta, Readers] = {}
         self._kept: deque[_Kept] = deque(maxlen=_MOST_KEPT)
-        self._unsent: deque[tuple[int, ReferenceType[LazyTensor]]] = deque()  # with the numbers of their batches
+        self._unsent: deque[tuple[int, ReferenceType[LazyTensor]]] = deque()  # with the number of the batch
 
     @property
     def keeps(self) -> bool:
-        """Whether this rank has tensors that others may ask for."""
+        """True if this rank keeps tensors that other ranks may request."""
         return len(self._kept) > 0
 
     def settle(self) -> None:
-        """Before the next batch, on all ranks: compare notes on those of which a step has been made on each."""
+        """Exchange the records of batches whose steps have ended on all ranks, which call this before each batch."""
         self.fetch_kept(before=self._number)
         while self._noted and self._noted[0].number < self._number:
             _, meta, is_read = self._noted.popleft()
@@ -202,25 +203,30 @@ class LeafReaders:
             self._readers[meta] = tuple(map(self._readers_of, meta.leaves, columns))
 
     def fetch_kept(self, *, before: int | None) -> None:
-        """Fetch what was not sent and is still held by somebody, of batches before one, or of all.
+        """Fetch the tensors that were not sent and to which this rank still refers.
 
         Args:
-            before: The number of that batch.
+            before: Only tensors of batches before this number are fetched; ``None`` for all batches.
         """
         while self._unsent and (before is None or self._unsent[0][0] < before):
             tensor = self._unsent.popleft()[1]()
             if tensor is not None:
-                with suppress(WrongUseError):  # who only keeps it need not be told that it cannot be read
+                with suppress(WrongUseError):  # code that only keeps the tensor may never read it
                     tensor.materialize()
 
     def _readers_of(self, leaf: Any, is_read: tuple[int, ...]) -> frozenset[int] | None:
-        """The ranks that a tensor goes to; ``None`` for all, as for small ones that travel with others anyway."""
+        """Return the ranks to which a tensor is sent; ``None`` for all ranks, for example if it is small.
+
+        Args:
+            leaf: The meta of the tensor.
+            is_read: For each rank, 1 if the rank has read the tensor.
+        """
         num_bytes, ranks = _num_bytes(leaf), frozenset(rank for rank, reads in enumerate(is_read) if reads)
-        all_read = len(ranks) == len(is_read) - 1  # the source has it
+        all_read = len(ranks) == len(is_read) - 1  # except the source, which has the tensor
         return None if num_bytes < _LEAST or all_read or (ranks and num_bytes <= SMALL) else ranks
 
     def choose(self, meta: TreeMeta, leaves: list[Any]) -> Readers | None:
-        """On the source: who gets what of a batch."""
+        """Return the ranks that receive each leaf of a batch. The source calls this."""
         self._number += 1
         self._note(meta)
         readers = self._readers.get(meta)
@@ -231,7 +237,10 @@ class LeafReaders:
         return readers
 
     def fill(self, meta: TreeMeta, readers: Readers | None, leaves: list[Any]) -> None:
-        """On the others: what has come is noted when it is read, what has not come is fetched then."""
+        """Put lazy tensors at the positions of large tensors. The other ranks call this.
+
+        A lazy tensor fetches a tensor that was not sent, or records that a tensor of a first batch is read.
+        """
         self._number += 1
         is_read = self._note(meta)
         for index, leaf in meta.tensors():
@@ -244,7 +253,10 @@ class LeafReaders:
                 leaves[index] = LazyTensor(came, host, partial(_given, came), partial(is_read.__setitem__, index, True))
 
     def _note(self, meta: TreeMeta) -> list[bool] | None:
-        """Where to note what is read of a batch, if it is the first one of its form."""
+        """Return the list in which reads of a batch are recorded; ``None`` if they are not recorded.
+
+        Reads are recorded for the first batch of each form, if it has large tensors.
+        """
         is_small = all(_num_bytes(leaf) < _LEAST for leaf in meta.leaves)
         if is_small or meta in self._seen or len(self._seen) == _MOST_FORMS:
             return None
@@ -265,10 +277,12 @@ class LeafReaders:
         return made
 
     def find(self, number: int, index: int, reader: int) -> bytes:
-        """On the source, on the watcher's thread: a tensor that a rank of the group asks for, and gets from now on.
+        """Return the bytes of a tensor that a rank requests, and send the rank this tensor from now on.
+
+        The watcher's thread of the source calls this.
 
         Returns:
-            Its bytes; nothing if it is gone, or has been changed since it was loaded.
+            The bytes; empty if the tensor has been dropped, or modified since it was loaded.
         """
         for kept in list(self._kept):
             if kept.number == number:
@@ -288,6 +302,6 @@ def _given(tensor: Tensor) -> Tensor:
 
 
 def _num_bytes(leaf: Any) -> int:
-    """The size of a tensor by its meta; 0 for what is none."""
+    """Return the size of a tensor by its meta; 0 for other leaves."""
     shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
     return 0 if shape is None or dtype is None else shape.numel() * dtype.itemsize

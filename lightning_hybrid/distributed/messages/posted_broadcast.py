@@ -1,4 +1,4 @@
-"""Bytes from one rank to others of its group, by messages whose receives are posted ahead."""
+"""Broadcasts of bytes from one rank to the other ranks of its group, by messages whose receives are posted ahead."""
 
 from __future__ import annotations
 
@@ -12,39 +12,39 @@ from torch import Tensor
 from lightning_hybrid.distributed.messages.host_messages import HostMessages, Work
 from lightning_hybrid.distributed.process_group import torch_profiles
 
-_MOST_PENDING = 8  # messages to one rank that gloo has not sent
+_MOST_PENDING = 8  # pending messages of gloo to one rank
 
 
 class PostedBroadcast:
-    """Bytes from one rank to all of a group, again and again, by messages whose receives are posted ahead.
+    """A repeated broadcast of bytes from one rank to the other ranks of a group, with receives that are posted ahead.
 
-    In a broadcast of gloo every rank waits, the source too: for the others to ask for it, which is one delay of the
-    link between them, and for the bytes, which is another one. Here only who reads waits, and for one delay::
+    In a broadcast of gloo, every rank waits for two delays of the link, even the source: one for the request of the
+    receivers, and one for the bytes. Here only receivers wait, for one delay::
 
-        source    send 1                send 2               the next step: nobody has waited
+        source    send 1                send 2               the next step, without a wait
                        `-------.             `-------.
         others    post 1    receive 1, post 2     receive 2, post 3
 
-    The messages go along a binomial tree. A rank hands on what it reads, so the source of a large group does not send
-    to everyone, and neighbours, which are on one machine, mostly hear from neighbours::
+    Ranks forward messages along a binomial tree. So the source of a large group does not send to every rank. Most
+    messages are between neighboring ranks, which are often on one node::
 
         ranks relative to the source    0 --> 4, 2, 1    4 --> 6, 5    2 --> 3    6 --> 7
 
-    A message for some ranks alone takes the branches that lead to these.
+    A message for only some of the ranks is sent along the branches that lead to these ranks.
 
-    A receive stays posted when a run is over, so one of these lives as long as its group.
+    Receives stay posted between runs, so this object lives as long as its group.
 
     Args:
-        messages: Between the ranks.
-        source: The rank inside the group that sends.
-        tag: Of these messages, and of no others between ranks of this group.
-        name: What is sent, for messages about ranks that wait.
+        messages: The messages between the ranks.
+        source: The rank in the group that sends.
+        tag: The tag of these messages, which no other messages between ranks of this group have.
+        name: The name of the broadcast, for texts about waiting ranks.
 
     Attributes:
-        source: The rank inside the group that sends.
-        is_source: Whether that is this rank.
-        awaited: What this rank waits for: the channel, the global rank that has to do something, and the number of the
-            message; ``None`` if it does not wait. Another thread may ask.
+        source: The rank in the group that sends.
+        is_source: True if this rank is the source.
+        awaited: The message that this rank waits for: its channel, the global rank that must act, and its number;
+            ``None`` if this rank does not wait. Other threads may read this.
     """
 
     def __init__(self, messages: HostMessages, source: int, tag: int, name: str) -> None:
@@ -56,7 +56,7 @@ class PostedBroadcast:
         span = position & -position or 1 << (size - 1).bit_length()
         steps = (span >> bits for bits in range(1, span.bit_length()))
         self._parent = None if self.is_source else (position - span + source) % size
-        # For each the ranks to which it hands on what it gets, itself among them.
+        # The ranks to which this rank forwards messages, each with all ranks of its branch, including itself.
         self._children = {
             (position + step + source) % size: frozenset(
                 (each + source) % size for each in range(position + step, min(position + 2 * step, size))
@@ -65,7 +65,7 @@ class PostedBroadcast:
             if position + step < size
         }
         self._branch = frozenset({rank}).union(*self._children.values())
-        # (channel, global rank at its other end)
+        # (channel, global rank at the other end)
         self._from = (
             None if self._parent is None else (_channel(name, ranks[self._parent], ranks[rank]), ranks[self._parent])
         )
@@ -77,19 +77,23 @@ class PostedBroadcast:
         self.awaited: tuple[str, int, int] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PostedBroadcast:
-        """Itself, as a group: callbacks copy modules, and what refers to this."""
+        """Return the same object, as for a group: callbacks copy modules, which may refer to this object."""
         return self
 
     def passes(self, readers: Collection[int] | None) -> bool:
-        """Whether a message for some ranks of the group, or for all, comes by here."""
+        """Return True if a message passes through this rank.
+
+        Args:
+            readers: The ranks of the group that the message is for; ``None`` for all ranks.
+        """
         return readers is None or not self._branch.isdisjoint(readers)
 
     def send(self, data: Tensor, readers: Collection[int] | None = None) -> None:
-        """On the source: send a message; it waits only where many are under way.
+        """Send a message from the source. This waits only if many messages are pending.
 
         Args:
-            data: Contiguous. It must not be changed any more.
-            readers: The ranks of the group that it is for; ``None`` for all.
+            data: The message, which is contiguous and must not be modified afterwards.
+            readers: The ranks of the group that the message is for; ``None`` for all ranks.
         """
         for child, branch in self._children.items():
             if readers is None or not branch.isdisjoint(readers):
@@ -101,43 +105,50 @@ class PostedBroadcast:
             self.retire(0 if torch_profiles() else _MOST_PENDING * len(self._children))
 
     def post(self, data: Tensor, readers: Collection[int] | None = None) -> None:
-        """On the others: receive one more message that :meth:`passes`.
+        """Post the receive of the next message that passes through this rank. The source does not call this.
 
         Args:
-            data: Into this tensor, which is contiguous and as long as what is sent.
-            readers: The ranks of the group that it is for; ``None`` for all.
+            data: A contiguous tensor with the length of the message, which gets the values.
+            readers: The ranks of the group that the message is for; ``None`` for all ranks.
         """
         assert self._parent is not None
         self._num_posted += 1
         self._posted.append((self._messages.recv([data], self._parent, self._tag), data, readers))
 
     def post_ahead(self, num_bytes: int) -> None:
-        """On the others: post the receive of the next message, for :meth:`receive`.
+        """Post the receive of the next message, for :meth:`receive`. The source does not call this.
 
-        Not while torch's profiler runs: see :data:`torch_profiles`.
+        Nothing is posted while torch's profiler runs, see :data:`torch_profiles`.
+
+        Args:
+            num_bytes: The length of the message.
         """
         if not torch_profiles():
             self.post(torch.empty(num_bytes, dtype=torch.uint8))
 
     def receive(self, num_bytes: int) -> Tensor:
-        """On the others: wait for the next message, of this length; its receive is posted now unless it has been."""
+        """Wait for the next message, and post its receive if it is not posted. The source does not call this.
+
+        Args:
+            num_bytes: The length of the message.
+        """
         if not self._posted:
             self.post(torch.empty(num_bytes, dtype=torch.uint8))
         return self.wait()
 
     def wait(self) -> Tensor:
-        """On the others: wait for the message of the first receive that was posted."""
+        """Wait for the message of the first posted receive, and forward the message. The source does not call this."""
         work, data, readers = self._posted.popleft()
         assert self._from is not None
         self.awaited = *self._from, self._num_posted - len(self._posted)
         work.wait()
         self.awaited = None
         if self._children:
-            self.send(data.clone(), readers)  # what was received is the caller's
+            self.send(data.clone(), readers)  # a copy, because the caller may modify the data
         return data
 
     def retire(self, most: int = 0) -> None:
-        """Wait until the latest ``most`` messages are all that gloo may not have sent; sockets have copies."""
+        """Wait until gloo has at most ``most`` pending messages. Messages in sockets are copies, and do not count."""
         while len(self._pending) > most:
             work, _, child, number = self._pending[0]
             channel, rank = self._to[child]
@@ -147,12 +158,12 @@ class PostedBroadcast:
         self.awaited = None
 
     def progress(self) -> dict[str, int]:
-        """How many messages this rank has sent, and how many receives it has posted, by channel; any thread may ask."""
+        """Return the number of messages sent and of receives posted, by channel. Any thread may call this."""
         sent = {self._to[child][0]: number for child, number in self._num_sent.items()}
         return sent if self._from is None else {**sent, _receipt(self._from[0]): self._num_posted}
 
     def abandon(self) -> None:
-        """Drop what is under way, after a failure: it keeps connections open."""
+        """Drop pending messages after a failure, because they keep connections open."""
         self._pending.clear()
         self._posted.clear()
 

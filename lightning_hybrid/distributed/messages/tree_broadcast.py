@@ -1,4 +1,4 @@
-"""Trees of values from one rank to its group: the meta is sent when it is new, the numbers every time."""
+"""Broadcasts of trees from one rank to its group: a tree's meta is sent only if it is new, its values every time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import broadcast  # torch's own, also while the user's collectives are looked at
+from torch.distributed import broadcast  # torch's function, also while `dist.broadcast` is replaced to check user code
 
 from lightning_hybrid.distributed.failure import PeerFailedError, WrongUseError
 from lightning_hybrid.distributed.messages.posted_broadcast import PostedBroadcast
@@ -16,20 +16,23 @@ from lightning_hybrid.distributed.process_group import GroupRef, device_backends
 from lightning_hybrid.distributed.pytree import FIRST_PART, Message, TreeMeta, encode, flatten, split_values, unflatten
 from lightning_hybrid.distributed.tensor_bytes import as_bytes, tell_autograd
 
-_NEW, _FAILED, _END = -1, -2, 0  # what comes, if it is no tree whose meta is known; the numbers of metas begin at 1
-_FIRST = 12 << 10  # bytes of the first part of the first message: TCP sends so many at once (RFC 6928)
-_LEAST = 1 << 10  # bytes of the first part of a message
-SMALL = 1 << 20  # bytes of a tensor, up to which it is worth a second copy to save a message
-_MOST_METAS = 4096  # that are remembered
+_NEW, _FAILED, _END = -1, -2, 0  # codes of messages; a positive code is the number of a known meta
+_FIRST = 12 << 10  # bytes of the first part of the first message: TCP sends this many at once (RFC 6928)
+_LEAST = 1 << 10  # bytes of the first part of other messages, at least
+SMALL = 1 << 20  # bytes of the largest tensor for which a second copy is cheaper than a separate message
+_MOST_METAS = 4096  # the number of metas that are remembered
 
 
 def broadcast_object(value: Any, source: int, group: dist.ProcessGroup) -> Any:
-    """Broadcast anything that can be pickled: by one message, where torch sends the length in one of its own.
+    """Broadcast a picklable value, in one message if it is small. torch sends the length in a separate message.
 
     Args:
-        value: The value; only the source's counts.
-        source: The rank inside the group that has it.
+        value: The value on the source; ignored on other ranks.
+        source: The rank in the group that has the value.
         group: The ranks.
+
+    Returns:
+        The value of the source.
     """
     is_source, root = dist.get_rank(group) == source, dist.get_global_rank(group, source)
     device = "cpu" if "cpu" in device_backends(group) else f"cuda:{torch.cuda.current_device()}"
@@ -47,10 +50,10 @@ def broadcast_object(value: Any, source: int, group: dist.ProcessGroup) -> Any:
 
 
 def reduce_over(tensor: Tensor, group: dist.ProcessGroup, operation: Any) -> Tensor:
-    """Reduce a tensor over a group, also to the mean on backends that have no mean.
+    """Reduce a tensor over a group. The mean is supported also on backends that do not support it.
 
     Args:
-        tensor: May be changed in place.
+        tensor: The tensor, which may be modified in place.
         group: The ranks.
         operation: ``"mean"``, ``"sum"``, ``"min"``, ``"max"`` ... or a `ReduceOp`.
 
@@ -62,7 +65,7 @@ def reduce_over(tensor: Tensor, group: dist.ProcessGroup, operation: Any) -> Ten
     name = operation.lower() if isinstance(operation, str) else operation
     mean = name in ("mean", "avg", dist.ReduceOp.AVG)
     if mean and not tensor.is_floating_point():
-        tensor = tensor.clone()  # the mean of integers need not be one
+        tensor = tensor.clone()  # the mean of integers need not be an integer
     named = getattr(dist.ReduceOp, name.upper()) if isinstance(name, str) and not mean else name
     dist.all_reduce(tensor, op=dist.ReduceOp.SUM if mean else named, group=group)
     tell_autograd(tensor)
@@ -79,14 +82,16 @@ def _allocate(
     pin_memory: bool,
     comes: Sequence[bool],
 ) -> list[Tensor]:
-    """Put empty tensors at their positions among the leaves, and return them: on the host those that were there.
+    """Put empty tensors at their positions among the leaves, and return these tensors.
+
+    Tensors that were on the host of the source are on the host here too.
 
     Args:
-        meta: Of the tree.
-        leaves: The leaves that are no tensors.
-        device: Where those shall be that were on a device.
-        pin_memory: Whether those of the host are in page-locked memory.
-        comes: For each leaf whether it comes; nothing if all do.
+        meta: The meta of the tree.
+        leaves: The leaves, with the values that are not tensors.
+        device: The device of the other tensors.
+        pin_memory: If True, tensors on the host are in page-locked memory.
+        comes: For each leaf, True if this rank receives it; empty if it receives all leaves.
     """
     tensors = []
     for index, tensor in meta.tensors():
@@ -99,48 +104,48 @@ def _allocate(
     return tensors
 
 
-#: For each leaf of a tree the ranks of the group that it is sent to; ``None`` for all.
+#: For each leaf of a tree, the ranks of the group to which it is sent; ``None`` for all ranks.
 Readers = tuple[frozenset[int] | None, ...]
 
 
 class Selection(Protocol):
-    """Who reads what of the trees of one kind."""
+    """A choice of the ranks that receive each tensor of a tree."""
 
     def choose(self, meta: TreeMeta, leaves: list[Any]) -> Readers | None:
-        """On the source, for each tree: who it goes to; ``None`` if all of it goes to all."""
+        """Return the ranks that receive each leaf; ``None`` if all ranks receive all. The source calls this."""
 
     def fill(self, meta: TreeMeta, readers: Readers | None, leaves: list[Any]) -> None:
-        """On the others, for each tree: put something in the places of tensors that have not come."""
+        """Put values at the positions of tensors that were not received. The other ranks call this."""
 
 
 class TreeBroadcast:
-    """Broadcasts a tree of tensors and plain values from one rank to all of a group, again and again.
+    """A repeated broadcast of a tree of tensors and plain values from one rank to the other ranks of a group.
 
-    What is small travels together, in a :class:`~.pytree.Message` whose first part is as long as that of the tree
-    before, so that a tree like it takes one part::
+    Small tensors and values are sent together in a :class:`~.pytree.Message`. Its first part has the length of the
+    previous message, so that a similar tree takes one part::
 
         source                                                                      the others
-        [header | what is new, and values | small tensors | padding]                            ---->
-        [the rest, if it is longer]                                                             ---->
-        larger tensors, and those of a device, one message each; numbers of a device together   ---->
-        (on the host: only to ranks that read it)
+        [header | new meta and values | small tensors | padding]                                ---->
+        [the rest, if the message is longer]                                                    ---->
+        larger tensors, and tensors on a device, one message each; numbers on a device together ---->
+        (on the host: only to ranks that read the tensor)
 
-    The meta of a tree is sent when it is new, and then known by its number. What is on the host stays there: it travels
-    through the host, so a number can be read where it arrives, and nobody waits for a device. The receive of the first
-    message is posted here, that of the next one as soon as a tree has come. The source copies what it sends and goes
-    on.
+    The meta of a tree is sent when it is new, and later referred to by number. Tensors on the host are sent through the
+    host, so that receivers can read them without waiting for a device. The receive of the first message is posted when
+    this object is made, and the receive of each later message when a tree has arrived. The source copies the tensors
+    that it sends, and does not wait.
 
     Args:
-        messages: From the rank that has the trees to the others: for decisions, and for what is on the host.
-        group: The same ranks in the same order, for what is on ``device``.
-        device: Where received tensors shall be that are not on the source's host.
-        pin_memory: Whether tensors of the host are received in page-locked memory, from which they can move to a device
-            without making the host wait.
+        messages: The messages from the source to the other ranks, for decisions and for tensors on the host.
+        group: The same ranks in the same order, for tensors on ``device``.
+        device: The device of received tensors that are not on the source's host.
+        pin_memory: If True, tensors on the host are received in page-locked memory, so that a copy to a device does not
+            block the host.
 
     Attributes:
-        is_source: Whether this rank's trees count.
-        about: A number for what the next trees are about, set on all ranks: one that was sent while the others were
-            elsewhere is not taken for another one.
+        is_source: True if this rank is the source.
+        about: The number of the subject of the next trees, which callers set on all ranks. A receiver raises an error
+            for a tree with another subject, which was sent while this rank was running other code.
     """
 
     def __init__(
@@ -157,7 +162,7 @@ class TreeBroadcast:
         self._pins = pin_memory
         self.is_source = messages.is_source
         self._is_sending = False
-        self._length = _FIRST  # of the first part of the next message
+        self._length = _FIRST  # length of the first part of the next message
         self.about = 0
         self._numbers: dict[tuple[TreeMeta, Readers | None], int] = {}
         self._metas: list[tuple[TreeMeta, Readers | None]] = []
@@ -165,18 +170,18 @@ class TreeBroadcast:
             messages.post_ahead(self._length)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TreeBroadcast:
-        """Itself: what is known on both sides of the messages is known once."""
+        """Return the same object, because both sides of the messages must know the same metas."""
         return self
 
     def __call__(self, tree: Any = None, selection: Selection | None = None) -> Any:
-        """Broadcast a tree.
+        """Broadcast a tree. Every rank calls this, or :meth:`receive` on ranks other than the source.
 
         Args:
-            tree: The tree; only the source's counts.
-            selection: Who reads what, on all ranks or on none; for tensors of the host.
+            tree: The tree on the source; ignored on other ranks.
+            selection: Chooses the ranks that receive each tensor on the host. It is passed on all ranks or on none.
 
         Returns:
-            The source's tree. On the source it is the object that was given.
+            The tree of the source. On the source, this is the same object.
         """
         if self.is_source:
             self._send(tree, selection)
@@ -184,21 +189,22 @@ class TreeBroadcast:
         return self.receive(selection)
 
     def fail(self, error: BaseException) -> None:
-        """On the source, instead of a tree: the others raise this error's text as a :class:`PeerFailedError`.
+        """Send an error from the source instead of a tree. The others raise :class:`PeerFailedError` with its text.
 
-        If the error came while a tree was being sent, as that of a signal's handler may (PyTorch's, when a worker of a
-        loader is killed), nothing is said: the others would read it as the rest. They notice when this rank leaves.
+        Nothing is sent if the error was raised while a tree was being sent, for example by a signal handler (PyTorch's,
+        when a worker of a loader is killed). The other ranks would take the message for the rest of the tree. They
+        notice when this rank leaves.
         """
         if not self._is_sending:
             text = f"Rank {dist.get_rank()} failed: {type(error).__name__}: {error}"
             self._send_message(_FAILED, encode(text))
 
     def end(self) -> None:
-        """On the source, instead of a tree: the others raise `StopIteration`."""
+        """Send the end from the source instead of a tree. The other ranks raise `StopIteration`."""
         self._send_message(_END)
 
     def _send(self, tree: Any, selection: Selection | None) -> None:
-        self._messages.retire()  # of the tree before, which the others have used since
+        self._messages.retire()  # messages of the previous tree, which the receivers have used by now
         leaves, spec = flatten(tree)
         leaves = [self._detached(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         meta, values = split_values(leaves, spec)
@@ -206,7 +212,7 @@ class TreeBroadcast:
         number = self._numbers.get((meta, readers))
         is_new = number is None
         has_values = any(value is not None for value in values)
-        # Encoded before anything is sent: after an error :meth:`fail` still reaches the others.
+        # Encode first: if that raises an error, no part of the tree has been sent, and :meth:`fail` can be called.
         encoded = encode(((meta, readers) if is_new else None, values)) if is_new or has_values else b""
         tensors, selected = self._sort(leaves, readers)
         self._is_sending = True
@@ -220,19 +226,19 @@ class TreeBroadcast:
         self._is_sending = False
 
     def _detached(self, leaf: Tensor) -> Tensor:
-        """Without a graph; and on the host, if all of a tree travels there."""
+        """Return a tensor without a graph, on the host if all tensors are sent through the host."""
         return leaf.detach().cpu() if self._device.type == "cpu" else leaf.detach()
 
     def receive(self, selection: Selection | None = None) -> Any:
-        """Receive a tree that the source sends.
+        """Receive a tree from the source.
 
         Args:
-            selection: As the source has it.
+            selection: The selection that the source uses.
 
         Raises:
-            StopIteration: If the source has no more.
-            PeerFailedError: If the source failed; the text is the source's.
-            WrongUseError: If the tree is about something else.
+            StopIteration: If the source has called :meth:`end`.
+            PeerFailedError: If the source has called :meth:`fail`.
+            WrongUseError: If the tree has another subject.
         """
         message = self._receive_message()
         if message.code in (_END, _FAILED):
@@ -262,7 +268,7 @@ class TreeBroadcast:
     def _sort(
         self, leaves: list[Any], readers: Readers | None
     ) -> tuple[list[Tensor], list[tuple[Tensor, frozenset[int]]]]:
-        """The tensors with numbers that go to all, and those that go to some, with these."""
+        """Return the tensors for all ranks, and the tensors for some ranks with these ranks, without empty tensors."""
         whom = readers or (None,) * len(leaves)
         pairs = [
             (leaf, to) for leaf, to in zip(leaves, whom, strict=True) if isinstance(leaf, Tensor) and leaf.numel() > 0
@@ -288,7 +294,7 @@ class TreeBroadcast:
         return message
 
     def _exchange_tensors(self, tensors: list[Tensor]) -> None:
-        """Send or receive those that are not in the message, in place."""
+        """Send or receive, in place, the tensors that are not part of the message."""
         on_host = [tensor for tensor in tensors if tensor.is_cpu]
         numbers = [tensor for tensor in tensors if not tensor.is_cpu and _fits_float64(tensor)]
         for tensor in on_host:
@@ -309,7 +315,7 @@ class TreeBroadcast:
             self._messages.wait()
 
     def _exchange_selected(self, selected: list[tuple[Tensor, frozenset[int]]]) -> None:
-        """Send or receive tensors of the host, each for some ranks."""
+        """Send or receive, in place, the tensors on the host that are for some of the ranks."""
         for tensor, readers in selected:
             if not self.is_source:
                 self._messages.post(as_bytes(tensor), readers)
@@ -323,10 +329,10 @@ class TreeBroadcast:
 
 
 def _is_small(tensor: Tensor) -> bool:
-    """Whether a tensor travels together with others."""
+    """Return True if a tensor is sent as part of the message."""
     return tensor.is_cpu and tensor.nbytes <= SMALL
 
 
 def _fits_float64(tensor: Tensor) -> bool:
-    """Whether one float64 holds the tensor: numbers that were logged, losses."""
+    """Return True if one float64 holds the tensor, such as a logged number or a loss."""
     return tensor.numel() == 1 and tensor.is_floating_point()

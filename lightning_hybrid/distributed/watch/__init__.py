@@ -1,1 +1,1 @@
-"""The watch of a rank: a thread that writes what the rank does, reads what others do, and ends it after a failure."""
+"""The watch of a rank: a thread that publishes the rank's state, reads other states, and ends it after a failure."""

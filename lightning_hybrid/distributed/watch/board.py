@@ -1,4 +1,4 @@
-"""The board: all that the watchers of a run tell each other, in the store of all ranks."""
+"""The board: entries in the store of all ranks, through which the watchers of a run exchange information."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from lightning_hybrid.distributed.watch.record import Answer, Record, Waiting, d
 
 _ROOT = "lightning_hybrid/watch"
 
-TERMINATE, REQUEUE = "terminate", "requeue"  # flags: a rank has received this signal
-POSITIONS = "positions"  # the kind of a call whose answers are judged as those of a stall
+TERMINATE, REQUEUE = "terminate", "requeue"  # flags that a rank raises when it receives a signal
+POSITIONS = "positions"  # the kind of a call whose answers show which rank stalls the run
 
 
-_WAITS = ("waiting", "stamp", "renewals")  # the part of a record that says what the rank waits for
+_WAITS = ("waiting", "stamp", "renewals")  # the fields of a record about the wait of the rank
 
 
 @dataclass
 class _Shared:
-    """The part of a board that all its clients of the store share.
+    """The state of a rank's board, which is the same over all clients of the store.
 
     Attributes:
         run: The number of the run.
         record: The record of this rank.
-        is_final: If True, this rank has finished the run, and its record keeps saying so.
+        is_final: If True, this rank has finished the run, and its record keeps that state.
         hosts: The hosts of other ranks, as far as their records have been read.
-        lock: Held while the record is written: the thread of the run and the watcher do that.
+        lock: Held while the record is written, because the thread of the run and the watcher both write it.
     """
 
     run: int = 0
@@ -46,18 +46,18 @@ class Board:
 
     ::
 
-        record/RANK                     the record of a rank, which its watcher writes again and again
-        begun, machine/M, finished      ranks that have begun the run (on machine M), or finished it
+        record/RANK                     the record of a rank, which its watcher writes repeatedly
+        begun, machine/M, finished      ranks that have begun the run (on node M), or finished it
         cause, read                     the first failure, written once; the ranks that have read it
-        call/N, here/N                  call N for answers: its kind; the ranks that have answered it in their records
-        waiting                         the number of ranks whose records say what they wait for
-        flag/NAME, claim/NAME           signals; things that one rank alone does
+        call/N, here/N                  the kind of call N; the ranks that have answered it in their records
+        waiting                         the number of ranks whose records contain what they wait for
+        flag/NAME, claim/NAME           signals; actions that only one rank takes
         changes/NAME/RANK, meeting/...  the comparison of steps, see `Desync`
-        event                           exists if any of cause, call, finished and flag does: an ordinary look reads
-                                        this key alone
+        event                           exists if cause, call, finished or flag exists: an ordinary look reads
+                                        only this key
 
-    With thousands of ranks a look must not ask for each of them: lists of ranks are appended to one key, and all
-    records are read by one request. The keys of a run have its number, so nothing of a former run is read.
+    A look must be fast with thousands of ranks. Therefore each list of ranks is stored under one key, and one request
+    reads all records. The keys contain the number of the run, so entries of former runs are never read.
 
     Args:
         store: A store that all ranks see.
@@ -75,7 +75,7 @@ class Board:
         self._shared = _Shared() if shared is None else shared
 
     def over(self, store: Store) -> Board:
-        """Return the same board over another client of the store: one client is locked while it waits for a key."""
+        """Return the same board over another client of the store: a client is locked while it waits for a key."""
         return Board(store, rank=self.rank, size=self.size, shared=self._shared)
 
     def key(self, name: str) -> str:
@@ -95,7 +95,7 @@ class Board:
     # -- records -------------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Begin a run; entries of former runs are ignored from now on. A store that is gone raises nothing."""
+        """Begin a run. Entries of former runs are ignored from now on. Errors of the store are ignored too."""
         shared = self._shared
         shared.run += 1
         shared.record, shared.is_final = Record(describe_process()), False
@@ -106,31 +106,32 @@ class Board:
 
     @property
     def own(self) -> Record:
-        """The record of this rank as it was written last."""
+        """The last record of this rank that was written."""
         return self._shared.record
 
     def write(self, **changes: Any) -> None:
-        """Write the record of this rank, which is a heartbeat too.
+        """Write the record of this rank, which is also a heartbeat.
 
         Args:
-            changes: New values of its attributes.
+            changes: The new values of attributes of the record.
         """
         self._write(changes)
 
     def _write(self, changes: dict[str, Any], *, is_final: bool = False) -> None:
         shared = self._shared
         with shared.lock:
-            if shared.is_final:  # the watcher may still find out what this rank waits for
+            if shared.is_final:  # ignore a wait that the watcher writes late
                 changes = {name: value for name, value in changes.items() if name not in _WAITS}
             shared.is_final |= is_final
             shared.record = replace(shared.record, number=shared.record.number + 1, **changes)
             self._store.set(self.key(f"record/{self.rank}"), encode(shared.record))
 
     def wait(self, waiting: Waiting | None) -> None:
-        """Write what this rank waits for now, and count the ranks that wait.
+        """Write what this rank waits for, and update the number of waiting ranks.
 
         Args:
-            waiting: The same object as before if it waits for the same; ``None`` if it does not wait.
+            waiting: The collectives and messages. The same object as in the last call means that the rank waits for the
+                same. ``None`` means that the rank does not wait.
         """
         before, stamp = self.own.waiting, self.own.stamp
         if self._shared.is_final:
@@ -143,16 +144,16 @@ class Board:
             self._store.add(self.key("waiting"), 1 if before is None else -1)
 
     def num_waiting(self) -> int:
-        """Return the number of ranks that wait."""
+        """Return the number of waiting ranks."""
         return self._store.add(self.key("waiting"), 0)
 
     def finish(self, waiting: Waiting) -> None:
-        """Write that this rank has finished the run: ranks that wait for it wait in vain.
+        """Write that this rank has finished the run, so that waiting for it is useless.
 
         Args:
-            waiting: All that it has started and sent.
+            waiting: All collectives and messages that it has started.
         """
-        with suppress(Exception):  # if the store is gone, no rank reads it either
+        with suppress(Exception):  # if the store is lost, no rank reads the entry
             self._write({"waiting": waiting, "stamp": self.own.stamp + 1}, is_final=True)
             self._append("finished")
             self._tell()
@@ -166,7 +167,10 @@ class Board:
         return self._list("finished")
 
     def neighbors(self) -> set[int]:
-        """Return the ranks on this machine that have begun this run; this one has, so the entry exists."""
+        """Return the ranks on this node that have begun this run.
+
+        This rank has begun the run, so the entry exists.
+        """
         return set(map(int, self._store.get(self.key(f"machine/{machine_of(self.own.process)}")).split()))
 
     def read(self, ranks: Iterable[int]) -> dict[int, Record]:
@@ -178,17 +182,17 @@ class Board:
         return records
 
     def find(self, rank: int) -> Record | None:
-        """Return the record of a rank; ``None`` before it has begun this run."""
+        """Return the record of a rank; ``None`` if it has not begun this run."""
         return self.read([rank])[rank] if self._has(f"record/{rank}") else None
 
     def learn_host(self, rank: int, host: str | None) -> None:
-        """Note the host of a rank, for as long as its record has not been read."""
+        """Set the host of a rank whose record has not been read."""
         if host is not None:
             self._shared.hosts.setdefault(rank, host)
 
     @property
     def hosts(self) -> Mapping[int, str]:
-        """The hosts of other ranks, as far as they are known."""
+        """The known hosts of other ranks."""
         return self._shared.hosts
 
     # -- events --------------------------------------------------------------------------------------------------------
@@ -197,15 +201,15 @@ class Board:
         self._store.set(self.key("event"), "")
 
     def has_event(self) -> bool:
-        """Return whether there may be a cause, a call, a finished rank or a flag."""
+        """Return True if there may be a cause, a call, a finished rank or a flag."""
         return self._has("event")
 
     def write_cause(self, kind: str, text: str) -> bool:
-        """Write the first failure of the run, unless another rank has.
+        """Write the first failure of the run, unless another rank has written one.
 
         Args:
             kind: The name of the exception that the ranks raise.
-            text: Its text.
+            text: The text of the exception.
 
         Returns:
             True if this rank is the first one.
@@ -224,7 +228,7 @@ class Board:
         return kind, text
 
     def note_read(self) -> None:
-        """Write that this rank knows the first failure: it does not need the store for that any more."""
+        """Write that this rank knows the first failure, and no longer needs the store to read it."""
         with suppress(Exception):
             self._append("read")
 
@@ -233,10 +237,10 @@ class Board:
         return self._list("read")
 
     def call(self, kind: str = "") -> int:
-        """Have the watchers of all living ranks answer. Ranks that notice the same thing make the same call.
+        """Ask the watchers of all living ranks for answers. Ranks that notice the same problem make the same call.
 
         Args:
-            kind: ``"positions"`` if the answers are to be judged as those of a stall.
+            kind: ``"positions"`` if a judge must compare the answers to find a stall.
 
         Returns:
             The number of the call.
@@ -255,8 +259,8 @@ class Board:
         """Answer the next call.
 
         Args:
-            calls: The calls that this rank is in.
-            answer: Its position, if it is known.
+            calls: The functions that this rank is in.
+            answer: The position of this rank, if it is known.
         """
         self.write(answered=self.own.answered + 1, calls=calls, answer=answer)
         self._append(f"here/{self.own.answered}")
@@ -266,64 +270,64 @@ class Board:
         return self._list(f"here/{number}")
 
     def absent(self, number: int) -> list[int]:
-        """Return the other ranks that are in this run and have not answered a call."""
+        """Return the other ranks that have begun and not finished this run, and have not answered a call."""
         here = self.here(number)
         return sorted(self.begun() - here - self.finished() - {self.rank}) if len(here) < self.size else []
 
     def raise_flag(self, name: str) -> None:
-        """Raise a flag, which all ranks see."""
+        """Raise a flag that all ranks see."""
         self._store.set(self.key(f"flag/{name}"), "")
         self._tell()
 
     def has_flag(self, name: str) -> bool:
-        """Return whether a rank has raised a flag."""
+        """Return True if a rank has raised a flag."""
         return self._has(f"flag/{name}")
 
     def claim(self, name: str) -> bool:
-        """Return True on the first rank that asks for this in this run."""
+        """Return True on the first rank that calls this with a name in this run."""
         return self._store.add(self.key(f"claim/{name}"), 1) == 1
 
     # -- the comparison of steps ---------------------------------------------------------------------------------------
 
     def write_changes(self, name: str, changes: Any) -> None:
-        """Write what this rank has noted for a comparison, as JSON."""
+        """Write the values that this rank has noted for a comparison, as JSON."""
         self._store.set(self.key(f"changes/{name}/{self.rank}"), encode(changes))
 
     def read_changes(self, name: str, rank: int) -> Any:
-        """Return what a rank has noted for a comparison; ``None`` if it has written nothing."""
+        """Return the values that a rank has noted for a comparison; ``None`` if it has written none."""
         name = f"changes/{name}/{rank}"
         return decode(self._store.get(self.key(name))) if self._has(name) else None
 
     def arrive(self, meeting: str, ranks: Collection[int], told: Any, digest: int) -> bool:
-        """Arrive at a meeting, at which ranks compare what they do.
+        """Arrive at a meeting, at which ranks compare their calls.
 
         Args:
-            meeting: Its name.
+            meeting: The name of the meeting.
             ranks: The ranks that meet.
             told: The call that this rank makes, for the text about a difference.
-            digest: The same on ranks that do the same.
+            digest: A number that is the same on ranks that make the same call.
 
         Returns:
-            True if all have arrived, with the same digest. If False, :meth:`outcome` says when they have.
+            True if all ranks have arrived with the same digest. If False, the result is found later by :meth:`outcome`.
         """
         self._store.set(self.key(f"meeting/{meeting}/of {self.rank}"), encode(told))
         alike = f"meeting/{meeting}/{digest}"
         is_last = self._store.add(self.key(alike), 1) == len(ranks)
         if is_last:
             self._store.set(self.key(f"{alike}/all"), "")
-        # Each rank counts here after the other counter: the last rank knows whether all digests are the same.
+        # Each rank increases this counter after the other one, so the last rank knows if all digests are the same.
         if self._store.add(self.key(f"meeting/{meeting}/here"), 1) == len(ranks) and not self._has(f"{alike}/all"):
             self._store.set(self.key(f"meeting/{meeting}/different"), "")
         return is_last
 
     def outcome(self, meeting: str, digest: int) -> bool | None:
-        """Return whether the ranks of a meeting do the same; ``None`` while some have not arrived."""
+        """Return whether the ranks of a meeting make the same call; ``None`` while some have not arrived."""
         if self._has(f"meeting/{meeting}/{digest}/all"):
             return True
         return False if self._has(f"meeting/{meeting}/different") else None
 
     def told_at(self, meeting: str, ranks: Iterable[int]) -> Mapping[int, Any]:
-        """Return what the ranks have told that have arrived at a meeting."""
+        """Return the calls of the ranks that have arrived at a meeting, by rank."""
         names = {rank: f"meeting/{meeting}/of {rank}" for rank in ranks}
         return {rank: decode(self._store.get(self.key(name))) for rank, name in names.items() if self._has(name)}
 
@@ -331,9 +335,9 @@ class Board:
         """Delete the entries of a meeting that all ranks have left.
 
         Args:
-            meeting: Its name.
-            digest: That of all ranks.
-            shared: If True, delete the entries of all ranks too; one rank does that.
+            meeting: The name of the meeting.
+            digest: The digest of all ranks.
+            shared: If True, also delete the entries that all ranks share. Only one rank does that.
         """
         for name in (f"of {self.rank}", *((str(digest), f"{digest}/all", "here") if shared else ())):
             self._store.delete_key(self.key(f"meeting/{meeting}/{name}"))

@@ -1,4 +1,4 @@
-"""The garbage collector, which threads of a run switch off for a while."""
+"""Python's garbage collector, which threads of a run disable temporarily."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_LOCK = threading.RLock()  # reentrant: a signal's handler runs wherever the main thread is
-_WERE_ON = list[bool]()  # for each context that is entered: whether the collector was on. The first one restores it.
+_LOCK = threading.RLock()  # reentrant, because a signal handler may interrupt the main thread here
+_WERE_ON = list[bool]()  # for each entered context, True if the collector was enabled
 
 
 @contextmanager
 def without_collector() -> Iterator[None]:
-    """Collect no garbage while a thread is inside, in any thread.
+    """Disable garbage collection in all threads while entered.
 
-    Contexts of several threads may overlap: the collector is on again when the last one ends, if it was on before.
+    Contexts of several threads may overlap. The collector is enabled again when the last context ends, if it was
+    enabled before the first one.
     """
     with _LOCK:
         _WERE_ON.append(gc.isenabled())

@@ -1,4 +1,4 @@
-"""The connections of process groups; shutting them down wakes a rank that waits for another one."""
+"""The connections of process groups. Shutting them down wakes a rank that waits for another one."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _DESCRIPTORS = Path("/proc/self/fd")
 class Connections:
     """The sockets of process groups.
 
-    A rank that waits in gloo waits in C++, and gloo has no `abort` (torch 2.13). Shutting its sockets down ends the
-    wait with "Connection closed by peer", at the line of the user's code that led there. The run then ends as after any
-    other exception; otherwise only the end of the process could end the wait.
+    A rank that waits in gloo waits in C++ code, and gloo has no `abort` (torch 2.13). If its sockets are shut down, the
+    wait ends with the error "Connection closed by peer", in the call of the user's code. The run then ends as after any
+    other exception. Otherwise only the end of the process could end the wait.
 
     A socket is identified by its descriptor and its inode, because descriptors are reused. The sockets of the store and
-    those that Python opened are left alone. On systems without ``/proc`` no sockets are found.
+    sockets that Python opened are ignored. On systems without ``/proc``, no sockets are found.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,9 @@ class Connections:
         self._lasting: set[tuple[int, int]] = set()
 
     def watch_opened(self, store_port: int | None = None) -> None:
-        """Count the sockets that are open now in :meth:`num_lost`: only the end of a process is likely to close them.
+        """Count the sockets that are open now in :meth:`num_lost`.
+
+        Usually these sockets are closed only when a process ends.
 
         Args:
             store_port: The port of the store, which is not watched.
@@ -40,9 +42,9 @@ class Connections:
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Take the sockets that C++ opens inside for those of process groups, which are made there."""
-        # torch has no way to ask a gloo group for its sockets, so the open ones are listed before and after. A logger's
-        # thread may connect to its server at the same time: its socket is a Python object, and those are noted.
+        """Register the sockets that C++ code opens while entered as sockets of process groups, which are made there."""
+        # torch cannot list the sockets of a gloo group, so the open sockets are listed before and after. A logger's
+        # thread may connect to its server at the same time, but sockets that Python opens are known.
         before = _sockets()
         with _python_sockets() as of_python:
             try:
@@ -54,7 +56,7 @@ class Connections:
     def num_lost(self) -> int:
         """Return how many sockets of :meth:`watch_opened` have been closed, here or by the peer; 0 if it is not known.
 
-        Other C++ code than gloo's may have opened one of them, so a closed socket alone does not prove a failure.
+        One of these sockets may belong to C++ code other than gloo, so a closed socket alone does not prove a failure.
         """
         number, hung_up = 0, getattr(select, "POLLRDHUP", 0)
         lasting = self._lasting if hung_up else set()
@@ -66,13 +68,13 @@ class Connections:
         return len(lasting) - number
 
     def shut_down(self, store_port: int | None = None) -> None:
-        """Wake the ranks that wait at either end of a socket; the groups are of no use afterwards.
+        """Shut the sockets down, which wakes the ranks that wait at either end. The groups cannot be used afterwards.
 
         Args:
-            store_port: The port of the store, which the others still read.
+            store_port: The port of the store, which other ranks still read.
         """
         # A closed descriptor could be reused while gloo's thread still polls it. `shutdown` on a copy of the descriptor
-        # leaves gloo's own open, and gloo sees what it sees when a peer exits.
+        # leaves gloo's own descriptor open, and has the same effect for gloo as the exit of a peer.
         for number, _ in self._connected(store_port):
             with suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
                 connection.shutdown(socket.SHUT_RDWR)
@@ -80,12 +82,12 @@ class Connections:
         self._lasting = set()
 
     def _connected(self, store_port: int | None) -> Iterator[tuple[int, int]]:
-        """Yield the sockets that connect this process with another one, without the store's."""
+        """Yield the sockets that connect this process with another process, without sockets of the store."""
         for number, inode in self._sockets & _sockets():
             with suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
                 listens = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
                 if listens or connection.family not in (socket.AF_INET, socket.AF_INET6):
-                    continue  # gloo ends the process if a socket that listens is shut down
+                    continue  # gloo ends the process if a listening socket is shut down
                 if store_port not in (connection.getsockname()[1], connection.getpeername()[1]):
                     yield number, inode
 
@@ -104,7 +106,7 @@ def _sockets() -> set[tuple[int, int]]:
 
 @contextmanager
 def _python_sockets() -> Iterator[WeakSet[socket.socket]]:
-    """Note the sockets that Python opens inside, in any thread."""
+    """Collect the sockets that Python opens while entered, in any thread."""
     opened = WeakSet[socket.socket]()
     initialize = socket.socket.__init__
 

@@ -1,4 +1,4 @@
-"""Ranks that must do the same in each step: changes are noted, and compared while training continues."""
+"""A check that ranks do the same in each step: changes are noted, and compared while training continues."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from lightning_hybrid.distributed.watch.verdict.judge import DESYNCHRONIZED, Ver
 from lightning_hybrid.distributed.watch.verdict.wait_graph import ADVICE, ranks_text
 from lightning_hybrid.distributed.watch.verdict.waits import Meeting
 
-_MOST = 64  # changes that are remembered
-_MOST_KNOWN = 4096  # keys that are remembered; what has an older one is new again
-_LONGEST = 300  # characters of a value in a text
-_EVERY = 10  # looks after which a rank writes how far it is, even if nothing has changed
+_MOST = 64  # the number of changes that are remembered
+_MOST_KNOWN = 4096  # the number of keys that are remembered; older keys count as new again
+_LONGEST = 300  # the number of characters of a value in a text
+_EVERY = 10  # looks after which a rank writes its progress, even if no value has changed
 
 
 class Change(NamedTuple):
     """A change of a value.
 
     Attributes:
-        event: The number of the event at which it was noted.
+        event: The number of the event at which the change was noted.
         name: The name of the value.
         value: The new value, as text.
     """
@@ -42,8 +42,8 @@ class Noted(NamedTuple):
 
     Attributes:
         events: The number of the last event.
-        since: The changes after this event are all here; older ones are forgotten.
-        changes: In order.
+        since: The list contains all changes after this event; older changes may be missing.
+        changes: The changes in order.
     """
 
     events: int
@@ -57,7 +57,10 @@ class Noted(NamedTuple):
 
 
 def first_difference(mine: Noted, other: Noted) -> tuple[int, str] | None:
-    """Return the first event and name at which two ranks differ, as far as both have come; ``None`` if none does."""
+    """Return the first event and name at which two ranks differ; ``None`` if no difference is known.
+
+    Only events that both ranks have reached are compared.
+    """
     after, last = max(mine.since, other.since), min(mine.events, other.events)
     values = [
         {(change.event, change.name): change.value for change in noted.changes if after < change.event <= last}
@@ -68,30 +71,30 @@ def first_difference(mine: Noted, other: Noted) -> tuple[int, str] | None:
 
 
 class DesyncWatch:
-    """Finds out whether some ranks do the same, without a message in an ordinary step.
+    """A comparison of some ranks that normally needs no message in a step.
 
     ::
 
-        main thread   note     the same as before: nothing
-                      note     it was so before, but not the last time: kept
-                      note     new: kept, and written; waits until all of the ranks have written the same
-        watcher       changes --> board          if there are some, and how far this rank is while it does not move
+        main thread   note     the key is unchanged: nothing
+                      note     the key is known, but has changed: the change is stored
+                      note     the key is new: the change is stored, and the rank meets the other ranks
+        watcher       changes --> board          if there are changes; also the progress of a rank that does not move
                       board --> compare          with the first of the ranks; a difference ends all ranks
 
-    A rank that notes something new waits for ranks that may do something else: they wait for a message of it, or soon
-    will. The watchers see that, and end the waiting. A rank that never comes is named when the time is over.
+    A rank with a new key waits for ranks that may do something else, such as wait for a message of this rank. The
+    watchers detect that, and end the wait. A rank that never comes is named when the timeout has passed.
 
     Args:
         failures: The first failure.
-        board: The board, over the store of the thread of the run.
-        watched: The board, over the store of the watcher.
+        board: The board, over the store client of the run's thread.
+        watched: The board, over the watcher's client of the store.
         name: The name of this comparison.
         ranks: The ranks that are compared.
         advice: The remedy for a difference.
-        timeout: Seconds that a rank waits for the others.
+        timeout: The seconds that a rank waits for the others.
 
     Attributes:
-        events: The number of events. If nothing is new, the caller only counts.
+        events: The number of events. If nothing has changed, the caller only increases it.
         keys: The last key of each kind of event.
     """
 
@@ -116,7 +119,7 @@ class DesyncWatch:
         self.events = 0
         self.keys: dict[str, Hashable] = {}
         self._waits_at, self._waits_since = "", 0.0
-        self._former: tuple[str, int] | None = None  # the last meeting, whose entries are yet to be deleted
+        self._former: tuple[str, int] | None = None  # the last meeting, whose entries must still be deleted
         self._known: set[tuple[str, Any]] = set()
         self._values: dict[str, str] = {}
         self._changes: deque[Change] = deque(maxlen=_MOST)
@@ -124,16 +127,16 @@ class DesyncWatch:
         self._looks = self._told = self._seen = self._compared = 0
 
     def note(self, where: str, key: Hashable, describe: Callable[[], Mapping[str, str]]) -> None:
-        """Note an event that must be the same on all of the ranks, at the same time. Called by the main thread.
+        """Note an event that must be the same on all of the ranks. The main thread calls this.
 
         Args:
-            where: The kind of the event; its values are compared with those of former events of this kind.
-            key: Compares equal to the key of before if nothing has changed.
-            describe: Returns the values to compare, by names; only called if the key has changed.
+            where: The kind of the event. Its values are compared with the values of earlier events of this kind.
+            key: A key that equals the previous key if the values have not changed.
+            describe: Returns the values to compare, by name. It is called only if the key has changed.
 
         Raises:
-            WrongUseError: If the ranks note different values; on every rank, with one text.
-            Exception: The failure of another rank, if it is known already.
+            WrongUseError: If the ranks note different values. All ranks raise it, with the same text.
+            Exception: The failure of another rank, if it is known.
         """
         if self._failures.is_known:
             self._raise_cause()
@@ -146,7 +149,7 @@ class DesyncWatch:
             self.keys[where] = key
             is_new = (where, key) not in self._known
             self._change(event, where, describe())
-        self.events = event  # last: the watcher may read in between
+        self.events = event  # set last, because the watcher may read at any time
         if is_new:
             if len(self._known) >= _MOST_KNOWN:  # on every rank at the same event
                 self._known.clear()
@@ -163,7 +166,7 @@ class DesyncWatch:
                 self._changes.append(Change(event, full, value))
 
     def _meet(self, event: int, where: str) -> None:
-        """Wait until all of the ranks have come to an event that is new to them, and compare."""
+        """Wait until all of the ranks have reached an event with a new key, and compare their values."""
         board, meeting = self._board, f"{self._name}/{event}"
         noted = self._noted(event)
         digest = zlib.crc32(repr((where, [change for change in noted.changes if change.event == event])).encode())
@@ -185,7 +188,7 @@ class DesyncWatch:
         self._former = meeting, digest
 
     def _difference(self, event: int, where: str, meeting: str) -> str:
-        """Return the text of a difference at an event to which all of the ranks have come."""
+        """Return the text of a difference at an event that all of the ranks have reached."""
         told = self._board.told_at(meeting, self._ranks)
         places = {rank: place for rank, (place, _) in told.items()}
         if len(set(places.values())) > 1:  # their values cannot be compared
@@ -201,7 +204,7 @@ class DesyncWatch:
         return f"Rank {self._rank} waited {self._timeout:.0f} s at {where}, but {who} did not reach this point. [LH208]"
 
     def meeting(self) -> Meeting:
-        """Return where this rank waits for the others. Called by the watcher."""
+        """Return the meeting at which this rank waits for the others. The watcher calls this."""
         return Meeting(f"desync of {self._name}", self._ranks, self.events, self._waits_at, self._waits_since)
 
     def _raise_cause(self) -> NoReturn:
@@ -210,9 +213,9 @@ class DesyncWatch:
         raise cause
 
     def look(self) -> Verdict | None:
-        """Write what is new, and compare with the first of the ranks. Called by the watcher."""
+        """Write new changes, and compare with the first of the ranks. The watcher calls this."""
         if self._takes_part:
-            with suppress(Exception):  # the store is gone: then the run ends for that reason
+            with suppress(Exception):  # if the store is lost, the run ends for that reason
                 return self._look()
         return None
 
@@ -230,7 +233,7 @@ class DesyncWatch:
         return self._compare(noted) if is_due and not is_first else None
 
     def _noted(self, events: int) -> Noted:
-        changes = self._changes.copy()  # before `since`: meanwhile the main thread may forget one of them
+        changes = self._changes.copy()  # copied before `since` is read, as the main thread may drop a change meanwhile
         return Noted(events, self._since, [change for change in changes if change.event <= events])
 
     def _compare(self, mine: Noted) -> Verdict | None:
@@ -248,7 +251,7 @@ class DesyncWatch:
 
 
 def _read(noted: Any) -> Noted | None:
-    """Return what a rank has noted from its JSON."""
+    """Return the changes that a rank has noted, from JSON."""
     if noted is None:
         return None
     events, since, changes = noted
@@ -256,7 +259,7 @@ def _read(noted: Any) -> Noted | None:
 
 
 def _text(everyone: Mapping[int, Noted | None], event: int, names: Sequence[str]) -> str:
-    """Return the text of the values that differ."""
+    """Return the text about values that differ."""
     texts = []
     for name in names:
         here = {rank: noted for rank, noted in everyone.items() if noted is not None and event <= noted.events}
@@ -271,14 +274,16 @@ def _shortened(value: str) -> str:
 
 
 class Desync:
-    """The two comparisons: in a model group of all that decides its messages, over replicas of what is logged.
+    """The two comparisons: of calls within a model group, and of logged values over replicas.
+
+    In a model group, all values that determine messages between its ranks are compared.
 
     Args:
         failures: The first failure.
-        board: The board, over the store of the thread of the run.
-        watched: The board, over the store of the watcher.
+        board: The board, over the store client of the run's thread.
+        watched: The board, over the watcher's client of the store.
         model_groups: The global ranks of each replica.
-        timeout: Seconds that ranks wait for each other.
+        timeout: The seconds that ranks wait for each other.
 
     Attributes:
         model_group: Compares the ranks of one replica.
@@ -309,12 +314,12 @@ class Desync:
         self.replicas.begin()
 
     def look(self) -> Verdict | None:
-        """Return a difference, if there is one. Called by the watcher."""
+        """Return a difference, if there is one. The watcher calls this."""
         verdicts = [each.look() for each in (self.model_group, self.replicas)]
         return next((each for each in verdicts if each is not None), None)
 
     def meetings(self) -> list[Meeting]:
-        """Return where this rank waits for others. Called by the watcher."""
+        """Return the meetings at which this rank waits for others. The watcher calls this."""
         return [self.model_group.meeting(), self.replicas.meeting()]
 
 

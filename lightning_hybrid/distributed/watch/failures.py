@@ -1,4 +1,4 @@
-"""The first failure of a run: every rank ends with it, quickly."""
+"""The first failure of a run, with which every rank ends quickly."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from lightning_hybrid.distributed.watch.record import name_of
 from lightning_hybrid.distributed.watch.verdict.judge import Sight, judge, store_gone_text
 from lightning_hybrid.distributed.watch.verdict.wait_graph import MOST
 
-_PATIENCE = 1.5  # seconds that watchers of other ranks may take to answer
-_LATE = 0.5  # additional seconds for the ranks that have not answered by then
-_LINGER = 1.5
+_PATIENCE = 1.5  # seconds for the watchers of other ranks to answer
+_LATE = 0.5  # additional seconds for ranks that have not answered by then
+_LINGER = 1.5  # seconds for the other ranks to read the first failure
 _KINDS: dict[str, type[Exception]] = {"ValueError": ValueError, "TypeError": TypeError}
 
 
@@ -28,59 +28,59 @@ class Failures:
         rank 0: waits for rank 1 --> its receive fails --> leave(): groups closed --> raises the text of rank 2
 
     A closed gloo group fails at once on its peers, so the chain takes milliseconds. A rank that waits for a blocked
-    rank gets no error from its own groups: see :class:`~lightning_hybrid.distributed.watch.rank_watch.RankWatch`.
+    rank gets no error from its own groups, see :class:`~lightning_hybrid.distributed.watch.rank_watch.RankWatch`.
 
-    If a peer disappears without writing a failure, the rank calls for answers. The watcher of every living rank
-    answers, even if the rank itself is blocked, with the calls that the rank is in.
+    If a peer disappears without writing a failure, the rank calls for answers. The watcher of every living rank answers
+    with the functions that its rank is in, even if the rank is blocked.
 
     Args:
-        board: The board, over the store of the thread of the run.
+        board: The board, over the store client of the run's thread.
 
     Attributes:
-        failed: If True, this rank failed, or left because another one did.
+        failed: If True, this rank failed, or left because another rank failed.
         is_first: If True, this rank wrote the first failure.
-        is_leaving: If True, this rank is on its way out after an exception.
-        is_interrupted: If True, this rank's groups were closed to bring it to the handler of SIGINT.
+        is_leaving: If True, this rank is leaving after an exception.
+        is_interrupted: If True, this rank's groups were closed so that it runs the handler of SIGINT.
         gone: The ranks whose processes are known to have ended.
-        is_over: If True, all ranks have come to the end of this run together, and any of them may exit.
-        is_store_silent: If True, the store exists and does not answer: a request to it would wait forever.
+        is_over: If True, all ranks have reached the end of this run together, and any of them may exit.
+        is_store_silent: If True, the store exists and does not respond, so a request to it would wait forever.
     """
 
     def __init__(self, board: Board) -> None:
         self._board = board
-        self._known: tuple[str, str] | None = None  # the kind and text of the first failure: the store may be gone
+        self._known: tuple[str, str] | None = None  # the kind and text of the first failure, even if the store is lost
         self.gone: set[int] = set()
         self.failed = self.is_first = self.is_leaving = self.is_over = False
         self.is_store_silent = self.is_interrupted = False
 
     @property
     def is_known(self) -> bool:
-        """If True, the first failure is known here, so :meth:`cause` does not wait for it."""
+        """True if this rank knows the first failure, so that :meth:`cause` does not wait."""
         return self._known is not None
 
     def begin(self) -> None:
-        """Begin the next run: entries of former ones are ignored."""
+        """Begin a run. Entries of former runs are ignored."""
         self.is_leaving = self.is_over = self.is_interrupted = False
         self.gone.clear()
         self._board.begin()
 
     def is_first_to(self, say: str) -> bool:
-        """Return True on the first rank that asks this in this run, so that one rank alone prints a warning.
+        """Return True on the first rank that calls this in this run, so that only one rank prints a warning.
 
         Args:
             say: The name of the warning.
         """
-        with contextlib.suppress(Exception):  # the store may be gone, as the run is
+        with contextlib.suppress(Exception):  # the store may be lost when the run is over
             return not self.failed and self._board.claim(f"say {say}")
         return False
 
     def report(self, error: BaseException, where: str, *, verbatim: bool = False) -> None:
-        """Write a failure down, unless another rank was first.
+        """Write a failure, unless another rank has written one.
 
         Args:
             error: The exception.
             where: The rank, stage and action.
-            verbatim: If True, the other ranks raise the same text, because the error is about what every rank does.
+            verbatim: If True, the other ranks raise the same text, because the error is about code that all ranks run.
         """
         if self.failed:
             return
@@ -93,10 +93,10 @@ class Failures:
             self._board.note_read()
 
     def linger(self, board: Board) -> None:
-        """Wait until the other ranks have read the first failure: the store often ends with the process of rank 0.
+        """Wait until other ranks have read the first failure, because the store often ends with the process of rank 0.
 
         Args:
-            board: That of the calling thread.
+            board: The board, over the store client of the calling thread.
         """
         deadline = time.monotonic() + _LINGER
         must_stay = board.rank == 0 and not self.is_store_silent
@@ -105,21 +105,21 @@ class Failures:
             time.sleep(0.02)
 
     def learn(self, kind: str, text: str) -> None:
-        """Take a failure for the first one. The watcher has read it, or found it where the store is gone."""
+        """Store the first failure. The watcher calls this with a failure that it has read, or found without a store."""
         self._known = kind, text
 
     def cause(self, patience: float = 2.0) -> Exception | None:
         """Return the first failure as the exception to raise here; ``None`` if no rank has written one.
 
         Args:
-            patience: Seconds to wait for one.
+            patience: The seconds to wait for a failure.
         """
         deadline = time.monotonic() + patience
         while True:
             try:
                 if self._known is None:
                     self._known = self._board.read_cause()
-            except Exception:  # the store died with the rank that hosts it
+            except Exception:  # the store has ended with the rank that hosts it
                 return None
             if self._known is not None:
                 kind, text = self._known
@@ -135,28 +135,28 @@ class Failures:
 
         ::
 
-            error --> is there a cause? ----- no --> report error, or if it only --.
-                      (transport errors              says that a rank has left,    +--> abandon --> close groups
-                       wait for one)                 the answers to a call         |
-                                    `-- yes ---------------------------------------'
+            error --> is there a cause? ----- no --> report the error; for a transport --.
+                      (transport errors              error, report the answers to a call +--> abandon --> close groups
+                       wait for one)                                                     |
+                                    `-- yes ---------------------------------------------'
 
         Args:
-            error: The exception of this rank.
+            error: The exception of this rank. A transport error only shows that another rank has left.
             where: The rank, stage and action.
-            abandon: Drops all that is under way and would keep connections open.
+            abandon: Drops all pending work that keeps connections open.
             verbatim: The argument of :meth:`report`.
 
         Returns:
-            The first failure, to be raised from ``error``; ``None`` if ``error`` is the first one.
+            The first failure, which the caller raises from ``error``; ``None`` if ``error`` is the first failure.
         """
         self.is_leaving = True
         cause: BaseException | None
         call = None
         if is_transport(error) and not self.is_store_silent and not self.is_known:
             with contextlib.suppress(Exception):
-                call = self._board.call()  # the others answer while this rank waits for a cause
+                call = self._board.call()  # other ranks answer while this rank waits for a cause
         if self.is_interrupted and is_transport(error):
-            # In a backward the handler's exception may be lost: torch asks for signals while it describes this error.
+            # In a backward, the handler's exception may be lost, as torch runs handlers while it describes this error.
             cause = KeyboardInterrupt()
             self.report(cause, where)
         else:
@@ -164,8 +164,8 @@ class Failures:
         if cause is None and is_transport(error):
             found = RuntimeError(self._hear_answers(call, f"{where} failed: {type(error).__name__}: {error}"))
             self.report(found, where, verbatim=True)
-            cause = self.cause(patience=0.0)  # another rank may have been first
-            if cause is None:  # the store is gone
+            cause = self.cause(patience=0.0)  # another rank may have written a failure
+            if cause is None:  # the store is lost
                 self.learn("RuntimeError", str(found))
                 cause = found
         elif cause is None:
@@ -177,10 +177,10 @@ class Failures:
         return cause
 
     def _hear_answers(self, call: int | None, text: str) -> str:
-        """Return the text of a failure that no rank has written: which rank has gone, or where the others are.
+        """Return the text of a failure that no rank has written: which rank has gone, or where the other ranks are.
 
         Args:
-            call: The number of the call; ``None`` if it could not be made, so that it is made now.
+            call: The number of the call for answers; ``None`` to make the call now, because it failed before.
             text: The error of this rank.
         """
         board = self._board
@@ -193,11 +193,11 @@ class Failures:
             while (absent := board.absent(call)) and time.monotonic() < deadline:
                 time.sleep(0.02)
             here, finished = board.here(call), sorted(board.finished() - {board.rank})
-            gone = [rank for rank in absent if rank in self.gone] or absent  # a busy machine answers late
+            gone = [rank for rank in absent if rank in self.gone] or absent  # a busy node answers late
             records = board.read([*gone, *(rank for rank in others[:MOST] if rank in here)])
         except Exception:
             return f"{store_gone_text(name_of(0, board.hosts))} {text}"
-        self.gone.update(gone)  # so no rank waits for them
+        self.gone.update(gone)  # so that this rank does not wait for them
         ended = {rank: records[rank] for rank in gone}
         sight = Sight(board.size, ended, board.hosts, gone, finished, waits_for_finished=True)
         if (verdict := judge(sight)) is not None:

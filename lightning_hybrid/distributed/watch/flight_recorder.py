@@ -1,4 +1,4 @@
-"""The collectives of this rank, from torch's flight recorder, which notes each of them when it is started."""
+"""The collectives of this rank, from torch's flight recorder, which records each collective when it starts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-_MOST = 64  # collectives of one group, the latest ones
+_MOST = 64  # the number of collectives listed for one group
 
 
 @dataclass
@@ -18,9 +18,10 @@ class Collectives:
     """The collectives of one process.
 
     Attributes:
-        started: By the name of the group: the number of the first one that is listed, and their kinds in order.
-        pending: The collectives of one thread that have not ended: (name of the group, number, kind).
-        last: Changes with every collective.
+        started: For each group name, the number of the first listed collective, and the kinds of the listed ones in
+            order.
+        pending: (name of the group, number, kind) of each collective of one thread that has not ended.
+        last: A number that changes with every collective.
     """
 
     started: dict[str, tuple[int, list[str]]] = field(default_factory=dict)
@@ -31,13 +32,13 @@ class Collectives:
 def read_collectives(since: int = -1, thread: int | None = None) -> Collectives:
     """Return the collectives that have been started.
 
-    The recorder keeps the last 2,000 or so. Only collectives of gloo are returned, since the host waits for their ends;
-    with NCCL the device waits. Sends and receives are left out. Reading takes a few milliseconds; torch keeps the
-    record anyway. It is private to torch (2.13): if it is missing, or off (``TORCH_FR_BUFFER_SIZE=0``), the result is
-    empty.
+    The recorder keeps about 2,000 collectives. Only collectives of gloo are returned, because the host waits for their
+    ends; with NCCL, the device waits. Sends and receives are omitted. Reading takes a few milliseconds; torch records
+    in any case. The recorder is private to torch (2.13). If it is missing or disabled (``TORCH_FR_BUFFER_SIZE=0``), the
+    result is empty.
 
     Args:
-        since: An earlier :attr:`Collectives.last`: groups before it may have had the same names.
+        since: An earlier :attr:`Collectives.last`. Groups before it may have had the same names.
         thread: The `threading.get_ident` of the thread whose pending collectives are returned.
     """
     found = Collectives(last=since)
@@ -47,7 +48,7 @@ def read_collectives(since: int = -1, thread: int | None = None) -> Collectives:
             continue
         group, number = entry["process_group"][0], entry["collective_seq_id"]
         first, kinds = found.started.setdefault(group, (number, []))
-        if number != first + len(kinds):  # what was between is no longer listed
+        if number != first + len(kinds):  # the collectives in between are no longer listed
             first, kinds = number, []
         kinds.append(kind)
         drop = max(0, len(kinds) - _MOST)
@@ -59,11 +60,11 @@ def read_collectives(since: int = -1, thread: int | None = None) -> Collectives:
 
 
 def read_bytes(since: int = -1) -> tuple[dict[str, float], int]:
-    """Return the bytes of collectives that have been started, by the name of the group.
+    """Return the bytes of the collectives that have been started, by the name of the group.
 
-    The bytes of the whole tensor count twice for a sum, and once otherwise, as often as it goes around a ring of the
-    group. Each rank sends ``(n - 1) / n`` of them. Collectives that are no longer listed count as the average of the
-    others.
+    For each collective, the bytes of the full tensor are counted as often as the tensor goes around a ring of the
+    group: twice for a sum, and once otherwise. Each rank sends ``(n - 1) / n`` of these bytes. Collectives that are no
+    longer listed count as the average of the others.
 
     Args:
         since: The second value of an earlier call.
@@ -84,26 +85,26 @@ def read_bytes(since: int = -1) -> tuple[dict[str, float], int]:
 
 
 def _num_bytes(shapes: Sequence[Any], dtypes: Sequence[str]) -> int:
-    """Return the bytes of the tensors of one side of a collective; shapes may be those of a list of tensors."""
+    """Return the bytes of the tensors on one side of a collective. A shape may be a list of shapes of tensors."""
     return sum(_ITEMSIZES.get(dtype, 4) * math.prod(shape) for shape, dtype in zip(shapes, dtypes, strict=False))
 
 
 def read_progress() -> str | None:
-    """Return a text that changes with every collective; ``None`` if it is not known. It takes microseconds."""
+    """Return a text that changes with every collective; ``None`` if it is not known. This takes microseconds."""
     dump = getattr(_c10d(), "_dump_fr_trace_json", None)
     try:
         status = str(json.loads(dump(includeCollectives=False))["pg_status"]) if dump is not None else ""
-    except Exception:  # another version of torch may have another form
+    except Exception:  # another version of torch may use another format
         return None
     return status or None
 
 
 def ranks_of(group: str) -> Sequence[int] | None:
-    """Return the global ranks of a group by its name; ``None`` if it is not known."""
+    """Return the global ranks of a group by its name; ``None`` if they are not known."""
     resolve = getattr(_c10d(), "_resolve_process_group", None)
     try:
         return None if resolve is None else dist.get_process_group_ranks(resolve(group))
-    except Exception:  # the groups may be gone
+    except Exception:  # the groups may be destroyed
         return None
 
 
@@ -113,7 +114,7 @@ def _entries() -> list[dict[str, Any]]:
         return []
     try:
         entries = json.loads(dump())["entries"]
-    except Exception:  # another version of torch may have another form
+    except Exception:  # another version of torch may use another format
         return []
     return [entry for entry in entries if entry.keys() >= _FIELDS]
 
@@ -123,7 +124,7 @@ _ITEMSIZES = {
     **dict.fromkeys(("Double", "Long", "ComplexFloat"), 8),
     **dict.fromkeys(("Half", "BFloat16", "Short"), 2),
     **dict.fromkeys(("Byte", "Char", "Bool"), 1),
-}  # bytes of an element, by torch's names; others have 4
+}  # bytes per element, by torch's names of dtypes; 4 for other names
 
 _FIELDS = {
     *("record_id", "process_group", "collective_seq_id", "profiling_name"),

@@ -1,4 +1,4 @@
-"""The ladder of actions that end a rank once the first failure is known, the mildest one first."""
+"""The actions that end a rank once the first failure is known, from the mildest to the strongest."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from lightning_hybrid.distributed.watch.failures import Failures
 from lightning_hybrid.distributed.watch.process_ends import ProcessEnds
 from lightning_hybrid.distributed.watch.watched_thread import WatchedThread
 
-_STEP = 1.5  # seconds before something stronger is done
-PATIENCE = 3.0  # seconds that a rank waits in one place before its process is ended
+_STEP = 1.5  # seconds between two actions
+PATIENCE = 3.0  # seconds for which a rank may wait in one place before its process is ended
 
 
 class Ladder:
-    """Ends this rank, each time by the mildest means that does.
+    """A sequence of increasingly strong actions that end this rank.
 
     ::
 
-        a cause is known --> the groups are aborted:     a rank that waits gets an exception where it waits; processes
-                             stopped ones resume:        that are stopped run again, and find the same cause
-          1.5 s later    --> the thread is interrupted:  a rank in the user's code gets an exception; not one that saves
+        a cause is known --> the groups are aborted:     a rank that waits gets an exception where it waits
+                             stopped processes resume:   these processes find the same cause
+          1.5 s later    --> the thread is interrupted:  a rank in the user's code gets an exception, unless it saves
           1.5 s later    --> the process is ended:       the rank waits or computes outside of Python
 
-    A rank that is on its way out already is left alone, unless it comes to wait again.
+    A rank that is already leaving is left alone, unless it waits again.
 
     Args:
         failures: The first failure.
-        board: The board, over the store of the watcher.
+        board: The board, over the watcher's client of the store.
         thread: The thread of the run.
-        ends: The processes of other ranks on this machine.
-        abort: Wakes this rank where it waits in its groups, which are of no use afterwards.
-        interrupt: Raises an exception in the thread of the run; returns whether that is possible.
-        end: Ends the process.
+        ends: The processes of other ranks on this node.
+        abort: Wakes this rank where it waits in its groups. The groups cannot be used afterwards.
+        interrupt: Raises an exception in the thread of the run; returns True if that is possible.
+        end: Ends the process with an exit code.
 
     Attributes:
         interrupt: The function that interrupts the thread of the run.
@@ -63,32 +63,32 @@ class Ladder:
         self._has_aborted = self._has_interrupted = False
 
     def resume_others(self) -> None:
-        """Resume the processes of other ranks on this machine that are stopped."""
+        """Resume stopped processes of other ranks on this node."""
         self._ends.resume()
 
     def wake(self) -> None:
-        """Bring the thread out of C++ to the handler of SIGINT, if it waits."""
+        """Wake the thread of the run if it waits in C++ code, so that it runs the handler of SIGINT."""
         if self._thread.waits and not self._failures.is_leaving:
             self._failures.is_interrupted = True
             self._abort()
 
     def climb(self, cause: str, known_at: float) -> None:
-        """Do what is due. Called at every look since the cause is known.
+        """Take the action that is due. The watcher calls this at every look after the cause is known.
 
         Args:
             cause: The text of the first failure.
-            known_at: The time since which it is known, by `time.monotonic`.
+            known_at: The time since which the cause is known, by `time.monotonic`.
         """
         failures, thread, seconds = self._failures, self._thread, time.monotonic() - known_at
         if not self._has_aborted and not failures.is_leaving:
             self._has_aborted = True
-            if not failures.is_known:  # it could not be written
+            if not failures.is_known:  # the failure could not be written to the board
                 failures.learn("RuntimeError", cause)
             failures.failed = True
             self.resume_others()
             self._abort()
         if failures.is_leaving:
-            thread.look()  # it may have come out of its wait since this look began
+            thread.look()  # the thread may have stopped waiting since this look began
         is_stuck = thread.waits and thread.seconds_still > PATIENCE
         is_elsewhere = not thread.waits and not thread.is_saving
         if failures.is_leaving:

@@ -1,4 +1,4 @@
-"""The processes of the other ranks on this machine: the kernel reports the end of each."""
+"""The ends of other ranks' processes on this node, which the kernel reports."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from pathlib import Path
 
 
 def describe_process() -> str:
-    """Return the name of this host, an identifier of this machine, and the number of this process."""
+    """Return the name of this host, an identifier of this node and the number of this process."""
     return f"{socket.gethostname()} {_machine()} {os.getpid()}"
 
 
 def host_of(description: str | None) -> str:
-    """Return the name of the host in a text of :func:`describe_process`."""
+    """Return the name of the host from a text of :func:`describe_process`."""
     return "an unknown host" if description is None else description.split()[0]
 
 
 def machine_of(description: str) -> str:
-    """Return the identifier of the machine in a text of :func:`describe_process`."""
+    """Return the identifier of the node from a text of :func:`describe_process`."""
     return description.split()[1]
 
 
 @lru_cache(maxsize=1)
 def _machine() -> str:
-    """Return a text that is the same for processes that see each other's numbers: on one machine, in one container."""
+    """Return an identifier of this node and container, within which processes can see each other's numbers."""
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{Path('/proc/self/ns/pid').readlink()}"
@@ -37,23 +37,23 @@ def _machine() -> str:
 
 
 class ProcessEnds:
-    """The processes of ranks that have ended.
+    """A search for ranks whose processes have ended.
 
-    A rank that is killed sends no message, and a rank that waits for a blocked rank has no connection that breaks. The
-    kernel makes a descriptor of a process readable when it ends (Linux, ``pidfd_open``). On other systems, and for
-    processes on other machines, nothing is found here.
+    A rank that is killed sends no message. A rank that waits for a blocked rank does not notice, because none of its
+    connections breaks. But the kernel makes the descriptor of a process readable when the process ends (Linux,
+    ``pidfd_open``). On other systems, and for processes on other nodes, nothing is found.
     """
 
     def __init__(self) -> None:
-        self._descriptors: dict[int, int] = {}  # descriptor: rank
+        self._descriptors: dict[int, int] = {}  # the rank of each descriptor
         self._ended: list[int] = []
 
     def add(self, rank: int, description: str) -> None:
-        """Watch a rank, if it is on this machine.
+        """Watch a rank, if it is on this node.
 
         Args:
             rank: The rank.
-            description: The text of its :func:`describe_process`.
+            description: The result of :func:`describe_process` on that rank.
         """
         _, machine, pid = description.split()
         open_process = getattr(os, "pidfd_open", None)
@@ -62,11 +62,11 @@ class ProcessEnds:
                 self._descriptors[open_process(int(pid))] = rank
             except ProcessLookupError:
                 self._ended.append(rank)
-            except OSError:  # not allowed
+            except OSError:  # not permitted
                 return
 
     def descriptors(self) -> Collection[int]:
-        """Return descriptors that can be read when a process ends."""
+        """Return the descriptors that become readable when a process ends."""
         return tuple(self._descriptors)
 
     def take(self) -> list[int]:
@@ -81,7 +81,7 @@ class ProcessEnds:
         return ended
 
     def resume(self) -> None:
-        """Resume the processes that are stopped."""
+        """Resume stopped processes."""
         for descriptor in self._descriptors:
             with suppress(OSError):
                 signal.pidfd_send_signal(descriptor, signal.SIGCONT)

@@ -1,4 +1,4 @@
-"""The watch of one rank: at every look it writes its own record, reads those of others, judges, and acts."""
+"""The watch of one rank: each look writes its own record, reads the records of others, judges them, and acts."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ from lightning_hybrid.distributed.watch.verdict.waits import Waits
 from lightning_hybrid.distributed.watch.watched_thread import WatchedThread
 from lightning_hybrid.error_codes.entry import without_code
 
-_INTERRUPTED = 1.0  # seconds in which a rank comes to the handler of SIGINT, if it can
-_ANSWER = 1.5  # seconds in which every watch answers, if it can: that is two looks or three
+_INTERRUPTED = 1.0  # seconds for a rank to run the handler of SIGINT
+_ANSWER = 1.5  # seconds for every watcher to answer: two or three looks
 
 
 class Comparison(Protocol):
-    """A comparison of what ranks do, such as `Desync`."""
+    """A comparison of the calls of ranks, such as `Desync`."""
 
     def look(self) -> Verdict | None:
-        """Write what is new on this rank, and return a difference."""
+        """Write new values of this rank, and return a difference if there is one."""
 
 
 class RankWatch:
-    """Looks at the board on the watcher's thread, while the run of this rank may be stuck.
+    """A watch that looks at the board on the watcher's thread, while the thread of the run may be blocked.
 
     ::
 
@@ -52,17 +52,19 @@ class RankWatch:
                  board --> sight --> judge --> verdict --> board: the first failure
                  the first failure is known --> ladder: this rank ends
 
-    Every rank looks at the processes of its machine, and at the answers that it has called for. One rank reads the
-    records of all: rank 0, or the lowest one that has not finished the run.
+    Every rank watches the processes on its node, and reads the answers to its calls. One rank reads the records of all
+    ranks: rank 0, or the lowest rank that has not finished the run.
 
     Args:
         failures: The first failure.
-        board: The board, over the store of the watcher: while one thread waits for a key, its client is locked.
+        board: The board, over the watcher's client of the store: a client is locked while it waits for a key.
         thread: The thread of the run.
-        heartbeats: Finds ranks that send no heartbeats; ``None`` if it is off.
-        abort: The argument of the same name of `Ladder`, as are `interrupt` and `end`.
-        num_lost: Returns how many connections have been closed so far, here or by other ranks.
-        parent: The process that started this one, if this one shall not outlive it.
+        heartbeats: Finds ranks that send no heartbeats; ``None`` if heartbeats are disabled.
+        abort: The argument of :class:`Ladder`.
+        interrupt: The argument of :class:`Ladder`.
+        num_lost: Returns the number of connections that have been closed so far, here or by other ranks.
+        parent: The process that started this one; this rank ends when the parent ends. ``None`` for no such process.
+        end: The argument of :class:`Ladder`.
 
     Attributes:
         ladder: Ends this rank.
@@ -103,10 +105,10 @@ class RankWatch:
             self._heartbeats.begin()
         self._ends.close()
         self._finished.clear()
-        self._met: set[int] = set()  # the ranks on this machine that have begun
+        self._met: set[int] = set()  # the ranks on this node that have begun
         self._knows_first = False
         self._lost = self._num_lost()
-        self._call, self._called_at = 0, 0.0  # the call that was made when a connection was found closed, and when
+        self._call, self._called_at = 0, 0.0  # the call that was made after a connection was closed, and its time
         self._missing: dict[int, int] = {}  # heartbeats of the ranks that did not answer the last call
         self._suspects: Mapping[int, tuple[int, int]] = {}
         self._cause: str | None = None
@@ -115,12 +117,12 @@ class RankWatch:
         self._sigterm_at: float | None = None
 
     def open(self, waits: Waits, stall: StallWatch | None, comparisons: Sequence[Comparison]) -> None:
-        """Begin to look at the work of a run too.
+        """Begin to watch the work of a run, too.
 
         Args:
             waits: Writes what this rank waits for.
-            stall: Finds out that nothing finishes; ``None`` if it is off.
-            comparisons: Compare what ranks do.
+            stall: Detects that nothing finishes; ``None`` if this is disabled.
+            comparisons: Compare the calls of ranks.
         """
         waits.begin()
         if stall is not None:
@@ -132,11 +134,11 @@ class RankWatch:
         self._ends.close()
 
     def descriptors(self) -> Collection[int]:
-        """Return descriptors that can be read when there is something to look at."""
+        """Return file descriptors that become readable when a look is due."""
         return self._ends.descriptors()
 
     def look(self, signals: Collection[int] = ()) -> None:
-        """Write, read, judge, and end this rank if nothing else does.
+        """Write, read, judge, and end this rank after a failure.
 
         Args:
             signals: The signals since the last look.
@@ -145,7 +147,7 @@ class RankWatch:
         self._failures.gone.update(self._ends.take())
         if signal.SIGINT in signals and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             self._sigint_at = time.monotonic()
-        if self._failures.is_store_silent:  # it answers again, and the others know nothing of it
+        if self._failures.is_store_silent:  # the store responds again, but other ranks do not know this failure
             self._failures.is_store_silent = False
             self._cause, self._known_at = self._report(self._silence), time.monotonic()
         elif self._cause is None:
@@ -157,13 +159,13 @@ class RankWatch:
             self.ladder.wake()
 
     def end_without_store(self) -> None:
-        """End this rank: the store has not answered for long, and :meth:`look` waits for it.
+        """End this rank after the store has not responded for long, so that :meth:`look` is blocked.
 
         Another thread calls this repeatedly.
         """
         if not self._failures.is_store_silent:
             self._failures.is_store_silent = True
-            self.ladder.resume_others()  # if the store answers then, the cause can be written
+            self.ladder.resume_others()  # if the store then responds, the cause can be written
             return
         if self._cause is None:
             self._cause, self._known_at = self._silence, time.monotonic()
@@ -183,14 +185,14 @@ class RankWatch:
     # -- the cause -----------------------------------------------------------------------------------------------------
 
     def _find(self) -> str | None:
-        """Return why this run cannot continue; ``None`` if it can."""
+        """Return the reason why this run cannot continue; ``None`` if it can."""
         if self._parent is not None and os.getppid() != self._parent:
             name = self._name_of(self._board.rank)
             return self._report(f"The launcher of {name}, such as torchrun, has exited. [LH226]")
         try:
             return self._look_at_board()
         except (dist.DistError, OSError):
-            if 0 in self._finished or self._failures.is_over:  # nothing can be heard any more, or has to be
+            if 0 in self._finished or self._failures.is_over:  # rank 0, which hosts the store, may have exited
                 return finished_text([0]) if self._is_blocked else None
             name = self._name_of(0)
             return gone_text([name]) if 0 in self._failures.gone else store_gone_text(name)
@@ -236,23 +238,24 @@ class RankWatch:
             if is_judge and board.num_waiting():
                 sight.records = board.read(board.begun())
         if self.stall is not None:
-            with suppress(Exception):  # as in `_answer`
+            with suppress(Exception):  # for the same reason as in `_answer`
                 self.stall.look()
                 sight.answers = self.stall.answers()
         return sight
 
     def _answer(self, kind: str) -> Answer | None:
-        """Return the answer of this rank to a call of some kind, if there is one."""
-        with suppress(Exception):  # the thread of the run may end, or its groups, while its position is read
+        """Return the answer of this rank to a call, if there is one."""
+        with suppress(Exception):  # the thread of the run may end or destroy its groups meanwhile
             return None if self.stall is None else self.stall.answer(kind)
         return None
 
     def _find_absent(self) -> list[int]:
-        """Return the ranks that have gone while no rank waits for them.
+        """Return the ranks that have gone, although no rank waits for them.
 
-        If a connection is closed, this rank calls for answers. So a rank of another machine is missed while the others
-        save, or wait for the store. A connection may be closed for other reasons, and a rank be too busy to answer:
-        after two calls without an answer and without a heartbeat it has gone.
+        If a connection is closed, this rank calls for answers. So the loss of a rank on another node is noticed even
+        while the other ranks save, or wait for the store. A connection may be closed for other reasons, and a rank may
+        be too busy to answer. Therefore a rank counts as gone after two calls without an answer and without a heartbeat
+        in between.
         """
         board, lost = self._board, self._num_lost()
         self._lost = min(self._lost, lost)
@@ -276,7 +279,7 @@ class RankWatch:
         self._call, self._called_at = self._board.call(), time.monotonic()
 
     def _meet(self) -> None:
-        """Watch the processes on this machine as soon as they have begun this run, and learn the host of rank 0."""
+        """Watch processes on this node as soon as they have begun this run, and get the host of rank 0."""
         board = self._board
         if not self._knows_first:
             self._knows_first = board.find(0) is not None
@@ -287,7 +290,7 @@ class RankWatch:
                 self._ends.add(rank, record.process)
 
     def _act_on(self, verdict: Verdict) -> str | None:
-        """Write the reason why the run cannot continue, and return it; ``None`` if the run continues."""
+        """Write the reason why the run cannot continue, and return it; return ``None`` if the run continues."""
         if verdict.kind == BUSY:
             text = f"{without_code(verdict.text)} The other ranks keep waiting until `timeout` expires."
             print_error(f"[rank {self._board.rank}] {text}")
@@ -298,7 +301,7 @@ class RankWatch:
         return self._report(verdict.text, verdict.exception)
 
     def _report(self, text: str, exception: str = "RuntimeError") -> str:
-        """Write a failure, unless another rank was first; return the first one."""
+        """Write a failure, unless another rank has written one. Return the first failure."""
         with suppress(dist.DistError, OSError):
             self._board.write_cause(exception, text)
             if (cause := self._board.read_cause()) is not None:

@@ -1,4 +1,4 @@
-"""The record of a rank: all that its watcher tells the watchers of the other ranks."""
+"""The record of a rank: everything that its watcher tells the watchers of the other ranks."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ WAITS, IDLES, WORKS, SILENT = "waits", "idles", "works", "does not answer"
 
 @dataclass
 class Waiting:
-    """The collectives and messages that a blocked rank waits for, and those that it has started before.
+    """The collectives and messages for which a blocked rank waits, and the ones that it has started.
 
-    A number identifies a collective of a group, or a message of a channel, counted from the first one.
+    A number identifies a collective of a group or a message of a channel, counted from the first one.
 
     Attributes:
-        collectives: (group, its global ranks, number, kind) of the collectives that have not ended.
+        collectives: (group, its global ranks, number, kind) of each collective that has not ended.
         message: (channel, global rank of the sender, number) of a message that has not arrived.
-        started: By group: the number of the first collective that is listed, and the kinds of these in order.
+        started: For each group, the number of the first listed collective, and the kinds of the listed ones in order.
         sent: The number of messages that have been sent, by channel.
-        place: The line where the rank waits, in the user's code if it came from there.
+        place: The line at which the rank waits; the line in the user's code if there is one.
         state: The state of its Trainer.
-        finished: If True, the run of the rank is over, and it will never start anything again.
+        finished: If True, the run of the rank is over, and the rank never starts anything again.
     """
 
     collectives: list[tuple[str, list[int], int, str]] = field(default_factory=list)
@@ -35,31 +35,32 @@ class Waiting:
     finished: bool = False
 
     def has_started(self, group: str, number: int) -> bool:
-        """Return whether a collective of a group has been started."""
+        """Return True if the rank has started a collective of a group."""
         first, kinds = self.started.get(group, (0, []))
         return number < first + len(kinds)
 
     def kind_of(self, group: str, number: int) -> str | None:
-        """Return the kind of a collective that has been started; ``None`` if it is no longer known."""
+        """Return the kind of a collective that the rank has started; ``None`` if it is not listed."""
         first, kinds = self.started.get(group, (0, []))
         return kinds[number - first] if 0 <= number - first < len(kinds) else None
 
 
 @dataclass
 class Answer:
-    """The answer of a rank to a call for positions, when nothing has finished for long.
+    """The answer of a rank to a call for positions, which a rank makes when nothing has finished for long.
 
     Attributes:
         rank: The rank.
         host: Its host.
         state: ``"waits"`` (for other ranks), ``"idles"``, ``"works"`` or ``"does not answer"``.
-        seconds: The time in which nothing has finished; of a rank that idles, the time in which it computed nothing.
+        seconds: The time in which nothing has finished; for a rank that idles, the time in which it has computed
+            nothing.
         call: The collective in which it waits, if any.
-        place: The innermost line of its code, and the innermost one of the user's code.
+        place: The innermost line of its code, and the innermost line of the user's code.
         batch: The loop and the number of the batch.
         action: The action of the schedule with its stage; empty outside of a schedule.
         last: The actions before it, the latest one last.
-        pending: The messages that are on their way, as ``"1RECV_F3 from rank 2"``.
+        pending: The pending messages, as ``"1RECV_F3 from rank 2"``.
         waits_for: The global ranks without which it cannot continue, as far as they are known.
     """
 
@@ -78,17 +79,17 @@ class Answer:
 
 @dataclass
 class Record:
-    """A rank, as its watcher describes it.
+    """The description of a rank by its watcher.
 
     Attributes:
-        process: Its host, its machine and its process, as :func:`~.process_ends.describe_process` writes them.
+        process: Its host, its node and its process, as :func:`~.process_ends.describe_process` writes them.
         number: The heartbeat: it grows whenever the record is written.
-        place: The line of the user's code that the rank was at.
+        place: The line of the user's code at which the rank was.
         answered: The number of the last call that it has answered.
-        calls: The calls that it was in then, the innermost first.
-        stamp: Changes whenever `waiting` does.
-        renewals: The looks at which the rank has been found to wait for the same, since then.
-        waiting: The collectives and messages that it waits for; ``None`` while it may do anything.
+        calls: The functions in which it was when it answered, the innermost first.
+        stamp: A number that changes whenever `waiting` changes.
+        renewals: The number of looks since then at which the rank was still waiting for the same.
+        waiting: The collectives and messages for which it waits; ``None`` while it may do anything.
         answer: Its answer to the last call for positions.
     """
 
@@ -112,15 +113,15 @@ class Record:
 
 
 def encode(value: Any) -> str:
-    """Return a record, or a value of plain types, as JSON: what comes from other ranks runs no code."""
+    """Return a record, or a value of plain types, as JSON, so that data of other ranks cannot run code."""
     return json.dumps(asdict(value) if isinstance(value, Record) else value)
 
 
 def decode(text: bytes) -> Any:
-    """Return the value of :func:`encode`, with lists in the place of tuples, and dictionaries in that of records."""
+    """Return the value that was passed to :func:`encode`. Tuples become lists, and records become dictionaries."""
     return json.loads(text)
 
 
 def name_of(rank: int, hosts: Mapping[int, str]) -> str:
-    """Return a text with a rank and its host."""
+    """Return a rank and its host as text."""
     return f"rank {rank} (on {hosts.get(rank, 'an unknown host')})"

@@ -1,4 +1,4 @@
-"""The thread of a run as the watcher sees it: its stack, and the time in which it has not moved."""
+"""The thread of a run as the watcher sees it: its stack, and the time for which it has not moved."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from lightning_hybrid.distributed.watch.collector import without_collector
 
 _TORCH, _PACKAGE = (f"{path}{os.sep}" for path in (Path(dist.__file__).parent, Path(__file__).parents[2]))
 _CHECKPOINT = f"{Path(__file__).parents[2] / 'checkpoint'}{os.sep}"
-_BACKWARD = str(Path(__file__).parents[2] / "pipeline_parallel" / "stage.py")  # autograd computes below it
+_BACKWARD = str(Path(__file__).parents[2] / "pipeline_parallel" / "stage.py")  # calls autograd
 _SLOW = (
     _CHECKPOINT,
     *(
@@ -33,26 +33,26 @@ _SLOW = (
     ),
 )
 _LIBRARIES = (_PACKAGE, *{sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")})
-_COLLECTIVES = "distributed_c10d.py"  # the file of torch's functions for ranks that talk to each other
-_MOST_COMPUTED = 0.05  # seconds in which it does not compute more than this
-_CLOCK_NANOSLEEP = {"x86_64": 230, "aarch64": 115}.get(platform.machine())  # the number of the system call
-_TIMER_ABSTIME = 1  # its flag for a time of the clock, not a number of seconds
+_COLLECTIVES = "distributed_c10d.py"  # the file of torch's collectives and messages
+_MOST_COMPUTED = 0.05  # seconds of processor time up to which a thread counts as still
+_CLOCK_NANOSLEEP = {"x86_64": 230, "aarch64": 115}.get(platform.machine())  # numbers of the system call
+_TIMER_ABSTIME = 1  # the flag of this call for an absolute time
 _TIMESPEC = struct.Struct("qq")  # seconds and nanoseconds
 
 
-#: Held while a stack is read: a reference to a frame keeps the variables of the call alive, and all they refer to.
-READING = threading.RLock()  # reentrant: a signal's handler may fork
-# A fork in the middle of a reading would leave the lock held, and the collector off, in the new process.
+#: Held while a stack is read, because a reference to a frame keeps all variables of the call alive.
+READING = threading.RLock()  # reentrant, because a signal handler may fork
+# After a fork while a stack is read, the lock would stay held, and the collector disabled, in the new process.
 os.register_at_fork(before=READING.acquire, after_in_parent=READING.release, after_in_child=READING.release)
 
 
 class StackCall(NamedTuple):
-    """One of the calls that a thread is in.
+    """A call on the stack of a thread.
 
     Attributes:
         code: The code of the function.
-        position: Changes when the call continues; the second number is the place in the code.
-        ranks: The global ranks of the group, if it is a function of `torch.distributed` and groups were asked for.
+        position: (identity of the frame, place in the code). It changes when the call continues.
+        ranks: The global ranks of the group, if this is a function of `torch.distributed` and groups were requested.
     """
 
     code: CodeType
@@ -66,7 +66,7 @@ class StackCall(NamedTuple):
 
     @property
     def line(self) -> int:
-        """The line that runs. It is searched for on demand: a look at a thread takes half as long without it."""
+        """The current line. It is computed on demand, because that takes half of the time of a look."""
         place = self.position[1]
         return next((line for begin, end, line in self.code.co_lines() if line and begin <= place < end), 0)
 
@@ -76,7 +76,7 @@ class StackCall(NamedTuple):
 
 
 def read_stack(thread: int, *, groups: bool = False) -> list[StackCall]:
-    """Return the calls that a thread is in, the innermost first; an empty list if it has ended.
+    """Return the calls on the stack of a thread, the innermost first; an empty list if the thread has ended.
 
     Args:
         thread: The thread's `threading.get_ident`.
@@ -84,7 +84,7 @@ def read_stack(thread: int, *, groups: bool = False) -> list[StackCall]:
     """
     calls = list[StackCall]()
     # `f_back` makes a frame object for a call of the other thread. In CPython 3.11 this may first collect garbage, and
-    # finalizers release the GIL: the call returns meanwhile, and `f_back` continues in its freed memory.
+    # finalizers release the GIL. If the call returns meanwhile, `f_back` reads freed memory.
     with READING, without_collector():
         frame = sys._current_frames().get(thread)
         while frame is not None:
@@ -101,67 +101,68 @@ def _ranks_of(frame: FrameType) -> list[int] | None:
 
 
 def may_wait(stack: Sequence[StackCall]) -> bool:
-    """Return whether a thread may wait for other ranks: in collectives of torch, or in this package.
+    """Return True if a thread may wait for other ranks: in collectives of torch, or in this package.
 
-    The package does not wait for them while it reads or writes files, or runs the backward of a stage.
+    The package does not wait for other ranks while it reads or writes files, or runs the backward of a stage.
     """
     file = stack[0].file if stack else ""
     return file.startswith((_TORCH, _PACKAGE)) and not file.startswith((_CHECKPOINT, _BACKWARD))
 
 
 def is_slow(stack: Sequence[StackCall]) -> bool:
-    """Return whether a thread loads, saves or compiles: that takes its time, even if it computes nothing."""
+    """Return True if a thread loads, saves or compiles, which takes time even without computing."""
     return any(each.file.startswith(_SLOW) for each in stack)
 
 
 def _calls_wait(call: StackCall) -> bool:
-    """Return whether a function polls for messages, which is named `wait...`, or its current line calls `.wait()`."""
+    """Return True if a function is named `wait...`, because it polls for messages, or if its line calls `.wait()`."""
     return call.code.co_name.startswith("wait") or ".wait(" in linecache.getline(call.file, call.line)
 
 
 def seconds_of_sleep(thread: int) -> float:
     """Return the seconds that a thread of this process will sleep unless it is interrupted.
 
-    Python's `time.sleep` (from 3.11) passes the time to wake the thread to the kernel, and the kernel shows the system
-    call that a thread is in (Linux, ``proc_pid_syscall(5)``). A thread that waits for a device, a lock or a message is
-    in another system call.
+    Python's `time.sleep` (from 3.11) passes the time of the end to the kernel, and the kernel shows the current system
+    call of a thread (Linux, ``proc_pid_syscall(5)``). A thread that waits for a device, a lock or a message is in
+    another system call.
 
     Args:
         thread: The thread's `threading.get_native_id`.
 
     Returns:
-        Seconds; 0 if it does not sleep, or on a system that does not show system calls.
+        The seconds; 0 if the thread does not sleep, or if the system does not show system calls.
     """
     with suppress(OSError, ValueError, IndexError, struct.error):
         call = _system_call(thread)
         number, clock, flags, address = (int(word, 0) for word in call[:4])
         if number == _CLOCK_NANOSLEEP and clock == time.CLOCK_MONOTONIC and flags == _TIMER_ABSTIME:
             end = _read(address)
-            if _system_call(thread) == call:  # so that was still its time
+            if _system_call(thread) == call:  # so the time that was read belongs to this call
                 return max(0.0, end - time.monotonic())
     return 0.0
 
 
 def _system_call(thread: int) -> list[str]:
-    """Return the number and the arguments of a thread's system call, and two registers; one word if it computes."""
+    """Return a thread's system call: its number, its arguments and two registers; one word if the thread runs."""
     return Path(f"/proc/self/task/{thread}/syscall").read_text().split()
 
 
 def _read(address: int) -> float:
-    """Return the time at an address, which is not read by a pointer: the memory may be gone once the thread ends."""
+    """Return the time at an address, read through a file: the memory may be freed when the thread ends."""
     with Path("/proc/self/mem").open("rb", buffering=0) as memory:
         seconds, nanoseconds = _TIMESPEC.unpack(os.pread(memory.fileno(), _TIMESPEC.size, address))
     return float(seconds + 1e-9 * nanoseconds)
 
 
 class WatchedThread:
-    """The thread that a run is on. :meth:`look` is called again and again, and sets the attributes.
+    """The thread of a run. :meth:`look` is called repeatedly, and sets the attributes.
 
     Attributes:
-        seconds_still: The time in which the thread has been at one place and has computed nothing.
-        in_collective: If True, it is in a function of `torch.distributed`.
-        waits: If True, it may wait for other ranks, as :func:`may_wait` says.
-        awaits: If True, it waits in a function of this package for messages or collectives that it started before.
+        seconds_still: The seconds for which the thread has been at one place and has computed nothing.
+        in_collective: If True, the thread is in a function of `torch.distributed`.
+        waits: If True, the thread may wait for other ranks, see :func:`may_wait`.
+        awaits: If True, the thread waits in a function of this package for messages or collectives that it started
+            before.
     """
 
     def __init__(self) -> None:
@@ -183,12 +184,12 @@ class WatchedThread:
 
     @property
     def is_saving(self) -> bool:
-        """If True, a checkpoint is being written."""
+        """True if a checkpoint is being written."""
         return any(each.file.startswith(_CHECKPOINT) for each in self._stack)
 
     @property
     def is_slow(self) -> bool:
-        """If True, it loads, saves or compiles, as :func:`is_slow` says."""
+        """True if the thread loads, saves or compiles, see :func:`is_slow`."""
         return is_slow(self._stack)
 
     def look(self) -> None:
@@ -207,17 +208,17 @@ class WatchedThread:
         self.seconds_still = now - self._since
 
     def watch_nothing(self) -> None:
-        """Note that the thread has ended."""
+        """Reset the attributes, because the thread has ended."""
         self._stack, self._position, self.seconds_still = (), None, 0.0
         self.in_collective = self.waits = self.awaits = False
 
     def _computed(self) -> float:
-        """Return the processor time of the thread; always 0 on a system that does not report it."""
+        """Return the processor time of the thread; always 0 if the system does not report it."""
         clock_of = getattr(time, "pthread_getcpuclockid", None)
         return 0.0 if clock_of is None else time.clock_gettime(clock_of(self._ident))
 
     def seconds_of_sleep(self) -> float:
-        """Return the seconds that the thread will sleep; 0 if it does not, or if it is not known."""
+        """Return the seconds that the thread will sleep; 0 if it does not sleep, or if they are not known."""
         return seconds_of_sleep(self._native_id)
 
     def calls(self) -> str:
@@ -236,7 +237,11 @@ class WatchedThread:
         return " < ".join(map(str, outside[:3]))
 
     def interrupt(self) -> bool:
-        """Have the handler of SIGTERM called in this thread, at any line of Python; return whether it has one."""
+        """Run the handler of SIGTERM in this thread, at any line of Python code.
+
+        Returns:
+            True if the thread is the main thread and there is a handler.
+        """
         is_main = self._ident == threading.main_thread().ident
         if not is_main or not isinstance(signal.getsignal(signal.SIGTERM), Callable):  # type: ignore[arg-type]
             return False

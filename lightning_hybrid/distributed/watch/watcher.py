@@ -1,4 +1,4 @@
-"""The watcher: a thread that looks at the store of all ranks while the run itself may wait for another rank."""
+"""The watcher: a thread that reads the store of all ranks, even while the thread of the run waits for another rank."""
 
 from __future__ import annotations
 
@@ -14,14 +14,17 @@ from contextlib import suppress
 THREAD_NAME, GUARD_NAME = "lightning_hybrid-watcher", "lightning_hybrid-guard"
 
 
-_LAST_LOOK = 3.0  # seconds for a look that has not ended when the process does
+_LAST_LOOK = 3.0  # seconds for a look to end when the process exits
 
-_hearing: set[int] = set()  # files into which this process writes its signals
-_threads: set[threading.Thread] = set()  # threads that may still look, though their watcher is closed
+_hearing: set[int] = set()  # descriptors to which this process writes its signals
+_threads: set[threading.Thread] = set()  # threads that may still look after their watcher was closed
 
 
 def _wait_for_last_looks() -> None:
-    """Wait for threads in the store's C++: if the interpreter ended them there, the process would end by SIGABRT."""
+    """Wait for threads that run C++ code of the store.
+
+    If the interpreter ended such a thread at exit, the process would end with SIGABRT.
+    """
     for thread in tuple(_threads):
         if thread is not threading.current_thread():
             thread.join(_LAST_LOOK)
@@ -31,7 +34,7 @@ atexit.register(_wait_for_last_looks)
 
 
 def _detach_after_fork() -> None:
-    """Forget the watchers in a process that was forked: its signals are its own."""
+    """Forget the watchers in a forked process, which handles its own signals."""
     if _hearing:
         signal.set_wakeup_fd(-1)
         _hearing.clear()
@@ -42,21 +45,22 @@ os.register_at_fork(after_in_child=_detach_after_fork)
 
 
 class Watcher:
-    """Calls a function every now and then from a thread, and at once when it is woken.
+    """A thread that calls a function at intervals, and immediately when it is woken.
 
-    A signal that has a handler in Python wakes it too. The handler itself runs in the main thread, once that has left
-    the C++ code that it waits in; this thread learns of the signal at once.
+    A signal with a handler in Python also wakes the thread. The handler runs in the main thread, but only after the
+    main thread has left the C++ code in which it waits. The watcher gets the signal immediately.
 
     Args:
-        look: The function, which gets the numbers of the signals that have come. It must not touch the objects of the
-            run: a store that waits for a key is locked, so the thread has a clone of its own.
-        interval: Seconds between two calls.
-        descriptors: Files that wake the thread when they can be read.
-        patience: Seconds that a call may take; ``None`` for any time.
-        stuck: Another thread calls this, again and again, while a call takes longer.
+        look: The function. It receives the numbers of the signals since the last call. It must not use objects of the
+            run. For example, a client of the store is locked while it waits for a key, so the watcher has its own
+            client.
+        interval: The seconds between two calls.
+        descriptors: Returns file descriptors that wake the thread when they are readable.
+        patience: The seconds that a call may take; ``None`` for no limit.
+        stuck: Another thread calls this repeatedly while a call takes longer than `patience`.
 
     Attributes:
-        look: As given; another function may take its place while the thread runs.
+        look: The function. It may be replaced while the thread runs.
     """
 
     def __init__(
@@ -70,13 +74,13 @@ class Watcher:
         self.look, self._interval, self._descriptors = look, interval, descriptors
         self._patience, self._stuck = patience, stuck
         self._thread: threading.Thread | None = None
-        self._closed = threading.Event()  # of the present threads
+        self._closed = threading.Event()  # set when the current threads must end
         self._hears_signals = False
         self._wake_fd = -1
-        self._num_looks = 0  # those that have begun, and those that have ended
+        self._num_looks = 0  # grows when a look begins and when it ends
 
     def start(self) -> None:
-        """Start the thread, if it does not run."""
+        """Start the thread, unless it is running."""
         if self._thread is not None:
             return
         self._closed = threading.Event()
@@ -97,7 +101,7 @@ class Watcher:
         self._hears_signals = former == -1
         if self._hears_signals:
             _hearing.add(self._wake_fd)
-        else:  # an event loop's
+        else:  # the descriptor of an event loop
             signal.set_wakeup_fd(former)
 
     def _run(self, read_fd: int, closed: threading.Event) -> None:
@@ -113,7 +117,7 @@ class Watcher:
             self._num_looks += 1
             try:
                 self.look([number for number in woken if number])
-            except Exception:  # the next look may succeed, and no other thread looks
+            except Exception:  # the next look may succeed, and no other thread would look
                 if not has_failed:
                     traceback.print_exc()
                 has_failed = True
@@ -122,7 +126,10 @@ class Watcher:
         _threads.discard(threading.current_thread())
 
     def _guard(self, closed: threading.Event, patience: float) -> None:
-        """Count how long one look takes: not by the clock, since all threads may have been stopped."""
+        """Call `stuck` while one look takes too long.
+
+        Intervals are counted instead of reading the clock, because all threads of the process may have been stopped.
+        """
         seen, count = 0, 0
         while not closed.wait(self._interval):
             count = count + 1 if self._num_looks % 2 and self._num_looks == seen else 0
@@ -131,13 +138,13 @@ class Watcher:
                 self._stuck()
 
     def wake(self) -> None:
-        """Have the function called at once. A signal handler may call this: it takes no lock."""
+        """Wake the thread. A signal handler may call this, because it takes no lock."""
         if self._wake_fd >= 0:
-            with suppress(OSError):  # full: it has been woken
+            with suppress(OSError):  # the pipe is full, so the thread has been woken
                 os.write(self._wake_fd, b"\0")
 
     def close(self) -> None:
-        """End the threads, and wait for the end of the first one unless it is the calling thread."""
+        """End the threads. Wait for the watcher's thread, unless it is the calling thread."""
         thread, self._thread = self._thread, None
         if thread is None:
             return

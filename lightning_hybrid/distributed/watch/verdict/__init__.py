@@ -1,1 +1,1 @@
-"""The verdict on a run: what each rank waits for and where it is, and the judge who reads all records."""
+"""The verdict on a run: what each rank waits for, where it is, and the judgment of all records."""

@@ -1,4 +1,4 @@
-"""Heartbeats: each rank writes its record again and again, and rank 0 finds the ranks that stopped."""
+"""Heartbeats: each rank writes its record at intervals, and rank 0 finds the ranks that have stopped."""
 
 from __future__ import annotations
 
@@ -8,30 +8,31 @@ from collections.abc import Callable
 from lightning_hybrid.distributed.watch.board import Board
 from lightning_hybrid.distributed.watch.record import Record
 
-_SLEPT = 5.0  # seconds between two looks after which this process has been stopped in the meantime
-_MOST_BETWEEN = 2.0  # seconds between two heartbeats, and between two reads
-_HEARTBEATS = 6  # at least, within a short timeout
+_SLEPT = 5.0  # seconds between two looks; if more have passed, this process was stopped
+_MOST_BETWEEN = 2.0  # seconds between two heartbeats and between two reads, at most
+_HEARTBEATS = 6  # the least number of heartbeats within a timeout
 
 
 class Heartbeats:
-    """The age of the records of other ranks.
+    """The ages of the records of other ranks.
 
-    A rank whose process is stopped, or whose node is cut off or without power, closes no connection. It stops writing::
+    A rank closes no connection if its process is stopped, or its node is cut off or without power. But it stops
+    writing::
 
         every rank   writes its record every two seconds, with its place for the report     one message
         rank 0       reads all records every two seconds                                    one message
-        last rank    reads the record of rank 0, from another node if there is one
+        last rank    reads the record of rank 0, from another node if there are several     one message
 
-    The watcher's thread writes heartbeats while the rank computes, waits, validates or saves. Only a rank that never
-    lets other threads of Python run is silent although it works. A rank that is cut off cannot reach the store, and
-    detects that itself: see :class:`~lightning_hybrid.distributed.watch.watcher.Watcher`, whose ``patience`` is the
-    same timeout.
+    The watcher's thread writes heartbeats while the rank computes, waits, validates or saves. A working rank is silent
+    only if it never lets other threads of Python run. A rank that is cut off cannot reach the store, and detects that
+    itself: see :class:`~lightning_hybrid.distributed.watch.watcher.Watcher`, whose ``patience`` is not longer than
+    this timeout.
 
     A rank is not silent before it begins the run, or after it has finished. Its first message to the store is also its
     first heartbeat: see :meth:`~lightning_hybrid.distributed.watch.board.Board.begin`.
 
     Args:
-        board: The board, over the store of the watcher.
+        board: The board, over the watcher's client of the store.
         seconds: The timeout.
         place: Returns the place of this rank in the run.
 
@@ -49,12 +50,12 @@ class Heartbeats:
         """Begin a run."""
         self._write_at = self._read_at = 0.0
         self._looked = time.monotonic()
-        self._seen: dict[int, tuple[Record, float]] = {}  # the last record, and the time when it was new
+        self._seen: dict[int, tuple[Record, float]] = {}  # the last record, and the time when it was first read
 
     def look(self) -> dict[int, float]:
-        """Write a heartbeat if it is time, and return the age of the records that this rank watches."""
+        """Write a heartbeat if it is due, and return the ages in seconds of the records that this rank watches."""
         now = time.monotonic()
-        if now > self._looked + _SLEPT:  # no heartbeat could be read
+        if now > self._looked + _SLEPT:  # no heartbeat could be read meanwhile
             self._seen = {rank: (record, since + now - self._looked) for rank, (record, since) in self._seen.items()}
         self._looked = now
         if now >= self._write_at:
@@ -68,7 +69,7 @@ class Heartbeats:
         return {rank: now - since for rank, (_, since) in self._seen.items()}
 
     def _new(self) -> set[int]:
-        """Return the ranks whose heartbeats are read and that have begun since the last call."""
+        """Return the ranks to watch that have begun since the last call."""
         if self._board.rank != 0:
             return {0} if not self._seen and self._board.find(0) is not None else set()
         return self._board.begun() - {0} if len(self._seen) < self._board.size - 1 else set()

@@ -1,4 +1,4 @@
-"""The judge: a pure function from the records of all ranks to the reason why a run cannot continue."""
+"""The judge: a pure function that returns the reason why a run cannot continue, from the records of all ranks."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from lightning_hybrid.distributed.watch.verdict.wait_graph import MOST, find_dea
 
 DEAD, SILENT, DEADLOCKED, STUCK = "dead", "silent", "deadlocked", "stuck"
 FINISHED, STALLED, DESYNCHRONIZED = "finished", "stalled", "desynchronized"
-SUSPECTED, BUSY = "suspected", "busy"  # the run continues
+SUSPECTED, BUSY = "suspected", "busy"  # with these, the run continues
 
 
 @dataclass
 class Sight:
-    """All that a rank's watcher knows about the ranks at one moment.
+    """The facts that a rank's watcher knows at one moment.
 
     Attributes:
         size: The number of ranks.
         records: The records that it has read.
-        hosts: The hosts of ranks, as far as they are known.
+        hosts: The known hosts of ranks.
         gone: The ranks whose processes have ended.
         finished: The ranks that have finished the run.
-        ages: The seconds since the last heartbeat of the ranks that this one watches.
-        heartbeat_timeout: The age at which a rank is silent.
-        suspects: The stamps and renewals of the records by which ranks were suspected of a deadlock.
+        ages: The seconds since the last heartbeat of each rank that this rank watches.
+        heartbeat_timeout: The age from which a rank is silent.
+        suspects: The stamps and renewals of the records of ranks suspected of a deadlock, from the last look.
         is_terminating: If True, a rank has received SIGTERM.
         waits_for_finished: If True, this rank has waited for long, and it is not known for what.
-        answers: The answers of all ranks to a call for positions, if this rank judges them.
+        answers: The answers of all ranks to a call for positions; empty unless this rank judges them.
     """
 
     size: int
@@ -46,17 +46,17 @@ class Sight:
     answers: Sequence[Answer] = ()
 
     def names_of(self, ranks: Sequence[int]) -> list[str]:
-        """Return texts with ranks and their hosts."""
+        """Return ranks and their hosts as texts."""
         return [name_of(rank, self.hosts) for rank in ranks]
 
     def last_seen(self, rank: int) -> str:
-        """Return a sentence with the last place that a rank reported; empty if it reported none."""
+        """Return a sentence with the last place that a rank reported; an empty text if it reported none."""
         record = self.records.get(rank)
         return f" Rank {rank} was last seen at {record.place}." if record is not None and record.place else ""
 
 
 class Verdict(NamedTuple):
-    """The finding of a judge.
+    """The result of a judgment.
 
     Attributes:
         kind: One of the constants of this module.
@@ -74,31 +74,34 @@ class Verdict(NamedTuple):
 
     @property
     def ends(self) -> bool:
-        """If True, the run ends."""
+        """True if the run ends."""
         return self.kind not in (SUSPECTED, BUSY)
 
 
 def judge(sight: Sight) -> Verdict | None:
-    """Return why the run cannot continue, as far as this rank sees it; ``None`` if it sees no reason.
+    """Return why the run cannot continue, as far as this rank knows; ``None`` if it knows no reason.
 
     ::
 
         dead           the process of a rank has ended before its run
         silent         a rank has sent no heartbeat within the timeout
         deadlocked     ranks wait for each other (`find_deadlock`), and all of them still do at a later look
-        stuck          after SIGTERM no rank moves, because some are in the user's code
-        finished       this rank waits, and another one has finished the run
-        stalled        nothing has finished for long, and the answers of all ranks say which one is waited for
+        stuck          after SIGTERM no rank moves, because some ranks are in the user's code
+        finished       this rank waits, and another rank has finished the run
+        stalled        nothing has finished for long, and the answers of all ranks show which rank is waited for
+
+    With two kinds of verdict, the run continues: ``suspected`` (ranks may be deadlocked or stuck) and ``busy`` (nothing
+    has finished for long, but the rank that the others wait for works).
 
     Args:
-        sight: All that is known. A rank reads only the records that it has to judge.
+        sight: The facts that this rank knows. A rank reads only the records that it must judge.
     """
     finders = _find_dead, _find_silent, _find_blocked, _find_finished, _find_stalled
     verdicts = [verdict for find in finders if (verdict := find(sight)) is not None]
     for verdict in verdicts:
         if verdict.ends:
             return verdict
-    # A suspicion may last: a record that is never renewed must not hide a stall.
+    # A suspicion may last forever if a record is never renewed. It must not hide a stall.
     suspects = next((verdict.suspects for verdict in verdicts if verdict.kind == SUSPECTED), {})
     return verdicts[-1]._replace(suspects=suspects) if verdicts else None
 
@@ -119,8 +122,8 @@ def _find_silent(sight: Sight) -> Verdict | None:
 def _find_blocked(sight: Sight) -> Verdict | None:
     """Find ranks that wait for each other, or that are stuck after SIGTERM.
 
-    The records were written at different times. If all ranks that are found renew theirs after the suspicion, then all
-    of them waited at the moment of the suspicion.
+    The records were written at different times. If all suspected ranks renew their records after the suspicion, then
+    all of them were waiting at the moment of the suspicion.
     """
     waiting = {rank: each.waiting for rank, each in sight.records.items() if each.waiting is not None}
     kind, found = DEADLOCKED, find_deadlock(waiting)
@@ -138,7 +141,7 @@ def _find_blocked(sight: Sight) -> Verdict | None:
 
 
 def _find_stuck(waiting: Mapping[int, Waiting], size: int) -> tuple[set[int], str] | None:
-    """Find out after SIGTERM whether no rank moves because some are in the user's code."""
+    """Find out if no rank moves after SIGTERM because some ranks are in the user's code."""
     stuck = [
         rank for rank, each in waiting.items() if not (each.finished or each.collectives or each.message is not None)
     ]
@@ -170,17 +173,17 @@ def _find_stalled(sight: Sight) -> Verdict | None:
 
 
 def gone_text(names: Sequence[str]) -> str:
-    """Return the error for ranks whose processes have ended without a message."""
+    """Return the error about ranks whose processes have ended without a message."""
     return f"Killed or crashed without an error message: {', '.join(names)}. [LH221]"
 
 
 def store_gone_text(name: str) -> str:
-    """Return the error for a lost store, which the process of the first rank has, or the process of its launcher."""
+    """Return the error about a lost store, which runs in the process of the first rank or of its launcher."""
     return f"The store through which ranks exchange messages is gone. Either {name} or the launcher has exited. [LH222]"
 
 
 def silent_text(names: Sequence[str], seconds: float) -> str:
-    """Return the error for ranks that sent no heartbeat within the timeout."""
+    """Return the error about ranks that sent no heartbeat within the timeout."""
     return (
         f"No heartbeat for {seconds:.0f} s from {', '.join(names[:MOST])}. The process may be stopped, or its host may"
         " be disconnected or without power. If a rank can compute that long without releasing Python's GIL, increase"
@@ -189,7 +192,7 @@ def silent_text(names: Sequence[str], seconds: float) -> str:
 
 
 def finished_text(ranks: Sequence[int]) -> str:
-    """Return the error for ranks that have finished a run while others wait for them."""
+    """Return the error about ranks that have finished a run while others wait for them."""
     names = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:MOST]))}"
     return (
         f"The run has ended on {names}, but other ranks are still waiting. Make sure that all ranks have the same"

@@ -1,4 +1,4 @@
-"""The search for a stall: nothing finishes on a rank for long, so all ranks are asked for their positions."""
+"""The search for a stall: if nothing finishes on a rank for long, the positions of all ranks are requested."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from lightning_hybrid.distributed.watch.watched_thread import StackCall, is_slow
 
 _OURS = str(Path(__file__).parents[3])
 _LIBRARIES = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
-_PATIENCE = 5.0  # seconds that other watchers may take to answer, at least
-_SLEPT = 5.0  # seconds between two looks after which this process has been stopped in the meantime
-_COMPUTES = 0.02  # a thread that uses a processor for this share of the time works
+_PATIENCE = 5.0  # seconds for other watchers to answer, at least
+_SLEPT = 5.0  # seconds between two looks; if more have passed, this process was stopped
+_COMPUTES = 0.02  # a thread that uses a processor for this fraction of the time works
 
 
 @dataclass
@@ -28,11 +28,11 @@ class Position:
     """The position of a rank in its work.
 
     Attributes:
-        progress: Changes when something finishes.
+        progress: A value that changes when something finishes.
         batch: The loop and the number of the batch.
         action: The action of the schedule with its stage; empty outside of a schedule.
         last: The actions before it, the latest one last.
-        pending: The messages that are on their way, as ``"1RECV_F3 from rank 2"``.
+        pending: The pending messages, as ``"1RECV_F3 from rank 2"``.
         waits_for: The global ranks without which it cannot continue, as far as they are known.
     """
 
@@ -45,7 +45,7 @@ class Position:
 
 
 class StallWatch:
-    """Looks, on the watcher's thread, whether anything still finishes on this rank.
+    """A check, on the watcher's thread, whether anything still finishes on this rank.
 
     ::
 
@@ -54,15 +54,15 @@ class StallWatch:
         rank 2  waits for rank 1, too long --> calls; answers
         rank 3  stopped                    does not answer
 
-    A rank that has waited too long calls for answers. The watchers answer, each for its rank, even if that is blocked.
-    The lowest rank that answers judges: see `judge`. If the others wait for a rank that works, the run continues
-    until the time limit of a collective ends the waiting, and a later call asks again.
+    A rank that has waited too long calls for answers. Each watcher answers for its rank, even if the rank is blocked.
+    The lowest rank that answers judges, see `judge`. If ranks wait for a rank that works, the run continues until the
+    timeout of a collective ends the wait, and later calls check again.
 
     Args:
-        board: The board, over the store of the watcher.
-        timeout: Seconds in which nothing finishes.
-        position: Returns where the rank is.
-        patience: Seconds that other watchers may take to answer; by default an eighth of ``timeout``, or a few.
+        board: The board, over the watcher's client of the store.
+        timeout: The seconds without progress after which a run counts as stalled.
+        position: Returns the position of this rank.
+        patience: The seconds for other watchers to answer; by default an eighth of ``timeout``, but at least 5 s.
 
     Attributes:
         timeout: The seconds without progress after which a run counts as stalled.
@@ -79,14 +79,14 @@ class StallWatch:
         """Begin a run, on the thread that is watched."""
         now = time.monotonic()
         self._watched = threading.get_ident()
-        self._called: tuple[int, float] | None = None  # the call that waits for its verdict, and when it was answered
+        self._called: tuple[int, float] | None = None  # the call that has no verdict yet, and the time of the answer
         self._next_call = now
         self._progress: Hashable = None
         self._since = self._computed_at = self._looked = now
         self._computed = self._seconds_computed()
 
     def look(self) -> None:
-        """Follow what this rank does, and call for answers if it has waited too long."""
+        """Track the progress of this rank, and call for answers if it has waited too long."""
         now, stack = time.monotonic(), read_stack(self._watched)
         position = self._read_position()
         if position is not None:
@@ -96,16 +96,16 @@ class StallWatch:
             self._board.call(POSITIONS)
 
     def _read_position(self) -> Position | None:
-        with suppress(Exception):  # the thread of the run may change what is being read
+        with suppress(Exception):  # the thread of the run may change the position while it is read
             return self._position()
         return None
 
     def _follow(self, now: float, stack: Sequence[StackCall], position: Position) -> None:
-        """Note since when nothing has finished here, and when the thread has last computed."""
+        """Update the time since which nothing has finished, and the time when the thread last computed."""
         slept = now - self._looked
         if slept > _SLEPT:
             self._since, self._computed_at = self._since + slept, self._computed_at + slept
-        polls = bool(stack) and stack[0].file.startswith(_OURS)  # it may look again and again whether to continue
+        polls = bool(stack) and stack[0].file.startswith(_OURS)  # the package may poll, so its position may change
         progress = position.progress, tuple(call.position for call in stack[polls:])
         if progress != self._progress:
             self._progress, self._since = progress, now
@@ -115,7 +115,7 @@ class StallWatch:
         self._computed, self._looked = computed, now
 
     def _seconds_computed(self) -> float:
-        """Return the processor time of the run's thread; of the process where the system does not tell that."""
+        """Return the processor time of the run's thread, or of the process if the system does not report the former."""
         clock_of = getattr(time, "pthread_getcpuclockid", None)
         return time.process_time() if clock_of is None else time.clock_gettime(clock_of(self._watched))
 
@@ -123,7 +123,7 @@ class StallWatch:
         """Return the answer of this rank to the next call.
 
         Args:
-            kind: The kind of the call: answers to calls for positions are judged.
+            kind: The kind of the call. Answers to calls for positions are judged.
         """
         now, stack = time.monotonic(), read_stack(self._watched)
         if kind == POSITIONS:
@@ -143,7 +143,7 @@ class StallWatch:
         return answer
 
     def answers(self) -> list[Answer]:
-        """Return the answers of all ranks, once, on the lowest rank that has answered; otherwise nothing."""
+        """Return the answers of all ranks, once, on the lowest rank that has answered; otherwise an empty list."""
         board = self._board
         if self._called is None or time.monotonic() <= self._called[1] + self._patience:
             return []
@@ -160,7 +160,7 @@ class StallWatch:
 
 
 def _place(stack: Sequence[StackCall]) -> str:
-    """Return the innermost place, and the innermost one in the user's code."""
+    """Return the innermost place, and the innermost place in the user's code."""
     places = list(stack[:1])
     user = next((call for call in stack if not call.file.startswith((*_LIBRARIES, _OURS, "<"))), None)
     places += [user] if user is not None and user not in places else []
@@ -168,7 +168,7 @@ def _place(stack: Sequence[StackCall]) -> str:
 
 
 def _collective(stack: Sequence[StackCall]) -> tuple[str, list[int]]:
-    """Return the collective that a thread is in, with its group as text, and the group's global ranks."""
+    """Return the collective in which a thread is, with its group as text, and the global ranks of the group."""
     for call in stack:
         if call.ranks is not None:
             return f"{call.code.co_name} over {call.ranks}", call.ranks

@@ -1,4 +1,4 @@
-"""The answers of ranks to a call for positions: the rank that the others wait for, as a text and as a table."""
+"""The answers of ranks to a call for positions: they show which rank the others wait for, as a text and as a table."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ def find_culprits(answers: Sequence[Answer]) -> list[int]:
     """Return the ranks that the others wait for.
 
     Args:
-        answers: The answers of all ranks, in their order.
+        answers: The answers of all ranks, in the order of the ranks.
 
     Returns:
-        The ranks that are silent or idle; if there are none, the ranks that work; if all ranks wait, the ranks that
-        most of the others wait for. The list is empty if as many wait for each rank.
+        The ranks that are silent or idle. If there are none, the ranks that work. If all ranks wait, the ranks for
+        which most ranks wait. The list is empty if all ranks are waited for equally.
     """
     for states in ((SILENT, IDLES), (WORKS,)):
         found = [answer.rank for answer in answers if answer.state in states]
@@ -27,14 +27,14 @@ def find_culprits(answers: Sequence[Answer]) -> list[int]:
     votes: Counter[int] = Counter()
     for answer in answers:
         others = answer.waits_for or [other.rank for other in answers if other.rank != answer.rank]
-        # A rank that is in the same call is not the one that is missing there.
+        # A rank in the same call is not missing from this call.
         votes.update(rank for rank in others if not answer.call or answers[rank].call != answer.call)
     most = [rank for rank, count in votes.items() if count == max(votes.values())]
     return sorted(most) if len(most) < len(answers) else []
 
 
 def stall_text(answers: Sequence[Answer], culprits: Sequence[int]) -> str:
-    """Return the text of a stall: the ranks that are waited for, and what they do."""
+    """Return the text of a stall: which ranks the others wait for, and what these ranks do."""
     longest = max((answer.seconds for answer in answers if answer.state == WAITS), default=0.0)
     if not culprits:
         return (
@@ -61,7 +61,7 @@ def stall_text(answers: Sequence[Answer], culprits: Sequence[int]) -> str:
 
 
 def table(answers: Sequence[Answer], culprits: Sequence[int]) -> str:
-    """Return a table of all ranks, the culprits first; ranks at the same place share a row."""
+    """Return a table of all ranks, the culprits first. Ranks at the same place share a row."""
     rows: dict[tuple[Any, ...], list[Answer]] = {}
     for answer in sorted(answers, key=lambda answer: (answer.rank not in culprits, answer.rank)):
         rows.setdefault(_row(answer), []).append(answer)

@@ -1,4 +1,4 @@
-"""Ranks that wait for each other forever: which rank waits for which, and whether one of them can ever continue."""
+"""A search for ranks that wait for each other forever: which rank waits for which, and if any of them can continue."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from lightning_hybrid.distributed.watch.record import Waiting
 
-MOST = 8  # ranks in one text
+MOST = 8  # the number of ranks in one text
 
 
 def find_deadlock(waiting: Mapping[int, Waiting]) -> tuple[set[int], str] | None:
@@ -14,18 +14,18 @@ def find_deadlock(waiting: Mapping[int, Waiting]) -> tuple[set[int], str] | None
 
     ::
 
-        rank 0  waits for collective 57 of {0, 1}, which rank 1 has not started ---.    nobody else is waited for:
-        rank 1  waits for message 12 of rank 0, which rank 0 has not sent    <-----'    neither can ever continue
+        rank 0  waits for collective 57 of {0, 1}, which rank 1 has not started ---.    no other rank is waited for, so
+        rank 1  waits for message 12 of rank 0, which rank 0 has not sent    <-----'    neither rank can ever continue
         rank 2  waits for rank 3, which computes: not a fault, however long that takes
 
-    A collective that all ranks have started, or a message that has been sent, arrives at some time, however slow the
-    network is. A collective that is of one kind on this rank and of another kind on that rank never ends.
+    If all ranks have started a collective, or a message has been sent, the wait ends at some time, even on a slow
+    network. A collective never ends if its kind is not the same on all of its ranks.
 
     Args:
         waiting: The ranks that do not move, all at one moment. Other ranks may start anything at any time.
 
     Returns:
-        The ranks, and a text that names them, what they wait for and where; ``None`` if no ranks do.
+        The ranks, and a text with their names, waits and places; ``None`` if no ranks wait for each other forever.
     """
     stuck = set(waiting)
     while True:

@@ -1,4 +1,4 @@
-"""The collectives and messages that this rank waits for, as its watcher finds them."""
+"""The collectives and messages for which this rank waits, as its watcher finds them."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from lightning_hybrid.distributed.watch.record import Waiting
 from lightning_hybrid.distributed.watch.watched_thread import WatchedThread
 
 _STILL = 1.0  # seconds after which a blocked rank writes what it waits for
-_TERMINATED = 20.0  # seconds after SIGTERM in which something has to move: launchers give 30 or more before they kill
+_TERMINATED = 20.0  # seconds after SIGTERM in which a rank must move; launchers kill after 30 s or more
 
 
 class Messages(NamedTuple):
-    """The messages through the channels of this rank.
+    """The messages on the channels of this rank.
 
     Attributes:
-        awaited: (channel, global rank of the sender, number) of the message that is waited for, if one is.
+        awaited: (channel, global rank of the sender, number) of the message that this rank waits for, if any.
         sent: The number of messages that this rank has sent, by channel. A note that it is ready to receive counts too.
     """
 
@@ -28,13 +28,13 @@ class Messages(NamedTuple):
 
 
 class Meeting(NamedTuple):
-    """Ranks that meet over the store, now and then.
+    """A meeting of ranks over the store.
 
     Attributes:
         name: The name of the comparison.
         ranks: The global ranks.
-        number: The number of the event that this rank has come to.
-        place: Where it waits for the others now; empty if it does not.
+        number: The number of the event that this rank has reached.
+        place: The place where this rank waits for the others; empty if it does not wait.
         since: The time since which it waits, by `time.monotonic`.
     """
 
@@ -46,21 +46,22 @@ class Meeting(NamedTuple):
 
 
 class Waits:
-    """Writes into the record of this rank what it waits for, once it has been blocked for a second.
+    """A writer of what this rank waits for, into its record, once it has been blocked for a second.
 
-    A rank without such a note may do anything, for any time. In a run without faults only ranks that wait for seconds
-    write notes, so a step is never slower for it.
+    A rank without an entry may do anything, for any time. In a run without faults, only ranks that wait for seconds
+    write entries, so steps are not slower.
 
-    After SIGTERM all ranks are to stop before the same batch. If one of them is blocked in the user's code, because it
-    sleeps or waits for something that never comes, it writes that too, after a while, since it may upload a file. The
-    end of a `time.sleep` is known: if the rank would sleep longer than that while, it writes so at once.
+    After SIGTERM, all ranks must stop before the same batch. If a rank is then blocked in the user's code, because it
+    sleeps or waits for something that never comes, it writes this too. It does so only after a while, because it may be
+    uploading a file. The end of a `time.sleep` is known, so if the rank will sleep longer than that, it writes this at
+    once.
 
     Args:
-        board: The board, over the store of the watcher.
+        board: The board, over the watcher's client of the store.
         thread: The thread of the run.
-        messages: Returns the messages that this rank has sent, and the one that it waits for.
+        messages: Returns the messages that this rank has sent, and the message that it waits for.
         state: Returns the state of the Trainer.
-        meetings: Returns where this rank meets others over the store.
+        meetings: Returns the meetings of this rank with other ranks.
         since: The last collective before the groups of this run were made.
     """
 
@@ -80,10 +81,10 @@ class Waits:
 
     def begin(self) -> None:
         """Begin a run."""
-        self._progress: object = None  # what had been started when the note was written
+        self._progress: object = None  # the state of collectives and messages when the entry was written
 
     def final(self) -> Waiting:
-        """Return the note of a rank whose run is over."""
+        """Return the entry of a rank whose run is over."""
         started = read_collectives(self._since).started | _started(self._meetings())
         return Waiting(started=started, sent=self._messages().sent, state=self._state(), finished=True)
 
@@ -91,7 +92,7 @@ class Waits:
         """Write what this rank waits for, if anything.
 
         Args:
-            seconds_terminating: The seconds since a rank got SIGTERM; ``None`` if none has.
+            seconds_terminating: The seconds since a rank received SIGTERM; ``None`` if no rank has.
         """
         before, waiting = self._board.own.waiting, self._find(seconds_terminating)
         if before is not None and waiting is not None and _same(before, waiting):
@@ -103,12 +104,12 @@ class Waits:
 
     @property
     def knows_what(self) -> bool:
-        """If True, this rank waits, and it is known for what."""
+        """True if this rank waits, and it is known for what."""
         waiting = self._board.own.waiting
         return waiting is not None and bool(waiting.collectives or waiting.message)
 
     def _find(self, seconds_terminating: float | None) -> Waiting | None:
-        """Return what this rank waits for; ``None`` if it does not wait, or nothing is known of it."""
+        """Return what this rank waits for; ``None`` if it does not wait, or its wait is not known."""
         thread, meetings = self._thread, self._meetings()
         awaited = [each for each in meetings if each.place and time.monotonic() > each.since + _STILL]
         if thread.seconds_still < _STILL and not awaited:
@@ -117,13 +118,13 @@ class Waits:
         messages = self._messages()
         progress = read_progress(), messages.awaited, meetings
         if before is not None and progress[0] is not None and progress == self._progress:
-            return before  # to read it all takes longer
+            return before  # reading all collectives takes longer
         self._progress = progress
         if awaited or thread.in_collective or thread.awaits or messages.awaited is not None:
             recorded = read_collectives(self._since, thread.ident)
             pending = recorded.pending
             if awaited or messages.awaited is not None:
-                pending = []  # those were started before, and are waited for later
+                pending = []  # these were started earlier, and are waited for later
             elif thread.in_collective:
                 pending = pending[-1:]
             groups = [(group, ranks_of(group), number, kind) for group, number, kind in pending]
@@ -143,10 +144,10 @@ class Waits:
 
 
 def _started(meetings: Sequence[Meeting]) -> dict[str, tuple[int, list[str]]]:
-    """Return the meetings that this rank has come to, as :attr:`Waiting.started` has them."""
+    """Return the meetings that this rank has reached, in the form of :attr:`Waiting.started`."""
     return {each.name: (each.number + 1, []) for each in meetings}
 
 
 def _same(one: Waiting, other: Waiting) -> bool:
-    """Return whether a rank still waits for the same."""
+    """Return True if a rank still waits for the same."""
     return one.collectives == other.collectives and one.message == other.message and one.started == other.started
