@@ -37,7 +37,7 @@ _TOLERANCE = 1e-3  # for float32; a wrong sharding changes values completely
 _SHAPE = (2, 4)  # samples, and positions of each sample
 _OTHER_SHAPE = (3, 5)
 _WITHOUT_DROPOUT = NoDraws(torch.device("cpu"), only_dropout=True)
-#: Whether the block is in training, and the scale of its input, because its code may depend on these.
+#: The states in which a block runs: True if it is in training, and the scale of its input. Its code may depend on both.
 _STATES = ((False, 1.0), (True, 1.0), (True, 10.0))
 
 
