@@ -314,8 +314,7 @@ class NarrowInput(ParallelLayer):
     """A block that reads the width of its shards from its input, as in ``B, N, C = x.shape``.
 
     The code of the block receives a tensor that is as wide as a shard and has only NaN values. The layers to which the
-    code
-    passes this tensor receive the true input instead. Their other arguments are unchanged.
+    code passes this tensor receive the true input instead. Their other arguments are unchanged.
 
     Attributes:
         takers: The paths of these layers.
@@ -361,8 +360,7 @@ class MaskPerHead(ParallelLayer):
 
     Attributes:
         total_heads: The number of all heads. If the name of an argument contains "mask", "bias" or "alibi", and its
-            shape is
-            ``(batch, total_heads, L, S)``, it has values for each head. The same holds for a result of shape
+            shape is ``(batch, total_heads, L, S)``, it has values for each head. The same holds for a result of shape
             ``(batch, total_heads / T, L, S)`` after the first result, such as attention weights.
     """
 

@@ -74,8 +74,7 @@ class TensorGroup(SizedGroupRef):
 
         Returns:
             The indices into this rank's shard, and a mask that is ``True`` for indices into the shards of other ranks.
-            Where
-            the mask is ``True``, the index is 0.
+            Where the mask is ``True``, the index is 0.
         """
         local = indices - self.rank * length
         elsewhere = (local < 0) | (local >= length)

@@ -48,8 +48,8 @@ def explain_shape_error(error: Exception, module: nn.Module) -> None:
     An error about an operator on DTensors is explained by :func:`explain_operator_error`.
 
     The `forward` that raised the error contains parallel layers, and computes with their outputs. The outputs have a
-    rank's
-    heads, but the code knows the number of all heads, or passes the outputs to a layer that expects all features::
+    rank's heads, but the code knows the number of all heads, or passes the outputs to a layer that expects all
+    features::
 
         q, k, v: colwise    1/T each --> view(..., num_heads, ...)    lacks: attention: divide:num_heads
         qkv: colwise        1/T each --> split(x.shape[-1])           lacks: attention: narrow_input:qkv

@@ -41,16 +41,14 @@ class Sharder:
         """Replace a parameter or a buffer with a DTensor that holds this rank's shard.
 
         Each block is divided separately, as the projections of a packed attention require. The parameter ``[3 d, e]``
-        is viewed
-        as ``[3, d, e]`` and split along its second dimension::
+        is viewed as ``[3, d, e]`` and split along its second dimension::
 
             rows       q q q q k k k k v v v v
             rank 0     q q     k k     v v
             rank 1         q q     k k     v v
 
         All ranks use the values of the first rank of the group. All modules that hold the tensor get the shard. If
-        there is no
-        tensor, if it is on the meta device, or if it is sharded already, nothing happens.
+        there is no tensor, if it is on the meta device, or if it is sharded already, nothing happens.
 
         Args:
             module: The module that has the parameter or buffer.

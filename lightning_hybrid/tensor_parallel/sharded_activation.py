@@ -43,15 +43,12 @@ class ShardedActivation(Tensor):
     ::
 
         layer --> sharded activation --> layer                 takes the shard; nothing is sent
-                          |------------> view, norm, loss      compute on the shard (`implements`); the result is
-                          sharded
-                          `------------> anything else         the shards are gathered, once; the result is an ordinary
-                                                               tensor
+                          |------------> view, norm, loss      compute on the shard (`implements`); result sharded
+                          `------------> anything else         the shards are gathered once; result an ordinary tensor
 
     Code that takes the shard stays in the graph of this tensor, so hooks and gradients of the tensor work as usual. All
     ranks of the group must call the same functions with the tensor, which is the case if they run the same code. A
-    subclass
-    defines the scale of its gradients and the functions that compute on shards.
+    subclass defines the scale of its gradients and the functions that compute on shards.
 
     Args:
         local: This rank's shard, without a graph.
@@ -114,8 +111,7 @@ class ShardedActivation(Tensor):
 
         Returns:
             A decorator of ``handler(function, args, kwargs)``. If the handler returns `NotImplemented`, the shards are
-            gathered
-            and the function receives the full tensor.
+            gathered and the function receives the full tensor.
         """
 
         def register(handler: Handler) -> Handler:
@@ -200,7 +196,7 @@ class ShardedActivation(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call a function that reads only the shape, a handler that computes on shares, or any other function."""
+        """Call a function that reads only the shape, a handler that computes on shards, or any other function."""
         kwargs = kwargs or {}
         if func in _WATCHES and isinstance(args[0], cls):
             args[0]._view = None  # the graph node of the tensor itself counts from now on, not the node of its base

@@ -60,8 +60,7 @@ class Shares:
 
         Returns:
             The shares of the slice, whose lengths can differ, and the index in this rank's present shard where its
-            shard of the
-            slice begins.
+            shard of the slice begins.
         """
 
         def overlap(first: int, size: int) -> tuple[int, int]:

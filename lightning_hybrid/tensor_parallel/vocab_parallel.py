@@ -1,9 +1,9 @@
 """Logits whose classes are sharded over the tensor-parallel ranks, as a subclass of `Tensor`.
 
 The user's step can do anything with logits: slices, masks, `view(-1, vocabulary)`, cross-entropy in any form.
-Operations
-that are elementwise, or that act on other dimensions than the classes, run on the shards. For losses, ranks send a few
-numbers per sample. For all other operations, the shards are gathered once, and the result is an ordinary tensor.
+Operations that are elementwise, or that act on other dimensions than the classes, run on the shards. For losses, ranks
+send a few numbers per sample. For all other operations, the shards are gathered once, and the result is an ordinary
+tensor.
 """
 
 from __future__ import annotations

@@ -32,8 +32,7 @@ def auto_plan(
     - in an `nn.Sequential`, two `nn.Linear` with only elementwise activations and dropout between them
     - the layers in the plan of a Hugging Face model (`hf_plan`)
     - multilayer perceptrons and attentions with the usual names, if a trial gives the same results with shards, and if
-      their
-      code is known or is proved to do nothing else (`blocks`)
+      their code is known or is proved to do nothing else (`blocks`)
     - `nn.Embedding` by rows, and its head: the `nn.Linear` that is tied to it, or the last one if it has as many rows
 
     Args:
@@ -126,8 +125,7 @@ def _vocabulary(builder: PlanBuilder) -> None:
     """Plan embeddings, and their heads: the tied layers, or else the last linear layer.
 
     An untied embedding that is much smaller than the vocabulary, such as the embedding of token types, is not sharded:
-    a
-    classifier with as many classes would be mistaken for its head.
+    a classifier with as many classes would be mistaken for its head.
     """
     layers = dict(builder.module.named_modules())
     most = max((layer.num_embeddings for layer in layers.values() if isinstance(layer, nn.Embedding)), default=0)

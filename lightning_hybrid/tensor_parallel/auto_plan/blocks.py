@@ -1,8 +1,7 @@
 """Multilayer perceptrons and attentions of other libraries, found by layer names, shapes and numbers of heads.
 
 Names alone prove nothing. A block is sharded only if a copy gives the same results with shards (`trial`), and if its
-code
-is known (`known_code`) or is proved to do only what the trial shows (`straight_code`, `operations`).
+code is known (`known_code`) or is proved to do only what the trial shows (`straight_code`, `operations`).
 """
 
 from __future__ import annotations

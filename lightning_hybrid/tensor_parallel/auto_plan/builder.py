@@ -44,8 +44,7 @@ class PlanBuilder:
         Args:
             styles: Names of layers, and their styles.
             block: The block that contains the layers, which gets the reason if they are not added. If `None`, the layer
-                that
-                cannot have its style gets the reason.
+                that cannot have its style gets the reason.
 
         Returns:
             True if the layers were added.

@@ -30,8 +30,7 @@ class InputUse:
         reads_width: True if the code uses the width of the argument, as in ``B, N, C = x.shape``.
         takers: The layers, out of some given layers, that receive the argument itself.
         is_used_otherwise: True if the argument has other uses, such as a norm or a residual connection, or if the
-            source is
-            not available.
+            source is not available.
     """
 
     reads_width: bool = False

@@ -1,9 +1,8 @@
 """The packages whose blocks are sharded without a proof about their code.
 
 The computation between the layers of a block determines whether the layers can be sharded, and a trial does not show
-all
-of it. The blocks of some packages have been reviewed. Other code must be proved to do nothing else (`straight_code`,
-`operations`).
+all of it. The blocks of some packages have been reviewed. Other code must be proved to do nothing else
+(`straight_code`, `operations`).
 """
 
 from __future__ import annotations

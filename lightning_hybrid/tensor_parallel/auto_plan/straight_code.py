@@ -1,8 +1,7 @@
 """A proof from its source that a block does the same computation in every call.
 
 A trial shows what the code does in a few calls. Code without branches, data-dependent loops and state from earlier
-calls
-does the same in all calls.
+calls does the same in all calls.
 """
 
 from __future__ import annotations

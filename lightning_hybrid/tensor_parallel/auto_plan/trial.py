@@ -92,14 +92,12 @@ class Finding:
         block: A correct way to shard the block; ``None`` if there is none.
         reason: The reason why there is none, as the end of a sentence.
         on_shards: Unsharded layers with parameters between the columns and the row. The gradients of these parameters
-            are
-            partial sums over the ranks.
+            are partial sums over the ranks.
         draws_after: The last column that is called, if dropout draws random numbers between it and the row; else
             ``None``.
         is_tested: True if the block could be run.
         doubt: The reason why results may differ for other values, as the end of a sentence; ``None`` if they cannot
-            differ,
-            or if the code is known.
+            differ, or if the code is known.
     """
 
     block: Block | None = None
@@ -325,8 +323,7 @@ class _Trial:
         """Return True if each rank computes the input of the row only from its own shards of the columns.
 
         The features of the other ranks are NaN. A NaN reaches everything that is computed from it, even where ordinary
-        values
-        would hide the dependency, such as behind a threshold.
+        values would hide the dependency, such as behind a threshold.
         """
         taken: list[Tensor] = []
         note = self._row.register_forward_pre_hook(lambda layer, args: taken.append(args[0]))

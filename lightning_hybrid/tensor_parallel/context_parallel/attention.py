@@ -300,7 +300,7 @@ class Region(TorchFunctionMode):
         ring = Ring(self.shares, is_causal, options.scale_of(query), options.dropout_p, seed)
         return ring_attention(query, key, value, mask, ring)
 
-    # -- written with products -----------------------------------------------------------------------------------------
+    # -- written as matrix products ------------------------------------------------------------------------------------
 
     def _product(self, input: Tensor, other: Tensor, **options: Any) -> Tensor:
         """Multiply queries by the keys, or attention weights by the values, of the full sequence."""

@@ -42,13 +42,11 @@ class ContextParallel:
 
     ::
 
-        layer(x)      shard inputs --> recomputation, if any --> attention communicates, the layer draws its random
-        numbers
-                      outside          entered by `between`      inside
+        layer(x)      shard inputs --> recomputation, if any --> attention communicates, own random numbers
+                      outside          `between`                 inside
 
     If `torch.utils.checkpoint` recomputes code around or inside layers, the code runs in its original place: in the
-    same
-    layer, after the same number of calls.
+    same layer, after the same number of calls.
 
     Args:
         module: The module that contains the layers.

@@ -26,8 +26,7 @@ class Along(NamedTuple):
     Attributes:
         dim: The dimension; ``None`` if the tensor has no sequence and is equal on every rank.
         is_outer: If the dimension is longer than the sequence: True if it holds one sequence after the other, False if
-            it
-            holds several entries of each position.
+            it holds several entries of each position.
     """
 
     dim: int | None

@@ -19,9 +19,8 @@ class Leaks:
                           `------> self.balance --'            the tensor on this path covers one shard
 
     Examples are a balancing loss that a layer stores in an attribute, and sums over positions that a hook collects.
-    They
-    cover only the positions of one shard. Nodes are marked in one call of each layer. An entry is marked by a product
-    with 1, and an exit by the node that joins the shards.
+    They cover only the positions of one shard. Nodes are marked in one call of each layer. An entry is marked by a
+    product with 1, and an exit by the node that joins the shards.
     """
 
     def __init__(self) -> None:

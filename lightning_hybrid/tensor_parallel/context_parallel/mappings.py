@@ -3,8 +3,7 @@
 Around the layers, every rank has full sequences, and the gradient of the full loss with respect to them. Inside the
 layers, each rank has its sequence shard. Gradients of parameters are averaged over these ranks, as over replicas, so it
 does not matter whether a parameter is used in the layers, around them or in both. Therefore, gradients inside the
-layers
-are `size` times the gradients of the shard::
+layers are `size` times the gradients of the shard::
 
                        forward                     backward
     scatter_to_cp      slice                       all-gather, / size      full sequence -> shard

@@ -1,10 +1,8 @@
 """A sequence whose positions are sharded over ranks, and the functions that compute on shards, position by position.
 
 A handler returns its shard of the result for the full sequence, or `NotImplemented`. Other operands are treated like
-the
-arguments of layers in :class:`Division`: operands with a value for each position are sharded, and operands that are
-equal
-for all positions stay full.
+the arguments of layers in :class:`Division`: operands with a value for each position are sharded, and operands that are
+equal for all positions stay full.
 """
 
 from __future__ import annotations

@@ -41,15 +41,12 @@ class Trial:
     """A comparison of a layer on the full beginning of a sequence and on its shards.
 
     A run with few positions shows statistics, and functions that mix adjacent positions. A run with many positions
-    shows
-    functions that mix distant positions. Parameters that are zero have other values in the trial, so that functions
-    behind a
-    gate that is initially zero are found too.
+    shows functions that mix distant positions. Parameters that are zero have other values in the trial, so that
+    functions behind a gate that is initially zero are found too.
 
     The runs use no gradients and no random numbers. They leave no trace: buffers, attributes of the layer and its
-    parts,
-    argument objects and random generators are restored. Hooks that are called with full sequences are not called. Their
-    arguments show along which dimension they have the sequence.
+    parts, argument objects and random generators are restored. Hooks that are called with full sequences are not
+    called. Their arguments show along which dimension they have the sequence.
 
     Args:
         name: The name of the layer, for messages.
@@ -100,8 +97,7 @@ class Trial:
         """Compare the results for a number of positions; return ``None`` if the layer does not run with them.
 
         The layer runs in float32 if possible, so that rounding errors do not look like wrong results. For example,
-        rounding can
-        change which expert receives a token.
+        rounding can change which expert receives a token.
         """
         given = division.cropped(length)  # a collective, so it runs before anything that can fail on some ranks
         for is_wide in (True, False):

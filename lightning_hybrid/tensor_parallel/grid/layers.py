@@ -28,8 +28,7 @@ class GridLayer(ParallelLayer):
     Attributes:
         rows_dim: The dimension of the samples in an activation.
         in_region: True if the layer is in a region, where activations are sharded in blocks. If False, its input and
-            output
-            are replicated, or are sharded between the two layers of a pair.
+            output are replicated, or are sharded between the two layers of a pair.
     """
 
     tensor_group: Grid

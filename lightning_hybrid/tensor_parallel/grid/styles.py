@@ -27,8 +27,7 @@ from lightning_hybrid.tensor_parallel.styles import (
     transposed,
 )
 
-#: Styles that are the same in every mode. Their parameters are sharded over the line of all ranks, or replicated, and
-#: their activations are replicated.
+#: Styles that are the same in every mode. Parameters that they shard are sharded over the line of all ranks.
 _IN_A_LINE = ("vocab", "vocab_head", "replicate", "on_shards", "divide")
 #: Styles of regions, in which activations are sharded in blocks. In a line, they are for sequence parallelism.
 _IN_REGIONS = ("sequence_region", "sequence_parallel", "sequence_gathered")

@@ -75,9 +75,8 @@ def parse_layout(layout: str | Mapping[str, str], axes: Sequence[str], shape: Se
 
     Args:
         layout: A letter for each axis, separated by commas, in the order of `axes`; or one letter for the
-            tensor-parallel
-            axis; or ``"AXIS=LETTER,..."`` or a mapping, for some axes. Along other axes, all ranks have the full
-            tensor.
+            tensor-parallel axis; or ``"AXIS=LETTER,..."`` or a mapping, for some axes. Along other axes, all ranks have
+            the full tensor.
         axes: The axes of the ranks that hold one stage, from the outermost on.
         shape: The shape of the full tensor.
 

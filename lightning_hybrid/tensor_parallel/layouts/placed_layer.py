@@ -22,8 +22,7 @@ class PlacedLayer(ParallelLayer):
 
         inputs, other parameters, other buffers      B       every rank has the full tensor
         parameters and buffers named in the plan     S(d)
-        intermediate results                                 torch determines the placements, and redistributes if
-        needed
+        intermediate results                                 torch finds the placements, and redistributes if needed
         outputs                                      B       gathered or summed
 
     Attributes:
@@ -78,8 +77,7 @@ class PlacedLayer(ParallelLayer):
         """Return a buffer as it is stored between calls: this rank's shard if the plan splits it, else the full tensor.
 
         The user's code can replace a buffer with a tensor that is not sharded, or that has a shape that cannot be
-        split. A
-        tensor that cannot be split is stored as a full tensor.
+        split. A tensor that cannot be split is stored as a full tensor.
         """
         dim = self.layout_dims.get(name) if part is self and isinstance(value, Tensor) else None
         if dim is None or value.ndim <= dim or value.shape[dim] % self.layout_mesh.size():

@@ -7,8 +7,7 @@
     backward     softmax(scores) = exp(scores - logsumexp) over all blocks         exact, block by block
 
 Torch's fused kernels compute a block without storing its scores. They have no public names in torch, so a kernel is
-used
-only if it exists and agrees with matrix products. Matrix products compute the blocks that no kernel supports. Dao,
+used only if it exists and agrees with matrix products. Matrix products compute the blocks that no kernel supports. Dao,
 "FlashAttention-2", 2023, https://arxiv.org/abs/2307.08691; merged blocks: Liu, Zaharia, Abbeel, "Ring Attention with
 Blockwise Transformers for Near-Infinite Context", 2023, https://arxiv.org/abs/2310.01889.
 """
@@ -75,8 +74,7 @@ class Kernel(Protocol):
 
         Returns:
             The weighted values, of shape (batch, heads, queries, features), and the logsumexp of the scores in at least
-            float32,
-            of shape (batch, heads, queries). The logsumexp of a query that sees no key is minus infinity.
+            float32, of shape (batch, heads, queries). The logsumexp of a query that sees no key is minus infinity.
         """
 
     @staticmethod

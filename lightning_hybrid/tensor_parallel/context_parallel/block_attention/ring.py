@@ -9,9 +9,8 @@ r"""Ring attention: blocks of keys and values are sent from rank to rank, and ea
     rank 3      k3      k2      k1      k0
 
 In backward, blocks are sent around once more, together with the gradients of their keys and values, which return to
-their
-rank at the end. Liu, Zaharia, Abbeel, "Ring Attention with Blockwise Transformers for Near-Infinite Context", 2023,
-https://arxiv.org/abs/2310.01889.
+their rank at the end. Liu, Zaharia, Abbeel, "Ring Attention with Blockwise Transformers for Near-Infinite Context",
+2023, https://arxiv.org/abs/2310.01889.
 
 If a mask is causal, and each rank has one piece from the beginning of the sequence and one from its end, a rank needs
 half of the scores with another rank's keys: either all queries see the first piece of the keys, or the second piece of
@@ -31,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.distributed import irecv, isend  # those of torch, whatever takes their places in a step
+from torch.distributed import irecv, isend  # torch's own functions, even if a step replaces `dist.isend`
 
 from lightning_hybrid.distributed.dtensor import full_tensor
 from lightning_hybrid.distributed.random import derive_seed
