@@ -72,7 +72,7 @@ class HuggingFacePlans:
         return {name for name, _ in self._ends}
 
     def add_ends(self) -> None:
-        """Add layers with such a style, for example embeddings and heads, if they are not in the plan yet."""
+        """Add layers whose style does not depend on other layers, such as embeddings, if they are not planned yet."""
         for name, style in self._ends:
             if name in self._layers:
                 self._builder.add((name, style))

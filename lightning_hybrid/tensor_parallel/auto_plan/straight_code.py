@@ -71,7 +71,7 @@ class _Reader:
         self.read(kind.forward)
 
     def read(self, function: Any) -> None:
-        """Raise an error if a Python function is not straight."""
+        """Raise an error if a Python function can behave differently in another call."""
         if function in self._seen or _is_torchs(function):
             return
         self._seen.add(function)
