@@ -1,4 +1,4 @@
-"""Layers, sequences and losses over classes, sharded over ranks; and the plans and styles that say how.
+"""Tensor, sequence and context parallelism: plans, styles, parallel layers, and losses over sharded classes.
 
-Parameters are DTensors, so that optimizers, norms and checkpoints know every shard; activations stay plain tensors.
+Parameters are DTensors, so that optimizers, norms and checkpoints know every shard. Activations stay plain tensors.
 """

@@ -1,22 +1,23 @@
-"""A column-parallel linear layer: the gradient of its input is reduced while the gradient of its weight is computed.
+"""A column-parallel linear layer that computes its weight gradient while its input gradient is reduced.
 
-Autograd runs what is ready in the reverse order in which it was made. So the gradients of input and weight are two
-nodes, made in an order that puts the one between the begin and the end of the collective::
+Autograd runs nodes that are ready in the reverse order of their creation. Therefore, the gradients of input and weight
+are computed in two nodes. The nodes are created in such an order that the weight gradient is computed between the start
+and the end of the collective::
 
     forward     x -- 1 wait -- 3 start --- 4 linear -- y
                 W ------ 2 weight ------------'
 
-    backward    4 linear   gradient of the input
-                3 start    the all-reduce begins    =======.       (sequence parallel: the reduce-scatter)
-                2 weight   gradient of the weight          |
-                1 wait     <==============================='
+    backward    4 linear   computes the input gradient
+                3 start    starts the all-reduce        =======.   (sequence parallel: the reduce-scatter)
+                2 weight   computes the weight gradient        |
+                1 wait     <==================================='
 
-Where several layers take one input, they share the collective, and the first of them computes beside it. The numbers
-are those of `F.linear` between :func:`~.mappings.copy_to_tp` and autograd, to the bit: the same products of the same
-operands, and one sum over the ranks.
+If several layers have the same input, they share the collective, which overlaps with the first of them. The results are
+bitwise equal to `F.linear` after :func:`~.mappings.copy_to_tp` with autograd: the same products of the same operands,
+and one sum over the ranks.
 
-Megatron-LM does the same in one node (`linear_with_grad_accumulation_and_async_communication`), for layers that share
-their input with none.
+Megatron-LM does this in one node (`linear_with_grad_accumulation_and_async_communication`), without sharing the
+collective between layers.
 """
 
 from __future__ import annotations
@@ -33,22 +34,22 @@ from lightning_hybrid.distributed.dtensor import full_tensor
 from lightning_hybrid.distributed.process_group import reduce_scatter_single
 from lightning_hybrid.tensor_parallel import mappings
 
-#: Multiplications from which a product is worth more than the nodes that it takes, by the type of the device: what
-#: keeps a GPU busy for longer than the host. On CPUs nothing overlaps: gloo moves bytes on the cores that multiply
-#: (`benchmarks/tensor_parallel`: between 0.93 and 1.11 of the throughput, where each rank has one core).
+#: The number of multiplications, by device type, from which overlap is worth the extra nodes: a product that keeps a
+#: GPU busy for longer than the host needs. On CPUs nothing overlaps, because gloo copies bytes on the cores that
+#: multiply (`benchmarks/tensor_parallel`: 0.93 to 1.11 of the throughput, with one core per rank).
 OVERLAP_FROM = {"cuda": 2**30}
 
 
 def column_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, group: mappings.TensorGroup, sequence_dim: int | None
 ) -> Tensor:
-    """``(..., in_features)`` to ``(..., out_features / T)``.
+    """Map ``(..., in_features)`` to ``(..., out_features / T)``.
 
     Args:
-        x: Replicated, or this rank's shard of the sequence.
+        x: The replicated input, or this rank's sequence shard.
         weight: This rank's shard, ``(out_features / T, in_features)``.
-        bias: Likewise.
-        group: The ranks.
+        bias: This rank's shard, ``(out_features / T,)``, or ``None``.
+        group: The tensor-parallel ranks.
         sequence_dim: The dimension along which sequences are sharded; ``None`` if `x` is replicated.
     """
     if not _overlaps(x, weight):
@@ -66,7 +67,10 @@ def column_linear(
 
 
 def _overlaps(x: Tensor, weight: Tensor) -> bool:
-    """Whether both gradients are wanted, and are worth it. Ranks may differ: the collectives are the same."""
+    """Return True if both gradients are needed and overlap is worth the extra nodes.
+
+    Ranks may decide differently, because the collectives are the same.
+    """
     least = OVERLAP_FROM.get(x.device.type)
     return (
         least is not None
@@ -79,14 +83,18 @@ def _overlaps(x: Tensor, weight: Tensor) -> bool:
 
 
 def _cast(x: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """As autocast does it: double stays."""
+    """Cast a tensor as autocast does, which leaves float64 unchanged."""
     return x if dtype is None or x.dtype == torch.float64 else x.to(dtype)
 
 
 class _Pending:
-    """What one backward hands from node to node: the collective under way, and what the weight's gradient is made of.
+    """Values that the nodes of one backward pass to each other.
 
-    The weight's node may be that of one layer, and the collective that of another one with the same input.
+    The collective may have been started by another layer with the same input.
+
+    Attributes:
+        work: The collective that is running.
+        operands: The output gradient and the input, which the weight gradient is computed from.
     """
 
     __slots__ = ("operands", "work")
@@ -100,7 +108,7 @@ class _Wait(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, pending: _Pending) -> Tensor:
         ctx.pending = pending
-        return x.detach()  # not a view for autograd
+        return x.detach()  # autograd must not treat the result as a view
 
     @staticmethod
     @once_differentiable
@@ -124,7 +132,7 @@ class _Weight(torch.autograd.Function):
 
 
 def weight_gradient(gradient: Tensor, x: Tensor, *, is_transposed: bool) -> Tensor:
-    """``(N, out)`` and ``(N, in)`` to ``(out, in)``, as autograd multiplies them for this order of memory."""
+    """Multiply ``(N, out)`` and ``(N, in)`` to ``(out, in)``, as autograd does for this memory order."""
     return x.t().mm(gradient).t() if is_transposed else gradient.t().mm(x)
 
 
@@ -161,6 +169,6 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         flat = full_tensor(gradient).reshape(-1, weight.shape[0])
         ctx.pending.operands = flat, x.reshape(-1, x.shape[-1])
-        # In the place of the weight's gradient, which `_Weight` makes: nothing reads it, and it takes no memory.
+        # A placeholder for the weight gradient, which `_Weight` computes. It is never read and takes no memory.
         placeholder = weight.new_zeros(()).expand(weight.shape)
         return flat.mm(weight).view(x.shape), placeholder, flat.sum(0) if ctx.has_bias else None, None

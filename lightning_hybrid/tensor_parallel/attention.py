@@ -16,14 +16,14 @@ from lightning_hybrid.tensor_parallel.mappings import copy_to_tp, gather_from_tp
 
 
 class ParallelAttention(ParallelLayer):
-    """An `nn.MultiheadAttention` that computes this rank's heads; its class and arguments are torch's.
+    """An `nn.MultiheadAttention` that computes this rank's heads. Its arguments and results are those of torch's class.
 
     ::
 
-        query, key, value     replicated (in regions of sequence parallelism: shards, gathered)
-        in-projection         rows of this rank's heads, of q, of k and of v
+        query, key, value     replicated (in sequence regions: shards, which are gathered)
+        in-projection         rows of this rank's heads, for q, k and v
         attention             this rank's heads
-        out-projection        columns of this rank's heads; the results are summed
+        out-projection        columns of this rank's heads; the results are summed over the ranks
     """
 
     embed_dim: int
@@ -38,7 +38,7 @@ class ParallelAttention(ParallelLayer):
     k_proj_weight: Tensor | None
     v_proj_weight: Tensor | None
     out_proj: nn.Linear
-    #: Under sequence parallelism: whether keys and values are replicated, as the memory of a decoder is.
+    #: True if keys and values are replicated under sequence parallelism, as the memory of a decoder is.
     memory_is_replicated = False
 
     @uncompiled
@@ -53,7 +53,7 @@ class ParallelAttention(ParallelLayer):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """As `nn.MultiheadAttention.forward`, with the same shapes."""
+        """Compute `nn.MultiheadAttention.forward`, with the same shapes."""
         if is_causal and attn_mask is None:
             raise RuntimeError("is_causal=True requires attn_mask.")
         is_batched = query.dim() == 3
@@ -85,11 +85,11 @@ class ParallelAttention(ParallelLayer):
         return gathered, k, v
 
     def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, blocks: int = 1) -> Tensor:
-        """To the features of this rank's heads; of several projections at once."""
+        """Project inputs to the features of this rank's heads, for one or several packed projections."""
         return F.linear(x, weight, bias)
 
     def _project_out(self, x: Tensor) -> Tensor:
-        """From the features of this rank's heads."""
+        """Project the features of this rank's heads to the output."""
         out = self.reduce_output(F.linear(x, shard_of(self.out_proj.weight)))
         return out if self.out_proj.bias is None else out + self.out_proj.bias.to(out.dtype)
 
@@ -109,9 +109,9 @@ class ParallelAttention(ParallelLayer):
         return q, k, v
 
     def _mask(self, attn_mask: Tensor | None, padding: Tensor | None, q: Tensor) -> Tensor | None:
-        """Both masks as one that is added to the scores; ``(batch or 1, heads or 1, L or 1, S)``."""
+        """Combine both masks into one that is added to the scores; ``(batch or 1, heads or 1, L or 1, S)``."""
         mask = None if attn_mask is None else additive_mask(attn_mask, q.dtype)
-        if mask is not None and mask.dim() == 3:  # one per head: (batch * all heads, L, S)
+        if mask is not None and mask.dim() == 3:  # one mask per head: (batch * all heads, L, S)
             mask = self.tensor_group.local_chunk(mask.view(-1, self.num_heads, *mask.shape[1:]), 1)
         if padding is None:
             return mask
@@ -131,7 +131,7 @@ class ParallelAttention(ParallelLayer):
             return weights @ v, weights
 
     def _gather_weights(self, weights: Tensor | None, *, average: bool, is_batched: bool) -> Tensor | None:
-        """The attention weights of all heads, or their average."""
+        """Return the attention weights of all heads, or their average."""
         if weights is None:
             return None
         if average:
@@ -142,7 +142,7 @@ class ParallelAttention(ParallelLayer):
 
 
 def is_same(one: Tensor, other: Tensor) -> bool:
-    """Whether these are one tensor, perhaps passed through a hook of the layer, which makes new ones of both."""
+    """Return True if two tensors are one tensor, or were one before a hook of the layer made new tensors from it."""
     if one is other:
         return True
     is_passed_on = one.grad_fn is not None and one.grad_fn is other.grad_fn

@@ -1,10 +1,10 @@
 r"""Losses over classes that are sharded over the tensor-parallel ranks.
 
-For logits z of V classes, with target class y, all of cross-entropy follows from three sums over the classes,
+For logits z of V classes, with target class y, cross-entropy needs three sums over the classes,
 
 .. math:: \log \textstyle\sum_c e^{z_c}, \qquad \textstyle\sum_c [c = y]\, z_c, \qquad \sum_c w_c z_c,
 
-each of which is a number per sample: a rank sums its own classes, and those sums travel, never the logits
+each of which is a number per sample. Each rank sums its own classes, and the ranks send these sums instead of logits
 (Shoeybi et al., "Megatron-LM", 2019, section 3).
 """
 
@@ -26,19 +26,19 @@ from lightning_hybrid.tensor_parallel.mappings import TensorGroup, all_reduce_ma
 
 
 def in_loss_precision(logits: Tensor) -> Tensor:
-    """Under autocast torch takes these losses in float32."""
+    """Cast half-precision logits to float32 under autocast, as torch does for these losses."""
     if torch.is_autocast_enabled(logits.device.type) and logits.dtype in (torch.float16, torch.bfloat16):
         return logits.float()
     return logits
 
 
 def log_sum_exp(shard: Tensor, dim: int, group: TensorGroup) -> Tensor:
-    """The logarithm of the sum of exponentials over all classes; ``dim`` stays, with size 1.
+    """Return the logarithm of the sum of exponentials over all classes. ``dim`` is kept, with size 1.
 
     Args:
         shard: This rank's classes.
         dim: The dimension of the classes.
-        group: The ranks that have the others.
+        group: The ranks that have the other classes.
     """
     return _LogSumExp.apply(shard, dim, group)  # type: ignore[no-untyped-call, no-any-return]
 
@@ -73,16 +73,16 @@ def cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """What `torch.nn.functional.cross_entropy` gives.
+    """Compute `torch.nn.functional.cross_entropy` or `nll_loss`.
 
     Args:
-        shard: This rank's classes of the logits.
-        target: Classes, of the shape of `shard` without `dim`; or probabilities of all classes.
-        dim: The dimension of the classes: 1, or 0 of a vector.
+        shard: This rank's classes of the scores.
+        target: Class indices, of the shape of `shard` without `dim`; or probabilities of all classes.
+        dim: The dimension of the classes: 1, or 0 for a vector.
         group: The ranks that have the other classes.
-        are_logits: Whether these are logits; else they are logarithmic probabilities already.
-        weight: Of all classes.
-        ignore_index: The class that does not count.
+        are_logits: True if the scores are logits. If False, they are log-probabilities.
+        weight: The weights of all classes.
+        ignore_index: The class that is not counted.
         reduction: ``"mean"``, ``"sum"`` or ``"none"``.
         label_smoothing: The part of the target that is spread over all classes.
     """
@@ -95,7 +95,7 @@ def cross_entropy(
         weighted = target.to(shard.dtype) * (1 - label_smoothing) + label_smoothing / num_classes
         weighted = weighted * weights_along_dim
         losses = normalizer * weighted.sum(dim) - _weighted_sum(shard, weighted, dim, group)
-        # Of probabilities, torch takes the mean over samples, whatever the weights.
+        # If targets are probabilities, torch averages over samples without weights.
         total: int | Tensor = losses.numel()
     else:
         _check_classes(target, shard, ignore_index, num_classes, dim)
@@ -118,10 +118,10 @@ def cross_entropy(
 
 
 def mean_of(total: Tensor, count: Tensor) -> Tensor:
-    """Return a sum of losses divided by what counts; if nothing does, torch says NaN, and zero gradients.
+    """Return the mean of losses. If no target counts, it is NaN, and its gradients are zero, as in torch.
 
     Args:
-        total: The sum, shape ``()``.
+        total: The sum of the losses, shape ``()``.
         count: The sum of the weights of all targets, shape ``()``.
     """
     count = count.to(total.dtype)
@@ -129,16 +129,19 @@ def mean_of(total: Tensor, count: Tensor) -> Tensor:
 
 
 def loss_arguments(*args: Any, **kwargs: Any) -> tuple[Any, Any, dict[str, Any]]:
-    """Return scores, target, and the other arguments that were given, of `cross_entropy` or `nll_loss` of torch."""
+    """Return the scores, the target, and the other arguments of a call of torch's `cross_entropy` or `nll_loss`."""
     given = dict(_ARGUMENTS.bind(*args, **kwargs).arguments)
     return given.pop("input"), given.pop("target"), {name: each for name, each in given.items() if each is not None}
 
 
-_ARGUMENTS = signature(F.cross_entropy)  # `nll_loss` has the same without the last one
+_ARGUMENTS = signature(F.cross_entropy)  # `nll_loss` has the same arguments except the last one
 
 
 def _check_classes(target: Tensor, shard: Tensor, ignore_index: int, num_classes: int, dim: int) -> None:
-    """What torch checks; classes that do not exist only on the host, where it costs no waiting for a device."""
+    """Raise the errors that torch raises for a wrong target.
+
+    Class indices are checked only on the CPU, because reading them from a device would wait for it.
+    """
     expected = [*shard.shape[:dim], *shard.shape[dim + 1 :]]
     if list(target.shape) != expected:
         raise ValueError(f"Expected a target of shape {expected} for these logits, got {list(target.shape)}. [LH532]")
@@ -151,12 +154,12 @@ def _check_classes(target: Tensor, shard: Tensor, ignore_index: int, num_classes
 
 
 def argmax(shard: Tensor, dim: int, keepdim: bool, group: TensorGroup) -> Tensor:
-    """The class with the largest logit, of all ranks' classes; the first one if there are equal ones.
+    """Return the class with the largest logit. If several classes have this logit, it is the first.
 
     Args:
         shard: This rank's classes.
         dim: The dimension of the classes.
-        keepdim: Whether it stays, with size 1.
+        keepdim: If True, the dimension is kept, with size 1.
         group: The ranks that have the other classes.
     """
     value, index = shard.max(dim, keepdim=True)
@@ -168,12 +171,12 @@ def argmax(shard: Tensor, dim: int, keepdim: bool, group: TensorGroup) -> Tensor
 
 
 def _pick(shard: Tensor, classes: Tensor, dim: int, group: TensorGroup) -> Tensor:
-    """The value of each sample's class, wherever it is."""
+    """Return the score of each sample's class, from the rank that has it."""
     local, elsewhere = group.local_indices(classes, shard.shape[dim])
     found = shard.gather(dim, local.unsqueeze(dim)).squeeze(dim)
     return reduce_from_tp(found.masked_fill(elsewhere, 0.0), group)
 
 
 def _weighted_sum(shard: Tensor, weights: Tensor, dim: int, group: TensorGroup) -> Tensor:
-    """The sum over all classes, with weights of all of them."""
+    """Return the sum over all classes, weighted with weights of all classes."""
     return reduce_from_tp((shard * group.local_chunk(weights, dim)).sum(dim), group)

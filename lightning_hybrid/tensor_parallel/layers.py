@@ -1,7 +1,7 @@
-"""Layers that compute with this rank's shard of their weights: plain tensors in, plain tensors out.
+"""Parallel layers, which compute with this rank's shard of their weights. Inputs and outputs are plain tensors.
 
-A layer of the user's becomes one of these in place: its class changes, and nothing else does. So names, hooks, ties and
-`isinstance` stay as they are, and callbacks may copy it.
+A layer of the user becomes a parallel layer in place: only its class changes. Names, hooks, ties and `isinstance`
+checks therefore keep working, and callbacks can copy the layer.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from lightning_hybrid.tensor_parallel.vocab_parallel import VocabParallelLogits
 
 
 class ParallelLayer:
-    """What all of these layers have.
+    """The base class of parallel layers.
 
     Attributes:
-        tensor_group: The ranks that share the layer.
-        sequence_dim: The dimension of an activation along which sequences are sharded outside of the layer; ``None`` if
+        tensor_group: The ranks that compute the layer together.
+        sequence_dim: The dimension of activations along which sequences are sharded outside the layer; ``None`` if
             activations are replicated there.
-        sums_vector_gradients: True if ranks with the same features sum the gradients of biases and of norms.
+        sums_vector_gradients: True if ranks with the same features sum the gradients of biases and norms.
     """
 
     tensor_group: mappings.TensorGroup
@@ -43,22 +43,22 @@ class ParallelLayer:
     sums_vector_gradients: ClassVar[bool] = False
 
     def gather_input(self, x: Tensor) -> Tensor:
-        """The full input, about to be used with a shard of the weights."""
+        """Return the full input, as input of a shard of the weights."""
         return mappings.gather_input(x, self.sequence_dim, self.tensor_group)
 
     def reduce_output(self, x: Tensor) -> Tensor:
-        """The output, from partial sums: replicated, or this rank's shard of the sequence."""
+        """Return the output from partial sums: replicated, or this rank's sequence shard."""
         if self.sequence_dim is None:
             return mappings.reduce_from_tp(x, self.tensor_group)
         return mappings.reduce_scatter_to_sp(x, self.sequence_dim, self.tensor_group)
 
 
 def parallelize_layer(layer: nn.Module, mixin: type, **attributes: Any) -> None:
-    """Turn a layer into a parallel one.
+    """Turn a layer into a parallel layer.
 
     Args:
-        layer: The layer; changed in place.
-        mixin: A class of this module.
+        layer: The layer, which is changed in place.
+        mixin: A class of parallel layers.
         attributes: Attributes of that class.
     """
     if not isinstance(layer, mixin):
@@ -68,7 +68,7 @@ def parallelize_layer(layer: nn.Module, mixin: type, **attributes: Any) -> None:
 
 
 def restore_layer(layer: nn.Module) -> None:
-    """Turn a parallel layer into what it was."""
+    """Turn a parallel layer back into the original layer."""
     layer.__class__ = _original(type(layer))
     for attribute in vars(layer).pop(_ADDED, ()):
         vars(layer).pop(attribute, None)
@@ -76,7 +76,7 @@ def restore_layer(layer: nn.Module) -> None:
 
 @contextmanager
 def original_classes(module: nn.Module) -> Iterator[None]:
-    """Inside, parallel layers are of the classes that they had before, which compute with full weights."""
+    """Give parallel layers their original classes, which compute with full weights, inside the context."""
     parallel = [(layer, type(layer)) for layer in module.modules() if isinstance(layer, ParallelLayer)]
     try:
         for layer, kind in parallel:
@@ -87,7 +87,7 @@ def original_classes(module: nn.Module) -> Iterator[None]:
             layer.__class__ = kind
 
 
-_ADDED = "_tensor_parallel_attributes"  # where a layer remembers the attributes that it has got
+_ADDED = "_tensor_parallel_attributes"  # where a layer stores the names of the attributes that were added
 _MIXED: dict[tuple[type, type], type] = {}
 
 
@@ -105,12 +105,12 @@ def _original(kind: type) -> type:
 
 
 def original_class(layer: nn.Module) -> Any:
-    """The class that a layer had before it was turned into a parallel one."""
+    """Return the class that a layer had before it became a parallel layer."""
     return _original(type(layer))
 
 
 def disable_fastpath(module: nn.Module) -> None:
-    """Switch off torch's fused inference of transformer layers: it reads weights directly, and these are shards."""
+    """Disable torch's fused inference of transformer layers, which reads the weights directly."""
     for layer in module.modules():
         if isinstance(layer, nn.TransformerEncoderLayer):
             if isinstance(layer.self_attn, ParallelLayer) or isinstance(layer.linear1, ParallelLayer):
@@ -120,12 +120,12 @@ def disable_fastpath(module: nn.Module) -> None:
 
 
 def restore_fastpath(module: nn.Module) -> None:
-    """Switch it on again where it was on."""
+    """Restore torch's fused inference of transformer layers where it was enabled."""
     for layer in module.modules():
         vars(layer).update(vars(layer).pop(_FASTPATH, {}))
 
 
-_FASTPATH = "_fastpath_before_tensor_parallel"  # where a layer remembers what it was set to
+_FASTPATH = "_fastpath_before_tensor_parallel"  # where a layer stores the original setting
 
 
 def _set(layer: nn.Module, attribute: str, value: Any) -> None:
@@ -134,12 +134,12 @@ def _set(layer: nn.Module, attribute: str, value: Any) -> None:
 
 
 class ColumnParallelLinear(ParallelLayer):
-    """A linear layer that makes this rank's shard of the output features.
+    """A linear layer that computes this rank's shard of the output features.
 
     Attributes:
-        gather_output: Whether the output is gathered.
-        input_is_gathered: Whether a module around the layer has prepared the input already.
-        is_transposed: Whether the weight is ``[in_features, out_features]``, as GPT-2's `Conv1D` has it.
+        gather_output: True if the output is gathered.
+        input_is_gathered: True if a module around the layer has already gathered the input.
+        is_transposed: True if the weight is ``[in_features, out_features]``, as in GPT-2's `Conv1D`.
     """
 
     weight: Tensor
@@ -150,7 +150,7 @@ class ColumnParallelLinear(ParallelLayer):
 
     @uncompiled
     def forward(self, x: Tensor) -> Tensor:
-        """``(..., in_features)`` to ``(..., out_features / T)``."""
+        """Map ``(..., in_features)`` to ``(..., out_features / T)``, or gathered to ``(..., out_features)``."""
         weight, bias = shard_of(self.weight), shard_of(self.bias)
         weight = weight.t() if self.is_transposed else weight
         if self.input_is_gathered:
@@ -161,11 +161,11 @@ class ColumnParallelLinear(ParallelLayer):
 
 
 class RowParallelLinear(ParallelLayer):
-    """A linear layer that takes this rank's shard of the input features; the results are summed.
+    """A linear layer that takes this rank's shard of the input features. The results are summed over the ranks.
 
     Attributes:
-        scatter_input: Whether the input is replicated, and is scattered here.
-        is_transposed: Whether the weight is ``[in_features, out_features]``.
+        scatter_input: True if the input is replicated, and the layer scatters it.
+        is_transposed: True if the weight is ``[in_features, out_features]``.
     """
 
     weight: Tensor
@@ -175,7 +175,7 @@ class RowParallelLinear(ParallelLayer):
 
     @uncompiled
     def forward(self, x: Tensor) -> Tensor:
-        """``(..., in_features / T)`` to ``(..., out_features)``."""
+        """Map ``(..., in_features / T)`` to ``(..., out_features)``."""
         if self.scatter_input:
             x = mappings.scatter_to_tp(x, -1, self.tensor_group)
         weight = shard_of(self.weight)
@@ -191,7 +191,11 @@ class VocabParallelEmbedding(ParallelLayer):
 
     @uncompiled
     def forward(self, indices: Tensor) -> Tensor:
-        """Indices of any shape to ``(..., embedding_dim)``: rows of other ranks are zero here, then all are summed."""
+        """Map indices of any shape to ``(..., embedding_dim)``.
+
+        Each rank looks up the indices of its own rows. The other rows are zero, and the results are summed over the
+        ranks.
+        """
         weight = shard_of(self.weight)
         if (
             type(indices) is Tensor
@@ -207,26 +211,29 @@ class VocabParallelEmbedding(ParallelLayer):
 
 
 class ColumnParallelEmbedding(ParallelLayer):
-    """An embedding that makes this rank's shard of the features, such as a bias for each head."""
+    """An embedding that computes this rank's shard of the features, for example a bias for each head."""
 
     weight: Tensor
     padding_idx: int | None
 
     @uncompiled
     def forward(self, indices: Tensor) -> Tensor:
-        """Indices of any shape to ``(..., embedding_dim / T)``."""
+        """Map indices of any shape to ``(..., embedding_dim / T)``."""
         return F.embedding(indices, shard_of(self.weight), self.padding_idx)
 
 
 class VocabParallelHead(ParallelLayer):
-    """A linear layer to the vocabulary: its output is gathered only where somebody needs all classes."""
+    """A linear layer to the vocabulary. Its output is gathered only for operations that need all classes."""
 
     weight: Tensor
     bias: Tensor | None
 
     @uncompiled
     def forward(self, x: Tensor) -> Tensor:
-        """``(..., in_features)`` to `VocabParallelLogits` of shape ``(..., out_features)``, or a sequence of these."""
+        """Map ``(..., in_features)`` to `VocabParallelLogits` of shape ``(..., out_features)``.
+
+        If `x` is a sequence that is sharded over context-parallel ranks, the result is too.
+        """
         return on_share(self._logits, x)
 
     def _logits(self, x: Tensor) -> Tensor:
@@ -236,10 +243,10 @@ class VocabParallelHead(ParallelLayer):
 
 
 class OnShards(ParallelLayer):
-    """A layer that works on shards: its random numbers are this rank's own."""
+    """A layer that computes on shards. In training, each rank draws its own random numbers."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As the layer does."""
+        """Run the layer."""
         forward: Callable[..., Any] = super().forward  # type: ignore[misc]
         if not getattr(self, "training", False) or getattr(self, "p", 1.0) == 0.0:
             return forward(*args, **kwargs)
@@ -248,20 +255,21 @@ class OnShards(ParallelLayer):
 
 
 class LocalRandomNumbers(ParallelLayer):
-    """A block in which random numbers are this rank's own between two of its layers, as dropout of shards needs them.
+    """A block in which each rank draws its own random numbers between two layers, as dropout of shards requires.
 
-    Before and after, where activations are whole, they are the same on all ranks.
+    Before the first and after the last of these layers, where activations are replicated, all ranks draw the same
+    numbers.
 
     Attributes:
-        first: The path of the column-wise layer after which they are.
-        last: The path of the row-wise layer before which they no longer are.
+        first: The path of the column-wise layer after which each rank draws its own numbers.
+        last: The path of the row-wise layer before which this ends.
     """
 
     first: str
     last: str
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As the block does."""
+        """Run the block."""
         block: Any = self
         forward: Callable[..., Any] = super().forward  # type: ignore[misc]
         if not block.training:
@@ -280,18 +288,18 @@ class LocalRandomNumbers(ParallelLayer):
 
 
 class DividedNumbers(ParallelLayer):
-    """A module that computes with integers, such as the number of its heads: while it runs, it has this rank's part.
+    """A module whose integer attributes, such as a number of heads, are divided by the number of ranks while it runs.
 
-    Whoever reads them from outside, to make a mask for each head, finds all of them.
+    Outside `forward`, the attributes have their full values, for example for code that makes a mask for each head.
 
     Attributes:
-        divided: The names of these attributes.
+        divided: The names of the divided attributes.
     """
 
     divided: tuple[str, ...]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As the module does."""
+        """Run the module."""
         whole = {name: getattr(self, name) for name in self.divided}
         try:
             for name, number in whole.items():
@@ -303,10 +311,10 @@ class DividedNumbers(ParallelLayer):
 
 
 class NarrowInput(ParallelLayer):
-    """A block that reads from its input how wide its shards are, as by ``B, N, C = x.shape``.
+    """A block that reads the width of its shards from its input, as in ``B, N, C = x.shape``.
 
-    Its code sees an input that is as wide as a shard, without values (they are NaN: nothing else can be done with it);
-    the layers that it gives this input to get the true one. What else they are given, they get.
+    The code of the block receives a tensor that is as wide as a shard and has only NaN values. The layers to which the
+    code passes this tensor receive the true input instead. Their other arguments are unchanged.
 
     Attributes:
         takers: The paths of these layers.
@@ -315,17 +323,17 @@ class NarrowInput(ParallelLayer):
     takers: tuple[str, ...]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As the block does.
+        """Run the block.
 
         Raises:
-            WrongUseError: If a layer is given what was made of the input.
+            WrongUseError: If a layer receives a tensor that was computed from the input.
         """
         block: Any = self
         first = _argument_names(self)[0]
         x: Tensor = args[0] if args else kwargs[first]
-        # The block computes with the width of its input before any of its layers runs, so only the input itself can say
-        # another width. Its values are NaN, which shows any other use of it; the layers that share the width below get
-        # the true input, known by identity.
+        # The block computes with the width of its input before any of its layers runs, so only the input can have
+        # another width. Any other use of the input is visible, because its values are NaN. The hooks below recognize
+        # the tensor by identity, and pass the true input to the layers.
         narrow = x.new_full((), math.nan).expand(*x.shape[:-1], x.shape[-1] // self.tensor_group.size)
 
         def give(layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
@@ -348,21 +356,21 @@ class NarrowInput(ParallelLayer):
 
 
 class MaskPerHead(ParallelLayer):
-    """An attention that computes this rank's heads, and takes masks and biases of all heads, and gives such of all.
+    """An attention that computes this rank's heads, but whose masks, biases and attention weights have all heads.
 
     Attributes:
-        total_heads: The number of all heads. An argument ``(batch, total_heads, L, S)`` whose name says that it is a
-            mask or a bias is one of each head; so is a value ``(batch, total_heads / T, L, S)`` that comes out beside
-            the output, such as attention weights.
+        total_heads: The number of all heads. If the name of an argument contains "mask", "bias" or "alibi", and its
+            shape is ``(batch, total_heads, L, S)``, it has values for each head. The same holds for a result of shape
+            ``(batch, total_heads / T, L, S)`` after the first result, such as attention weights.
     """
 
     total_heads: int
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As the attention does.
+        """Run the attention.
 
         Raises:
-            WrongUseError: If a mask of each head has another shape.
+            WrongUseError: If a mask with values for each head has another shape.
         """
         names = _argument_names(self)
         given = [*zip(names, args, strict=False), *kwargs.items()]
@@ -385,7 +393,12 @@ class MaskPerHead(ParallelLayer):
         return self._whole(output, {id(value): masks[name] for name, value in local.items()})
 
     def _whole(self, output: Any, given: dict[int, Tensor]) -> Any:
-        """With the values of all heads; `given` are those that were known before, by what was made of them here."""
+        """Return the output with the values of all heads.
+
+        Args:
+            output: The output of the attention for this rank's heads.
+            given: The masks of all heads, by the `id()` of their shards.
+        """
         leaves, spec = flatten(output)
         for index, leaf in enumerate(leaves):
             if id(leaf) in given:
@@ -396,7 +409,7 @@ class MaskPerHead(ParallelLayer):
 
 
 def is_per_head(value: Any, heads: int) -> bool:
-    """Whether a value has entries for each of so many heads."""
+    """Return True if a value has entries for each of so many heads."""
     return isinstance(value, Tensor) and value.ndim == 4 and value.shape[1] == heads
 
 
@@ -405,7 +418,7 @@ def _is_mask(name: str) -> bool:
 
 
 def _argument_names(layer: nn.Module | ParallelLayer) -> list[str]:
-    """Of the `forward` that the user wrote."""
+    """Return the argument names of the user's `forward`."""
     kind: Any = _original(type(layer))
     return list(_signature(kind.forward).parameters)[1:]
 
@@ -414,18 +427,19 @@ _signature = functools.lru_cache(inspect.signature)
 
 
 class SequenceRegion(ParallelLayer):
-    """A layer inside of which sequences are sharded.
+    """A layer inside which sequences are sharded.
 
     Attributes:
-        scatter_input: Whether the input is replicated, and is scattered here; else the layer before gives shards.
-        gather_output: Whether the output is gathered.
+        scatter_input: True if the input is replicated, and the layer scatters it. If False, the input is a shard
+            already.
+        gather_output: True if the output is gathered.
     """
 
     scatter_input: bool
     gather_output: bool
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """As the layer does, on a shard of the sequence."""
+        """Run the layer on a sequence shard."""
         assert self.sequence_dim is not None
         if self.scatter_input:
             x = mappings.scatter_to_tp(x, self.sequence_dim, self.tensor_group)
@@ -434,10 +448,10 @@ class SequenceRegion(ParallelLayer):
 
 
 class SequenceGathered(ParallelLayer):
-    """A layer inside of a region that gathers the sequence; its row-wise layers reduce-scatter it again."""
+    """A layer inside a region that gathers the sequence. Its row-wise layers reduce-scatter the sequence again."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """As the layer does, on full sequences."""
+        """Run the layer on full sequences."""
         return super().forward(self.gather_input(x), *args, **kwargs)  # type: ignore[misc]
 
 

@@ -1,24 +1,24 @@
-"""Collectives over the tensor-parallel ranks that autograd knows.
+"""Collectives over the tensor-parallel ranks, with their gradients.
 
-Between parallel layers an activation is *replicated*: every rank has all of it, and the gradient of the whole loss for
-it. Inside of them a rank computes with its shard of the weights; what flows backward out of there is its part of a sum.
-The functions here lead from one kind to the other (the conjugate pairs of Shoeybi et al., "Megatron-LM", 2019,
-https://arxiv.org/abs/1909.08053, and, for sequences, Korthikanti et al., "Reducing Activation Recomputation in Large
-Transformer Models", 2022, https://arxiv.org/abs/2205.05198)::
+Between parallel layers an activation is *replicated*: every rank has the full activation, and the gradient of the full
+loss with respect to it. Inside parallel layers, a rank computes with its shard of the weights, and its gradients are
+summands of a sum over the ranks. The functions here convert between these states. They are the conjugate pairs of
+Shoeybi et al., "Megatron-LM", 2019, https://arxiv.org/abs/1909.08053, and, for sequences, of Korthikanti et al.,
+"Reducing Activation Recomputation in Large Transformer Models", 2022, https://arxiv.org/abs/2205.05198::
 
                             forward          backward
-    copy_to_tp              -                all-reduce        replicated            -> used by every rank's shard
-    reduce_from_tp          all-reduce       -                 partial sums          -> replicated
-    gather_from_tp          all-gather       slice             shards                -> replicated
-    scatter_to_tp           slice            all-gather        replicated            -> shards
-    gather_from_sp          all-gather       reduce-scatter    shards of a sequence  -> used by every rank's shard
-    reduce_scatter_to_sp    reduce-scatter   all-gather        partial sums          -> shards of a sequence
+    copy_to_tp              -                all-reduce        replicated        -> input of every rank's shard
+    reduce_from_tp          all-reduce       -                 partial sums      -> replicated
+    gather_from_tp          all-gather       slice             shards            -> replicated
+    scatter_to_tp           slice            all-gather        replicated        -> shards
+    gather_from_sp          all-gather       reduce-scatter    sequence shards   -> input of every rank's shard
+    reduce_scatter_to_sp    reduce-scatter   all-gather        partial sums      -> sequence shards
 
 In Megatron-LM they are `copy_to_`, `reduce_from_`, `gather_from_` and `scatter_to_tensor_model_parallel_region`,
 `gather_from_sequence_parallel_region` and `reduce_scatter_to_sequence_parallel_region`.
 
-Where a user's code computes with a sharded parameter itself, torch makes gradients that are DTensors; they become plain
-ones here.
+If the user's code computes with a sharded parameter directly, torch produces gradients that are DTensors. The functions
+here convert them to plain tensors.
 """
 
 from __future__ import annotations
@@ -37,31 +37,44 @@ from lightning_hybrid.distributed.process_group import SizedGroupRef, all_gather
 
 
 class TensorGroup(SizedGroupRef):
-    """The ranks that share each layer."""
+    """The ranks that compute each tensor-parallel layer together."""
 
     __slots__ = ()
 
     @property
     def feature_parts(self) -> int:
-        """Into how many parts features, and heads, are divided between two layers."""
+        """The number of parts into which features, and heads, are divided between two layers."""
         return self.size
 
     def weight_copies(self, group: ProcessGroup) -> int:
-        """Return how many ranks have each weight that is gathered in a group; 0 if the group gathers activations."""
+        """Return how many ranks have each weight that is gathered in a group.
+
+        Args:
+            group: A group of tensor-parallel ranks.
+
+        Returns:
+            The number of ranks; 0 if the group gathers activations.
+        """
         return 0
 
     def shape_hint(self) -> str:
-        """Return a hint for errors about the shapes of activations, if their batch dimension is sharded too."""
+        """Return a hint for shape errors if the batch dimension of activations is sharded too, else ``""``."""
         return ""
 
     def local_chunk(self, x: Tensor, dim: int) -> Tensor:
-        """This rank's part of a tensor that every rank has, as a view."""
+        """Return this rank's chunk of a replicated tensor, as a view."""
         return x.chunk(self.size, dim)[self.rank]
 
     def local_indices(self, indices: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        """Indices into this rank's shard of `length` entries, and a mask of those that point into other ranks' shards.
+        """Convert indices into a sharded dimension to indices into this rank's shard.
 
-        Where the mask is ``True``, the index is 0.
+        Args:
+            indices: Indices into the full dimension.
+            length: The number of entries in each shard.
+
+        Returns:
+            The indices into this rank's shard, and a mask that is ``True`` for indices into the shards of other ranks.
+            Where the mask is ``True``, the index is 0.
         """
         local = indices - self.rank * length
         elsewhere = (local < 0) | (local >= length)
@@ -69,9 +82,9 @@ class TensorGroup(SizedGroupRef):
 
 
 def copy_to_tp(x: Tensor, group: TensorGroup) -> Tensor:
-    """A replicated tensor, about to be used by every rank's shard; its gradient is summed over the ranks.
+    """Return a replicated tensor as input of every rank's shard of a layer. Its gradient is summed over the ranks.
 
-    Several layers that take one tensor (the projections of an attention, say) share one all-reduce.
+    Layers with the same input, such as the projections of an attention, share one all-reduce.
     """
     if not (torch.is_grad_enabled() and x.requires_grad):
         return x
@@ -83,20 +96,20 @@ def copy_to_tp(x: Tensor, group: TensorGroup) -> Tensor:
 
 
 def reduce_from_tp(x: Tensor, group: TensorGroup) -> Tensor:
-    """The sum over the ranks; changes `x`, which must be the fresh result of an operation."""
+    """Return the sum over the ranks. Overwrites `x`, which must be the fresh result of an operation."""
     return _ReduceFromTP.apply(x, group)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def gather_from_tp(x: Tensor, dim: int, group: TensorGroup) -> Tensor:
-    """The shards of all ranks, concatenated along a dimension."""
+    """Return the shards of all ranks, concatenated along a dimension."""
     return _AllGather.apply(x, dim, group, False)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def scatter_to_tp(x: Tensor, dim: int, group: TensorGroup) -> Tensor:
-    """This rank's shard of a replicated tensor.
+    """Return this rank's shard of a replicated tensor.
 
     Raises:
-        ValueError: If the dimension cannot be divided by the number of ranks.
+        ValueError: If the size of the dimension is not divisible by the number of ranks.
     """
     if x.shape[dim] % group.size:
         raise ValueError(
@@ -108,9 +121,9 @@ def scatter_to_tp(x: Tensor, dim: int, group: TensorGroup) -> Tensor:
 
 
 def gather_from_sp(x: Tensor, dim: int, group: TensorGroup) -> Tensor:
-    """The shards of all ranks, about to be used by every rank's shard of a layer; their gradient is reduce-scattered.
+    """Return the gathered sequence as input of every rank's shard of a layer. Its gradient is reduce-scattered.
 
-    As in :func:`copy_to_tp`, several layers that take one tensor share the collectives.
+    Layers with the same input share the collectives, as in :func:`copy_to_tp`.
     """
     gathered = shared_input(x, dim)
     if gathered is None:
@@ -121,38 +134,44 @@ def gather_from_sp(x: Tensor, dim: int, group: TensorGroup) -> Tensor:
 
 
 def gather_input(x: Tensor, sequence_dim: int | None, group: TensorGroup) -> Tensor:
-    """The full input, about to be used with a shard of the weights: replicated, or sharded along a sequence."""
+    """Return the full input of a layer whose weights are sharded.
+
+    Args:
+        x: The replicated input, or this rank's sequence shard.
+        sequence_dim: The dimension along which sequences are sharded; ``None`` if `x` is replicated.
+        group: The tensor-parallel ranks.
+    """
     return copy_to_tp(x, group) if sequence_dim is None else gather_from_sp(x, sequence_dim, group)
 
 
 def shared_input(x: Tensor, how: Hashable) -> Tensor | None:
-    """What another layer made of the same input in the same way, if it did."""
+    """Return the tensor that another layer made from the same input in the same way, or ``None``."""
     cached: tuple[int, Hashable, Tensor] | None = getattr(x, "_shared_input", None)
     return cached[2] if cached is not None and cached[:2] == (x._version, how) else None
 
 
 def share_input(x: Tensor, how: Hashable, made: Tensor) -> None:
-    """Let other layers that take the same input use what was made of it; the input of all must be no leaf."""
+    """Store the tensor that a layer made from its input, for other layers with this input. A leaf stores nothing."""
     if not x.is_leaf:
         x._shared_input = x._version, how, made  # type: ignore[attr-defined]
 
 
 def reduce_scatter_to_sp(x: Tensor, dim: int, group: TensorGroup) -> Tensor:
-    """This rank's shard, along a dimension, of the sum over the ranks.
+    """Return this rank's shard, along a dimension, of the sum over the ranks.
 
-    It uses up `x`, which must be the fresh result of an operation.
+    Frees the memory of `x`, which must be the fresh result of an operation.
     """
     return _ReduceScatterToSP.apply(x, dim, group)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def all_reduce_max(x: Tensor, group: TensorGroup) -> Tensor:
-    """The largest value of all ranks, element by element, in place; not for autograd."""
+    """Compute the elementwise maximum over the ranks, in place. It has no gradient."""
     dist.all_reduce(x, op=dist.ReduceOp.MAX, group=group())
     return x
 
 
 def all_gather_along(x: Tensor, dim: int, group: TensorGroup) -> Tensor:
-    """All-gather along any dimension."""
+    """All-gather a tensor along any dimension. It has no gradient."""
     shard = x.movedim(dim, 0).contiguous()
     gathered = shard.new_empty(shard.shape[0] * group.size, *shard.shape[1:])
     all_gather_single(gathered, shard, group=group())
@@ -160,7 +179,7 @@ def all_gather_along(x: Tensor, dim: int, group: TensorGroup) -> Tensor:
 
 
 def reduce_scatter_along(x: Tensor, dim: int, group: TensorGroup) -> Tensor:
-    """Reduce-scatter along any dimension."""
+    """Reduce-scatter a tensor along any dimension. It has no gradient."""
     partial = x.movedim(dim, 0).contiguous()
     shard = partial.new_empty(partial.shape[0] // group.size, *partial.shape[1:])
     reduce_scatter_single(shard, partial, group=group())
@@ -171,7 +190,7 @@ class _CopyToTP(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: TensorGroup) -> Tensor:
         ctx.group = group
-        return x.detach()  # not a view for autograd
+        return x.detach()  # autograd must not treat the result as a view
 
     @staticmethod
     @once_differentiable
@@ -224,10 +243,10 @@ class _ScatterToTP(torch.autograd.Function):
         return all_gather_along(full_tensor(gradient), ctx.dim, ctx.group), None, None
 
 
-class _ReduceScatterToSP(_ScatterToTP):  # what flows backward is the same
+class _ReduceScatterToSP(_ScatterToTP):  # the backward is the same
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, group: TensorGroup) -> Tensor:
         ctx.dim, ctx.group = dim, group
         shard = reduce_scatter_along(x, dim, group)
-        x.untyped_storage().resize_(0)  # nobody needs it any more, and recomputation need not keep it
+        x.untyped_storage().resize_(0)  # the sum replaces it, and recomputation need not store it
         return shard

@@ -1,4 +1,4 @@
-"""The interface between a plan and the arrangement of the ranks that it is for."""
+"""The interface between a plan and the arrangement (line, square or cube) of the tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from lightning_hybrid.tensor_parallel.styles import PlanRow, Style, find_style
 
 @dataclass(frozen=True)
 class Mode:
-    """The way in which layers are sharded over the ranks of an arrangement; this class is the one for a line.
+    """The way in which layers are sharded over the ranks of an arrangement. This base class is the mode for a line.
 
     Attributes:
         arrangement: The arrangement of the tensor-parallel ranks.
-        shards_samples: True if activations in regions are sharded over samples and features.
+        shards_samples: True if activations inside regions are sharded over samples and features.
     """
 
     arrangement: Arrangement
@@ -36,33 +36,33 @@ class Mode:
         return find_style(name, layer)
 
     def check(self, styles: Mapping[str, Any]) -> None:
-        """Check the styles of a plan.
+        """Raise an error if this mode does not support a style of a plan. A line supports all styles.
 
         Args:
-            styles: Styles of this package, or of torch, by name of module.
+            styles: Styles of this package or of torch, by module name.
 
         Raises:
-            ValueError: If this mode does not support one of them.
+            ValueError: If this mode does not support a style.
         """
 
     def find_regions(self, rows: Sequence[PlanRow], module: nn.Module, *, sequence_parallel: bool) -> list[PlanRow]:
-        """Return the rows of a plan, with what each layer must know of the region that it is in.
+        """Return the rows of a plan with the options that depend on the region around each layer.
 
         Args:
-            rows: The layers that take part.
-            module: The whole module.
+            rows: The rows of the plan.
+            module: The full module.
             sequence_parallel: True if sequences are sharded.
 
         Raises:
-            ValueError: If a layer that needs a region is in none.
+            ValueError: If a layer that needs a region is not in a region.
         """
         return assign_sequence_dims(list(rows), module, sequence_parallel=sequence_parallel)
 
     def make_group(self, group: ProcessGroup, along: Mapping[tuple[str, ...], ProcessGroup]) -> TensorGroup:
-        """Return the group that the layers communicate in.
+        """Return the group in which the layers communicate.
 
         Args:
-            group: All tensor-parallel ranks of this rank.
-            along: Its groups along axes of the arrangement, by :meth:`Arrangement.groups`.
+            group: The group of all tensor-parallel ranks.
+            along: The groups of this rank along the axes of the arrangement, as :meth:`Arrangement.groups` names them.
         """
         return TensorGroup(group)

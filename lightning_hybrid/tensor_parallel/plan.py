@@ -1,4 +1,4 @@
-"""From what the user asks for to a style for each layer, and what the styles make of the module."""
+"""The tensor-parallel plan: from the user's argument to a style for each layer, and its application to the module."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ _WITH_SUFFIX = ("sequence_region:0", "sequence_region:1", "attention:memory")
 
 @dataclass(frozen=True)
 class Plan:
-    """The resolved plan: the same on every rank, for the whole module, whatever a rank holds of it.
+    """The resolved plan. It describes the full module, so it is the same on every rank.
 
     Attributes:
         size: The number of tensor-parallel ranks.
-        rows: The layers that take part.
-        torch_styles: Layers with styles of torch.
-        reasons: Layers that could not take part, and why.
-        partial_grads: The parameters, not sharded themselves, whose gradients are partial sums over the ranks.
+        rows: The layers that are parallelized.
+        torch_styles: The layers with styles of torch, by name.
+        reasons: The layers that could not be parallelized, and the reasons.
+        partial_grads: The unsharded parameters whose gradients are partial sums over the ranks.
         shapes: The full shape of every sharded parameter and buffer.
         mode: The way in which layers are sharded over the arrangement of the ranks.
     """
@@ -72,13 +72,13 @@ class Plan:
         device: torch.device,
         prepare: Callable[[str], None] = lambda name: None,
     ) -> None:
-        """Shard what this rank holds of the module, and parallelize its layers.
+        """Shard this rank's part of the module, and parallelize its layers.
 
         Args:
-            module: The whole module; parameters of other stages are on the meta device and stay as they are.
+            module: The full module. Parameters of other stages are on the meta device and are not changed.
             mesh: The tensor-parallel axis, or the axes of the arrangement.
-            group: The same ranks.
-            device: Where shards live.
+            group: The group of the same ranks.
+            device: The device of the shards.
             prepare: Called with the name of a layer before its parameters are sharded.
         """
         sharder = Sharder(module, mesh, group, device)
@@ -98,19 +98,19 @@ class Plan:
         disable_fastpath(module)
 
     def set_tensor_group(self, module: nn.Module, group: TensorGroup) -> None:
-        """Let a module that was parallelized before, by another Trainer, communicate in this one's group."""
+        """Set the group of a module that another Trainer has parallelized before."""
         for layer in module.modules():
             if isinstance(layer, ParallelLayer):
                 layer.tensor_group = group
 
     def undo(self, module: nn.Module) -> None:
-        """Make the layers what they were; their parameters are unsharded elsewhere."""
+        """Turn the layers back into the original layers. The caller unshards their parameters."""
         for row in self.rows:
             restore_layer(module.get_submodule(row.name))
         restore_fastpath(module)
 
     def param_splits(self) -> dict[str, ParamSplit]:
-        """How parameters are sharded, by the names that the plan has for them."""
+        """Return the sharding of the parameters, by their names in the plan."""
         return {name: split for row in self.rows for name, split in row.parameters().items()}
 
 
@@ -126,13 +126,13 @@ def make_plan(
     """Resolve a plan.
 
     Args:
-        module: The whole module; parameters may be on the meta device.
-        requested: What the user asks for: styles by name of module, and layouts by name of parameter or buffer, where
-            ``*`` stands for anything between two dots; ``"auto"``; or ``None`` for nothing.
+        module: The full module; parameters may be on the meta device.
+        requested: The user's plan: styles by module name and layouts by parameter or buffer name, where ``*`` matches
+            anything between two dots; or ``"auto"``; or ``None`` for no plan.
         size: The number of tensor-parallel ranks.
-        sequence_parallel: Whether activations between layers are sharded along sequences, where the plan says so.
-        arrangement: The arrangement of these ranks; a line by default.
-        axes: The axes of ranks that hold one stage, from the outermost on, as layouts may name them.
+        sequence_parallel: True if activations in the plan's sequence regions are sharded along the sequence.
+        arrangement: The arrangement of the ranks; a line by default.
+        axes: The axes of the ranks that hold one stage, from the outermost on. Layouts name these axes.
 
     Raises:
         ValueError: If a pattern matches nothing, a style does not exist, or a layer cannot have its style.
@@ -164,7 +164,7 @@ def _mode_of(arrangement: Arrangement) -> Mode:
 
 
 def plan_texts(requested: UserPlan | str | None) -> dict[str, str]:
-    """What a user asks for, to be compared over the ranks: each style, and the order, in which parameters are divided.
+    """Return a plan as texts that the ranks compare: the order of the entries, and each style.
 
     Args:
         requested: As for :func:`make_plan`.
@@ -182,7 +182,7 @@ def _style_text(style: object) -> str:
 
 
 def _option_text(value: object) -> str:
-    """The same on every rank: of what may be written differently there, such as a set or a tensor, the type alone."""
+    """Return a text that is the same on every rank. Sets, tensors and other objects are replaced by their type."""
     if isinstance(value, (list, tuple)):
         return f"({', '.join(map(_option_text, value))})"
     is_plain = value is None or isinstance(value, (bool, int, float, str, Placement))
@@ -190,13 +190,13 @@ def _option_text(value: object) -> str:
 
 
 def check_styles(requested: UserPlan | str | None) -> None:
-    """Check the styles of a plan, for which no module is needed.
+    """Check the styles of a plan without a module.
 
     Args:
         requested: As for :func:`make_plan`.
 
     Raises:
-        ValueError: If a style does not exist, or a text is not ``"auto"``.
+        ValueError: If a style does not exist, or if the plan is a string other than ``"auto"``.
     """
     if isinstance(requested, str) and requested != "auto":
         raise ValueError(
@@ -217,7 +217,7 @@ def check_styles(requested: UserPlan | str | None) -> None:
 
 
 def check_names(module: nn.Module, requested: UserPlan, axes: Sequence[str] = STAGE_AXES) -> None:
-    """Check the names of modules and styles of a plan that is not used, as without ranks that share layers.
+    """Check the names and styles of a plan that is not used because there is only one tensor-parallel rank.
 
     Raises:
         ValueError: If a pattern matches nothing, or a style does not exist.
@@ -227,7 +227,7 @@ def check_names(module: nn.Module, requested: UserPlan, axes: Sequence[str] = ST
 
 
 def _expand(module: nn.Module, requested: UserPlan, axes: Sequence[str]) -> dict[str, Any]:
-    """Names for patterns; of several that match, the last one counts."""
+    """Return the styles by module name. If several patterns match a module, the last one counts."""
     first = {id(layer): name for name, layer in module.named_modules()}
     layers = dict(module.named_modules(remove_duplicate=False))
     names = [name for name in layers if name]
@@ -251,7 +251,7 @@ def _expand(module: nn.Module, requested: UserPlan, axes: Sequence[str]) -> dict
 
 
 def _add_layouts(styles: dict[str, Any], owner: str, dims: Mapping[str, int | None]) -> None:
-    """Let parameters of a module lie as they are to, whatever layouts were said before."""
+    """Add the split dimensions of parameters to the layout of their module. They replace earlier entries."""
     before = styles.get(owner, "")
     is_layout_too = isinstance(before, str) and before.startswith(f"{LAYOUT}:")
     if before and not is_layout_too:
@@ -270,7 +270,7 @@ def _add_layouts(styles: dict[str, Any], owner: str, dims: Mapping[str, int | No
 def _placed_tensors(
     module: nn.Module, pattern: str, layout: str | Mapping[str, str], axes: Sequence[str]
 ) -> dict[str, dict[str, int | None]]:
-    """The parameters and buffers that a pattern matches, by their modules; and the dimensions that are divided."""
+    """Return the split dimension of each parameter and buffer that a pattern matches, by module and tensor name."""
     found: dict[str, dict[str, int | None]] = {}
     tensors = dict(named_tensors(module))
     matching = [name for name in tensors if name_matches(name, pattern)]
@@ -333,7 +333,7 @@ def _rows(module: nn.Module, styles: Iterable[tuple[str, str]], size: int, mode:
                     f" The style {style!r} in tensor_parallel_plan needs a multiple of {feature_parts}{where}. [LH503]"
                 )
         if any(isinstance(parameter, DTensor) for parameter in layer.parameters(recurse=False)):
-            continue  # the user's `configure_model` has sharded it
+            continue  # the user's `configure_model` has already sharded it
         found = mode.find_style(style, layer)
         reason = found.unsupported_reason(layer, size)
         if reason is not None:
@@ -344,7 +344,7 @@ def _rows(module: nn.Module, styles: Iterable[tuple[str, str]], size: int, mode:
 
 
 def _options(style: str) -> dict[str, Any]:
-    """What a style says after a colon, as attributes of the parallel layer."""
+    """Return the attributes of the parallel layer that the text after the colon of a style sets."""
     kind, _, suffix = style.partition(":")
     names = tuple(name.strip() for name in suffix.split(","))
     if kind == "divide":
@@ -361,7 +361,7 @@ def _options(style: str) -> dict[str, Any]:
 
 
 def _check_ties(module: nn.Module, rows: Iterable[PlanRow]) -> None:
-    """What is sharded under one of its names must be sharded alike under all of them."""
+    """Raise an error if a tied parameter is sharded differently under its names."""
     splits: dict[tuple[int, str], ParamSplit] = {}
     for row in rows:
         for name, split in row.parameters().items():
@@ -381,7 +381,10 @@ def _check_ties(module: nn.Module, rows: Iterable[PlanRow]) -> None:
 
 
 def _check_layouts(rows: Iterable[PlanRow]) -> None:
-    """The code of a module with layouts runs on DTensors, and so does that of all that is in it."""
+    """Raise an error if a module with layouts contains parallel layers, or is in a sequence region.
+
+    The code of such a module, and of its submodules, runs on DTensors.
+    """
     names = {row.name: row.style for row in rows if row.kind != LAYOUT}
     for row in rows:
         if row.kind != LAYOUT:
@@ -401,7 +404,7 @@ def _check_layouts(rows: Iterable[PlanRow]) -> None:
 
 
 def _partial_grads(module: nn.Module, rows: Iterable[PlanRow]) -> Iterator[str]:
-    """Parameters of layers that work on a shard of a sequence, or of the heads."""
+    """Yield the names of the parameters of layers that compute on sequence shards, or on shards of the heads."""
     for row in rows:
         if row.kind in STYLES and STYLES[row.kind].partial_grads:
             layer = module.get_submodule(row.name)

@@ -1,10 +1,10 @@
-"""Where sequences are sharded: regions of layers that work on shards of a sequence, and pass them to each other.
+"""Sequence regions: groups of layers that compute on sequence shards and pass the shards to each other.
 
 ::
 
     body           layer 0       layer 1       layer 2        norm
     region         [ ............................ ]
-    activations    scattered     shards        shards         gathered before it uses them
+    activations    scattered     shards        shards         gathered before the norm
 """
 
 from __future__ import annotations
@@ -22,18 +22,19 @@ _FOR_SEQUENCES = frozenset(name for name, style in STYLES.items() if style.for_s
 
 
 def assign_sequence_dims(rows: list[PlanRow], module: nn.Module, *, sequence_parallel: bool) -> list[PlanRow]:
-    """Find out, for each row, along which dimension sequences are sharded around it.
+    """Add the options of sequence parallelism to the rows of a plan.
 
     Args:
-        rows: The layers that take part.
-        module: The whole module.
-        sequence_parallel: Whether sequences are sharded; if not, rows that matter only then are left out.
+        rows: The rows of the plan.
+        module: The full module.
+        sequence_parallel: True if sequences are sharded. If False, rows that only affect sequence parallelism are
+            removed.
 
     Returns:
-        The rows, with the dimension of the sequence inside of regions.
+        The rows. A row inside a region has the dimension along which sequences are sharded.
 
     Raises:
-        ValueError: If a layer that works on shards of a sequence is in no region.
+        ValueError: If a style that computes on sequence shards is given to a layer outside all regions.
     """
     if not sequence_parallel:
         return [row for row in rows if row.kind not in _FOR_SEQUENCES]
@@ -65,19 +66,19 @@ def assign_sequence_dims(rows: list[PlanRow], module: nn.Module, *, sequence_par
 
 
 def count_uses(module: nn.Module) -> Counter[int]:
-    """How often each layer stands in a module, by the layer's identity."""
+    """Return how many times each layer occurs in a module, by the `id()` of the layer."""
     return Counter(id(child) for parent in module.modules() for child in parent._modules.values() if child is not None)
 
 
 def _ancestors(name: str) -> Iterator[str]:
-    """The name itself, then the modules that it is in, inside out."""
+    """Yield a module name, then the names of its ancestors, from the inside out, without the root."""
     while name:
         yield name
         name = name.rpartition(".")[0]
 
 
 def _consecutive_layers(module: nn.Module) -> Iterator[tuple[str, str]]:
-    """Layers, by name, of which the second gets just what the first has made, and that stand nowhere else."""
+    """Yield pairs of layer names: the second layer receives the output of the first, and both occur once."""
     names = {id(layer): name for name, layer in module.named_modules()}
     uses = count_uses(module)
     for container in module.modules():

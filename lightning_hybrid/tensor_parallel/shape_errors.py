@@ -1,4 +1,4 @@
-"""Errors about shapes in code between divided layers: which entry of the plan is missing."""
+"""Explanations of shape errors in the code around parallel layers: the entry that the plan may lack."""
 
 from __future__ import annotations
 
@@ -30,33 +30,34 @@ from lightning_hybrid.tensor_parallel.layers import (
 )
 from lightning_hybrid.tensor_parallel.layouts.operator_errors import explain_operator_error
 
-#: How torch, and Python of what `split` gives, say that shapes do not go together.
+#: Phrases of torch, and of Python about the result of `split`, for shapes that do not match.
 _ABOUT_SHAPES = re.compile(
     r"is invalid for input of size|shapes cannot be multiplied|must match the size of tensor|size mismatch"
     r"|Given normalized_shape|The expanded size|shape mismatch|incompatible (shapes|dimensions)|values to unpack"
 )
-_MOST = 4  # names in a text
-#: Integers of one head, which are the same on all ranks.
+_MOST = 4  # names in a message
+#: Names of integer attributes of one head, which are the same on all ranks.
 _PER_HEAD = re.compile(r"head_?(dim|size|width)|(dim|size|width|d)_?head|^d_?[hkqv]$|^hd$")
-#: Which tensor does not go with the rest: one with a rank's part of the features, a whole one, or one of each.
+#: The tensor that does not match: a rank's shard of the features, a full tensor, or one of each.
 _Misfit = Literal["part", "whole", "both"]
 
 
 def explain_shape_error(error: Exception, module: nn.Module) -> None:
-    """Add to an error of torch about shapes which entry of the plan may be missing, where layers are divided.
+    """Add the plan entry that may be missing to a shape error of torch.
 
-    One about operators on tensors in layouts is explained as :func:`explain_operator_error` does it.
+    An error about an operator on DTensors is explained by :func:`explain_operator_error`.
 
-    The forward that it comes from has divided layers in it, and computes with what they return: with a part of the
-    heads, where the code knows how many there are in all, or in a layer that expects all features::
+    The `forward` that raised the error contains parallel layers, and computes with their outputs. The outputs have a
+    rank's heads, but the code knows the number of all heads, or passes the outputs to a layer that expects all
+    features::
 
-        q, k, v: colwise    a half each --> view(..., num_heads, ...)    lacks: attention: divide:num_heads
-        qkv: colwise        a half each --> split(x.shape[-1])           lacks: attention: narrow_input:qkv
-        up: colwise         a half      --> down                         lacks: down: rowwise
-        gate: colwise       a half      --> gate(x) * up(x)              lacks: up: colwise
+        q, k, v: colwise    1/T each --> view(..., num_heads, ...)    lacks: attention: divide:num_heads
+        qkv: colwise        1/T each --> split(x.shape[-1])           lacks: attention: narrow_input:qkv
+        up: colwise         1/T      --> down                         lacks: down: rowwise
+        gate: colwise       1/T      --> gate(x) * up(x)              lacks: up: colwise
 
     Args:
-        error: As it was raised; its text is changed.
+        error: The error, whose text is changed.
         module: The user's module.
     """
     if explain_operator_error(error):
@@ -101,7 +102,7 @@ def explain_shape_error(error: Exception, module: nn.Module) -> None:
 
 
 def _about_narrow_input(module: NarrowInput, pattern: str) -> str:
-    """What a module with this style may do with its input."""
+    """Return the rules for the code of a module with the style `narrow_input`."""
     takers = ",".join(module.takers)
     return (
         f" The plan contains {pattern!r}: 'narrow_input:{takers}', so this code receives an input that has the width of"
@@ -113,13 +114,13 @@ def _about_narrow_input(module: NarrowInput, pattern: str) -> str:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a shape does not fit.
+    """The place where a shape does not match.
 
     Attributes:
-        holder: The module in whose `forward` it is.
-        called: The module that this calls there; ``None`` if it is in its own code.
-        names: The names of all modules, by their identities.
-        misfit: What does not fit; ``None`` if that is not known.
+        holder: The innermost module with parallel layers in it whose `forward` raised the error.
+        called: The module that this `forward` called; ``None`` if its own code raised the error.
+        names: The names of all modules, by their `id()`.
+        misfit: The tensor that does not match; ``None`` if it is unknown.
     """
 
     holder: nn.Module
@@ -129,23 +130,23 @@ class _Place:
 
     @cached_property
     def columns(self) -> list[Any]:
-        """The layers below that return a part."""
+        """The layers inside the holder that return a shard of their output features."""
         return [each for each in _columns(self.holder).values() if not each.gather_output]
 
     @property
     def own_columns(self) -> list[Any]:
-        """Those that the code of the module itself has the outputs of."""
+        """The layers in `columns` that are children of the holder, so that its code has their outputs."""
         children = set(map(id, self.holder.children()))
         return [layer for layer in self.columns if id(layer) in children]
 
     @property
     def reads_whole_width(self) -> bool:
-        """Whether the code takes the width of a whole input for that of a part, and the input cannot be narrowed."""
+        """True if the code uses the full input width for a shard, and `narrow_input` would be wrong."""
         use = _input_use(self.holder)
         return self.misfit != "whole" and bool(self.own_columns) and use.reads_width and not use.can_be_narrow
 
     def missing_entries(self) -> dict[str, str]:
-        """What the plan may lack, or have another style for; nothing that it has."""
+        """Return the entries that the plan may lack, or may have with another style."""
         called: Any = self.called
         if isinstance(called, nn.Linear):
             return self._around(called)
@@ -160,7 +161,7 @@ class _Place:
         return self._entries(self.own_columns[-1:], "colwise_gather_output")
 
     def _around(self, called: Any) -> dict[str, str]:
-        """For a linear layer whose input does not fit."""
+        """Return the entries for a linear layer whose input does not match."""
         is_row = isinstance(called, RowParallelLinear)
         if self.misfit == "part" and not is_row:
             return self._entries([called], "rowwise")
@@ -170,7 +171,7 @@ class _Place:
         return {}
 
     def _around_the_code(self) -> dict[str, str]:
-        """For code that computes with numbers of all heads, or with the width of a whole input."""
+        """Return the entries for code that computes with numbers of all heads, or with the full input width."""
         holder: Any = self.holder
         divided = holder.divided if isinstance(holder, DividedNumbers) else ()
         numbers = [name for name in self._numbers() if name not in divided]
@@ -181,7 +182,7 @@ class _Place:
         return self._entries([holder], " + ".join(styles)) if numbers or is_to_narrow else {}
 
     def _numbers(self) -> list[str]:
-        """The integer attributes that may have to be divided: of heads, and of widths; not those of one head."""
+        """Return the integer attributes to divide: numbers of heads, and widths of more than one head."""
         if not self.columns:
             return []
         size = self.columns[0].tensor_group.size
@@ -201,7 +202,7 @@ class _Place:
         return sorted(found, key=lambda name: name not in heads)
 
     def _whole_layers(self) -> Iterator[nn.Module]:
-        """Linear layers beside divided ones that are whole, and are not such as lead out of a block."""
+        """Yield unsharded linear layers next to parallel layers, except output layers of a block."""
         owners = {name.rpartition(".")[0] for name, part in self._parts() if isinstance(part, ParallelLayer)}
         for name, part in self._parts():
             owner, _, leaf = name.rpartition(".")
@@ -217,7 +218,7 @@ class _Place:
 
 
 def _misfit(text: str, size: int) -> _Misfit | None:
-    """What an error says that does not fit, where one number is as many times another as there are ranks."""
+    """Return the tensor that an error is about, if one of its sizes is `size` times another."""
     found: tuple[int, int] | None = None
     if match := re.search(r"shape '\[([-\d, ]+)\]' is invalid for input of size (\d+)", text):
         wanted = [int(number) for number in match[1].split(",")]
@@ -238,7 +239,7 @@ def _misfit(text: str, size: int) -> _Misfit | None:
 
 
 def _forwards(traceback: TracebackType | None) -> list[nn.Module]:
-    """The modules whose forward an error came through, from the outermost to the innermost."""
+    """Return the modules whose `forward` an error came through, from the outermost to the innermost."""
     found: list[nn.Module] = []
     while traceback is not None:
         frame = traceback.tb_frame
@@ -250,12 +251,12 @@ def _forwards(traceback: TracebackType | None) -> list[nn.Module]:
 
 
 def _divided_in(module: nn.Module) -> list[ParallelLayer]:
-    """The divided layers below a module."""
+    """Return the parallel layers below a module."""
     return [part for part in module.modules() if isinstance(part, ParallelLayer) and part is not module]
 
 
 def _columns(module: nn.Module) -> dict[str, Any]:
-    """The layers below that are divided by their output features."""
+    """Return the layers in a module that are sharded along their output features."""
     return {name: part for name, part in module.named_modules() if isinstance(part, ColumnParallelLinear)}
 
 
@@ -264,5 +265,5 @@ def _input_use(module: nn.Module) -> InputUse:
 
 
 def _features(layer: Any) -> tuple[int, int]:
-    """Of the input and of the output of a whole linear layer."""
+    """Return the numbers of input and output features of a full linear layer."""
     return getattr(layer, "in_features", 0), getattr(layer, "out_features", 0)

@@ -1,4 +1,4 @@
-"""Parameters and buffers sharded over the tensor-parallel ranks, as DTensors: checkpoints know every shard."""
+"""The sharding of parameters and buffers over the tensor-parallel ranks, as DTensors."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from lightning_hybrid.tensor_parallel.styles import ParamSplit
 
 
 class Sharder:
-    """Shards parameters and buffers; one that is tied stays tied.
+    """A function object that shards parameters and buffers. Tied parameters stay tied.
 
     Args:
-        module: The whole module. Parameters without values may get some until they are sharded, but no other ties.
-        mesh: The axis of tensor-parallel ranks, or the axes of their grid, for torch.
-        group: The same ranks.
-        device: Where shards live.
+        module: The full module. Parameters without values may get values before they are sharded, but ties must not
+            change.
+        mesh: The axis of the tensor-parallel ranks, or the axes of their grid.
+        group: The group of the same ranks.
+        device: The device of the shards.
     """
 
     def __init__(self, module: nn.Module, mesh: DeviceMesh, group: TensorGroup, device: torch.device) -> None:
@@ -37,25 +38,26 @@ class Sharder:
         self._ties = {(id(layer), name): owners for owners in ties.values() for layer, name in owners}
 
     def shard(self, module: nn.Module, name: str, split: ParamSplit) -> None:
-        """Keep this rank's shard of a parameter, or of a buffer.
+        """Replace a parameter or a buffer with a DTensor that holds this rank's shard.
 
-        With several blocks each of them is divided, as the projections of a packed attention need it. The parameter
-        ``[3 d, e]``, seen as ``[3, d, e]``, is split on its second dimension::
+        Each block is divided separately, as the projections of a packed attention require. The parameter ``[3 d, e]``
+        is viewed as ``[3, d, e]`` and split along its second dimension::
 
             rows       q q q q k k k k v v v v
             rank 0     q q     k k     v v
             rank 1         q q     k k     v v
 
-        Every rank takes the values of the group's first one. All modules that hold the tensor get the shard.
+        All ranks use the values of the first rank of the group. All modules that hold the tensor get the shard. If
+        there is no tensor, if it is on the meta device, or if it is sharded already, nothing happens.
 
         Args:
-            module: Whose parameter or buffer it is.
-            name: Its name there.
-            split: How it is divided.
+            module: The module that has the parameter or buffer.
+            name: The name of the tensor in the module.
+            split: The way in which it is sharded.
         """
         tensor = getattr(module, name)
         if tensor is None or tensor.is_meta or isinstance(tensor, DTensor):
-            return  # there is none, it lives elsewhere, or it was sharded before
+            return
         sharded = self._sharded(tensor, split)
         for owner, leaf in self._ties[id(module), name]:
             setattr(owner, leaf, sharded)
@@ -79,7 +81,7 @@ class Sharder:
 
 
 def _stacked_shard(tensor: Tensor, split: ParamSplit, rank: int, size: int) -> Tensor:
-    """What a rank has of a full tensor, as a view, with a dimension for the blocks before the one that is divided."""
+    """Return a rank's shard of a full tensor, as a view with a dimension for the blocks before `split.dim`."""
     dim, shape = split.dim, tensor.shape
     view = tensor.view(*shape[:dim], split.blocks, shape[dim] // split.blocks, *shape[dim + 1 :])
     for each, parts, index in split.cuts(rank, size):
@@ -88,11 +90,11 @@ def _stacked_shard(tensor: Tensor, split: ParamSplit, rank: int, size: int) -> T
 
 
 def unshard(shards: Sequence[Tensor], split: ParamSplit) -> Tensor:
-    """The full tensor, from what a :class:`Sharder` made of it.
+    """Return the full tensor from the shards that a :class:`Sharder` made.
 
     Args:
-        shards: Of all ranks, in their order.
-        split: How it is divided.
+        shards: The shards of all ranks, in the order of the ranks.
+        split: The way in which the tensor is sharded.
     """
     size, shape = len(shards), list(shards[0].shape)
     for dim, parts, _ in split.cuts(0, size):
@@ -105,11 +107,11 @@ def unshard(shards: Sequence[Tensor], split: ParamSplit) -> Tensor:
 
 
 def shards_of(tensor: Tensor, split: ParamSplit, size: int) -> list[Tensor]:
-    """What each rank has of a full tensor; the reverse of :func:`unshard`.
+    """Return the shard of each rank. This is the inverse of :func:`unshard`.
 
     Args:
         tensor: The full tensor.
-        split: How it is divided.
+        split: The way in which the tensor is sharded.
         size: The number of ranks.
     """
     dim = split.dim

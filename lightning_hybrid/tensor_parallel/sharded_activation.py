@@ -1,4 +1,4 @@
-"""A sharded activation: a tensor with the shape of the whole, of which this rank holds a share until it is read."""
+"""A sharded activation: a tensor with the shape of the full activation, of which each rank holds a shard."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ except ImportError:  # then the estimate of a step counts them as work
 Function = Callable[..., Any]
 Handler = Callable[[Function, Any, Any], Any]
 
-#: What speaks of a tensor's own place in the graph; others get a plain tensor.
+#: Functions about a tensor's own node in the autograd graph. Other functions receive a plain tensor.
 _WATCHES: frozenset[Any] = frozenset({Tensor.register_hook, Tensor.retain_grad})
 _IN_GRAPH: frozenset[Any] = (
     getters("grad", "retains_grad", "output_nr", "_backward_hooks")
@@ -38,42 +38,42 @@ _IN_GRAPH: frozenset[Any] = (
 
 
 class ShardedActivation(Tensor):
-    """The sharded result of a layer, for the code around the layer: a tensor with the shape of the whole.
+    """The sharded result of a layer, for the code around the layer. It has the shape of the full result.
 
     ::
 
-        layer --> sharded activation --> layer                    takes the share, nothing is sent
-                          |------------> view, norm, loss         compute on the share (`implements`): sharded again
-                          `------------> anything else            the shares are gathered, once, and it is an ordinary
-                                                                  tensor from there on
+        layer --> sharded activation --> layer                 takes the shard; nothing is sent
+                          |------------> view, norm, loss      compute on the shard (`implements`); result sharded
+                          `------------> anything else         the shards are gathered once; result an ordinary tensor
 
-    Code that takes the share stays in the graph of this tensor, so hooks and gradients of the tensor work as usual.
-    All ranks of the group must call the same functions with it, as they do if they run the same code. A subclass
-    defines the scale of its gradients and the functions that compute on shares.
+    Code that takes the shard stays in the graph of this tensor, so hooks and gradients of the tensor work as usual. All
+    ranks of the group must call the same functions with the tensor, which is the case if they run the same code. A
+    subclass defines the scale of its gradients and the functions that compute on shards.
 
     Args:
-        local: This rank's share, without a graph.
-        sharding: The division of the whole.
-        strides: The strides of the whole; ``None`` if it is contiguous.
-        scale: The factor between this share and the share of the whole, for gradients inside layers.
+        local: This rank's shard, without a graph.
+        sharding: The sharded dimension.
+        strides: The strides of the full tensor; ``None`` if it is contiguous.
+        scale: The factor between `local` and this rank's shard of the full tensor. Only gradients have a factor other
+            than 1.
 
     Attributes:
-        sharding: The division of the whole.
-        scale: The factor between this share and the share of the whole.
+        sharding: The sharded dimension.
+        scale: The factor between `local` and this rank's shard of the full tensor.
     """
 
     handlers: ClassVar[dict[Function, Handler]] = {}
-    #: True if a slice of the divided dimension stays sharded; its shares can differ in length.
+    #: True if a slice of the sharded dimension stays sharded. The shards of the slice can differ in length.
     can_narrow: ClassVar[bool] = True
 
     sharding: Sharding
     scale: int
     _local: Tensor
-    _linked: Tensor | None  # the share, in the graph of this tensor
+    _linked: Tensor | None  # the shard, in the graph of this tensor
     _written: int
     _whole: Tensor | None
-    _view: tuple[ShardedActivation, Callable[[Tensor], Tensor]] | None  # of what this is a view, and which
-    _node: Any  # of the graph, as it was made: in the end it may be what a function of the user's returned
+    _view: tuple[ShardedActivation, Callable[[Tensor], Tensor]] | None  # the base of this view, and how it is made
+    _node: Any  # the node at creation; later, the tensor may be the result of an autograd function of the user
 
     def __init_subclass__(cls) -> None:
         cls.handlers = dict(cls.handlers)
@@ -81,7 +81,7 @@ class ShardedActivation(Tensor):
     def __new__(
         cls, local: Tensor, sharding: Sharding, strides: Sequence[int] | None = None, *, scale: int = 1
     ) -> Self:
-        """Return an activation that is not connected to the graph of its share."""
+        """Return an activation that is not connected to the graph of its shard."""
         made: Self = Tensor._make_wrapper_subclass(
             cls, sharding.whole_shape(local.shape), strides, dtype=local.dtype, device=local.device
         )
@@ -91,12 +91,12 @@ class ShardedActivation(Tensor):
 
     @classmethod
     def wrap(cls, local: Tensor, sharding: Sharding, strides: Sequence[int] | None = None) -> Self:
-        """Return the whole of which `local` is this rank's share, in its graph.
+        """Return the full tensor of which `local` is this rank's shard, in the graph of `local`.
 
         Args:
-            local: This rank's share.
-            sharding: The division of the whole.
-            strides: The strides of the whole; ``None`` if it is contiguous.
+            local: This rank's shard.
+            sharding: The sharded dimension.
+            strides: The strides of the full tensor; ``None`` if it is contiguous.
         """
         made: Self = _Shard.apply(local, cls, sharding, strides)  # type: ignore[no-untyped-call]
         made._written, made._node = 0 if made.is_inference() else made._version, made.grad_fn
@@ -104,14 +104,14 @@ class ShardedActivation(Tensor):
 
     @classmethod
     def implements(cls, *functions: Function) -> Callable[[Handler], Handler]:
-        """Register a handler for functions that compute on shares.
+        """Register a handler for functions that compute on shards.
 
         Args:
             functions: Functions of torch.
 
         Returns:
-            A decorator of ``handler(function, args, kwargs)``. If the handler returns `NotImplemented`, the shares are
-            gathered and the function receives the whole tensor.
+            A decorator of ``handler(function, args, kwargs)``. If the handler returns `NotImplemented`, the shards are
+            gathered and the function receives the full tensor.
         """
 
         def register(handler: Handler) -> Handler:
@@ -122,21 +122,21 @@ class ShardedActivation(Tensor):
 
     @property
     def gradient_scale(self) -> int:
-        """Return the scale of gradients inside layers."""
+        """The scale of gradients inside layers."""
         return 1
 
     def operand(self, tensor: Tensor, behind: int) -> Any:
-        """Return the part of another operand that matches the share element by element, or `NotImplemented`.
+        """Return the part of another operand that matches the shard elementwise, or `NotImplemented`.
 
         Args:
-            tensor: An operand of the whole tensor.
-            behind: The divided dimension, counted from the last one: -1 is the last.
+            tensor: An operand of the full tensor.
+            behind: The sharded dimension, counted from the last one: -1 is the last.
         """
         return NotImplemented
 
     @property
     def local(self) -> Tensor:
-        """Return this rank's share, in the graph."""
+        """This rank's shard, in the graph."""
         if not (torch.is_grad_enabled() and self.requires_grad):
             return self._local
         if self._linked is None:
@@ -145,30 +145,30 @@ class ShardedActivation(Tensor):
 
     @property
     def local_data(self) -> Tensor:
-        """Return this rank's share, without a graph."""
+        """This rank's shard, without a graph."""
         return self._local
 
     @property
     def group(self) -> Any:
-        """Return the group of the ranks that have the shares."""
+        """The group of the ranks that have the shards."""
         return self.sharding.shares.group
 
     @property
     def is_read(self) -> bool:
-        """True if the shares have been gathered."""
+        """True if the shards have been gathered."""
         return self._whole is not None
 
     def read(self) -> Tensor:
-        """Return all of it, without a graph, always the same tensor: a collective, the first time."""
+        """Return the full tensor, without a graph, always the same object. The first call is a collective."""
         if self._whole is None:
-            share = full_tensor(plain(self._local))  # of a sequence the classes may be sharded as well
+            share = full_tensor(plain(self._local))  # the classes of a sequence may be sharded too
             self._whole = self.sharding.gather(share)
             if self.scale != 1:
                 self._whole /= self.scale
         return self._whole
 
     def full_tensor(self) -> Tensor:
-        """Return an ordinary tensor that shares its memory, in the graph: a collective, the first time."""
+        """Return an ordinary tensor that shares its memory, in the graph. The first call is a collective."""
         if self._view is not None and self.grad_fn is self._node:
             base, view = self._view
             made = view(base.full_tensor())
@@ -177,29 +177,29 @@ class ShardedActivation(Tensor):
             return self.view(self.shape)
 
     def is_written(self) -> bool:
-        """Return whether something was written into it.
+        """Return True if something was written into the full tensor.
 
-        In inference mode, where torch does not know, what was read may have been.
+        In inference mode, torch does not count writes, so a full tensor that was read counts as written.
         """
         if self._view is not None and self._view[0].is_written():
             return True
         return self._whole is not None if self.is_inference() else self._version != self._written
 
     def mark_written(self) -> None:
-        """Use the whole from now on, because code that is not seen here can write into it."""
+        """Use the full tensor from now on, because code that is not intercepted can write into it."""
         self._written = -1
 
     @staticmethod
     def to_plain(leaf: Any) -> Any:
-        """Return the plain argument for a function that does not compute on shares."""
+        """Return the plain argument for a function that does not compute on shards."""
         return plain(leaf)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call a function that reads only the shape, a handler that computes on shares, or any other function."""
+        """Call a function that reads only the shape, a handler that computes on shards, or any other function."""
         kwargs = kwargs or {}
         if func in _WATCHES and isinstance(args[0], cls):
-            args[0]._view = None  # its own place in the graph is the one that counts from here on
+            args[0]._view = None  # the graph node of the tensor itself counts from now on, not the node of its base
         if func in METADATA or func in _IN_GRAPH or func in _WATCHES:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
@@ -212,12 +212,12 @@ class ShardedActivation(Tensor):
                 return result
         plain_args, plain_kwargs = map_leaves(cls.to_plain, (args, kwargs))
         result = func(*plain_args, **plain_kwargs)
-        # A function that changes a tensor in place returns it.
+        # A function that changes a tensor in place returns the tensor.
         return args[0] if args and isinstance(args[0], cls) and result is plain_args[0] else result
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Call an operator with the whole tensor; a sum of two gradients stays on shares, without a collective."""
+        """Call an operator with full tensors. The sum of two gradients is computed on shards, without a collective."""
         if func is torch.ops.aten.add.Tensor and not kwargs:
             gradient = next(filter(_is_unread_gradient, args), None)
             if gradient is not None:
@@ -230,12 +230,12 @@ class ShardedActivation(Tensor):
 
 
 def plain(value: Any) -> Any:
-    """Return an ordinary tensor in the place of a sharded activation; anything else as it is."""
+    """Return the ordinary tensor of a sharded activation. Other values are returned unchanged."""
     return value.full_tensor() if isinstance(value, ShardedActivation) else value
 
 
 def in_shares(value: Any) -> bool:
-    """Return whether this is a sharded activation whose shares are what counts."""
+    """Return True if a value is a sharded activation whose shards are valid."""
     return isinstance(value, ShardedActivation) and value.scale == 1 and not value.is_written()
 
 
@@ -245,11 +245,11 @@ def functions(*names: str) -> set[Function]:
     return {each for owner in owners for name in names if callable(each := getattr(owner, name, None))}
 
 
-# -- in the graph ------------------------------------------------------------------------------------------------------
+# -- in the autograd graph ---------------------------------------------------------------------------------------------
 
 
 class _Shard(torch.autograd.Function):
-    """From this rank's share to a sharded activation."""
+    """From this rank's shard to a sharded activation."""
 
     @staticmethod
     def forward(
@@ -266,7 +266,7 @@ class _Shard(torch.autograd.Function):
 
 
 class _Unwrap(torch.autograd.Function):
-    """From a sharded activation to this rank's share; its gradient is sharded as well, until it is read."""
+    """From a sharded activation to this rank's shard. Its gradient is sharded too, until it is read."""
 
     @staticmethod
     def forward(ctx: Any, whole: ShardedActivation) -> Tensor:
@@ -286,7 +286,7 @@ def _is_unread_gradient(value: Any) -> bool:
 
 
 def _share_of_gradient(gradient: Tensor, sharding: Sharding, scale: int) -> Tensor:
-    """Return the gradient of this rank's share, as it flows inside layers."""
+    """Return the gradient of this rank's shard, with the scale of gradients inside layers."""
     if _is_unread_gradient(gradient) and gradient.sharding.is_same(sharding):  # type: ignore[attr-defined]
         return gradient._local  # type: ignore[attr-defined, no-any-return]
     own = sharding.own(full_tensor(_read(gradient)))
@@ -297,14 +297,14 @@ def _read(leaf: Any) -> Any:
     return leaf.read() if isinstance(leaf, ShardedActivation) else leaf
 
 
-# -- handlers that compute on shares, for every divided dimension ------------------------------------------------------
+# -- handlers that compute on shards, for every sharded dimension ------------------------------------------------------
 
 
 def elementwise(func: Function, args: Any, kwargs: Any) -> Any:
-    """Handle a function that works element by element, of tensors and plain values."""
+    """Handle an elementwise function of tensors and plain values."""
     leaves, spec = flatten((args, kwargs))
     first = next(leaf for leaf in leaves if isinstance(leaf, ShardedActivation))
-    behind = first.sharding.dim - first.ndim  # shapes are broadcast from their last dimension on
+    behind = first.sharding.dim - first.ndim  # shapes are broadcast from the last dimension on
     if "out" in kwargs or kwargs.get("inplace") or (len(args) > 1 and args[1] is True):  # in place
         return NotImplemented
     local = [_operand(leaf, first, behind) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
@@ -325,9 +325,9 @@ def _operand(tensor: Tensor, first: ShardedActivation, behind: int) -> Any:
 
 
 def dim_after(func: Function, x: Any, others: Any, kwargs: Any) -> int | None:
-    """Return where a function of one tensor moves the divided dimension.
+    """Return the dimension to which a function of one tensor moves the sharded dimension.
 
-    The function is called with a meta tensor in which only the divided dimension has size 3.
+    The function is called with a meta tensor in which only the sharded dimension has size 3.
 
     Args:
         func: The function.
@@ -336,7 +336,7 @@ def dim_after(func: Function, x: Any, others: Any, kwargs: Any) -> int | None:
         kwargs: The keyword arguments.
 
     Returns:
-        The dimension; ``None`` if it no longer exists, or if the function does not compute on shares.
+        The dimension; ``None`` if it no longer exists, or if the function does not compute on shards.
     """
     given = flatten((others, kwargs))[0]
     if not in_shares(x) or any(isinstance(each, Tensor) for each in given):
@@ -345,13 +345,13 @@ def dim_after(func: Function, x: Any, others: Any, kwargs: Any) -> int | None:
         with unseen():
             probe = torch.empty([3 if dim == x.sharding.dim else 2 for dim in range(x.ndim)], device="meta")
             shape = list(func(probe, *others, **kwargs).shape)
-    except (RuntimeError, IndexError, TypeError):  # the call with the whole tensor raises it again
+    except (RuntimeError, IndexError, TypeError):  # the call with the full tensor raises the error again
         return None
     return shape.index(3) if 3 in shape else None
 
 
 def view(func: Function, x: ShardedActivation, others: Any, kwargs: Any, local: Tensor, sharding: Sharding) -> Any:
-    """Return a sharded activation that shares memory with another one if torch lets it."""
+    """Return a sharded activation that shares memory with another one if the function returns a view in torch."""
     with unseen():
         before = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
         after = func(before, *others, **kwargs)
@@ -390,7 +390,7 @@ def _reshape(func: Function, args: Any, kwargs: Any) -> Any:
 
 @ShardedActivation.implements(Tensor.view_as)
 def _view_as(func: Function, args: Any, kwargs: Any) -> Any:
-    """Handle a view of a tensor as itself, with which autograd functions return an unchanged input."""
+    """Handle `view_as` of a tensor with itself, by which autograd functions return an unchanged input."""
     x, other = args
     return _reshape(Tensor.view, (x, x.shape), {}) if x is other else NotImplemented
 
@@ -405,7 +405,10 @@ def _contiguous(func: Function, args: Any, kwargs: Any) -> Any:
 
 @ShardedActivation.implements(Tensor.__getitem__)
 def _index(func: Function, args: Any, kwargs: Any) -> Any:
-    """Slices, of the divided dimension consecutive positions of more than one; in front of it masks and indices too."""
+    """Handle slices, and masks and indices of dimensions before the sharded dimension.
+
+    A slice of the sharded dimension must select more than one consecutive position.
+    """
     x, index = args
     items = list(index) if isinstance(index, tuple) else [index]
     masks = [item for item in items if not (item is None or item is ... or type(item) in (slice, int))]
@@ -434,7 +437,7 @@ def _index(func: Function, args: Any, kwargs: Any) -> Any:
 
 
 def _num_dims(item: Any) -> int:
-    """Return how many dimensions an item of an index takes."""
+    """Return the number of dimensions that an item of an index uses."""
     if item is None or item is ...:
         return 0
     return item.ndim if isinstance(item, Tensor) and item.dtype == torch.bool else 1

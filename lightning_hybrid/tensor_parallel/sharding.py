@@ -1,4 +1,4 @@
-"""The division of a dimension of a tensor over ranks: of the positions of a sequence, or of classes."""
+"""The sharding of one dimension of a tensor, such as the positions of a sequence or the classes of logits."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from lightning_hybrid.distributed.process_group import SizedGroupRef, all_gather
 
 
 class Shares:
-    """The share of each rank in the positions of a dimension: consecutive ones, or two pieces.
+    """The positions of a dimension that each rank has: one consecutive piece, or two pieces.
 
-    With two pieces each rank has as much to do where a mask is causal::
+    With two pieces, all ranks have the same amount of work under a causal mask::
 
-        positions     0 1 2 3 4 5 6 7
-        consecutive   0 0 1 1 2 2 3 3     the rank of each
+        position      0 1 2 3 4 5 6 7
+        consecutive   0 0 1 1 2 2 3 3     rank of each position
         balanced      0 1 2 3 3 2 1 0
 
     Args:
@@ -30,8 +30,8 @@ class Shares:
 
     Attributes:
         pieces: The first position and the length of each piece of each rank.
-        lengths: The length of the share of each rank.
-        length: The length of this rank's share.
+        lengths: The number of positions of each rank.
+        length: The number of positions of this rank.
     """
 
     __slots__ = ("balanced", "group", "length", "lengths", "pieces", "total")
@@ -48,18 +48,19 @@ class Shares:
         self.length = self.lengths[group.rank]
 
     def is_same(self, other: Shares) -> bool:
-        """Return whether another dimension is divided at the same positions."""
+        """Return True if another dimension is divided at the same positions."""
         return self.total == other.total and self.pieces == other.pieces
 
     def narrowed(self, start: int, length: int) -> tuple[Shares, int]:
-        """Return the shares of consecutive positions: each rank keeps those that it has of them.
+        """Return the sharding of a slice of the dimension, in which each rank keeps its own positions.
 
         Args:
-            start: The first of them.
-            length: Their number.
+            start: The first position of the slice.
+            length: The number of positions in the slice.
 
         Returns:
-            Their shares, which may have other lengths, and where this rank's begins in its present share.
+            The shares of the slice, whose lengths can differ, and the index in this rank's present shard where its
+            shard of the slice begins.
         """
 
         def overlap(first: int, size: int) -> tuple[int, int]:
@@ -75,16 +76,16 @@ class Shares:
         return made, before
 
     def own(self, x: Tensor, dim: int) -> Tensor:
-        """Return this rank's share of a tensor; a view if its positions are consecutive."""
+        """Return this rank's shard of a full tensor. If the positions are consecutive, the shard is a view."""
         return self.of_rank(x, dim, self.group.rank)
 
     def of_rank(self, x: Tensor, dim: int, rank: int) -> Tensor:
-        """Return a rank's share of a tensor."""
+        """Return a rank's shard of a full tensor."""
         parts = [x.narrow(dim, start, length) for start, length in self.pieces[rank]]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
     def in_order(self, shares: Sequence[Tensor]) -> Tensor:
-        """Return the whole along the first dimension, from the shares of all ranks."""
+        """Return the full tensor from the shards of all ranks, along the first dimension."""
         parts: list[tuple[int, Tensor]] = []
         for share, of_rank in zip(shares, self.pieces, strict=True):
             offset = 0
@@ -95,19 +96,19 @@ class Shares:
 
 
 class Sharding(NamedTuple):
-    """The dimension that is divided, which holds the divided positions alone or together with others.
+    """A sharded dimension, which holds the divided positions alone or together with other entries.
 
     ::
 
         (batch, sequence, classes)      dim 1
-        (batch * sequence, classes)     dim 0, outer = batch: the sequences one after the other
+        (batch * sequence, classes)     dim 0, outer = batch: one sequence after the other
         (sequence * batch, classes)     dim 0, inner = batch: all samples of the first position, of the second, ...
 
     Attributes:
         dim: The dimension.
-        shares: How its positions are divided.
-        outer: How many sequences there are along it.
-        inner: How many entries each position has in each of them.
+        shares: The positions of each rank.
+        outer: The number of sequences along the dimension.
+        inner: The number of entries of each position in each sequence.
     """
 
     dim: int
@@ -117,36 +118,41 @@ class Sharding(NamedTuple):
 
     @property
     def size(self) -> int:
-        """The size of the dimension in the whole tensor."""
+        """The size of the dimension in the full tensor."""
         return self.outer * self.shares.total * self.inner
 
     @property
     def is_simple(self) -> bool:
-        """True if the dimension holds nothing but the divided positions."""
+        """True if the dimension holds only the divided positions."""
         return self.outer == self.inner == 1
 
     def is_same(self, other: Sharding) -> bool:
-        """Return whether another one gives each rank the same entries of a tensor of the same shape."""
+        """Return True if another sharding gives each rank the same entries of a tensor of the same shape."""
         return self._replace(shares=other.shares) == other and self.shares.is_same(other.shares)
 
     def at(self, dim: int) -> Sharding:
-        """Return the same along another dimension."""
+        """Return the same sharding along another dimension."""
         return self._replace(dim=dim)
 
     def whole_shape(self, shape: Sequence[int]) -> list[int]:
-        """Return the shape of the whole, from that of a share."""
+        """Return the shape of the full tensor for the shape of a shard."""
         return [*shape[: self.dim], self.size, *shape[self.dim + 1 :]]
 
     def own(self, x: Tensor) -> Tensor:
-        """Return this rank's share of a tensor that every rank has."""
+        """Return this rank's shard of a replicated tensor."""
         return self.split(x, lambda x, dim, shares: shares.own(x, dim))
 
     def gather(self, share: Tensor) -> Tensor:
-        """Return the whole from the shares of all ranks: a collective; not for autograd."""
+        """Return the full tensor from the shards of all ranks. This is a collective without a gradient."""
         return self._apply(share, self.shares.length, all_gather_shares)
 
     def split(self, x: Tensor, function: Callable[[Tensor, int, Shares], Tensor]) -> Tensor:
-        """Return what a function makes of a whole tensor, the dimension of its positions, and their shares."""
+        """Apply a function that splits a full tensor.
+
+        Args:
+            x: The full tensor.
+            function: Receives the tensor, a dimension that holds only the divided positions, and the shares.
+        """
         return self._apply(x, self.shares.total, function)
 
     def _apply(self, x: Tensor, length: int, function: Callable[[Tensor, int, Shares], Tensor]) -> Tensor:
@@ -156,14 +162,14 @@ class Sharding(NamedTuple):
         return function(split, self.dim + 1, self.shares).flatten(self.dim, self.dim + 2)
 
     def reshaped(self, shape: torch.Size, new: torch.Size) -> Sharding | None:
-        """Return where the positions are once a tensor has another shape of as many entries.
+        """Return the sharding after the full tensor is reshaped.
 
         Args:
-            shape: The shape of the whole.
-            new: The other one.
+            shape: The shape of the full tensor.
+            new: The new shape, with the same number of entries.
 
         Returns:
-            The sharding; ``None`` if the positions lie across several dimensions.
+            The sharding; ``None`` if the positions are spread over several dimensions.
         """
         before = shape[: self.dim].numel() * self.outer
         for dim, size in enumerate(new if new.numel() > 0 else ()):
@@ -174,7 +180,7 @@ class Sharding(NamedTuple):
 
 
 def all_gather_shares(x: Tensor, dim: int, shares: Shares) -> Tensor:
-    """All-gather along a dimension; not for autograd."""
+    """All-gather shards along a dimension. It has no gradient."""
     group, lengths = shares.group, shares.lengths
     longest = max(lengths)
     own = padded(x.movedim(dim, 0), longest)
@@ -186,7 +192,7 @@ def all_gather_shares(x: Tensor, dim: int, shares: Shares) -> Tensor:
 
 
 def padded(x: Tensor, length: int) -> Tensor:
-    """Return a contiguous tensor with as many rows as the longest share has."""
+    """Return a contiguous tensor, padded with zero rows to a length."""
     if len(x) == length:
         return x.contiguous()
     return torch.cat([x, x.new_zeros(length - len(x), *x.shape[1:])])

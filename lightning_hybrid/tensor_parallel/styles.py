@@ -1,4 +1,4 @@
-"""The styles that a plan may name: what a layer is turned into, and how its parameters are sharded."""
+"""The styles of a plan: the parallel layer into which each style turns a layer, and the sharding of its parameters."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from lightning_hybrid.tensor_parallel.layouts.placed_layer import PlacedLayer
 
 @dataclass(frozen=True)
 class ParamSplit:
-    """How a parameter is sharded, or a buffer that a layout places.
+    """The sharding of a parameter, or of a buffer that has a layout.
 
     Attributes:
-        path: Its dotted name below the layer.
-        dim: The dimension that is divided.
-        blocks: Into how many equal blocks it falls, each of which is divided.
+        path: The dotted name relative to the layer.
+        dim: The dimension that is split.
+        blocks: The number of equal blocks along this dimension. Each block is split separately.
     """
 
     path: str
@@ -30,27 +30,30 @@ class ParamSplit:
     blocks: int = 1
 
     def cuts(self, rank: int, size: int) -> list[tuple[int, int, int]]:
-        """What is divided: a dimension, into how many parts (of each block), and which of them a rank has.
+        """Return the cuts that give a rank its shard.
 
         Args:
             rank: A tensor-parallel rank.
-            size: The number of these.
+            size: The number of tensor-parallel ranks.
+
+        Returns:
+            For each cut: the dimension, the number of parts of each block, and the index of the rank's part.
         """
         return [(self.dim, size, rank)]
 
     def dim_of(self, axis: str) -> int | None:
-        """The dimension that an axis of the mesh of tensor-parallel ranks divides; ``None`` if it divides none."""
+        """Return the dimension that an axis of the tensor-parallel mesh splits, or ``None``."""
         return self.dim
 
     def local_shape(self, shape: Sequence[int], size: int) -> list[int]:
-        """The shape of a shard."""
+        """Return the shape of a shard."""
         local = list(shape)
         for dim, parts, _ in self.cuts(0, size):
             local[dim] //= parts
         return local
 
     def transposed(self) -> ParamSplit:
-        """The same of the transposed parameter."""
+        """Return the sharding of the transposed parameter."""
         return replace(self, dim=1 - self.dim)
 
 
@@ -59,11 +62,11 @@ class PlanRow:
     """One layer of a plan.
 
     Attributes:
-        name: Its dotted name.
+        name: The dotted name of the layer.
         style: The name of its style.
-        param_splits: How its parameters are sharded.
-        sequence_dim: The dimension of activations along which sequences are sharded around it, if they are.
-        options: Attributes of the parallel layer, beside those of the style.
+        param_splits: The sharding of its parameters.
+        sequence_dim: The dimension of activations along which sequences are sharded around the layer, or ``None``.
+        options: Attributes of the parallel layer, in addition to the attributes of the style.
     """
 
     name: str
@@ -74,27 +77,27 @@ class PlanRow:
 
     @property
     def kind(self) -> str:
-        """The name of the style, without what may follow a colon."""
+        """The name of the style, without the text after a colon."""
         return self.style.partition(":")[0]
 
     def parameters(self) -> dict[str, ParamSplit]:
-        """How parameters are sharded, by their dotted names in the whole module."""
+        """Return the sharding of the parameters, by their dotted names in the full module."""
         return {join_names(self.name, split.path): split for split in self.param_splits}
 
 
 @dataclass(frozen=True)
 class Style:
-    """How layers of some classes are parallelized.
+    """The way in which layers of some classes are parallelized.
 
     Attributes:
-        classes: The layers that it is for; their `forward` must be torch's own.
-        mixin: The parallel layer that they are turned into; ``None`` if they stay what they are.
-        param_splits: How the parameters of a given layer are sharded.
+        classes: The layer classes that the style supports. Their `forward` must be torch's own.
+        mixin: The class of parallel layers that they become; ``None`` if they do not change.
+        param_splits: Returns the sharding of the parameters of a layer.
         attributes: Attributes of the parallel layer.
-        partial_grads: Whether gradients of its other parameters come from this rank's shard of the activations only, so
-            that they are partial sums over the ranks.
-        for_sequences: Whether it matters under sequence parallelism only.
-        head_parts: Into how many parts heads are divided, if not over all ranks.
+        partial_grads: True if the gradients of its unsharded parameters come only from this rank's shard of the
+            activations. They are then partial sums over the ranks.
+        for_sequences: True if the style has an effect only under sequence parallelism.
+        head_parts: The number of parts into which heads are divided; ``None`` if they are divided over all ranks.
     """
 
     classes: tuple[type[nn.Module], ...]
@@ -106,7 +109,7 @@ class Style:
     head_parts: int | None = None
 
     def unsupported_reason(self, layer: nn.Module, size: int) -> str | None:
-        """Why a layer cannot have this style, as the rest of a sentence; ``None`` if it can.
+        """Return the reason why a layer cannot have this style, as the end of a sentence; ``None`` if it can.
 
         Args:
             layer: The layer.
@@ -150,7 +153,7 @@ class Style:
         return None
 
     def apply(self, layer: nn.Module, **attributes: Any) -> None:
-        """Turn a layer into a parallel one; its parameters are sharded elsewhere."""
+        """Turn a layer into a parallel layer. :class:`~.shard.Sharder` shards its parameters."""
         if self.mixin is not None:
             parallelize_layer(layer, self.mixin, **{**self.attributes, **attributes})
 
@@ -182,7 +185,7 @@ def _row(*, scatter_input: bool = False) -> Style:
     return Style((nn.Linear,), layers.RowParallelLinear, splits, attributes)
 
 
-#: The styles by name. Names that other libraries use for the same thing are spelled as there.
+#: The styles by name. A style that other libraries have too has the same name here.
 STYLES: dict[str, Style] = {
     "replicate": Style((nn.Module,), None),
     "colwise": _column(),
@@ -207,30 +210,30 @@ STYLES: dict[str, Style] = {
 }
 
 
-#: What is said more of after a colon, and may stand beside another style.
+#: Styles that take arguments after a colon, and that can be combined with another style.
 WRAPPERS = {"divide", "local_rng", "narrow_input", "mask_per_head"}
 
-#: What a plan says of parameters by their own names becomes a style of the module that has them.
+#: The kind of the style that replaces plan entries for parameters. It belongs to the module that has the parameters.
 LAYOUT = "layout"
 
 
 def layout_style(dims: Mapping[str, int]) -> str:
-    """The style of a module that has parameters in layouts.
+    """Return the style of a module whose parameters have layouts.
 
     Args:
-        dims: The dimension that is divided of each.
+        dims: The split dimension of each parameter, by name.
     """
     return f"{LAYOUT}:" + ",".join(f"{name}=S({dim})" for name, dim in dims.items())
 
 
 def layout_dims(style: str) -> dict[str, int]:
-    """What :func:`layout_style` was given."""
+    """Return the split dimension of each parameter of a :func:`layout_style`."""
     parts = (part.partition("=") for part in style.partition(":")[2].split(","))
     return {name: int(letter[2:-1]) for name, _, letter in parts}
 
 
 def find_style(name: str, layer: nn.Module) -> Style:
-    """The style of this name; some are one thing for a linear layer and another for an embedding."""
+    """Return the style with a name. Some names are different styles for a linear layer and for an embedding."""
     kind = name.partition(":")[0]
     if kind == "vocab" and isinstance(layer, nn.Linear):
         kind = "vocab_head"
@@ -244,13 +247,13 @@ def find_style(name: str, layer: nn.Module) -> Style:
 
 
 def is_conv1d(layer: nn.Module) -> bool:
-    """Whether this is the linear layer of GPT-2, which transformers calls `Conv1D`: its weight is transposed."""
+    """Return True if a layer is transformers' `Conv1D`, the linear layer of GPT-2. Its weight is transposed."""
     kind = type(layer)
     return kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
 
 
 def transposed(style: Style) -> Style:
-    """The same for layers whose weight is transposed."""
+    """Return the style for layers whose weight is transposed."""
 
     def param_splits(layer: nn.Module) -> list[ParamSplit]:
         splits = style.param_splits(layer)

@@ -1,8 +1,9 @@
-"""Logits whose classes are sharded over the tensor-parallel ranks, as a subclass of an ordinary tensor.
+"""Logits whose classes are sharded over the tensor-parallel ranks, as a subclass of `Tensor`.
 
-A user's step does with logits what it likes: slices, masks, `view(-1, vocabulary)`, cross-entropy in any of its forms.
-What acts on other dimensions than the classes, or element by element, acts on the shards. The losses need a few numbers
-per sample of the other ranks. For anything else the shards are gathered, once, and an ordinary tensor goes on.
+The user's step can do anything with logits: slices, masks, `view(-1, vocabulary)`, cross-entropy in any form.
+Operations that are elementwise, or that act on other dimensions than the classes, run on the shards. For losses, ranks
+send a few numbers per sample. For all other operations, the shards are gathered once, and the result is an ordinary
+tensor.
 """
 
 from __future__ import annotations
@@ -37,36 +38,39 @@ from lightning_hybrid.tensor_parallel.sharding import Sharding, Shares
 
 
 class VocabParallelLogits(ShardedActivation):
-    """Logits, or their logarithmic softmax, of shape ``(..., classes, ...)``; this rank has a shard of the classes."""
+    """Logits, or their log-softmax, of shape ``(..., classes, ...)``. Each rank has a shard of the classes."""
 
     can_narrow = False  # the losses need shards of one size
 
     @classmethod
     def from_local(cls, shard: Tensor, group: TensorGroup) -> VocabParallelLogits:
-        """Return logits of which this rank has a shard.
+        """Return logits from this rank's shard.
 
         Args:
             shard: Shape ``(..., classes / T)``.
-            group: The ranks that have the others.
+            group: The ranks that have the other shards.
         """
         dim = shard.ndim - 1
         return cls.wrap(shard, Sharding(dim, Shares(shard.shape[dim] * group.size, group, balanced=False)))
 
     def operand(self, tensor: Tensor, behind: int) -> Any:
-        """Return a number that does not learn: the gradient of one that does would be a sum over ranks."""
+        """Return a scalar without a gradient, or `NotImplemented`.
+
+        The gradient of a scalar with a gradient would be a sum over the ranks.
+        """
         return NotImplemented if tensor.ndim > 0 or tensor.requires_grad else tensor
 
     @staticmethod
     def to_plain(leaf: Any) -> Any:
-        """Return an ordinary tensor in the place of logits in shards, and of a DTensor, such as the head's weight."""
+        """Convert sharded logits and DTensors, such as the weight of the head, to ordinary tensors."""
         return full_tensor(plain(leaf))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        """Return a text without the values: those of the other ranks are not at hand."""
+        """Return a text with only this rank's values."""
         return f"VocabParallelLogits(shape={tuple(self.shape)}, class_dim={self.sharding.dim}, shard={self._local!r})"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Return what an ordinary tensor is pickled as."""
+        """Return the pickle of an ordinary tensor."""
         return self.full_tensor().detach().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
@@ -74,7 +78,7 @@ class VocabParallelLogits(ShardedActivation):
 
 
 def to_plain_tensors(value: Any) -> Any:
-    """Return a tree of values with ordinary tensors in the place of logits in shards and of DTensors."""
+    """Convert the sharded logits and DTensors in a tree of values to ordinary tensors."""
     if type(value) is Tensor:
         return value
     leaves, spec = flatten(value)
@@ -85,7 +89,7 @@ def to_plain_tensors(value: Any) -> Any:
     return unflatten([to_plain(leaf) if isinstance(leaf, kinds) else leaf for leaf in leaves], spec)
 
 
-# -- what works on shards ----------------------------------------------------------------------------------------------
+# -- functions that compute on shards ----------------------------------------------------------------------------------
 
 _ELEMENTWISE = (
     *("float", "double", "half", "bfloat16", "clone", "tanh", "clamp", "clip"),
@@ -105,13 +109,20 @@ def _detach(func: Function, args: Any, kwargs: Any) -> Any:
 
 @VocabParallelLogits.implements(Tensor.to)
 def _to(func: Function, args: Any, kwargs: Any) -> Any:
-    """Other dtypes, of shards; who asks for a copy reads the values, which are then there for others too."""
+    """Handle casts on shards.
+
+    A copy gathers the classes. Code that copies logits reads their values, and later readers use the same gathered
+    tensor.
+    """
     return NotImplemented if kwargs.get("copy") else elementwise(func, args, kwargs)
 
 
 @VocabParallelLogits.implements(*getters("data"))
 def _data(func: Function, args: Any, kwargs: Any) -> Any:
-    """Give away the values: torch does not count what is written into them."""
+    """Handle `data` on the gathered tensor.
+
+    torch does not count writes into it, so the shards are not valid any more.
+    """
     args[0].mark_written()
     return NotImplemented
 
@@ -124,15 +135,15 @@ def _log_softmax(func: Function, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     dtype, sharding, group = given.get("dtype"), logits.sharding, logits.group
     shard = in_loss_precision(logits.local if dtype is None else logits.local.to(dtype))
-    # Every rank subtracts the same number from its own classes: the gradient of that number is a sum over ranks.
+    # All ranks subtract the same number from their own classes, so the gradient of this number is a sum over the ranks.
     return logits.wrap(shard - copy_to_tp(log_sum_exp(shard, sharding.dim, group), group), sharding)
 
 
 @VocabParallelLogits.implements(F.cross_entropy, F.nll_loss)
 def _loss_of_classes(func: Function, args: Any, kwargs: Any) -> Any:
-    """`cross_entropy` of logits, or `nll_loss` of what `log_softmax` gave."""
+    """Handle `cross_entropy` of logits, and `nll_loss` of the results of `log_softmax`."""
     scores, target, options = loss_arguments(*args, **kwargs)
-    dim = 0 if scores.ndim == 1 else 1  # where the losses of torch look for classes
+    dim = 0 if scores.ndim == 1 else 1  # the dimension in which torch's losses expect classes
     is_plain = not isinstance(target, VocabParallelLogits) and not target.requires_grad
     if not _are_classes(scores, dim) or not is_plain or options.keys() & {"size_average", "reduce"}:
         return NotImplemented
@@ -151,13 +162,13 @@ def _argmax(func: Function, args: Any, kwargs: Any) -> Any:
 
 
 def _named(names: tuple[str, ...], others: Any, kwargs: Any) -> dict[str, Any]:
-    """Return arguments by their names in torch, which also takes those of NumPy."""
+    """Return arguments by their names in torch, which also accepts the names of NumPy."""
     of_numpy = {"axis": "dim", "keepdims": "keepdim"}
     return dict(zip(names, others, strict=False)) | {of_numpy.get(key, key): value for key, value in kwargs.items()}
 
 
 def _are_classes(logits: Any, dim: Any) -> bool:
-    """Return whether the shards are what counts, and a dimension is that of the classes alone."""
+    """Return True if the shards are valid and a dimension contains only classes."""
     if not in_shares(logits) or not isinstance(dim, int):
         return False
     return bool(logits.sharding.is_simple and dim % logits.ndim == logits.sharding.dim)

@@ -1,1 +1,1 @@
-"""The plan that nobody has to write: of torch's layers, of a model's own plan, and of blocks that are recognised."""
+"""The automatic plan: for torch's layers, for Hugging Face models with a plan, and for common blocks."""

@@ -1,4 +1,4 @@
-"""The plan for layers that torch brings, and, after them, for what a model says of itself and for known blocks."""
+"""The automatic plan, which finds a style for each layer that is known to be divisible."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from lightning_hybrid.tensor_parallel.auto_plan.builder import PlanBuilder
 from lightning_hybrid.tensor_parallel.auto_plan.hf_plan import HuggingFacePlans
 from lightning_hybrid.tensor_parallel.mode import Mode
 
-# Activations that act on each feature alone, so that a shard of the features is enough.
+# Activations that act on each feature separately, so that they can run on a shard of the features.
 _ELEMENTWISE = (
     *(nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.GELU, nn.SiLU, nn.Mish, nn.ELU, nn.CELU, nn.SELU, nn.Softplus, nn.Softsign),
     *(nn.Tanh, nn.Sigmoid, nn.Hardtanh, nn.Hardswish, nn.Hardsigmoid, nn.Tanhshrink, nn.LogSigmoid, nn.Identity),
 )
 _ELEMENTWISE_FUNCTIONS = (F.relu, F.gelu, F.silu, F.leaky_relu, F.elu, F.selu, F.mish, F.relu6, F.hardswish, F.softplus)
-# An embedding with this many times fewer rows than the largest one has no head.
+# An embedding is not sharded if it has at least this many times fewer rows than the largest one, and is not tied.
 _SMALL = 8
 _LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
@@ -25,25 +25,25 @@ _LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 def auto_plan(
     module: nn.Module, size: int, mode: Mode, *, sequence_parallel: bool
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """Styles for the layers of which it is known how they can be divided.
+    """Return styles for the layers that are known to be divisible.
 
-    - `nn.TransformerEncoderLayer`, `nn.TransformerDecoderLayer`: attention by heads, the two linear layers by features;
-    - `nn.MultiheadAttention` anywhere;
-    - in an `nn.Sequential`, two `nn.Linear` with nothing but elementwise activations and dropout between them;
-    - the layers that the plan of a Hugging Face model names (`hf_plan`);
-    - multilayer perceptrons and attentions that have the usual names, that give the same when they are tried in shards,
-      and whose code is known or does nothing else (`blocks`);
-    - `nn.Embedding` by rows, and the `nn.Linear` that leads back to them (tied, or the last one, of equal size).
+    - `nn.TransformerEncoderLayer`, `nn.TransformerDecoderLayer`: attention by heads, the two linear layers by features
+    - `nn.MultiheadAttention` anywhere
+    - in an `nn.Sequential`, two `nn.Linear` with only elementwise activations and dropout between them
+    - the layers in the plan of a Hugging Face model (`hf_plan`)
+    - multilayer perceptrons and attentions with the usual names, if a trial gives the same results with shards, and if
+      their code is known or is proved to do nothing else (`blocks`)
+    - `nn.Embedding` by rows, and its head: the `nn.Linear` that is tied to it, or the last one if it has as many rows
 
     Args:
-        module: The whole module.
+        module: The full module.
         size: The number of ranks.
         mode: The way in which layers are sharded over the ranks. If it shards samples, layers of other packages are not
             sharded.
-        sequence_parallel: Whether transformer layers work on shards of the sequence.
+        sequence_parallel: True if transformer layers compute on sequence shards.
 
     Returns:
-        The styles by module name; and, for layers of these kinds that are not parallelized, the reason.
+        The styles by module name; and the reasons for layers of these kinds that are not sharded.
     """
     builder = PlanBuilder(module, size, mode)
     for name, layer in module.named_modules():
@@ -53,7 +53,7 @@ def auto_plan(
             builder.add((name, "attention"))
         elif isinstance(layer, nn.Sequential):
             _sequential(builder, name, layer)
-    if mode.shards_samples:  # blocks of other packages compute with the sizes of a whole batch
+    if mode.shards_samples:  # blocks of other packages read the sizes of a full batch
         _vocabulary(builder)
         return builder.plan, builder.reasons
     own = HuggingFacePlans(builder)
@@ -74,7 +74,7 @@ def _transformer_layer(builder: PlanBuilder, name: str, layer: nn.Module, *, has
         builder.reasons[linear1] = f"belongs to a {type(layer).__name__} that overrides methods of its torch class"
     elif not (layer.activation in _ELEMENTWISE_FUNCTIONS or isinstance(layer.activation, _ELEMENTWISE)):
         builder.reasons[linear1] = "is followed by an activation that can combine several features"
-    # A layer that there is a reason against is not added.
+    # The builder does not add a layer that has a reason.
     is_parallel.append(builder.add((linear1, "colwise"), (dropout, "on_shards"), (linear2, "rowwise")))
     children = [child for child, _ in layer.named_children() if child.rstrip("123") in ("norm", "dropout")]
     inside = [(join_names(name, child), "sequence_parallel") for child in children if child != "dropout"]
@@ -85,14 +85,14 @@ def _transformer_layer(builder: PlanBuilder, name: str, layer: nn.Module, *, has
 
 
 def _can_be_region(builder: PlanBuilder, inside: list[tuple[str, str]]) -> bool:
-    """Whether what is inside of a transformer layer can work on blocks; on shards of a sequence it always can."""
+    """Return True if the norms and dropouts of a transformer layer can run in a region."""
     layers = [builder.layers[name] for name, _ in inside]
     are_known = all(isinstance(layer, (nn.LayerNorm, nn.Dropout)) for layer in layers)
     return not builder.mode.shards_samples or (are_known and builder.obstacle(inside) is None)
 
 
 def _is_unmodified(layer: nn.Module) -> bool:
-    """Whether no subclass of the user's changes what the layer computes."""
+    """Return True if no subclass of the user changes what the layer computes."""
     base = next(kind for kind in _LAYERS if isinstance(layer, kind))
     methods = ("forward", "_sa_block", "_mha_block", "_ff_block")
     return all(getattr(type(layer), method, None) is getattr(base, method, None) for method in methods)
@@ -104,12 +104,12 @@ def _is_batch_first(layer: nn.Module) -> bool:
 
 
 def _sequential(builder: PlanBuilder, name: str, body: nn.Sequential) -> None:
-    """Pairs of linear layers: the first makes a shard of the features, the second takes it."""
+    """Plan pairs of linear layers: the first computes a shard of the features, and the second takes the shard."""
     if type(body).forward is not nn.Sequential.forward:
         return
     first: str | None = None
     dropouts: list[str] = []
-    for child, layer in body._modules.items():  # also what stands there twice
+    for child, layer in body._modules.items():  # includes layers that occur twice
         path = join_names(name, child)
         if type(layer) is nn.Linear:
             between = [(dropout, "on_shards") for dropout in dropouts]
@@ -122,9 +122,10 @@ def _sequential(builder: PlanBuilder, name: str, body: nn.Sequential) -> None:
 
 
 def _vocabulary(builder: PlanBuilder) -> None:
-    """Embeddings, and the layers that lead back to their rows: those that share the weight, else the last linear.
+    """Plan embeddings, and their heads: the tied layers, or else the last linear layer.
 
-    Small ones beside a vocabulary (types of tokens) stay whole: a classifier of as many classes is not theirs.
+    An untied embedding that is much smaller than the vocabulary, such as the embedding of token types, is not sharded:
+    a classifier with as many classes would be mistaken for its head.
     """
     layers = dict(builder.module.named_modules())
     most = max((layer.num_embeddings for layer in layers.values() if isinstance(layer, nn.Embedding)), default=0)

@@ -1,7 +1,7 @@
-"""Multilayer perceptrons and attentions as libraries write them: found by names, shapes and heads, and tried.
+"""Multilayer perceptrons and attentions of other libraries, found by layer names, shapes and numbers of heads.
 
-A block is divided only if a copy of it gives the same in shards (`trial`), and its code is known (`known_code`) or does
-nothing but what the trial shows (`straight_code`, `operations`): names alone prove nothing.
+Names alone prove nothing. A block is sharded only if a copy gives the same results with shards (`trial`), and if its
+code is known (`known_code`) or is proved to do only what the trial shows (`straight_code`, `operations`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from lightning_hybrid.tensor_parallel.auto_plan.known_code import changed_reason
 from lightning_hybrid.tensor_parallel.auto_plan.trial import Block, Finding, try_blocks
 from lightning_hybrid.tensor_parallel.styles import is_conv1d
 
-#: Layers that take a block's input, and the one that takes what is made of them.
+#: Names of the layers that take the input of a block, and of the layer that takes their results.
 _MLPS = (
     (("fc1",), "fc2"),
     (("c_fc",), "c_proj"),
@@ -52,7 +52,7 @@ _MLPS = (
     (("fc1_g", "fc1_x"), "fc2"),
     (("intermediate.dense",), "output.dense"),
 )
-#: The projections of an attention, and the one that leads out of it; several in one weight have one name.
+#: Names of the projections of an attention, and of its output projection. Packed projections have one name.
 _ATTENTIONS = (
     (("q_proj", "k_proj", "v_proj"), "o_proj"),
     (("q_proj", "k_proj", "v_proj"), "out_proj"),
@@ -76,19 +76,19 @@ _ATTENTIONS = (
     (("qkv_proj",), "o_proj"),
     (("query_key_value",), "dense"),
 )
-#: Last names of layers that lead out of a block.
+#: Last parts of the names of output layers.
 ROW_NAMES = frozenset({"out", *(row.rpartition(".")[2] for _, row in (*_MLPS, *_ATTENTIONS))})
 _HEAD_WIDTHS = ("head_dim", "head_size", "attention_head_size")
-#: By it an attention of transformers finds its place in a cache, and nothing else.
+#: The attribute with which an attention of transformers only finds its place in a cache.
 _NUMBER_OF_LAYER = "layer_idx"
 
 
 def add_blocks(builder: PlanBuilder, known: Collection[str]) -> None:
-    """Plan for the blocks of a module that are known by their names, and that give the same in shards.
+    """Add the blocks of a module that have usual names and give the same results with shards.
 
     Args:
-        builder: The plan that they go into.
-        known: Layers that others know how to divide.
+        builder: The builder to which they are added.
+        known: The names of layers that other plans contain.
     """
     tried: dict[Hashable, Finding] = {}
     notes: dict[str, _Note] = {}
@@ -114,17 +114,17 @@ def add_blocks(builder: PlanBuilder, known: Collection[str]) -> None:
 
 
 def _doubt(reason: str, finding: Finding) -> str | None:
-    """Why a block whose code is not known stays whole; ``None`` if there is no doubt."""
+    """Return the reason why a block with unknown code is not sharded; ``None`` if there is no doubt."""
     if finding.block is None:
         return reason
     return None if finding.doubt is None else f"{reason}; it {finding.doubt}"
 
 
 class _Note:
-    """Return the reason for leaving a block of unknown code whole.
+    """The reason why a block with unknown code is not sharded, with entries that the user may write.
 
     Args:
-        reason: Why it stays whole, as the rest of a sentence.
+        reason: The reason, as the end of a sentence.
     """
 
     def __init__(self, reason: str) -> None:
@@ -134,7 +134,14 @@ class _Note:
         self._findings: dict[str, None] = {}
 
     def add(self, builder: PlanBuilder, name: str, ways: list[Block], finding: Finding) -> None:
-        """Add what was found of one part of the block, such as its attention."""
+        """Add the finding about one part of the block, such as its attention.
+
+        Args:
+            builder: The builder of the plan.
+            name: The name of the block.
+            ways: The ways in which the part could be sharded.
+            finding: The result of the trial.
+        """
         host = builder.layers[name]
         if finding.block is not None:
             self._right |= _entries(builder, name, finding)
@@ -146,7 +153,7 @@ class _Note:
             self._findings[finding.reason] = None
 
     def text(self) -> str:
-        """All of it, as the rest of a sentence."""
+        """Return the full reason, as the end of a sentence."""
         check = "`lightning-hybrid check` compares the results of this plan with one process"
         reasons = " and ".join(self._findings)
         text = self._reason
@@ -164,9 +171,12 @@ class _Note:
 def _named(
     builder: PlanBuilder, name: str, patterns: Any, known: Collection[str]
 ) -> Iterator[tuple[str, tuple[str, ...], str]]:
-    """The block whose linear layers a module has: the first pattern that fits, unless others know the layers.
+    """Yield the block that a module's linear layers form by the first matching pattern, unless a plan has its layers.
 
-    The block is what is called: a container that has no `forward` is a part of it.
+    The block is the module that is called. A container without a `forward` is a part of its parent.
+
+    Yields:
+        The name of the block, the paths of the columns, and the path of the row.
     """
     for columns, row in patterns:
         paths = [join_names(name, path) for path in (*columns, row)]
@@ -190,12 +200,12 @@ def _is_linear(layer: nn.Module) -> bool:
 
 
 def _features(layer: Any) -> tuple[int, int]:
-    """Of the input and of the output."""
+    """Return the numbers of input and output features of a linear layer."""
     return (layer.nx, layer.nf) if is_conv1d(layer) else (layer.in_features, layer.out_features)
 
 
 def _mlp(host: nn.Module, columns: tuple[str, ...], row: str, size: int) -> list[Block] | str:
-    """The way to divide the features between two layers; or why there is none."""
+    """Return the way to shard the features between two layers, or the reason why there is none."""
     width, _ = _features(host.get_submodule(row))
     if any(_features(host.get_submodule(path))[1] != width for path in columns):
         return "has layers whose feature sizes do not match"
@@ -203,7 +213,7 @@ def _mlp(host: nn.Module, columns: tuple[str, ...], row: str, size: int) -> list
 
 
 def _attention(host: nn.Module, columns: tuple[str, ...], row: str, size: int) -> list[Block] | str:
-    """The ways to divide an attention's heads, most likely ones first; or why there is none."""
+    """Return the ways to shard the heads of an attention, the most likely first, or the reason why there is none."""
     core_path = columns[0].rpartition(".")[0]
     core: Any = host.get_submodule(core_path)
     heads = count_heads(core)
@@ -235,7 +245,7 @@ def _attention(host: nn.Module, columns: tuple[str, ...], row: str, size: int) -
 
 
 def _tried(host: nn.Module, candidates: list[Block], size: int, tried: dict[Hashable, Finding]) -> Finding:
-    """Try a block, unless one that is alike was tried before."""
+    """Try a block, unless an equal block has been tried already."""
     if any(isinstance(parameter, DTensor) for parameter in host.parameters()):
         return Finding(reason="is already sharded")
     ignored = {_NUMBER_OF_LAYER} if candidates[0].heads else set()
@@ -246,7 +256,7 @@ def _tried(host: nn.Module, candidates: list[Block], size: int, tried: dict[Hash
 
 
 def _signature(host: nn.Module, ignored: Collection[str]) -> Iterator[Hashable]:
-    """What a block's code depends on: classes, shapes and plain attributes; of all else, whether it is the same one."""
+    """Yield what the code of a block depends on: classes, shapes, plain attributes, and the `id()` of other objects."""
     of_torch = vars(nn.Module()).keys()
     for name, module in host.named_modules():
         yield name, type(module)
@@ -280,7 +290,7 @@ def _styles(finding: Finding) -> list[tuple[str, str]]:
 
 
 def _wrappers(finding: Finding) -> list[tuple[str, str]]:
-    """Return the styles of the modules around them."""
+    """Return the styles of the modules around the layers of a block."""
     assert finding.block is not None
     around = finding.block.wrappers()
     if finding.draws_after is not None:
@@ -289,7 +299,7 @@ def _wrappers(finding: Finding) -> list[tuple[str, str]]:
 
 
 def _likely(host: nn.Module, ways: list[Block]) -> Block:
-    """The way that fits the code of a block, as far as that can be seen."""
+    """Return the way that best matches the source of a block."""
     used = {*ways[0].attributes, *re.findall(r"self\.(\w+)", forward_source(host.get_submodule(ways[0].core)))}
     is_narrow = _can_be_narrow(host, ways[0])
     fitting = [way for way in ways if way.is_narrow == is_narrow and used.issuperset(way.attributes)]
@@ -297,24 +307,24 @@ def _likely(host: nn.Module, ways: list[Block]) -> Block:
 
 
 def _use(host: nn.Module, block: Block) -> tuple[InputUse, tuple[str, ...]]:
-    """What the code of a block's core does with its input, and the columns that may take it."""
+    """Return how the code of a block's core uses its input, and the paths of the columns below the core."""
     columns = block.columns_below_core()
     return input_use(host.get_submodule(block.core), columns), columns
 
 
 def _can_be_narrow(host: nn.Module, block: Block) -> bool:
-    """Whether the columns, and nothing else, get an input whose width the code reads."""
+    """Return True if the code reads the width of its input, and passes the input only to the columns."""
     use, columns = _use(host, block)
     return use.can_be_narrow and use.takers == columns
 
 
 def _reads_whole_width(host: nn.Module, block: Block) -> bool:
-    """Whether an attention takes the width of what is whole for that of its shards, and cannot be helped."""
+    """Return True if an attention uses its full input width for a shard, and `narrow_input` would be wrong."""
     return block.heads > 0 and _use(host, block)[0].reads_width and not _can_be_narrow(host, block)
 
 
 def _entries(builder: PlanBuilder, name: str, finding: Finding) -> dict[str, str]:
-    """What a user may write for a block, and for all that are alike."""
+    """Return the plan entries for a block and similar blocks, as the user would write them."""
     pattern = pattern_of(name)
     around: dict[str, str] = {}
     for path, style in _wrappers(finding):

@@ -1,4 +1,4 @@
-"""A plan in the making: layers are taken together or not at all, and what is left whole has a reason."""
+"""The builder of the automatic plan, which adds the layers of a block together or not at all."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from lightning_hybrid.tensor_parallel.styles import WRAPPERS, ParamSplit
 
 
 class PlanBuilder:
-    """The plan so far, and why other layers are not in it.
+    """A plan that is being built, with the reasons for layers that are not in it.
 
     Args:
-        module: The whole module.
+        module: The full module.
         size: The number of ranks.
-        mode: The way in which layers are sharded over them.
+        mode: The way in which layers are sharded over the ranks.
 
     Attributes:
-        plan: Styles by module name.
-        reasons: Why layers are not divided, as the rest of a sentence, by module name.
+        plan: The styles by module name.
+        reasons: The reasons why layers are not sharded, as the end of a sentence, by module name.
     """
 
     def __init__(self, module: nn.Module, size: int, mode: Mode) -> None:
@@ -39,11 +39,15 @@ class PlanBuilder:
                 self._names.setdefault(id(parameter), set()).add(join_names(name, leaf))
 
     def add(self, *styles: tuple[str, str], block: str | None = None) -> bool:
-        """Plan for all of these names and styles, or, if one is not possible, for none.
+        """Add all of these layers to the plan, or none of them if a style is not possible.
 
         Args:
-            styles: Names of layers, and styles.
-            block: What they are parts of, which has the reason if they are not divided; else the layer has it.
+            styles: Names of layers, and their styles.
+            block: The block that contains the layers, which gets the reason if they are not added. If `None`, the layer
+                that cannot have its style gets the reason.
+
+        Returns:
+            True if the layers were added.
         """
         if any(self._is_settled(name) for name, style in styles if not _is_wrapper(style)):
             return False
@@ -59,13 +63,14 @@ class PlanBuilder:
         return False
 
     def obstacle(self, styles: Sequence[tuple[str, str]]) -> tuple[str, str] | None:
-        """The layer because of which these cannot be divided together, and the reason; ``None`` if they can."""
+        """Return the layer that prevents sharding these layers together, and the reason; ``None`` if there is none."""
         hands_on = len(styles) > 1 and styles[0][1] != "vocab"
         held = {path: split for each in styles for path, split in self._held(*each)}
         for name, style in styles:
             layer = self.layers[name]
             kind = style.partition(":")[0]
-            # Elsewhere, it may get what is not sharded, or give shards to what does not expect them.
+            # A layer that is used elsewhere may receive an unsharded input there, or pass a shard to a layer that
+            # expects all features.
             if hands_on and self._uses[id(layer)] > 1:
                 return styles[0][0], "is used in several places, or a layer after it is used in several places"
             if _is_wrapper(style) and kind in self.plan.get(name, ""):
@@ -81,7 +86,7 @@ class PlanBuilder:
         return None
 
     def _held(self, name: str, style: str) -> Iterator[tuple[str, ParamSplit | None]]:
-        """The parameters of a layer that is divided, or whose gradients are parts of a sum, and how they are split."""
+        """Yield the parameters of a layer with a style, each with its sharding or ``None``."""
         if _is_wrapper(style):
             return
         layer = self.layers[name]
@@ -91,7 +96,7 @@ class PlanBuilder:
             yield join_names(name, path), splits.get(path)
 
     def _is_settled(self, name: str) -> bool:
-        """Whether a layer is divided already, by this plan or by the user's `configure_model`, or has a reason."""
+        """Return True if a layer is in the plan, has a reason, or was sharded by the user's `configure_model`."""
         is_divided = any(isinstance(each, DTensor) for each in self.layers[name]._parameters.values())
         return is_divided or name in self.plan or name in self.reasons
 

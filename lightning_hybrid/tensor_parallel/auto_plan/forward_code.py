@@ -1,4 +1,4 @@
-"""What the code of a block reads, and what it does with its input: seen in its source, without running it."""
+"""Analysis of a block's source: the attributes that it reads, and the uses of its input."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from torch import nn
 
 from lightning_hybrid.tensor_parallel.layers import original_class
 
-#: What to do where the width of the input is read, and the input cannot be narrowed; as the rest of a sentence.
+#: Advice, as the end of a sentence, for code that reads the full width of its input and cannot use `narrow_input`.
 READ_WIDTHS_BEHIND = (
     "read widths in `forward` from the outputs of the sharded layers (`.view(b, t, self.num_heads, -1)`,"
     " `.reshape(b, t, -1)`, `.flatten(2)`), or move the attention into a separate module"
 )
-#: What can be asked of an input that has the width of a shard, and no values.
+#: Attributes that code may read from an input with the width of a shard and no values.
 _HARMLESS = {"shape", "size", "dim", "ndim", "device", "dtype", "is_cuda", "new_zeros", "new_ones", "new_full"}
 
 
 @dataclass(frozen=True)
 class InputUse:
-    """What a `forward` does with its first argument.
+    """The uses of the first argument of a `forward`.
 
     Attributes:
-        reads_width: Whether it uses how wide that is, as by ``B, N, C = x.shape``.
-        takers: Which of some layers it gives the input itself.
-        is_used_otherwise: Whether it does more with it, such as a norm or a residual; so it is taken to be where the
-            code cannot be seen.
+        reads_width: True if the code uses the width of the argument, as in ``B, N, C = x.shape``.
+        takers: The layers, out of some given layers, that receive the argument itself.
+        is_used_otherwise: True if the argument has other uses, such as a norm or a residual connection, or if the
+            source is not available.
     """
 
     reads_width: bool = False
@@ -39,21 +39,21 @@ class InputUse:
 
     @property
     def can_be_narrow(self) -> bool:
-        """Whether the code reads a width that `NarrowInput` can make that of a shard."""
+        """True if the code reads a width that `NarrowInput` can replace by the width of a shard."""
         return self.reads_width and bool(self.takers) and not self.is_used_otherwise
 
 
 def forward_source(module: nn.Module) -> str:
-    """The code of a module's class; nothing where it has no source."""
+    """Return the source of a module's `forward`; ``""`` if it is not available."""
     return source_of(original_class(module).forward)
 
 
 def input_use(module: nn.Module, layers: Collection[str]) -> InputUse:
-    """What the `forward` of a module does with its input.
+    """Return how the `forward` of a module uses its input.
 
     Args:
-        module: The module; parallel or not.
-        layers: The paths of the layers below it whose output features are divided.
+        module: The module; it may be parallel.
+        layers: The paths of the layers below it whose output features are sharded.
     """
     function = parse_source(forward_source(module))
     if not isinstance(function, ast.FunctionDef):
@@ -63,7 +63,11 @@ def input_use(module: nn.Module, layers: Collection[str]) -> InputUse:
 
 
 def attributes_read(module: nn.Module) -> frozenset[str] | None:
-    """The attributes of itself that the code of a module uses, but to make it; ``None`` where it has no source."""
+    """Return the attributes of `self` that the code of a module reads, except in `__init__`.
+
+    Returns:
+        The names; ``None`` if the source is not available.
+    """
     found: set[str] = set()
     for kind in original_class(module).__mro__:
         if kind is nn.Module:
@@ -79,7 +83,7 @@ def attributes_read(module: nn.Module) -> frozenset[str] | None:
 
 
 def source_of(code: Any) -> str:
-    """The text of a class or a function; nothing where it has none, as what was typed in."""
+    """Return the source of a class or function; ``""`` if it is not available, as in an interactive session."""
     try:
         return inspect.getsource(code)
     except (OSError, TypeError):
@@ -87,7 +91,7 @@ def source_of(code: Any) -> str:
 
 
 def parse_source(source: str) -> ast.stmt | None:
-    """The first statement of a text that may be indented; ``None`` if there is none."""
+    """Return the first statement of a source that may be indented; ``None`` if there is none."""
     try:
         return next(iter(ast.parse(textwrap.dedent(source)).body), None)
     except SyntaxError:
@@ -95,7 +99,7 @@ def parse_source(source: str) -> ast.stmt | None:
 
 
 def _path(node: ast.AST) -> str | None:
-    """``a.b`` of ``self.a.b``."""
+    """Return ``a.b`` for ``self.a.b``."""
     if isinstance(node, ast.Attribute):
         if isinstance(node.value, ast.Name) and node.value.id == "self":
             return node.attr
@@ -105,7 +109,7 @@ def _path(node: ast.AST) -> str | None:
 
 
 class _Reader:
-    """Goes through the statements of a `forward`."""
+    """An analysis of the statements of a `forward`."""
 
     def __init__(self, function: ast.FunctionDef, layers: Collection[str]) -> None:
         self._function, self._layers = function, layers
@@ -113,7 +117,7 @@ class _Reader:
         self._loops = dict(self._variables())
 
     def read(self, name: str) -> InputUse:
-        """What is done with the argument of this name, until another value has the name."""
+        """Return the uses of an argument, until another value is assigned to its name."""
         whole, is_input = {name}, True
         reads_width = is_used_otherwise = False
         takers: set[str] = set()
@@ -133,7 +137,7 @@ class _Reader:
         return InputUse(reads_width, tuple(each for each in self._layers if each in takers), is_used_otherwise)
 
     def _variables(self) -> Iterator[tuple[str, set[str]]]:
-        """Variables that stand for one after another of the module's layers, and which these are."""
+        """Yield loop variables that iterate over layers of the module, each with the paths of the layers."""
         for node in ast.walk(self._function):
             if isinstance(node, (ast.For, ast.comprehension)) and isinstance(node.target, ast.Name):
                 paths = [_path(each) for each in getattr(node.iter, "elts", ())]
@@ -141,7 +145,7 @@ class _Reader:
                     yield node.target.id, {path for path in paths if path is not None}
 
     def _called(self, call: ast.Call) -> set[str]:
-        """The paths of what is called."""
+        """Return the paths of the layers that a call calls."""
         if isinstance(call.func, ast.Name):
             return self._loops.get(call.func.id, set())
         path = _path(call.func)
@@ -155,14 +159,14 @@ class _Reader:
         return set()
 
     def _is_harmless(self, node: ast.Name) -> bool:
-        """Whether only its shape or its kind is asked for."""
+        """Return True if only the shape or type of the argument is read."""
         parent = self._parents[node]
         if isinstance(parent, ast.Call):
             return isinstance(parent.func, ast.Name) and parent.func.id == "len"
         return isinstance(parent, ast.Attribute) and parent.attr in _HARMLESS
 
     def _reads_width(self, node: ast.AST, whole: Collection[str]) -> bool:
-        """Whether the width of one of these is taken here, and used."""
+        """Return True if the code reads and uses the width of one of these names here."""
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Tuple) and _is_shape(node.value, whole):
             *others, last = node.targets[0].elts
             has_three = len(others) == 2 or any(isinstance(each, ast.Starred) for each in others)
@@ -176,7 +180,7 @@ class _Reader:
         return any(node.id == name and isinstance(node.ctx, ast.Load) for node in loads)
 
     def _stays_whole(self, statement: ast.stmt, whole: Collection[str]) -> bool:
-        """Whether what is assigned is as wide as the input: what a layer that is not divided makes of it."""
+        """Return True if an unsharded layer computes the assigned value from the input, so it has the full width."""
         value = getattr(statement, "value", None)
         if not isinstance(value, ast.Call) or _path(value.func) is None or self._called(value) & {*self._layers}:
             return False
@@ -184,13 +188,13 @@ class _Reader:
 
 
 def _assigned(statement: ast.stmt) -> str | None:
-    """The one name that a statement assigns to."""
+    """Return the name that a statement assigns to, if it assigns to one name."""
     targets = statement.targets if isinstance(statement, ast.Assign) else ()
     return targets[0].id if len(targets) == 1 and isinstance(targets[0], ast.Name) else None
 
 
 def _is_shape(node: ast.expr, names: Collection[str]) -> bool:
-    """Whether this is ``x.shape`` or ``x.size()`` of one of these names."""
+    """Return True for ``x.shape`` or ``x.size()``, where ``x`` is one of these names."""
     if isinstance(node, ast.Call):
         return _is_size(node, names) and not node.args
     return isinstance(node, ast.Attribute) and node.attr == "shape" and _is_named(node.value, names)

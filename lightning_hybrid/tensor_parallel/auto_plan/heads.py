@@ -1,4 +1,4 @@
-"""How many heads an attention says that it has, and whether a plan divides that number."""
+"""The numbers of heads in the attributes of an attention, and heads that a plan lacks."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from lightning_hybrid.tensor_parallel.auto_plan.forward_code import attributes_r
 from lightning_hybrid.tensor_parallel.layers import ColumnParallelLinear, DividedNumbers
 
 HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "heads")
-_KEY_HEADS = re.compile(r"((n|num)_)?(kv|key|key_value)_heads?")  # of grouped queries
+_KEY_HEADS = re.compile(r"((n|num)_)?(kv|key|key_value)_heads?")  # heads of keys and values, in grouped-query attention
 
 
 def count_heads(owner: object) -> dict[str, int]:
-    """The numbers of heads of queries and of keys, by the attributes of an attention or a configuration.
+    """Return the numbers of heads in an attention or a configuration, by attribute.
 
-    Those of queries come first.
+    Heads of queries come before heads of keys and values.
     """
     attributes = getattr(owner, "__dict__", {})
     names = *HEADS, *filter(_KEY_HEADS.fullmatch, attributes)
@@ -26,7 +26,7 @@ def count_heads(owner: object) -> dict[str, int]:
 
 
 def indivisible_reason(counts: Mapping[str, int], size: int) -> str | None:
-    """Why heads cannot be divided over so many ranks, as the rest of a sentence; ``None`` if they can."""
+    """Return the reason why heads cannot be divided over the ranks, as the end of a sentence; else ``None``."""
     for name, count in counts.items():
         if count % size:
             return f"has {count} heads ({name}), which cannot be divided over {size} ranks"
@@ -34,20 +34,20 @@ def indivisible_reason(counts: Mapping[str, int], size: int) -> str | None:
 
 
 def undivided_heads(module: nn.Module) -> dict[str, int]:
-    """Of a module during a run, the numbers of all heads that its code reads and that the plan does not divide.
-
-    By attribute.
-    """
+    """Return the numbers of all heads that a module's code reads and that the plan does not divide, by attribute."""
     divided = module.divided if isinstance(module, DividedNumbers) else ()
     heads, read = count_heads(module), attributes_read(module)
     return {name: n for name, n in heads.items() if name not in divided and (read is None or name in read)}
 
 
 def missing_heads(module: nn.Module) -> list[str]:
-    """Which modules have divided layers and compute with the number of all heads: what a plan may lack, in sentences.
+    """Return messages about modules that have sharded layers, but compute with the number of all heads.
 
     Args:
-        module: The whole module, during a run.
+        module: The full module, during a run.
+
+    Returns:
+        A message for each group of similar modules, with the entry that the plan may lack.
     """
     found: dict[str, None] = {}
     for name, part in module.named_modules():

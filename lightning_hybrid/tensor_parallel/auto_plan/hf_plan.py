@@ -1,6 +1,6 @@
-"""The plans that models of Hugging Face have of themselves: `_tp_plan`, and their configuration's `base_model_tp_plan`.
+"""The plans in Hugging Face models: `_tp_plan`, and `base_model_tp_plan` of the configuration.
 
-Read from attributes: transformers itself is not needed.
+The plans are read from attributes, so transformers need not be installed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from lightning_hybrid.tensor_parallel.auto_plan.builder import PlanBuilder
 from lightning_hybrid.tensor_parallel.auto_plan.heads import HEADS, count_heads, indivisible_reason
 from lightning_hybrid.tensor_parallel.auto_plan.known_code import unknown_reason
 
-#: Their styles of which we have the same, by their names of today and of earlier releases.
+#: The styles of transformers that have an equivalent here, by their present and earlier names.
 _STYLES = {
     "colwise": "colwise",
     "rowwise": "rowwise",
@@ -27,16 +27,16 @@ _STYLES = {
     "embedding_rowwise": "vocab",
     "replicated_with_grad_allreduce": "on_shards",
 }
-#: What takes and gives whole activations; no other layer depends on it.
+#: Styles with replicated inputs and outputs, which do not depend on the styles of other layers.
 _ALONE = {"colwise_gather_output", "rowwise_split_input", "vocab"}
 _WHOLE = {"replicate", "replicated"}
 
 
 class HuggingFacePlans:
-    """What the models in a module say of themselves, block by block.
+    """The plans of the models in a module, by block.
 
     Args:
-        builder: The plan that it goes into.
+        builder: The builder to which layers are added.
     """
 
     def __init__(self, builder: PlanBuilder) -> None:
@@ -54,7 +54,7 @@ class HuggingFacePlans:
         _join_halves(self._blocks)
 
     def add_blocks(self) -> None:
-        """Plan for layers that hand shards to each other: all of a block, or none."""
+        """Add the layers of blocks, which pass shards to each other. A block is added completely or not at all."""
         for name, styles in self._blocks.items():
             unknown = next((style for style in styles.values() if style not in _STYLES), None)
             reason = None if unknown is None else f"has a built-in plan with the unknown style {unknown!r}"
@@ -68,11 +68,11 @@ class HuggingFacePlans:
             self._builder.add(*ours, *self._masks(name), *self._random_numbers(name, ours), block=name)
 
     def end_names(self) -> set[str]:
-        """The layers that stand alone."""
+        """Return the names of layers with a style that does not depend on other layers."""
         return {name for name, _ in self._ends}
 
     def add_ends(self) -> None:
-        """Plan for the layers that stand alone, such as embeddings and heads, where nothing better was found."""
+        """Add layers whose style does not depend on other layers, such as embeddings, if they are not planned yet."""
         for name, style in self._ends:
             if name in self._layers:
                 self._builder.add((name, style))
@@ -82,7 +82,7 @@ class HuggingFacePlans:
         return self._builder.layers
 
     def _heads_reason(self, name: str, styles: Mapping[str, str]) -> str | None:
-        """A head is on one rank."""
+        """Return the reason why the heads of a block cannot be divided over the ranks; ``None`` if they can be."""
         block: Any = self._layers.get(name)
         length = getattr(block, "head_dim", None) or getattr(block, "head_size", None)
         if not isinstance(length, int):
@@ -98,7 +98,10 @@ class HuggingFacePlans:
         return None
 
     def _unnamed_reason(self, name: str) -> str | None:
-        """Of a parameter that the plan does not name nobody knows whether each rank has a part of its gradient."""
+        """Return the reason why a block cannot be sharded if a parameter is missing from its plan, else ``None``.
+
+        The gradient of this parameter may be a partial sum over the ranks.
+        """
         for path, _ in self._layers[name].named_parameters(name):
             if path not in self._named and path.rpartition(".")[0] not in self._named:
                 return f"has a parameter {path.removeprefix(f'{name}.')!r} that is missing from its built-in plan"
@@ -108,14 +111,14 @@ class HuggingFacePlans:
         return count_heads(getattr(block, "config", None))
 
     def _masks(self, name: str) -> list[tuple[str, str]]:
-        """An attention may be given a mask of all heads, and give the weights of all."""
+        """Return the style of an attention, which can receive a mask and return the weights of all heads."""
         block = self._layers[name]
         heads = next((number for key, number in self._heads(block).items() if key in HEADS), None)
         is_attention = isinstance(getattr(block, "head_dim", None), int) and heads is not None
         return [(name, f"mask_per_head:{heads}")] if is_attention else []
 
     def _random_numbers(self, name: str, styles: list[tuple[str, str]]) -> list[tuple[str, str]]:
-        """Dropout between the layers of a block draws numbers of each rank's own."""
+        """Return the style that makes each rank draw its own random numbers for dropout in a block."""
         block = self._layers.get(name)
         if block is None or isinstance(block, (nn.ModuleList, nn.ModuleDict)):
             return []
@@ -131,13 +134,13 @@ class HuggingFacePlans:
 
 
 def _named_styles(module: nn.Module) -> dict[str, str]:
-    """The styles of all models in a module, by the names that their patterns match; those of outer models count."""
+    """Return the styles of the models in a module, by layer name. The plans of outer models come first."""
     names = [name for name, _ in module.named_modules()] + [name for name, _ in module.named_parameters()]
     found: dict[str, str] = {}
     for prefix, model in module.named_modules():
         plans = [getattr(model, "_tp_plan", None), getattr(getattr(model, "config", None), "base_model_tp_plan", None)]
         if getattr(model, "base_model", model) is not model:
-            plans.pop()  # the configuration's is that of the model inside
+            plans.pop()  # the configuration has the plan of the model inside
         if plans[0] is None:
             continue
         for plan in plans:
@@ -149,7 +152,7 @@ def _named_styles(module: nn.Module) -> dict[str, str]:
 
 
 def _join_halves(blocks: dict[str, dict[str, str]]) -> None:
-    """Where a block has the columns and another one the rows, they are parts of the next larger one."""
+    """Merge a block with only column-wise or only row-wise layers into its parent."""
     while True:
         half = next((name for name in blocks if name and _is_half(blocks[name])), None)
         if half is None:

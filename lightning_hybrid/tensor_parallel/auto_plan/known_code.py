@@ -1,7 +1,7 @@
-"""Whose code is divided without a proof.
+"""The packages whose blocks are sharded without a proof about their code.
 
-What a block computes between its layers decides whether they can be divided, and no trial shows all of it. Code of
-packages whose blocks were looked at is known; of other code it must be seen that it does nothing else
+The computation between the layers of a block determines whether the layers can be sharded, and a trial does not show
+all of it. The blocks of some packages have been reviewed. Other code must be proved to do nothing else
 (`straight_code`, `operations`).
 """
 
@@ -13,12 +13,12 @@ KNOWN_PACKAGES = frozenset({"torch", "transformers", "timm"})
 
 
 def is_known_class(kind: type) -> bool:
-    """Return whether a class comes from a package whose code is known."""
+    """Return True if a class comes from a package whose code is known."""
     return kind.__module__.partition(".")[0] in KNOWN_PACKAGES
 
 
 def unknown_reason(block: nn.Module) -> str | None:
-    """Why the code of a block is not known, as the rest of a sentence; ``None`` if it is."""
+    """Return the reason why the code of a block is unknown, as the end of a sentence; ``None`` if it is known."""
     for name, part in block.named_modules():
         kind = type(part)
         if not is_known_class(kind):
@@ -30,7 +30,7 @@ def unknown_reason(block: nn.Module) -> str | None:
 
 
 def changed_reason(block: nn.Module) -> str | None:
-    """Why a block does more than its classes say, as the rest of a sentence; ``None`` if it does not."""
+    """Return the reason why a block does more than its classes do, as the end of a sentence; else ``None``."""
     reasons = (_changed_reason(name, part) for name, part in block.named_modules())
     return next((reason for reason in reasons if reason is not None), None)
 

@@ -1,7 +1,7 @@
-"""Operations of torch in which each feature depends on the same features, whatever the values.
+"""Operations of torch in which each feature depends on the same features for all values.
 
-None of them reads a value to decide what to do, and each hands a NaN on to all that it computes from it. So a trial
-with random values and NaN shows all that a block depends on that is made of these alone.
+No operation here reads a value to decide what to do, and each passes a NaN to all results that depend on it. If a block
+calls only these operations, a trial with random values and NaN therefore shows all dependencies.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_hybrid.distributed.pytree import flatten
 
 _OPERATORS = ("add", "sub", "mul", "truediv", "neg", "matmul", "pow")
-#: Operations that compute with values, by the names of functions and methods.
+#: Names of functions and methods that compute with values.
 _VALUES = frozenset(
     {
         *(f"__{name}__" for name in _OPERATORS),
@@ -27,7 +27,7 @@ _VALUES = frozenset(
         *("linear", "matmul", "bmm", "mm", "einsum", "scaled_dot_product_attention", "mean", "sum"),
     }
 )
-#: Operations that move values or change the shape; their numbers may differ between ranks.
+#: Names of operations that move values or change the shape. Their sizes may differ between ranks.
 _SHAPES = frozenset(
     {
         *("view", "reshape", "flatten", "unflatten", "transpose", "permute", "movedim", "swapaxes", "mT", "contiguous"),
@@ -39,11 +39,11 @@ OPERATIONS = _VALUES | _SHAPES
 
 
 class OperationWatch:
-    """Notes the operations of torch that are called in a :class:`FunctionMode` with it.
+    """A function mode that records the calls of torch operations. It is used with :class:`FunctionMode`.
 
     Attributes:
-        calls: The names of calls that compute with values, each with its numbers.
-        unknown: The first one that is not among `OPERATIONS`.
+        calls: The names of calls that compute with values, each with its plain arguments.
+        unknown: The first operation that is not in `OPERATIONS`.
     """
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class OperationWatch:
         self.unknown: str | None = None
 
     def __call__(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Make a call, and note it."""
+        """Record a call, and make it."""
         name = _name(func)
         if self.unknown is None and not _is_known(name, args, kwargs):
             self.unknown = name
@@ -61,7 +61,7 @@ class OperationWatch:
 
 
 def _name(func: Any) -> str:
-    """``shape`` for what reads that attribute of a tensor."""
+    """Return the name of an operation; ``shape`` for the getter of this attribute."""
     name: str = getattr(func, "__name__", repr(func))
     return getattr(func.__self__, "__name__", name) if name == "__get__" else name
 
@@ -69,7 +69,7 @@ def _name(func: Any) -> str:
 def _is_known(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     if name not in OPERATIONS or kwargs.get("out") is not None:
         return False
-    # Values that say which ones are taken may be anything.
+    # Indices with tensors are not known, because they select by value.
     return name != "__getitem__" or not any(isinstance(leaf, Tensor) for leaf in flatten(args[1])[0])
 
 

@@ -1,7 +1,7 @@
-"""Proof from its source that the code of a block does the same in every call.
+"""A proof from its source that a block does the same computation in every call.
 
-A trial shows what the code does in some calls. Code without branches, loops over what it gets, or a memory of earlier
-calls does that in all of them.
+A trial shows what the code does in a few calls. Code without branches, data-dependent loops and state from earlier
+calls does the same in all calls.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from lightning_hybrid.tensor_parallel.auto_plan.operations import OPERATIONS
 _BUILTINS = {"int", "float", "len", "tuple", "list", "range", "min", "max", "abs"}
 _MODULES = (torch, torch.nn, torch.nn.functional, math)
 _NUMBERS = (bool, int, float, str, type(None), torch.dtype)
-#: Names of a class with which reading an attribute, or calling a module, could do anything.
+#: Methods of a class that can make reading an attribute, or calling a module, do anything.
 _MAGIC = {"__call__", "_call_impl", "__getattr__", "__getattribute__", "__setattr__"}
-#: Parts of the language in which nothing is decided and nothing is kept.
+#: Nodes of the syntax tree that neither branch nor store anything.
 _PLAIN = (
     *(ast.Expr, ast.Return, ast.Pass, ast.Constant, ast.Tuple, ast.List, ast.Starred, ast.Subscript, ast.Slice),
     *(ast.BinOp, ast.UnaryOp, ast.keyword, ast.operator, ast.USub, ast.expr_context),
 )
-#: What may be assigned to: names of this code alone.
+#: Nodes of an assignment target that assign only local names.
 _TARGETS = (ast.Name, ast.Tuple, ast.Starred, ast.expr_context)
 
 
 class _NotStraightError(Exception):
-    """Raised at what may do another thing in another call."""
+    """Raised at code that can behave differently in another call."""
 
 
 def not_straight_reason(block: nn.Module) -> str | None:
-    """Return why a block may behave differently in another call, as the rest of a sentence; ``None`` if it cannot.
+    """Return the reason why a block may behave differently in another call, as the end of a sentence; else ``None``.
 
     Args:
-        block: The block; code of packages that are known is not read.
+        block: The block. Code of known packages is not analyzed.
     """
     try:
         names = [*inspect.signature(block.forward).parameters]
@@ -57,7 +57,7 @@ def not_straight_reason(block: nn.Module) -> str | None:
 
 
 class _Reader:
-    """Goes through the code of one module, and through the functions and methods that it calls."""
+    """An analysis of the code of one module, and of the functions and methods that it calls."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -71,7 +71,7 @@ class _Reader:
         self.read(kind.forward)
 
     def read(self, function: Any) -> None:
-        """Raise if a function of Python is not straight."""
+        """Raise an error if a Python function can behave differently in another call."""
         if function in self._seen or _is_torchs(function):
             return
         self._seen.add(function)
@@ -82,7 +82,7 @@ class _Reader:
 
 
 class _FunctionReader:
-    """Goes through the code of one function."""
+    """An analysis of the code of one function."""
 
     def __init__(self, owner: _Reader, module: nn.Module, function: Any, tree: ast.FunctionDef) -> None:
         self._owner, self._module, self._tree = owner, module, tree
@@ -133,7 +133,7 @@ class _FunctionReader:
             self._visit(node.value)
 
     def _comprehension(self, node: ast.GeneratorExp | ast.ListComp) -> None:
-        """One value for each of some that are written there, such as projections."""
+        """Check a comprehension over values that are written in the code, such as projections."""
         first = node.generators[0]
         is_plain = isinstance(first.target, ast.Name) and isinstance(first.iter, (ast.Tuple, ast.List, ast.Name))
         if len(node.generators) != 1 or first.ifs or first.is_async or not is_plain:
@@ -146,7 +146,7 @@ class _FunctionReader:
             self._visit(argument)
         function = node.func
         if isinstance(function, ast.Name) and function.id in self._locals:
-            return  # what this code has assigned is a value, a module, or an operation
+            return  # a local name is a value, a module or an operation, and was checked at its assignment
         if isinstance(function, ast.Attribute) and self._is_of_value(function):
             self._visit(function.value)
             if function.attr not in OPERATIONS:
@@ -159,7 +159,7 @@ class _FunctionReader:
             self._fail(node)
 
     def _value(self, node: ast.Name | ast.Attribute) -> None:
-        """Check a value that is read and not called."""
+        """Check a value that is read but not called."""
         if isinstance(node, ast.Name) and (node.id in self._locals or _is_stored(node)):
             return
         if isinstance(node, ast.Attribute) and self._is_of_value(node):
@@ -173,7 +173,7 @@ class _FunctionReader:
             self._fail(node)
 
     def _is_of_value(self, node: ast.Attribute) -> bool:
-        """Return whether an expression is an attribute or a method of a computed value."""
+        """Return True if an expression is an attribute or a method of a computed value."""
         root: ast.expr = node
         while isinstance(root, ast.Attribute):
             root = root.value
@@ -204,7 +204,7 @@ class _FunctionReader:
                 return held[node.attr]
         found = inspect.getattr_static(type(owner), node.attr, None)
         if isinstance(found, FunctionType) and owner is not self._module:
-            return self._fail(node)  # a method of another module: only its `forward` was read
+            return self._fail(node)  # a method of another module, of which only `forward` is analyzed
         return found if isinstance(found, (FunctionType, *_NUMBERS)) else self._fail(node)
 
 
@@ -213,7 +213,7 @@ def _is_stored(node: ast.Name) -> bool:
 
 
 def _is_training(node: ast.expr) -> bool:
-    """Return whether an expression is ``self.training`` or its negation: a trial runs both."""
+    """Return True if an expression is ``self.training`` or its negation. A trial runs both branches."""
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
         return _is_training(node.operand)
     return ast.unparse(node) == "self.training"
@@ -224,7 +224,7 @@ def _is_torchs(function: Any) -> bool:
 
 
 def _is_callable(found: Any) -> bool:
-    """Return whether an object may be called: a module, which is read itself, or a known operation."""
+    """Return True if an object may be called: a module, which is analyzed separately, or a known operation."""
     if isinstance(found, nn.Module):
         return True
     name = getattr(found, "__name__", "")

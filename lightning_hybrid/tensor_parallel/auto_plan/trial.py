@@ -1,10 +1,11 @@
-"""A block is tried before it is divided: run whole, then in shards, on random values.
+"""The trial of a block before it is sharded: a run with full weights and a run with shards, on random values.
 
-Names and shapes say how a block may be divided; only its code can say whether that is right. In one process, a copy of
-the block runs as each rank would, and what its ranks make is compared with what the whole block makes::
+Names and shapes suggest how a block can be sharded, but only its code determines whether the result is right. In one
+process, a copy of the block runs as each rank would. The combined results of the ranks are compared with the results of
+the full block::
 
-    input --> columns --> what the block does between --> row --> sum over ranks  =  the whole block's
-                (shards)                                 (shards)
+    input --> columns --> code of the block --> row --> sum over ranks  =  output of the full block
+                (shards)                      (shards)
 """
 
 from __future__ import annotations
@@ -32,27 +33,27 @@ from lightning_hybrid.tensor_parallel.layers import NarrowInput, is_per_head, pa
 from lightning_hybrid.tensor_parallel.shard import shards_of
 from lightning_hybrid.tensor_parallel.styles import find_style, is_conv1d
 
-_TOLERANCE = 1e-3  # of float32; a wrong division is wrong by as much as the values
-_SHAPE = (2, 4)  # samples, and positions of each
+_TOLERANCE = 1e-3  # for float32; a wrong sharding changes values completely
+_SHAPE = (2, 4)  # samples, and positions of each sample
 _OTHER_SHAPE = (3, 5)
 _WITHOUT_DROPOUT = NoDraws(torch.device("cpu"), only_dropout=True)
-#: Whether the block is in training, and the size of what it gets: its code may ask for them.
+#: The states in which a block runs: True if it is in training, and the scale of its input. Its code may depend on both.
 _STATES = ((False, 1.0), (True, 1.0), (True, 10.0))
 
 
 @dataclass(frozen=True)
 class Block:
-    """How a block may be divided; paths are below the block.
+    """A way to shard a block. Paths are relative to the block.
 
     Attributes:
-        columns: Layers that take the block's input.
-        row: The layer that takes what is made of their shards.
+        columns: The layers that take the input of the block.
+        row: The layer that takes what the code computes from the shards of the columns.
         column_style: The style of the columns.
-        core: The module whose attributes count heads.
-        heads: How many heads there are; 0 if it is no attention.
-        attributes: Its integer attributes that are divided.
-        embeddings: Embeddings of one feature for each head.
-        is_narrow: Whether the core reads from its input how wide its shards are.
+        core: The module whose attributes have the number of heads.
+        heads: The number of heads; 0 if the block is not an attention.
+        attributes: The integer attributes of the core that are divided.
+        embeddings: Embeddings with one feature for each head.
+        is_narrow: True if the code of the core reads the width of its shards from its input.
     """
 
     columns: tuple[str, ...]
@@ -65,16 +66,16 @@ class Block:
     is_narrow: bool = False
 
     def styles(self) -> list[tuple[str, str]]:
-        """The layers that are divided, with their styles."""
+        """Return the sharded layers with their styles."""
         columns = [(path, self.column_style) for path in self.columns]
         return [*columns, (self.row, "rowwise"), *((path, "colwise") for path in self.embeddings)]
 
     def columns_below_core(self) -> tuple[str, ...]:
-        """The paths of the columns below the core."""
+        """Return the paths of the columns relative to the core."""
         return tuple(path.removeprefix(f"{self.core}.") for path in self.columns)
 
     def wrappers(self) -> list[tuple[str, str]]:
-        """What the core needs around it."""
+        """Return the core with the styles that it needs."""
         parts = (
             (self.attributes, f"divide:{','.join(self.attributes)}"),
             (self.heads, f"mask_per_head:{self.heads}"),
@@ -85,16 +86,18 @@ class Block:
 
 @dataclass(frozen=True)
 class Finding:
-    """What a trial has found.
+    """The result of a trial.
 
     Attributes:
-        block: The way to divide that is right; ``None`` if there is none.
-        reason: Why there is none, as the rest of a sentence.
-        on_shards: Layers with parameters of their own between columns and row: each rank has a part of their gradient.
-        draws_after: If dropout draws random numbers before the row, the column after which it does.
-        is_tested: Whether the block could be run at all.
-        doubt: Why the block may differ for other values, as the rest of a sentence; ``None`` if it cannot, or if its
-            code is known.
+        block: A correct way to shard the block; ``None`` if there is none.
+        reason: The reason why there is none, as the end of a sentence.
+        on_shards: Unsharded layers with parameters between the columns and the row. The gradients of these parameters
+            are partial sums over the ranks.
+        draws_after: The last column that is called, if dropout draws random numbers between it and the row; else
+            ``None``.
+        is_tested: True if the block could be run.
+        doubt: The reason why results may differ for other values, as the end of a sentence; ``None`` if they cannot
+            differ, or if the code is known.
     """
 
     block: Block | None = None
@@ -107,17 +110,17 @@ class Finding:
 
 @dataclass(frozen=True)
 class _Run:
-    """What one run of a block gives.
+    """The result of one run of a block.
 
     Attributes:
-        row: The row's output.
-        outputs: What the block gives: leaves.
-        kept: What its modules keep of it: tensors by name.
-        gradients: Of the row's output, for parameters of neither columns nor row.
+        row: The output of the row.
+        outputs: The leaves of the output of the block.
+        kept: The tensors that its modules store, by name.
+        gradients: The gradients of the row's output for the parameters of other layers, by name.
         calls: The columns, in the order in which they are called.
-        random: The state of the random numbers after each column, and before the row.
-        operations: What the block has called of torch.
-        problem: Why the block cannot be divided, as the rest of a sentence.
+        random: The states of the random generator after each column, and before the row.
+        operations: The torch operations that the block called.
+        problem: The reason why the block cannot be sharded, as the end of a sentence; ``None`` if there is none.
     """
 
     row: Tensor
@@ -131,13 +134,13 @@ class _Run:
 
 
 def try_blocks(host: nn.Module, candidates: Sequence[Block], size: int, *, is_known: bool = True) -> Finding:
-    """Find the first of several ways to divide a block that gives what the whole block gives.
+    """Return the first of several ways to shard a block that gives the results of the full block.
 
     Args:
-        host: The block. It stays as it is: a copy runs, on the CPU, with random values in float32.
+        host: The block. It does not change: a copy runs on the CPU, with random values in float32.
         candidates: The ways, with the same columns and the same row.
         size: The number of ranks.
-        is_known: Whether its code is known; else the finding says whether there is a doubt.
+        is_known: True if the code of the block is known. If False, the finding also has a doubt if there is one.
     """
     with _isolated(), torch.enable_grad(), torch.device("cpu"):
         try:
@@ -146,7 +149,7 @@ def try_blocks(host: nn.Module, candidates: Sequence[Block], size: int, *, is_kn
             dropping = trial.run(*_STATES[-1], drops=True)
         except MemoryError:
             raise
-        except Exception as error:  # it is code of any kind
+        except Exception as error:  # the code of the block can raise any error
             return Finding(reason=f"cannot be run on its own ({_first_line(error)})", is_tested=False)
         problem = next((run.problem for run in (*wholes, dropping) if run.problem), None)
         if problem is not None:
@@ -161,7 +164,7 @@ def try_blocks(host: nn.Module, candidates: Sequence[Block], size: int, *, is_kn
                 doubt = None if is_known or not is_right else _doubt(host, block, size)
             except MemoryError:
                 raise
-            except Exception:  # such as a shape that does not fit
+            except Exception:  # such as a shape that does not match
                 continue
             if is_right:
                 kept = tuple(path for path in owners if path not in block.embeddings)
@@ -170,7 +173,7 @@ def try_blocks(host: nn.Module, candidates: Sequence[Block], size: int, *, is_kn
 
 
 def _doubt(host: nn.Module, block: Block, size: int) -> str | None:
-    """Return why a block that passed one trial may differ for other values, as the rest of a sentence."""
+    """Return the reason why a block that passed one trial may differ for other values, as the end of a sentence."""
     reason = not_straight_reason(host)
     if reason is not None:
         return reason
@@ -188,7 +191,7 @@ def _doubt(host: nn.Module, block: Block, size: int) -> str | None:
 
 @contextmanager
 def _isolated() -> Iterator[None]:
-    """Inside, random numbers are always the same, and numbers are float32; outside, nothing is noticed."""
+    """Use fixed random numbers and float32 inside the context, and restore the global state afterwards."""
     with Preserved(device=torch.device("cpu")), default_dtype(torch.float32):
         seed_generators(0)
         yield
@@ -222,10 +225,17 @@ class _Trial:
         """Run the block.
 
         Args:
-            training: Whether it is in training.
-            scale: The size of the values that it gets.
-            expected: What the sum of the row's outputs over the ranks is, if it runs in shards.
-            drops: Whether dropout does what it says.
+            training: True if the block is in training.
+            scale: The scale of its input.
+            expected: The sum of the row's outputs over the ranks, if the block runs with shards. It replaces the row's
+                output.
+            drops: If True, dropout is active.
+
+        Returns:
+            The result of the run.
+
+        Raises:
+            RuntimeError: If the layers are not each called exactly once.
         """
         calls: list[str] = []
         taken: list[Tensor] = []
@@ -285,14 +295,14 @@ class _Trial:
     def is_right(
         self, block: Block, size: int, state: tuple[bool, float], whole: _Run, *, by_the_same: bool = False
     ) -> bool:
-        """Return whether the shards of the ranks give together the result of the whole block.
+        """Return True if the results of all ranks combine to the result of the full block.
 
         Args:
-            block: How it is divided.
+            block: The way in which the block is sharded.
             size: The number of ranks.
-            state: Whether it is in training, and the size of the values that it gets.
-            whole: What the whole block gives.
-            by_the_same: Whether the ranks must do so by the same operations, with the same numbers.
+            state: Whether the block is in training, and the scale of its input.
+            whole: The run of the full block.
+            by_the_same: If True, the ranks must call the same operations, with the same plain arguments.
         """
         runs = []
         for rank in range(size):
@@ -310,7 +320,7 @@ class _Trial:
         )
 
     def is_separate(self, block: Block, size: int, training: bool) -> bool:
-        """Return whether each rank computes the input of the row from its own shards of the columns alone.
+        """Return True if each rank computes the input of the row only from its own shards of the columns.
 
         The features of the other ranks are NaN. A NaN reaches everything that is computed from it, even where ordinary
         values would hide the dependency, such as behind a threshold.
@@ -330,12 +340,12 @@ class _Trial:
 
     @contextmanager
     def _sharded(self, block: Block, rank: int, size: int) -> Iterator[None]:
-        """Inside, the block is what a rank has of it."""
+        """Give the block the shards of a rank inside the context."""
         core = self.host.get_submodule(block.core)
         with ExitStack() as undo:
             for path, style in block.styles():
                 layer = self.host.get_submodule(path)
-                if is_conv1d(layer):  # its own code counts its features
+                if is_conv1d(layer):  # its code reads the number of its features
                     undo.callback(setattr, layer, "nf", layer.nf)
                     layer.nf //= size if path != block.row else 1
                 for split in find_style(style, layer).param_splits(layer):
@@ -361,7 +371,7 @@ def _features_of(column: Any, style: str, rank: int, size: int) -> Tensor:
 
 
 def _keep_only(features: Tensor, layer: nn.Module, args: Any, output: Tensor) -> Tensor:
-    """Replace the features of the other ranks by NaN."""
+    """Replace the features of the other ranks with NaN."""
     kept = torch.full_like(output, math.nan)
     kept[..., features] = output[..., features]
     return kept
@@ -369,13 +379,13 @@ def _keep_only(features: Tensor, layer: nn.Module, args: Any, output: Tensor) ->
 
 @dataclass(frozen=True)
 class _Ranks:
-    """In the place of a group of ranks."""
+    """A placeholder for a group of ranks."""
 
     size: int
 
 
 def _required_arguments(host: nn.Module) -> dict[str, None]:
-    """What a block must be given beside its input; of masks, none."""
+    """Return the arguments that a block requires in addition to its input. Masks are ``None``."""
     _, *others = inspect.signature(host.forward).parameters.values()
     required = [
         each.name
@@ -389,12 +399,12 @@ def _required_arguments(host: nn.Module) -> dict[str, None]:
 
 
 def _random(shape: Sequence[int]) -> Tensor:
-    """Values of about one, and of matrices such that their products are."""
+    """Return values of about 1, or a matrix whose products with them are of about 1."""
     return torch.randn(*shape) / (math.sqrt(shape[-1]) if len(shape) > 1 else 1.0)
 
 
 def _kept(host: nn.Module) -> dict[str, Tensor]:
-    """The tensors that its modules keep, beside parameters."""
+    """Return the tensors that the modules of a block store, except parameters."""
     return {
         f"{name} {key} {index}": leaf.detach()
         for name, module in host.named_modules()
@@ -406,7 +416,7 @@ def _kept(host: nn.Module) -> dict[str, Tensor]:
 
 
 def _depend(values: Sequence[Tensor], parameters: Sequence[Tensor]) -> bool:
-    """Whether any of these values depends on any of the parameters."""
+    """Return True if any of these values depends on any of the parameters."""
     values = [value for value in values if value.requires_grad]
     if not values or not parameters:
         return False
@@ -415,7 +425,7 @@ def _depend(values: Sequence[Tensor], parameters: Sequence[Tensor]) -> bool:
 
 
 def _gives_same(of_ranks: Sequence[list[Any]], whole: list[Any], heads: int) -> bool:
-    """Whether what comes out is the same on all ranks, or, beside the first, has entries for each rank's heads."""
+    """Return True if outputs are equal on all ranks. Outputs after the first may have entries for each rank's heads."""
     for index, (value, *others) in enumerate(zip(whole, *of_ranks, strict=True)):
         if not isinstance(value, Tensor):
             continue
@@ -427,7 +437,7 @@ def _gives_same(of_ranks: Sequence[list[Any]], whole: list[Any], heads: int) -> 
 
 
 def _joined(run: _Run, names: Sequence[str]) -> Tensor:
-    """Gradients in one tensor: those that are zero but for rounding are compared beside others."""
+    """Return gradients in one tensor, so that gradients that are zero except for rounding are compared with others."""
     return torch.cat([run.gradients[name].flatten() for name in names])
 
 

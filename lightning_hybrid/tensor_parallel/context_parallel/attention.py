@@ -1,23 +1,23 @@
-"""Attention between the shares of a sequence: what `F.scaled_dot_product_attention` is inside of a layer.
+"""Attention between sequence shards, which replaces `F.scaled_dot_product_attention` inside layers.
 
 ::
 
-    ulysses      heads for positions and back, by all-to-all        each rank: all positions, some heads
+    ulysses      all-to-all from positions to heads, and back       each rank: all positions, some heads
                  Jacobs et al., "DeepSpeed Ulysses", 2023, https://arxiv.org/abs/2309.14509
-    all_gather   keys and values gathered                           each rank: its queries, all heads
+    all_gather   all-gather of keys and values                      each rank: its queries, all heads
                  Llama Team, "The Llama 3 Herd of Models", 2024, https://arxiv.org/abs/2407.21783, section 3.3.2
-    ring         blocks of keys and values pass from rank to rank   each rank: its queries, all heads
+    ring         keys and values are sent from rank to rank         each rank: its queries, all heads
                  Liu et al., "Ring Attention with Blockwise Transformers", 2023, https://arxiv.org/abs/2310.01889
 
-Attention that a layer writes with matrix products, as models with attention sinks do, gathers keys and values under
-every kind; each rank computes the scores of its own queries::
+If a layer computes attention with matrix products, as models with attention sinks do, keys and values are gathered for
+every kind. Each rank computes the scores of its own queries::
 
     queries @ keys^T       keys gathered           (own positions, all positions)
     + mask                 its own rows
     softmax                unchanged
     weights @ values       values gathered
 
-What a mask or `is_causal` says is meant for the whole sequence.
+A mask or `is_causal` always refers to the full sequence.
 """
 
 from __future__ import annotations
@@ -48,24 +48,24 @@ from lightning_hybrid.tensor_parallel.context_parallel.draws import Draws
 from lightning_hybrid.tensor_parallel.context_parallel.mappings import gather_keys, to_heads, to_sequence
 from lightning_hybrid.tensor_parallel.sharding import Shares, all_gather_shares
 
-#: How attention communicates.
+#: The methods by which attention communicates.
 KINDS = ("ulysses", "ring", "all_gather")
 
 
 def is_balanced(kind: str) -> bool:
-    """Whether shares are in an order in which a causal mask leaves each rank as much to do."""
+    """Return True if each rank has two pieces of the sequence, so that a causal mask gives all ranks the same work."""
     return kind != "ulysses"
 
 
 def whole_keys(mask: Tensor) -> Tensor:
-    """A mask of keys; inside of a layer that has a share of the sequence that of all keys."""
+    """Return a mask of keys. Inside a layer that computes on shards, `Region` returns the mask of all keys instead."""
     if has_torch_function_unary(mask):
         return handle_torch_function(whole_keys, (mask,), mask)
     return mask
 
 
 class _Options(NamedTuple):
-    """Of a call of `F.scaled_dot_product_attention`, what goes on unchanged."""
+    """The arguments of `F.scaled_dot_product_attention` that are passed on unchanged."""
 
     dropout_p: float
     scale: float | None
@@ -81,11 +81,11 @@ class _Options(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """Of calls in a layer.
+    """The numbers of calls in a layer.
 
     Attributes:
-        attentions: Of attention.
-        draws: Of functions that draw numbers of this rank.
+        attentions: The calls of attention.
+        draws: The calls of functions that draw this rank's own random numbers.
     """
 
     attentions: int = 0
@@ -93,20 +93,21 @@ class Counts(NamedTuple):
 
 
 class Region(TorchFunctionMode):
-    """While a layer runs on its share of a sequence: attention is that of the whole sequence.
+    """A mode in which a layer computes on its sequence shard, and attention covers the full sequence.
 
     Args:
-        name: Of the layer, for messages.
-        shares: How the sequence is divided.
-        kind: How attention communicates, one of :data:`KINDS`.
-        draws: What random numbers are.
-        hooks: Makes a context for the forward of the layer, which replaces the calls of hooks inside it.
+        name: The name of the layer, for messages.
+        shares: The positions of each rank.
+        kind: The method by which attention communicates, one of :data:`KINDS`.
+        draws: The random numbers of the layer.
+        hooks: Returns a context for the forward of the layer, which replaces the calls of hooks inside it.
 
     Attributes:
-        shares: As given.
-        draws: As given.
-        is_active: Whether it is entered.
-        counts: What the layer has called.
+        name: The name of the layer.
+        shares: The positions of each rank.
+        draws: The random numbers of the layer.
+        is_active: True if the mode is entered.
+        counts: The numbers of calls of the layer so far.
     """
 
     def __init__(
@@ -122,7 +123,7 @@ class Region(TorchFunctionMode):
         self.draws, self._hooks = draws, hooks
         self._attend = {"ulysses": self._ulysses, "all_gather": self._all_gather, "ring": self._ring}[kind]
         self.counts = Counts()
-        self._num_keys: dict[int, int] = {}  # of each attention; the same where the layer runs again
+        self._num_keys: dict[int, int] = {}  # keys of each attention; recomputation must not change them
         self._functions: dict[Any, Callable[..., Any]] = {
             F.scaled_dot_product_attention: self._attention,
             F.multi_head_attention_forward: self._multi_head,
@@ -135,21 +136,21 @@ class Region(TorchFunctionMode):
         }
 
     def __enter__(self) -> Any:
-        """Attention communicates from here on."""
+        """Replace attention from here on."""
         self.is_active = True
         return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *exception: Any) -> None:
-        """It does so no more."""
+        """Stop replacing attention."""
         self.is_active = False
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
 
     @contextmanager
     def entered(self, counts: Counts | None = None) -> Iterator[None]:
-        """Inside, attention communicates, whether it has done so before or not.
+        """Replace attention inside the context. The region may be active already.
 
         Args:
-            counts: What the layer has called before, where a part of it runs again.
+            counts: The calls of the layer before the context, if a part of the layer is recomputed; else ``None``.
         """
         self.counts = self.counts if counts is None else counts
         if self.is_active:
@@ -159,29 +160,29 @@ class Region(TorchFunctionMode):
             yield
 
     def paused(self) -> AbstractContextManager[None]:
-        """Run code on whole sequences while entered, as code around the layer does."""
+        """Run code inside the context on full sequences, like code around the layer."""
         return replaced_attributes(self, _is_paused=True)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """A call of the layer."""
+        """Replace a call of the layer."""
         if self._is_paused:
             return func(*args, **(kwargs or {}))
         replacement = self._functions.get(func) or self.draws.find(func, self._next_draw) or func
         return replacement(*args, **kwargs) if kwargs else replacement(*args)
 
     def _next_draw(self) -> int:
-        """The place in the layer at which numbers of this rank are drawn."""
+        """Return the place in the layer of the next call that draws this rank's own random numbers."""
         self.counts = Counts(self.counts.attentions, self.counts.draws + 1)
         return self.counts.draws
 
     def refuse(self, what: str) -> WrongUseError:
-        """The error for what cannot be right on shares of a sequence."""
+        """Return the error about code that is not supported on sequence shards."""
         return WrongUseError(
             f"context_parallel_size={self.shares.group.size} shards the sequence in {self.name!r}. {what}"
         )
 
     def _multi_head(self, *args: Any, **kwargs: Any) -> Any:
-        """What `nn.MultiheadAttention` calls: its masks are those of the whole sequence, which it would compare."""
+        """Replace the attention of `nn.MultiheadAttention`, which would reject masks of the full sequence."""
         given = MULTI_HEAD.bind(*args, **kwargs).arguments
         if given.get("need_weights", True):
             raise self.refuse(
@@ -226,7 +227,7 @@ class Region(TorchFunctionMode):
                 " dimensions: batch, heads, positions, features. [LH612]"
             )
         with self.draws.own(self._next_draw()) if drops else nullcontext():
-            if query.shape[2] != own:  # not along the sequence: what it does to it is found by the trial
+            if query.shape[2] != own:  # the trial of the layer tests attention that is not along the sequence
                 return options.run(query, key, value, attn_mask, is_causal=is_causal)
             if key.shape[2] != own:
                 return self._to_memory(query, key, value, attn_mask, is_causal, options)
@@ -235,7 +236,7 @@ class Region(TorchFunctionMode):
             return self._attend(query, key, value, None if is_causal else attn_mask, is_causal, options)
 
     def _compare_keys(self, number: int) -> None:
-        """Keys of a share are known by their number, which must not grow where the layer runs again."""
+        """Count an attention, and raise an error if its number of keys has changed in a recomputation."""
         self.counts = Counts(self.counts.attentions + 1, self.counts.draws)
         before = self._num_keys.setdefault(self.counts.attentions, number)
         if before != number:
@@ -248,7 +249,7 @@ class Region(TorchFunctionMode):
     def _to_memory(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, options: _Options
     ) -> Tensor:
-        """Queries of this share, keys of something else that every rank has whole."""
+        """Compute attention from the queries of this shard to keys of another sequence, which every rank has."""
         if is_causal:
             raise self.refuse(
                 f"The causal attention of this layer has {query.shape[2]} queries but {key.shape[2]} keys, so the"
@@ -284,11 +285,11 @@ class Region(TorchFunctionMode):
         query, key, value = cast_by_autocast(query, key, value)
         pieces = shares.pieces[shares.group.rank]
         is_fused = find_kernel(query, value, None, options.dropout_p) is not Products
-        if query.device.type == "cpu" and is_fused:  # there torch would make a mask
+        if query.device.type == "cpu" and is_fused:  # on the CPU, torch would create a mask
             return causal_attention(query, key, value, pieces, options.scale_of(query))
         results = []
         for part, (start, length) in zip(torch.split(query, [length for _, length in pieces], 2), pieces, strict=True):
-            end = start + length  # later keys are of no use
+            end = start + length  # the queries do not see later keys
             results.append(options.run(part, key[:, :, :end], value[:, :, :end], causal_lower_right(length, end)))
         return torch.cat(results, 2)
 
@@ -299,16 +300,16 @@ class Region(TorchFunctionMode):
         ring = Ring(self.shares, is_causal, options.scale_of(query), options.dropout_p, seed)
         return ring_attention(query, key, value, mask, ring)
 
-    # -- written with products -----------------------------------------------------------------------------------------
+    # -- written as matrix products ------------------------------------------------------------------------------------
 
     def _product(self, input: Tensor, other: Tensor, **options: Any) -> Tensor:
-        """Multiply queries with the keys, or attention weights with the values, of the whole sequence."""
+        """Multiply queries by the keys, or attention weights by the values, of the full sequence."""
         own, total = self.shares.length, self.shares.total
         if input.ndim == other.ndim == 4 and input.shape[2] == own < total:
             if (input.shape[3], other.shape[2]) == (
                 total,
                 own,
-            ):  # weights, and values of one share
+            ):  # attention weights, and values of one shard
                 other = gather_keys(other, 2, self.shares)
             elif other.shape[3] == own:
                 self._compare_keys(own)
@@ -316,7 +317,7 @@ class Region(TorchFunctionMode):
         return torch.matmul(input, other, **options)
 
     def _with_mask(self, func: Any, input: Any, other: Any, *args: Any, **kwargs: Any) -> Any:
-        """Apply the rows of a mask that belong to the queries of this share."""
+        """Use the rows of a mask that belong to the queries of this shard."""
         if isinstance(input, Tensor) and isinstance(other, Tensor) and input.ndim == 4 and other.ndim > 1:
             own, total = self.shares.length, self.shares.total
             if input.shape[2:] == (own, total) and other.shape[-2:] == (total, total):
@@ -326,11 +327,15 @@ class Region(TorchFunctionMode):
     # -- masks ---------------------------------------------------------------------------------------------------------
 
     def _joined(self, given: Mapping[str, Any], query: Tensor) -> tuple[Tensor | None, bool]:
-        """Both masks of a `nn.MultiheadAttention` as one for the whole sequence, or that it is causal."""
+        """Combine both masks of `nn.MultiheadAttention` into one mask for the full sequence.
+
+        Returns:
+            The mask, and whether attention is causal. A causal attention has no mask.
+        """
         mask, padding, is_causal = (given.get(name) for name in ("attn_mask", "key_padding_mask", "is_causal"))
         if is_causal and padding is None:
             return None, True
-        if is_causal:  # the mask may be one of a share, made inside of the layer
+        if is_causal:  # the mask may cover only a shard, if the layer created it
             total = self.shares.total
             mask = torch.ones(total, total, dtype=torch.bool, device=query.device).triu(1)
         if mask is not None:
@@ -343,13 +348,13 @@ class Region(TorchFunctionMode):
         return padding if mask is None else mask + padding, False
 
     def _whole_keys(self, mask: Tensor) -> Tensor:
-        if mask.shape[-1] != self.shares.length:  # it is one already, or of a memory
+        if mask.shape[-1] != self.shares.length:  # it covers all keys already, or the keys of another sequence
             return mask
         gather = gather_keys if mask.requires_grad else all_gather_shares
         return gather(mask, mask.ndim - 1, self.shares)
 
     def _whole_mask(self, mask: Tensor) -> Tensor:
-        """A mask of the whole sequence, checked; one of a share's keys is gathered."""
+        """Return a mask of the full sequence, or raise an error. A mask of a shard's keys is gathered."""
         rows, total = mask.shape[-2] if mask.ndim > 1 else 1, self.shares.total
         if rows == 1 and mask.shape[-1] == self.shares.length:
             mask = self._whole_keys(mask)
@@ -366,7 +371,7 @@ class Region(TorchFunctionMode):
 
 
 def _projected(given: Mapping[str, Any]) -> Sequence[Tensor]:
-    """Queries, keys and values of a `nn.MultiheadAttention`."""
+    """Return the queries, keys and values of `nn.MultiheadAttention`."""
     inputs, bias = (given["query"], given["key"], given["value"]), given["in_proj_bias"]
     if given.get("use_separate_proj_weight"):
         weights = [given[f"{name}_proj_weight"] for name in "qkv"]
@@ -379,17 +384,17 @@ def _projected(given: Mapping[str, Any]) -> Sequence[Tensor]:
 
 
 def _heads_of(x: Tensor, num_heads: int) -> Tensor:
-    """From (length, batch, features) to (batch, heads, length, features of a head)."""
+    """Convert (length, batch, features) to (batch, heads, length, features of a head)."""
     return x.view(*x.shape[:2], num_heads, -1).permute(1, 2, 0, 3)
 
 
 def _with_heads(x: Tensor, size: int) -> Tensor:
-    """Grouped heads, repeated as often as the ranks need."""
+    """Repeat grouped heads so that their number is divisible by the number of ranks."""
     return x.repeat_interleave(size // gcd(x.shape[1], size), 1) if x.shape[1] % size else x
 
 
 def additive_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """A mask to be added to scores; of a boolean one, ``True`` forbids. One of numbers keeps its dtype."""
+    """Return a mask that is added to scores. A boolean mask is ``True`` for hidden keys. Others keep their dtype."""
     if mask.dtype != torch.bool:
         return mask
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, float("-inf"))

@@ -1,11 +1,11 @@
-"""Layers that work on their share of a sequence, while the code around them sees all of it.
+"""Context parallelism for the layers of a module. The code around the layers sees full sequences.
 
 ::
 
-    the user's step    embedding, labels, masks          loss, metrics     whole sequences, the same on every rank
+    the user's step    embedding, labels, masks          loss, metrics     full sequences, equal on every rank
                            |                                ^
-    layers              [ share ] --> [ share ]             |              attention communicates
-    around them                          `--> norm, head, cross entropy    shares, as long as each position is by itself
+    layers              [ shard ] --> [ shard ]             |              attention communicates
+    around them                          `--> norm, head, cross entropy    shards, as long as positions are separate
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ from lightning_hybrid.tensor_parallel.sharded_activation import plain
 
 
 class ContextParallel:
-    """While this is entered, layers get their share of a sequence.
+    """The context in which layers compute on sequence shards.
 
     ::
 
-        layer(x)      divided --> runs again in backward, perhaps --> attention communicates, numbers of the layer
-                      outside     somebody else's                     inside
+        layer(x)      shard inputs --> recomputation, if any --> attention communicates, own random numbers
+                      outside          `between`                 inside
 
-    Whatever `torch.utils.checkpoint` runs again, around layers or in them, does so in the place where it ran before: in
-    the same layer, after as many calls.
+    If `torch.utils.checkpoint` recomputes code around or inside layers, the code runs in its original place: in the
+    same layer, after the same number of calls.
 
     Args:
-        module: What holds the layers.
-        layers: Those that get a share, by name.
-        group: The ranks that share each sequence.
-        kind: How attention communicates.
-        device: Where this rank computes.
+        module: The module that contains the layers.
+        layers: The layers that compute on shards, by name.
+        group: The context-parallel ranks.
+        kind: The method by which attention communicates.
+        device: The device of this rank.
     """
 
     def __init__(
@@ -70,24 +70,25 @@ class ContextParallel:
         self._dims = {layer: sequence_dim_of(layer) for layer in self._layers}
         self._encoders = [part for part in module.modules() if isinstance(part, nn.TransformerEncoder)]
         self._numbers = {layer: number for number, layer in enumerate(self._layers)}
-        self._calls: Counter[int] = Counter()  # of each layer, since the forward has begun
-        self._tried: dict[Any, Places] = {}  # where hooks meet the sequence, by layer, whether it trains, and hooks
+        self._calls: Counter[int] = Counter()  # calls of each layer in this forward
+        self._tried: dict[Any, Places] = {}  # sequence dimensions of hook arguments, by layer, training mode and hooks
         self._leaks = Leaks()
-        self._region: Region | None = None  # of the layer that runs
+        self._region: Region | None = None  # the region of the layer that runs
         self._is_paused = False
 
     @contextmanager
     def around(self, between: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
-        """Enter it around forwards.
+        """Shard sequences in forwards inside the context.
 
         Args:
-            between: What is entered around the layers' own code, and runs again in backward with it.
+            between: Returns a context that is entered around the code of the layers, and that recomputes this code in
+                backward.
         """
         nested = [encoder.use_nested_tensor for encoder in self._encoders]
         self._calls.clear()
         try:
             for encoder in self._encoders:
-                encoder.use_nested_tensor = False  # a nested tensor has no sequences of one length
+                encoder.use_nested_tensor = False  # nested tensors have sequences of different lengths
             inside, outside = (replaced_forwards(self._layers, wrap) for wrap in (self._inside, self._outside))
             with again_in(self._here), inside, between(), outside:
                 yield
@@ -96,14 +97,14 @@ class ContextParallel:
                 encoder.use_nested_tensor = before
 
     def leave(self, value: Any, *, to_stage: bool) -> Any:
-        """What leaves the layers and the code around them, or goes to the layers of the next stage.
+        """Return a value that leaves the layers and the code around them, or that is sent to the next stage.
 
         Args:
             value: A tree.
-            to_stage: Whether it goes there: then each rank sends its share.
+            to_stage: True if the value is sent to the next stage. Each rank then sends its sequence shard.
 
         Raises:
-            WrongUseError: If it depends on what a layer keeps beside its result.
+            WrongUseError: If the loss depends on a tensor that left a layer in another way than as its result.
         """
         value = to_shares(value) if to_stage else map_leaves(plain, value)
         loss = value["loss"] if isinstance(value, Mapping) and "loss" in value and not to_stage else value
@@ -118,17 +119,17 @@ class ContextParallel:
         return value
 
     def enter(self, value: Any) -> Any:
-        """What has come from the stage before."""
+        """Return a value that this stage received from the previous stage."""
         return from_shares(value, self._group, balanced=self._is_balanced)
 
     def paused(self) -> AbstractContextManager[None]:
-        """Give layers whole sequences while entered: where a step is followed without values."""
+        """Pass full sequences to layers inside the context, while a step is traced without values."""
         return replaced_attributes(self, _is_paused=True)
 
     def _outside(self, layer: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
         name = self._layers[layer]
 
-        @uncompiled  # where the layer is compiled, collectives and modes would be too
+        @uncompiled  # in a compiled layer, collectives and modes would be compiled too
         def divided(*args: Any, **kwargs: Any) -> Any:
             if self._is_paused or self._region is not None:
                 return forward(*args, **kwargs)
@@ -150,7 +151,7 @@ class ContextParallel:
     def _inside(self, layer: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
         def inside(*args: Any, **kwargs: Any) -> Any:
             region = self._region
-            if region is None or self._layers[layer] != region.name:  # or it is a part of one that is divided
+            if region is None or self._layers[layer] != region.name:  # or part of a sharded layer
                 return forward(*args, **kwargs)
             with region.draws.common(), region.entered():
                 return forward(*args, **kwargs)
@@ -158,7 +159,7 @@ class ContextParallel:
         return inside
 
     def _here(self) -> Callable[[], AbstractContextManager[None]]:
-        """Where the step is; enters it again."""
+        """Return a function that enters the present place in the step again."""
         region = self._region
         return partial(self._at, region, Counts() if region is None else region.counts, self._calls.copy())
 
@@ -179,13 +180,16 @@ class ContextParallel:
         return Draws(of_call, self._group.rank, division.batch_size, self._device)
 
     def _try(self, layer: nn.Module, forward: Callable[..., Any], division: Division, taps: Taps) -> Places:
-        """Before the first call of a layer, in training or not, find out whether shares are right, and what hooks get.
+        """Test a layer before its first call, in training or not, and find the sequence dimensions of hook arguments.
 
         Args:
             layer: The layer.
-            forward: Its `forward`.
+            forward: The `forward` of the layer.
             division: The call.
-            taps: The hooks inside it that are called with whole sequences.
+            taps: The hooks inside the layer that are called with full sequences.
+
+        Returns:
+            The sequence dimensions of the arguments of hooks.
         """
         name = self._layers[layer]
         places = Trial(name, layer, forward, self._kind, self._group, self._device, taps)(division)
@@ -202,17 +206,17 @@ def check_context_parallel(
     recompute: object,
     tensor_parallel_mode: str,
 ) -> None:
-    """Check what goes with shares of sequences.
+    """Raise an error if an argument cannot be combined with context parallelism.
 
     Args:
-        size: The number of ranks that share each sequence.
-        kind: How attention communicates.
-        sequence_parallel: Whether tensor-parallel ranks divide it too.
-        recompute: What runs again in backward.
-        tensor_parallel_mode: How tensor-parallel ranks are arranged.
+        size: The number of context-parallel ranks.
+        kind: The method by which attention communicates.
+        sequence_parallel: True if tensor-parallel ranks shard the sequence too.
+        recompute: The activation checkpointing, as in `HybridStrategy`.
+        tensor_parallel_mode: The arrangement of the tensor-parallel ranks.
 
     Raises:
-        ValueError: If something does not.
+        ValueError: If an argument is not supported.
     """
     if size > 1 and tensor_parallel_mode != "1d":
         raise ValueError(

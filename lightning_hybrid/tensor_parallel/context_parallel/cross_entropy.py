@@ -1,11 +1,11 @@
-r"""Losses over classes, of sequences in shares.
+r"""Losses over classes for sequences that are sharded over ranks.
 
-For positions s with losses l and weights w (that of a position's class, 0 where it is ignored),
+For positions s with losses l and weights w (the weight of the position's class, 0 if the position is ignored),
 
 .. math:: L = \frac{\sum_r \sum_{s \in r} l_s}{\sum_s w_s} :
 
-rank r sums over its own positions, and that sum travels, never the logits. Labels are whole on every rank, so all of
-them know the denominator.
+rank r sums over its own positions, and the ranks send this sum instead of logits. All ranks have the full labels, so
+they all know the denominator.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ def _loss_of_classes(func: Function, args: Any, kwargs: Any) -> Any:
     if not _is_handled(scores, target, options) or reduction not in ("mean", "sum", "none"):
         return NotImplemented
     sharding = scores.sharding
-    # Of a target without the dimension of the classes, which is the second one.
+    # A target of classes lacks the class dimension, which is the second one.
     of_target = sharding if target.ndim == scores.ndim else sharding.at(max(sharding.dim - 1, 0))
     losses = func(scores.local, of_target.own(target), reduction="none", **options)
     of_losses = sharding.at(max(sharding.dim - 1, 0))
     if reduction == "none":
         return scores.wrap(losses, of_losses)
-    # In half precision a sum of many may be too large where their mean is not.
+    # In half precision, the sum of many losses may overflow although their mean does not.
     total = reduce_from_cp(losses.sum(dtype=torch.promote_types(losses.dtype, torch.float32)), sharding.shares.group)
     if reduction == "sum":
         return total.to(losses.dtype)
@@ -46,26 +46,33 @@ def _loss_of_classes(func: Function, args: Any, kwargs: Any) -> Any:
 
 
 def _is_handled(scores: Any, target: Any, options: dict[str, Any]) -> bool:
-    """Whether each rank can take its own positions; where not, torch says of the whole sequence what is wrong."""
+    """Return True if each rank can compute the losses of its own positions.
+
+    If False, torch computes the loss of the full sequence, or raises an error about it.
+    """
     if not in_shares(scores) or scores.ndim < 2 or scores.sharding.dim == 1:
         return False
     is_plain = isinstance(target, Tensor) and not isinstance(target, ShardedSequence) and not target.requires_grad
-    if not is_plain or options.keys() & {"size_average", "reduce"}:  # which torch has given up
+    if not is_plain or options.keys() & {"size_average", "reduce"}:  # deprecated in torch
         return False
     classes = scores.shape[1]
     if target.is_floating_point():
         return bool(target.shape == scores.shape)
     if target.shape != scores.shape[:1] + scores.shape[2:]:
         return False
-    if target.device.type != "cpu" or type(target) is not Tensor:  # in a step on shapes targets have no values
+    if target.device.type != "cpu" or type(target) is not Tensor:  # in a step on shapes, targets have no values
         return True
-    # On the host, where it costs no waiting for a device: every rank looks at all of them, and says the same.
+    # Checked only on the CPU, because reading a device's values would wait for it. Each rank checks all targets, so all
+    # ranks agree.
     wrong = ((target < 0) | (target >= classes)) & (target != options.get("ignore_index", -100))
     return not bool(wrong.any())
 
 
 def _denominator(scores: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
-    """What a mean is divided by: the weights of all classes that count; of probabilities, the number of samples."""
+    """Return the denominator of a mean.
+
+    It is the sum of the weights of all targets that count, or the number of samples if targets are probabilities.
+    """
     if target.is_floating_point():
         return torch.tensor(scores.numel() // scores.shape[1], device=scores.device)
     return normalizer_of(target, weight, ignore_index)

@@ -1,4 +1,4 @@
-"""What of a layer's arguments is divided, and along which dimension its results are shares of the sequence."""
+"""The arguments of a layer that are sharded along the sequence, and the sequence dimensions of its results."""
 
 from __future__ import annotations
 
@@ -14,45 +14,46 @@ from lightning_hybrid.tensor_parallel.context_parallel.sharded_sequence import S
 from lightning_hybrid.tensor_parallel.sharded_activation import plain
 from lightning_hybrid.tensor_parallel.sharding import Sharding, Shares
 
-# A share has two positions at least: of a single one models believe that it is the next word.
+# The minimum length of a shard. Models treat a single position as the next token of a generation.
 _LEAST = 2
 
 
 def sequence_dim_of(layer: nn.Module) -> int:
-    """The dimension of a sequence in what a layer is given: the first one for layers of torch that want it so."""
+    """Return the sequence dimension of hidden states: 0 for layers of torch with `batch_first=False`, else 1."""
     of_torch = [part for part in layer.modules() if isinstance(part, nn.MultiheadAttention)]
     return 0 if of_torch and not any(part.batch_first for part in of_torch) else 1
 
 
 class Division:
-    """One call of a layer: which of its arguments go by positions.
+    """One call of a layer, with the arguments that have values for each position.
 
     ::
 
-        (batch, sequence, features)     hidden states, rotary tables     divided
-        (batch, sequence), (sequence)   positions, masks of keys         divided
-        (..., sequence, features)       rotary tables                    divided
-        (..., sequence, sequence)       masks of queries and keys        whole, for the attention
-        (batch, 1, 1, sequence)         masks of keys                    whole, for the attention
-        without the sequence            all others                       whole
+        (batch, sequence, features)     hidden states, rotary tables     sharded
+        (batch, sequence), (sequence)   positions, masks of keys         sharded
+        (..., sequence, features)       rotary tables                    sharded
+        (..., sequence, sequence)       masks of queries and keys        full, for the attention
+        (batch, 1, 1, sequence)         masks of keys                    full, for the attention
+        without the sequence            all others                       full
 
-    The first tensor of three dimensions says how long the sequence is.
+    The first three-dimensional floating-point tensor defines the length of the sequence.
 
     Args:
-        name: Of the layer, for messages.
-        sequence_dim: The dimension of the sequence in tensors of three dimensions.
-        args: Arguments of the call.
-        kwargs: Likewise.
-        group: The ranks.
-        balanced: How the sequence is divided, as in :class:`Shares`.
-        dims: Along which each leaf of the arguments is divided, in their order; by default what shapes tell.
+        name: The name of the layer, for messages.
+        sequence_dim: The dimension of the sequence in tensors with three dimensions.
+        args: The arguments of the call.
+        kwargs: The keyword arguments of the call.
+        group: The context-parallel ranks.
+        balanced: True if each rank has two pieces, as in :class:`Shares`.
+        dims: The dimension along which each leaf of the arguments is sharded, in order; by default it follows from the
+            shapes.
 
     Attributes:
-        shares: How the sequence is divided.
+        shares: The positions of each rank.
         batch_size: The number of sequences.
 
     Raises:
-        WrongUseError: If there is no sequence, or it cannot be divided.
+        WrongUseError: If there is no sequence, or if it cannot be sharded.
     """
 
     def __init__(
@@ -89,12 +90,12 @@ class Division:
         self.shares = Shares(total, group, balanced=balanced)
         found = map(self._find_dim, self._leaves) if dims is None else dims
         self._dims = dict(zip(map(id, self._leaves), found, strict=True))
-        self._given: dict[int, tuple[Any, Any, int]] = {}  # by identity, what the layer gets, and that is the share of
+        self._given: dict[int, tuple[Any, Any, int]] = {}  # shards and full arguments, by the `id()` of the shard
         self._enter: Callable[[Tensor], Tensor] = _unchanged
         self._exit: Callable[[Tensor], object] = _unchanged
 
     def _find_dim(self, tensor: Any) -> int | None:
-        """The dimension along which an argument is divided; ``None`` if it stays whole."""
+        """Return the dimension along which an argument is sharded; ``None`` if it stays full."""
         if not isinstance(tensor, Tensor):
             return None
         total, shape = self.shares.total, tensor.shape
@@ -104,7 +105,7 @@ class Division:
             return None
         if tensor.ndim == 1:
             return 0
-        if shape[-1] == total and (tensor.ndim > 3 or shape[-2] == total):  # masks of queries and keys, or of keys
+        if shape[-1] == total and (tensor.ndim > 3 or shape[-2] == total):  # masks of (queries and) keys
             is_index = not tensor.is_floating_point() and tensor.dtype.is_signed
             return 1 if tensor.ndim == 2 and is_index else None
         if tensor.ndim == 3 and shape[self._dim] == total:
@@ -114,17 +115,17 @@ class Division:
         return next((dim for dim in (tensor.ndim - 2, 1) if shape[dim] == total), None)
 
     def mark(self, enter: Callable[[Tensor], Tensor], leave: Callable[[Tensor], object]) -> None:
-        """Register functions that see the tensors which enter and leave the layer.
+        """Set functions that receive the tensors which enter and leave the layer.
 
         Args:
-            enter: Called with each share that enters the layer; returns its replacement.
-            leave: Called with each whole sequence that code around the layer receives.
+            enter: Called with each shard that enters the layer; returns its replacement.
+            leave: Called with each full sequence that code around the layer receives.
         """
         self._enter, self._exit = enter, leave
 
     def local(self) -> tuple[Any, Any]:
-        """The arguments that the layer gets on this rank."""
-        made: dict[int, Any] = {}  # what comes twice is one tensor again
+        """Return the arguments that the layer receives on this rank."""
+        made: dict[int, Any] = {}  # a tensor that is passed twice stays one tensor
         for leaf in self._leaves:
             if id(leaf) not in made:
                 made[id(leaf)] = self._enter(self._local(leaf)) if isinstance(leaf, Tensor) else leaf
@@ -142,12 +143,15 @@ class Division:
             return copy_to_cp(plain(tensor), self._group)
         if isinstance(tensor, ShardedSequence):
             return tensor.share(dim, self.shares)
-        if tensor.requires_grad or tensor.is_floating_point():  # a layer may write into it
+        if tensor.requires_grad or tensor.is_floating_point():  # copied, because a layer may write into it
             return scatter_to_cp(tensor, dim, self.shares)
         return self.shares.own(tensor, dim)
 
     def _check_whole(self, tensor: Tensor) -> None:
-        """Keys that are whole are known by their number, which must not be that of a share's."""
+        """Raise an error if another full sequence is as long as a shard.
+
+        Attention could not tell the keys of this sequence from the keys of a shard, because it compares their number.
+        """
         if self._is_sequence(tensor) and tensor.shape[self._dim] in self.shares.lengths:
             raise WrongUseError(
                 f"{self._name!r} receives a sequence of {self.shares.total} positions and another sequence of"
@@ -161,10 +165,13 @@ class Division:
         return isinstance(leaf, Tensor) and leaf.ndim == 3 and leaf.is_floating_point()
 
     def length_from(self, length: int) -> int:
-        """The first length, from this one on, that the sequence can be cropped to: shares of it are no other's length.
+        """Return a length to which the sequence can be cropped.
 
         Args:
-            length: At most that of the sequence.
+            length: The minimum; at most the length of the sequence.
+
+        Returns:
+            The first length from the minimum on for which no shard is as long as another sequence.
         """
         others = {
             leaf.shape[self._dim] for leaf in self._leaves if self._is_sequence(leaf) and self._dims[id(leaf)] is None
@@ -175,7 +182,7 @@ class Division:
         return next(apart, total)
 
     def cropped(self, length: int) -> tuple[Any, Any]:
-        """The arguments of a call with the first positions only, without gradients."""
+        """Return the arguments of a call with only the first positions, without gradients."""
         total = self.shares.total
 
         def crop(leaf: Any) -> Any:
@@ -189,31 +196,31 @@ class Division:
                 short = short.narrow(dim, 0, length) if leaf.shape[dim] == total else short
             return short
 
-        made = {id(leaf): crop(leaf) for leaf in self._leaves}  # what comes twice is one tensor again
+        made = {id(leaf): crop(leaf) for leaf in self._leaves}  # a tensor that is passed twice stays one tensor
         args, kwargs = unflatten([made[id(leaf)] for leaf in self._leaves], self._spec)
         return args, kwargs
 
     def of_cropped(self, args: Any, kwargs: Any, *, balanced: bool) -> Division:
-        """A call with the first positions only: divided along the same dimensions, whatever shapes have become.
+        """Return the call with only the first positions, sharded along the same dimensions as this call.
 
         Args:
-            args: Of :meth:`cropped`, or copies.
-            kwargs: Likewise.
-            balanced: As for the whole.
+            args: The arguments that :meth:`cropped` returned, or copies.
+            kwargs: The keyword arguments that :meth:`cropped` returned, or copies.
+            balanced: True if each rank has two pieces.
         """
         dims = [self._dims[id(leaf)] for leaf in self._leaves]
         return Division(self._name, self._dim, args, kwargs, self._group, balanced=balanced, dims=dims)
 
     def joined(self, result: Any) -> Any:
-        """What the layer returns, to the code around it."""
+        """Return the result of the layer for the code around it."""
         return self._map_results(result, lambda tensor, dim: self._wrapped(tensor, Sharding(dim, self.shares)))
 
     def whole(self, tensor: Tensor, sharding: Sharding | None) -> Tensor:
-        """Return the whole tensor that code around the layer sees for a tensor inside the layer.
+        """Return the full tensor that code around the layer sees for a tensor inside the layer.
 
         Args:
             tensor: The tensor inside the layer.
-            sharding: How the sequence is divided in it; ``None`` if it does not hold a share of the sequence.
+            sharding: The sharding of the sequence in the tensor; ``None`` if the tensor is not a sequence shard.
         """
         mine, whole = self._argument(tensor)
         if isinstance(mine, Tensor):
@@ -226,12 +233,12 @@ class Division:
         return made
 
     def _argument(self, leaf: Any) -> tuple[Any, Any]:
-        """Return an argument of the layer and the whole tensor it is a share of; ``None``s if it was written since."""
+        """Return an argument of the layer and its full tensor, or two ``None`` if there is none or it was written."""
         mine, whole, version = self._given.get(id(leaf), (None, None, 0))
         return (mine, whole) if mine is leaf and version == version_of(leaf) else (None, None)
 
     def result_dims(self, result: Any) -> list[tuple[Tensor, int]]:
-        """The tensors that a layer has made, with the dimension of the sequence."""
+        """Return the tensors that a layer returned, each with its sequence dimension."""
         found: list[tuple[Tensor, int]] = []
         self._map_results(result, lambda tensor, dim: found.append((tensor, dim)))
         return found
@@ -270,5 +277,5 @@ def _unchanged(tensor: Tensor) -> Tensor:
 
 
 def version_of(leaf: Any) -> int:
-    """Counts what is written into a tensor, where torch does."""
+    """Return the number of writes into a tensor that torch has counted; 0 for other values."""
     return leaf._version if isinstance(leaf, Tensor) and not leaf.is_inference() else 0

@@ -1,13 +1,13 @@
-"""Which random numbers a layer draws on its share of a sequence.
+"""The random numbers that a layer draws on its sequence shard.
 
 ::
 
-    one number, or one for each sample (drop path)     from a stream of the layer: the same on every rank
-    all others (dropout)                               a stream for each call, by the layer's number and the rank
+    one number, or one for each sample (drop path)     from a stream of the layer: equal on every rank
+    all other numbers (dropout)                        a stream for each call, by the layer's number and the rank
 
-Numbers of the second kind take nothing from the stream of the layer, as ranks may need different ones: an expert may
-have got no token. Each call has a place in the layer, which it has again where it is recomputed. The stream of the code
-around the layer stays where it is, on all ranks.
+Numbers of the second kind are not drawn from the stream of the layer, because ranks may need different numbers of them:
+an expert may have received no token. Each call has a place in the layer, and has the same place when it is recomputed.
+The stream of the code around the layer does not advance.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from lightning_hybrid.distributed.random import derive_seed, with_seed
 
 
 def _drops(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False, *, train: bool = True) -> bool:
-    """Whether a dropout draws at all."""
+    """Return True if a dropout with these arguments draws random numbers."""
     return training and train and p > 0.0
 
 
 class Draws:
-    """What the functions of torch that draw draw in a layer that has a share of a sequence.
+    """The replacement of torch's random functions in a layer that computes on a sequence shard.
 
     Args:
-        number: Of this call of the layer, the same on all ranks, and no other call's.
+        number: The seed of this call of the layer: equal on all ranks, different for each call.
         rank: This rank.
         batch_size: The number of sequences.
-        device: Where this rank computes.
+        device: The device of this rank.
     """
 
     def __init__(self, number: int, rank: int, batch_size: int, device: torch.device) -> None:
@@ -42,11 +42,11 @@ class Draws:
         self._batch_size = batch_size
 
     def find(self, func: Any, place: Callable[[], int]) -> Callable[..., Any] | None:
-        """What takes the place of a function; ``None`` if it draws nothing.
+        """Return the replacement of a function; ``None`` if the function draws nothing.
 
         Args:
             func: The function.
-            place: Gives the next place of a call.
+            place: Returns the next place of a call in the layer.
         """
         shape_of = DROPOUTS.get(func) or DRAWS.get(func)
         if shape_of is None:
@@ -61,13 +61,13 @@ class Draws:
         return draw
 
     def common(self) -> AbstractContextManager[None]:
-        """Inside, numbers are those of the layer, from the first one on; outside, the same ones as before."""
+        """Draw from a new stream of the layer inside the context, and restore the previous stream afterwards."""
         return with_seed(derive_seed(self._number), self._device)
 
     def own(self, place: int) -> AbstractContextManager[None]:
-        """Inside, numbers are those of this rank, and of a place."""
+        """Draw this rank's own numbers for a place inside the context, and restore the previous stream afterwards."""
         return with_seed(derive_seed(self._number, self._rank, place), self._device)
 
     def _is_common(self, shape: Sequence[int]) -> bool:
-        """Whether this is one number, or one for each sample, and none of positions."""
+        """Return True if a shape is one number, or one number for each sample."""
         return [size for size in shape if size != 1] in ([], [self._batch_size])

@@ -1,4 +1,4 @@
-"""Calls the user's forward hooks inside a layer with whole sequences, where the layer computes a share."""
+"""Calls of the user's forward hooks inside a layer with full sequences, although the layer computes on a shard."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from lightning_hybrid.tensor_parallel.sharding import Sharding, Shares
 
 
 class Along(NamedTuple):
-    """The dimension of a tensor inside a layer along which the sequence lies.
+    """The sequence dimension of a tensor inside a layer.
 
     Attributes:
         dim: The dimension; ``None`` if the tensor has no sequence and is equal on every rank.
-        is_outer: If the dimension is longer than the sequence: whether it holds several sequences one after the other
-            (True) or several entries of each position (False).
+        is_outer: If the dimension is longer than the sequence: True if it holds one sequence after the other, False if
+            it holds several entries of each position.
     """
 
     dim: int | None
     is_outer: bool = True
 
     def layout(self, tensor: Tensor, length: int, shares: Shares) -> Sharding | None:
-        """Return how a tensor is divided; ``None`` if it is not.
+        """Return the sharding of a tensor; ``None`` if it is not sharded.
 
         Args:
-            tensor: A share, or the whole.
-            length: The length of the sequence in it.
-            shares: How the sequence is divided.
+            tensor: A shard, or the full tensor.
+            length: The length of the sequence in the tensor.
+            shares: The positions of each rank.
         """
         if self.dim is None or self.dim >= tensor.ndim or tensor.shape[self.dim] % length:
             return None
@@ -52,7 +52,7 @@ class Place(NamedTuple):
     Attributes:
         tap: The hook.
         num_leaves: The number of values in the arguments.
-        position: The index among these values.
+        position: The index of the tensor among these values.
     """
 
     tap: Tap
@@ -60,23 +60,23 @@ class Place(NamedTuple):
     position: int
 
 
-#: The sequence dimension of hooks' arguments; tensors without an entry, such as the tokens of an expert, have none.
+#: The sequence dimensions of hook arguments. Tensors without an entry, such as the tokens of an expert, have none.
 Places = dict[Place, Along]
 
 
 def common_places(found: Sequence[Places]) -> Places:
-    """Return the entries that all of several findings share."""
+    """Return the entries that are equal in all of several findings."""
     return {place: along for place, along in found[0].items() if all(each.get(place) == along for each in found)}
 
 
 class WholeHooks:
-    """Calls hooks inside a layer with whole sequences, in one call of the layer.
+    """Calls of hooks inside a layer with full sequences, in one call of the layer.
 
     ::
 
-        part of the layer --> share --> whole sequence --> hook: keeps it, or returns another output --> share
+        part of the layer --> shard --> full sequence --> hook: stores it, or returns another output --> shard
 
-    Shares are gathered only when a hook reads the whole sequence. Tensors without a sequence are passed unchanged.
+    Shards are gathered only if a hook reads the full sequence. Tensors without a sequence are passed unchanged.
 
     Args:
         taps: The hooks.
@@ -89,10 +89,10 @@ class WholeHooks:
 
     @contextmanager
     def __call__(self, region: Region) -> Iterator[None]:
-        """Call the hooks with whole sequences while entered.
+        """Call the hooks with full sequences inside the context.
 
         Args:
-            region: The region in which the layer runs; hooks run outside it.
+            region: The region in which the layer runs. Hooks run outside the region.
         """
         with self._taps.calling(partial(self._call, region)):
             yield
@@ -110,12 +110,12 @@ class WholeHooks:
         *others, output = unflatten(wholes, spec)
         with region.paused():
             result = hook(module, *others, output)
-        first = len(leaves) - len(flatten(given[-1])[0])  # of the output
+        first = len(leaves) - len(flatten(given[-1])[0])  # the index of the output's first value
         written = [
             leaf is not whole and _is_written(whole, version)
             for leaf, whole, version in zip(leaves, wholes, versions, strict=True)
         ]
-        if any(written[:first]) and not torch.is_inference_mode_enabled():  # there a read looks like a write
+        if any(written[:first]) and not torch.is_inference_mode_enabled():  # there, a read looks like a write
             raise region.refuse(
                 f"A forward hook changes an argument of {tap.module!r} in place. Return a new output from the hook"
                 " instead. [LH617]"
@@ -132,7 +132,7 @@ class WholeHooks:
         return unflatten(shares, spec)
 
     def _share(self, value: Any, along: Along | None, region: Region, tap: Tap) -> Any:
-        """Return this rank's share of an output that a hook has replaced."""
+        """Return this rank's shard of an output that a hook has replaced."""
         if not isinstance(value, Tensor):
             return value
         shares = region.shares
@@ -151,7 +151,7 @@ class WholeHooks:
 
 
 def _is_written(whole: Any, version: int) -> bool:
-    """Return whether a hook may have written a tensor; in inference mode, whether it has read a sharded sequence."""
+    """Return True if a hook may have written a tensor. In inference mode, a sequence that was read counts too."""
     if isinstance(whole, ShardedSequence) and whole.is_inference():
         return whole.is_written()
     return version_of(whole) != version

@@ -1,4 +1,4 @@
-"""Losses that leave a layer beside its results, and so are of one share of the sequence."""
+"""The detection of losses that depend on values of a single sequence shard."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from lightning_hybrid.distributed.pytree import flatten
 
 
 class Leaks:
-    """Finds, in autograd's graph, ways out of layers that do not go through their results.
+    """A search in the autograd graph for paths out of layers that do not go through their results.
 
     ::
 
-        x --> entry --> layer --> exit --> ... --> loss        a way from the loss to an entry, by no exit:
-                          `------> self.balance --'            what went this way is of one share
+        x --> entry --> layer --> exit --> ... --> loss        a path from the loss to an entry without an exit:
+                          `------> self.balance --'            the tensor on this path covers one shard
 
-    Examples are a balancing loss that a layer keeps as an attribute, and sums over positions that a hook collects: they
-    cover the positions of one share only. Nodes are marked in one call of each layer: an entry by a product with one,
-    an exit by the node that joins the shares.
+    Examples are a balancing loss that a layer stores in an attribute, and sums over positions that a hook collects.
+    They cover only the positions of one shard. Nodes are marked in one call of each layer. An entry is marked by a
+    product with 1, and an exit by the node that joins the shards.
     """
 
     def __init__(self) -> None:
@@ -28,20 +28,27 @@ class Leaks:
         self._exits: set[Node] = set()
 
     def enter(self, name: str, x: Tensor) -> Tensor:
-        """What a layer is given."""
+        """Mark a tensor that enters a layer, and return its replacement."""
         x = _marked(x)
         if x.grad_fn is not None:
             self._entries[x.grad_fn] = name
         return x
 
     def leave(self, x: Tensor) -> None:
-        """Mark a whole sequence that code around a layer, or a hook inside it, receives."""
+        """Mark a full sequence that code around a layer, or a hook inside it, receives."""
         if x.grad_fn is not None and self._entries:  # without entries, the layer is being recomputed in backward
             self._exits.add(x.grad_fn)
 
     def find(self, value: Any) -> str | None:
-        """The layer out of which a tensor of a tree came another way, if there is one; marks are gone afterwards."""
-        if not self._entries:  # as in all steps but the first ones
+        """Find a layer on which a tensor depends in another way than by the layer's results, and remove all marks.
+
+        Args:
+            value: A tree with the tensors.
+
+        Returns:
+            The name of the layer; ``None`` if there is none.
+        """
+        if not self._entries:  # in all steps except the first ones
             return None
         ahead = [leaf.grad_fn for leaf in flatten(value)[0] if isinstance(leaf, Tensor)]
         seen = set(self._exits)
@@ -61,5 +68,5 @@ class Leaks:
 
 
 def _marked(x: Tensor) -> Tensor:
-    """The same numbers, as the result of an operation of its own; no view, as what is written into one moves nodes."""
+    """Return the values as the result of a new operation. A view would get another node when it is written."""
     return x * 1 if x.requires_grad and x.is_floating_point() else x

@@ -1,22 +1,22 @@
-"""Collectives over the ranks that share a sequence, which autograd knows.
+"""Collectives over the context-parallel ranks, with their gradients.
 
-Around the layers every rank has whole sequences, and the gradient of the whole loss for them; in the layers a rank has
-its share. Gradients of parameters are averaged over these ranks, as they are over replicas: so it does not matter
-whether a parameter is used in the layers, around them or in both. What flows backward in the layers is for that reason
-`size` times the gradient of the share::
+Around the layers, every rank has full sequences, and the gradient of the full loss with respect to them. Inside the
+layers, each rank has its sequence shard. Gradients of parameters are averaged over these ranks, as over replicas, so it
+does not matter whether a parameter is used in the layers, around them or in both. Therefore, gradients inside the
+layers are `size` times the gradients of the shard::
 
                        forward                     backward
-    scatter_to_cp      slice                       all-gather, / size      whole sequence -> share
-    shard              all-gather, when read       slice, * size           share -> whole sequence
-    reduce_from_cp     all-reduce                  * size                  sums over shares -> over the sequence
-    copy_to_cp         -                           all-reduce, / size      whole -> used with every rank's share
-    gather_keys        all-gather                  reduce-scatter          share -> whole, for every rank's queries
-    to_heads           all-to-all                  all-to-all              share, all heads -> whole, some heads
-    to_sequence        all-to-all                  all-to-all              the inverse
+    scatter_to_cp      slice                       all-gather, / size      full sequence -> shard
+    shard              all-gather, when read       slice, * size           shard -> full sequence
+    reduce_from_cp     all-reduce                  * size                  sums over shards -> over the sequence
+    copy_to_cp         -                           all-reduce, / size      full -> input of every rank's shard
+    gather_keys        all-gather                  reduce-scatter          shard -> full, for every rank's queries
+    to_heads           all-to-all                  all-to-all              shard, all heads -> full, some heads
+    to_sequence        all-to-all                  all-to-all              the inverse of to_heads
 
-Shares may differ in length, by a position or two. Ring attention sends blocks from rank to rank itself (`ring`).
-As in tensor parallelism, gradients that torch makes as DTensors, where a user's code computes with a sharded parameter,
-become plain ones here.
+Shards can differ in length by one or two positions. Ring attention sends blocks between the ranks itself (`ring`). If
+the user's code computes with a sharded parameter directly, torch produces gradients that are DTensors. The functions
+here convert them to plain tensors, as in tensor parallelism.
 """
 
 from __future__ import annotations
@@ -34,42 +34,42 @@ from lightning_hybrid.tensor_parallel.sharding import Shares, all_gather_shares,
 
 
 class ContextGroup(SizedGroupRef):
-    """The ranks that share each sequence."""
+    """The ranks over which each sequence is sharded."""
 
     __slots__ = ()
 
 
 def scatter_to_cp(x: Tensor, dim: int, shares: Shares) -> Tensor:
-    """This rank's share of a sequence that every rank has."""
+    """Return this rank's shard of a sequence that every rank has."""
     return _Scatter.apply(x, dim, shares)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def copy_to_cp(x: Tensor, group: SizedGroupRef) -> Tensor:
-    """What every rank has whole, about to be used with its share of a sequence."""
+    """Return a replicated tensor as input of a computation with every rank's sequence shard."""
     if not (torch.is_grad_enabled() and x.requires_grad):
         return x
     return _Copy.apply(x, group)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def gather_keys(x: Tensor, dim: int, shares: Shares) -> Tensor:
-    """Keys or values of the whole sequence, about to be used by every rank's queries."""
+    """Return the keys or values of the full sequence, for this rank's queries."""
     return _GatherKeys.apply(x, dim, shares)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def reduce_from_cp(x: Tensor, group: SizedGroupRef) -> Tensor:
-    """The sum over the ranks of what each has made of its share."""
+    """Return the sum over the ranks of values that each rank computed from its shard."""
     return _Reduce.apply(x, group)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def to_heads(x: Tensor, shares: Shares) -> Tensor:
-    """All heads of this rank's positions for all positions of this rank's heads.
+    """Exchange all heads of this rank's positions for all positions of this rank's heads.
 
     Args:
-        x: Of shape (batch, heads, length of the share, features).
-        shares: How the sequence is divided.
+        x: Shape (batch, heads, length of the shard, features).
+        shares: The positions of each rank.
 
     Returns:
-        Of shape (batch, heads / ranks, length of the sequence, features).
+        Shape (batch, heads / ranks, length of the sequence, features).
     """
     return _AllToAll.apply(x, shares, True)  # type: ignore[no-untyped-call, no-any-return]
 
@@ -89,7 +89,7 @@ def _reduce_scatter_shares(x: Tensor, dim: int, shares: Shares) -> Tensor:
 
 
 def _exchange(x: Tensor, shares: Shares, *, to_heads: bool) -> Tensor:
-    """All-to-all between shares of the sequence and shares of the heads, along dimensions 2 and 1."""
+    """Exchange shards of the sequence (dimension 2) and shards of the heads (dimension 1) in an all-to-all."""
     group, lengths = shares.group, shares.lengths
     batch, features = x.shape[0], x.shape[3]
     heads = x.shape[1] // group.size if to_heads else x.shape[1]
@@ -103,7 +103,7 @@ def _exchange(x: Tensor, shares: Shares, *, to_heads: bool) -> Tensor:
         return torch.cat([piece.view(batch, heads, length, features) for piece, length in pieces], 2)
     sent = torch.cat(
         [piece.reshape(-1) for piece in torch.split(x, lengths, 2)]
-    ).contiguous()  # one piece may be expanded
+    ).contiguous()  # a single piece may be an expanded tensor
     received = sent.new_empty(sum(alike))
     dist.all_to_all_single(received, sent, alike, of_rank, group=group())
     pieces_of_heads = received.view(group.size, batch, heads, shares.length, features)
@@ -126,7 +126,7 @@ class _Copy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: SizedGroupRef) -> Tensor:
         ctx.group = group
-        return x.detach()  # not a view for autograd
+        return x.detach()  # autograd must not treat the result as a view
 
     @staticmethod
     @once_differentiable

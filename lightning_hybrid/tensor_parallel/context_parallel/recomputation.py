@@ -1,4 +1,4 @@
-"""What `torch.utils.checkpoint` runs again in backward does so in a context that was made where it ran before."""
+"""Contexts in which `torch.utils.checkpoint` recomputes functions in backward."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ _Enter = Callable[[], AbstractContextManager[None]]
 
 @contextmanager
 def again_in(here: Callable[[], _Enter]) -> Iterator[None]:
-    """Inside, calls of `torch.utils.checkpoint.checkpoint`, whoever makes them, run again in a context.
+    """Give calls of `torch.utils.checkpoint.checkpoint` inside this context a context for their recomputation.
 
     ::
 
         forward      here() --> enter         function(x)
-        backward                enter()  -->  function(x), again, perhaps several times
+        backward                enter()  -->  function(x), recomputed, possibly several times
 
-    That of a call that brings a `context_fn` of its own is not changed.
+    Calls with a `context_fn` of their own are not changed.
 
     Args:
-        here: Called at each call, before its function; returns what is entered around it when it runs again.
+        here: Called at each call, before its function. Returns a function that makes the context of the recomputation.
     """
-    # `checkpoint` is often imported by its name, so a replacement in its module would miss calls. Its default argument
-    # reaches all of them. The function compares `context_fn` with what its module calls `noop_context_fn`, and refuses
-    # any other with use_reentrant=True, so that name has to lead to the same object; such a call then never enters it,
-    # but looks up `CheckpointFunction` in the module, which is replaced for it.
+    # `checkpoint` is often imported by name, so a replacement in its module would miss calls. A new default argument
+    # reaches all calls. The function compares `context_fn` with the `noop_context_fn` of its module, and rejects any
+    # other with use_reentrant=True, so this name must refer to the same object. Such a call never enters the context,
+    # but looks up `CheckpointFunction` in the module, which is therefore replaced too.
     defaults: Any = inspect.unwrap(checkpoint.checkpoint).__kwdefaults__
     names: Any = vars(checkpoint)
     function = names["CheckpointFunction"]
@@ -49,7 +49,7 @@ def again_in(here: Callable[[], _Enter]) -> Iterator[None]:
 
 
 class _Reentered(AbstractContextManager[None]):
-    """What can be entered again and again."""
+    """A context that can be entered several times."""
 
     def __init__(self, enter: _Enter) -> None:
         self._enter = enter
@@ -63,7 +63,7 @@ class _Reentered(AbstractContextManager[None]):
 
 
 class _Again:
-    """A function that is called first where it is, and then in a context."""
+    """A function whose first call is unchanged, and whose later calls run in a context."""
 
     def __init__(self, run: Callable[..., Any], enter: _Enter) -> None:
         self._run, self._enter = run, enter

@@ -1,8 +1,8 @@
-"""A sequence whose positions are sharded over ranks, and the functions that compute on shares, position by position.
+"""A sequence whose positions are sharded over ranks, and the functions that compute on shards, position by position.
 
-A handler returns its share of the result on the whole sequence, or `NotImplemented`. Other operands are treated as
-arguments of layers are by :class:`Division`: operands with a value for each position are divided, and operands that are
-the same for all positions stay whole.
+A handler returns its shard of the result for the full sequence, or `NotImplemented`. Other operands are treated like
+the arguments of layers in :class:`Division`: operands with a value for each position are sharded, and operands that are
+equal for all positions stay full.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from lightning_hybrid.tensor_parallel.sharding import Sharding, Shares
 
 
 class ShardedSequence(ShardedActivation):
-    """A sequence whose positions are divided over the context-parallel ranks."""
+    """A sequence whose positions are sharded over the context-parallel ranks."""
 
     @property
     def gradient_scale(self) -> int:
-        """The number of ranks: gradients of parameters are averaged over them (`mappings`)."""
+        """The number of ranks, because gradients of parameters are averaged over them (`mappings`)."""
         size: int = self.group.size
         return size
 
     def share(self, dim: int, shares: Shares) -> Tensor:
-        """Return this rank's share, in the graph: the one that a layer made, unless something was written."""
+        """Return this rank's shard, in the graph: the shard that a layer made, unless the sequence was written."""
         if self.sharding.is_same(Sharding(dim, shares)) and not self.is_written():
             return self.local
         return scatter_to_cp(self.full_tensor(), dim, shares)
 
     def operand(self, tensor: Tensor, behind: int) -> Any:
-        """Return a share of what goes by positions, and all of what is the same for each of them."""
+        """Return the shard of an operand with values for each position; other operands are returned in full."""
         dim = tensor.ndim + behind
         if dim < 0 or tensor.shape[dim] == 1:
             return whole(tensor, self.group)
@@ -54,15 +54,15 @@ class ShardedSequence(ShardedActivation):
 
 
 def shard(share: Tensor, dim: int, shares: Shares) -> ShardedSequence:
-    """Return the whole sequence of which this is this rank's share."""
+    """Return the full sequence of which a tensor is this rank's shard."""
     return ShardedSequence.wrap(share, Sharding(dim, shares))
 
 
 def on_share(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Apply what works position by position to a tensor, or to this rank's share of a sequence.
+    """Apply a function that computes position by position to a tensor, or to this rank's sequence shard.
 
     Args:
-        function: Makes a tensor with as many dimensions, of which it changes the last one.
+        function: Returns a tensor with the same number of dimensions. It may change the size of the last one.
         x: The tensor.
     """
     if not isinstance(x, ShardedSequence):
@@ -73,9 +73,10 @@ def on_share(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 def whole(value: Any, group: SizedGroupRef) -> Any:
-    """Return what every rank's positions are computed with, such as a weight.
+    """Return a value that is equal for all positions, such as a weight, as operand of every rank's positions.
 
-    The gradient of a parameter may be that of a share, as in layers: it is averaged over the ranks in the end.
+    A parameter needs no collective: its gradient may come from one shard, as in layers, because it is averaged over the
+    ranks at the end.
     """
     if not isinstance(value, Tensor) or isinstance(value, nn.Parameter) or isinstance(value._base, nn.Parameter):
         return value
@@ -87,12 +88,12 @@ def whole(value: Any, group: SizedGroupRef) -> Any:
 
 @dataclass(frozen=True)
 class SequenceShare:
-    """What goes from one stage to the next in the place of a :class:`ShardedSequence`: a share from each rank.
+    """The value that is sent to the next stage for a :class:`ShardedSequence`: the shard of each rank.
 
     Attributes:
-        share: The share.
+        share: This rank's shard.
         sequence_dim: The dimension of the sequence.
-        total: The length of the sequence.
+        total: The length of the full sequence.
     """
 
     share: Tensor
@@ -101,12 +102,12 @@ class SequenceShare:
 
 
 def to_shares(tree: Any) -> Any:
-    """Return the same tree, with shares in the place of sequences that are in shares."""
+    """Return a tree in which sharded sequences are replaced by their shards."""
     return map_leaves(_to_share, tree)
 
 
 def from_shares(tree: Any, group: ContextGroup, *, balanced: bool) -> Any:
-    """Return the tree that :func:`to_shares` was given, on the next stage."""
+    """Return, on the next stage, the tree that :func:`to_shares` received."""
     leaves, spec = flatten(tree)
     return _from_shares(iter(leaves), spec, lambda total: Shares(total, group, balanced=balanced))
 
@@ -126,12 +127,12 @@ def _to_share(leaf: Any) -> Any:
         return leaf
     dim, before, *_ = leaf.sharding
     shares = Shares(before.total, before.group, balanced=before.balanced)
-    if not leaf.sharding.is_same(Sharding(dim, shares)):  # some positions of a longer one, or sequences in a row
+    if not leaf.sharding.is_same(Sharding(dim, shares)):  # a slice, or several sequences
         return leaf.full_tensor()
     return SequenceShare(leaf.share(dim, shares), dim, shares.total)
 
 
-# -- what works on shares ----------------------------------------------------------------------------------------------
+# -- functions that compute on shards ----------------------------------------------------------------------------------
 
 _ELEMENTWISE = (
     *("to", "float", "double", "half", "bfloat16", "type_as", "clone", "neg", "abs", "square", "sqrt", "rsqrt", "pow"),
@@ -147,7 +148,7 @@ ShardedSequence.implements(*functions(*_ELEMENTWISE))(elementwise)
 
 @ShardedSequence.implements(F.dropout)
 def _dropout(func: Function, args: Any, kwargs: Any) -> Any:
-    """Where nothing is dropped; numbers that are drawn are those of the whole sequence."""
+    """Handle dropout that drops nothing. Random numbers are drawn for the full sequence."""
     given = dict(zip(("p", "training"), args[1:], strict=False)) | kwargs
     is_off = given.get("p", 0.5) == 0 or not given.get("training", True)
     return args[0] if is_off and in_shares(args[0]) else NotImplemented
@@ -187,7 +188,7 @@ def _log_softmax(func: Function, args: Any, kwargs: Any) -> Any:
 
 @ShardedSequence.implements(torch.cat, torch.concat)
 def _cat(func: Function, args: Any, kwargs: Any) -> Any:
-    """Samples of several microbatches."""
+    """Handle the concatenation of samples of several microbatches."""
     tensors, *others = args
     dim = others[0] if others else kwargs.get("dim", 0)
     first = tensors[0]

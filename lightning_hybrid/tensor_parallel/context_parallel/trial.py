@@ -1,4 +1,4 @@
-"""Whether a layer computes the same on shares of a sequence: tried before its first call."""
+"""The trial of a layer before its first call: whether it computes the same results on sequence shards."""
 
 from __future__ import annotations
 
@@ -25,36 +25,37 @@ from lightning_hybrid.tensor_parallel.context_parallel.hooks import Along, Place
 from lightning_hybrid.tensor_parallel.context_parallel.mappings import ContextGroup
 from lightning_hybrid.tensor_parallel.sharding import Shares
 
-_POSITIONS = 4  # so many for each rank are few
-_TOKENS = 4096  # so many of all samples are many: a layer's activations without gradients are a part of a step's
+_POSITIONS = 4  # positions of each rank in the short run
+_TOKENS = 4096  # positions of all samples in the long run; its activations take little memory without gradients
 _HALF = (torch.bfloat16, torch.float16)
-_OF_MODULES = vars(nn.Module()).keys()  # what every module has: tables of parameters, hooks
-_GROW = (list, dict, set, deque)  # attributes to which a forward may add
+_OF_MODULES = vars(nn.Module()).keys()  # attributes of every module, such as its parameters and hooks
+_GROW = (list, dict, set, deque)  # attributes to which a forward may add entries
 
-#: Of parts of a layer, by name, in the order in which they end: what they were given, and what they returned.
+#: The first input and output of each part of a layer, by name, in the order in which the parts end.
 _Seen = dict[str, tuple[Tensor, Tensor]]
-#: Of a layer, by name.
+#: The buffers of a layer, by name.
 Buffers = dict[str, Tensor]
 
 
 class Trial:
-    """Runs a layer on the beginning of a sequence: whole, and in shares.
+    """A comparison of a layer on the full beginning of a sequence and on its shards.
 
-    Few positions show what mixes neighbours, and statistics; many show what looks farther. What mixes positions is
-    found also behind a gate that is zero at first: parameters that are zero have other numbers for the trial.
+    A run with few positions shows statistics, and functions that mix adjacent positions. A run with many positions
+    shows functions that mix distant positions. Parameters that are zero have other values in the trial, so that
+    functions behind a gate that is initially zero are found too.
 
-    Both without gradients and without random numbers. It leaves no trace: buffers, attributes of the layer and of its
-    parts, objects that it is given, and random numbers are as they were. Hooks that are called with whole sequences are
-    not called: their arguments tell along which dimension the sequence lies.
+    The runs use no gradients and no random numbers. They leave no trace: buffers, attributes of the layer and its
+    parts, argument objects and random generators are restored. Hooks that are called with full sequences are not
+    called. Their arguments show along which dimension they have the sequence.
 
     Args:
-        name: Of the layer, for messages.
+        name: The name of the layer, for messages.
         layer: The layer.
-        forward: Its `forward`, which may be another one's than its class has.
-        kind: How attention communicates.
-        group: The ranks.
-        device: Where they draw random numbers.
-        taps: The hooks inside the layer that are called with whole sequences.
+        forward: The `forward` of the layer, which may differ from the `forward` of its class.
+        kind: The method by which attention communicates.
+        group: The context-parallel ranks.
+        device: The device of the random generators.
+        taps: The hooks inside the layer that are called with full sequences.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class Trial:
 
     @torch.no_grad()
     def __call__(self, division: Division) -> Places:
-        """Compare.
+        """Compare the results on full sequences and on shards.
 
         Args:
             division: The call.
@@ -81,23 +82,24 @@ class Trial:
             The sequence dimensions of the arguments of hooks.
 
         Raises:
-            WrongUseError: If the results differ, on every rank.
+            WrongUseError: If the results differ. It is raised on every rank.
         """
         total, few = division.shares.total, _POSITIONS * self._group.size
         found: list[Places] = []
         for length in sorted({min(few, total), min(max(few, _TOKENS // division.batch_size), total)}):
             places = self._compare(division, division.length_from(length))
-            if places is None:  # it is made for sequences of this length
+            if places is None:  # the layer only accepts sequences of the full length
                 return self._compare(division, total) or {}
             found.append(places)
         return common_places(found)
 
     def _compare(self, division: Division, length: int) -> Places | None:
-        """Compare with some positions; ``None`` if the layer does not run with so many.
+        """Compare the results for a number of positions; return ``None`` if the layer does not run with them.
 
-        In float32 if it can, as rounding must not look like a mistake: it may decide which expert gets a token.
+        The layer runs in float32 if possible, so that rounding errors do not look like wrong results. For example,
+        rounding can change which expert receives a token.
         """
-        given = division.cropped(length)  # gathered on all ranks, whatever happens on some
+        given = division.cropped(length)  # a collective, so it runs before anything that can fail on some ranks
         for is_wide in (True, False):
             with self._wide() if is_wide else nullcontext(), self._without_zeros():
                 error: Exception | None = None
@@ -112,7 +114,7 @@ class Trial:
         return None
 
     def _is_on_all(self, mine: bool) -> bool:
-        """Whether something is so on all ranks: one that lacks memory must not go another way than the others."""
+        """Return True if a value is True on all ranks, so that a rank without memory does not diverge from others."""
         verdicts: list[Any] = [None] * self._group.size
         dist.all_gather_object(verdicts, mine, group=self._group())
         return all(verdicts)
@@ -176,14 +178,14 @@ class Trial:
         return common_places([places for *_, places in verdicts])
 
     def _mixing(self, name: str, short: Division, of_share: tuple[Tensor, Tensor], whole: tuple[Tensor, Tensor]) -> str:
-        """What mixes positions, if a part makes something else of a share than it makes of the whole; or nothing."""
+        """Return the text about a part that computes different results on a shard; ``""`` if the results are equal."""
         shares, part = short.shares, self._layer.get_submodule(name)
         (given, made), (all_given, all_made) = of_share, whole
         dim = _sequence_dim(given, all_given, shares)
         if dim is None:
             return ""
         if not is_close(given, shares.own(all_given, dim)):
-            # Tokens in a row may have another order, that of their experts.
+            # Tokens without a batch dimension may be in another order, for example sorted by expert.
             layer = f"Before {name!r} ({type(part).__name__}), the layer ({type(self._layer).__name__})"
             return layer if given.ndim > 2 else ""
         if made.shape == all_made.shape:
@@ -191,13 +193,13 @@ class Trial:
         else:
             dim_made = _sequence_dim(made, all_made, shares)
             is_share = dim_made is None or is_close(made, shares.own(all_made, dim_made))
-        # Whatever the weights of a convolution are: some begin with zeros.
+        # A convolution mixes positions even if its weights are zero at first.
         mixes = not is_share or _kernel_size(part, dim, given.ndim) > 1
         return f"The submodule {name!r} ({type(part).__name__})" if mixes else ""
 
     @contextmanager
     def _watched(self) -> Iterator[_Seen]:
-        """What the parts of the layer are given and return inside."""
+        """Record the first input and output of each part of the layer inside the context."""
         seen: _Seen = {}
         with ExitStack() as hooks:
             for name, part in self._layer.named_modules():
@@ -213,7 +215,7 @@ class Trial:
 
     @contextmanager
     def _wide(self) -> Iterator[None]:
-        """What has half precision has float32 inside, and what would be cast is not."""
+        """Use float32 instead of half precision, and no autocast, inside the context."""
         halves = [each for each in _tensors_of(self._layer, "_parameters", "_buffers") if each[2].dtype in _HALF]
         wide = [(table, {name: _like(tensor, tensor.detach().float())}) for table, name, tensor in halves]
         default = torch.get_default_dtype()
@@ -222,7 +224,7 @@ class Trial:
             yield
 
     def _without_zeros(self) -> AbstractContextManager[None]:
-        """Give parameters that are zero small random numbers while entered, the same on every rank."""
+        """Give parameters that are zero small random numbers inside the context, the same on every rank."""
         changes = []
         zeros = [each for each in _tensors_of(self._layer, "_parameters") if _is_zero(each[2])]
         for number, (table, name, tensor) in enumerate(zeros):
@@ -233,17 +235,20 @@ class Trial:
 
 
 def _like(tensor: Tensor, value: Tensor) -> Tensor:
-    """Return a value as a parameter, if it replaces one."""
+    """Return a value, as a parameter if it replaces a parameter."""
     return nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
 
 
 @contextmanager
 def without_trace(layer: nn.Module, device: torch.device) -> Iterator[Buffers]:
-    """Afterwards buffers, attributes and random numbers are as before; gives what buffers were in the end.
+    """Restore buffers, attributes and random generators after the context.
 
     Args:
         layer: The layer.
-        device: Where it draws random numbers.
+        device: The device of the random generators.
+
+    Yields:
+        The buffers. They are filled at the end of the context with their values at that time.
     """
     held = (value for part in layer.modules() for name, value in vars(part).items() if name not in _OF_MODULES)
     grown = [each for each in held if isinstance(each, _GROW)]
@@ -254,12 +259,12 @@ def without_trace(layer: nn.Module, device: torch.device) -> Iterator[Buffers]:
 
 
 def find_places(of_share: Sequence[TappedCall], of_whole: Sequence[TappedCall], shares: Shares) -> Places:
-    """Find the sequence dimensions of the arguments of hooks, by comparing their values.
+    """Find the sequence dimensions of hook arguments by comparing their values.
 
     Args:
-        of_share: Calls of the hooks on a share.
-        of_whole: The same calls on the whole sequence.
-        shares: How the sequence is divided.
+        of_share: The calls of the hooks on a shard.
+        of_whole: The same calls on the full sequence.
+        shares: The positions of each rank.
     """
     if [call.tap for call in of_share] != [call.tap for call in of_whole]:
         return {}
@@ -270,7 +275,7 @@ def find_places(of_share: Sequence[TappedCall], of_whole: Sequence[TappedCall], 
             if isinstance(leaf, Tensor) and isinstance(whole, Tensor):
                 place = Place(tap, len(leaves), position)
                 found.setdefault(place, set()).add(_find_along(leaf, whole, shares))
-    # A hook whose calls disagree has no entry.
+    # A hook whose calls have different dimensions gets no entry.
     return {place: each for place, (each, *others) in found.items() if each is not None and not others}
 
 
@@ -287,16 +292,20 @@ def _find_along(share: Tensor, whole: Tensor, shares: Shares) -> Along | None:
 
 
 def written_text(of_share: Buffers, of_whole: Buffers) -> str:
-    """What :func:`mixing_text` takes of a layer that writes something else into a buffer on a share; or nothing."""
+    """Return the text for :func:`mixing_text` if a layer writes other values into a buffer on a shard, else ``""``."""
     for name, whole in of_whole.items():
-        share = of_share.get(name, whole)  # there may be one that only some forwards make
-        if share.shape == whole.shape and not is_close(share, whole):  # or it is a table of a length
+        share = of_share.get(name, whole)  # some forwards may add a buffer
+        if share.shape == whole.shape and not is_close(share, whole):  # others are tables for a length
             return f"The layer stores statistics of its sequence shard in the buffer {name!r}, and so"
     return ""
 
 
 def mixing_text(culprit: str) -> str:
-    """What is said of a layer, or of a part of it, that mixes positions; `culprit`, the subject, names it."""
+    """Return the message that a layer, or a part of it, mixes positions.
+
+    Args:
+        culprit: The subject of the message, as :func:`written_text` returns it, for example.
+    """
     return (
         f"{culprit} mixes positions without `F.scaled_dot_product_attention`, for example by a convolution or pooling"
         " over time, a recurrent layer, batch statistics, or hand-written attention. Its results on a sequence shard"
@@ -307,7 +316,7 @@ def mixing_text(culprit: str) -> str:
 
 
 def _tensors_of(layer: nn.Module, *kinds: str) -> list[tuple[dict[str, Any], str, Tensor]]:
-    """The parameters or buffers of a layer, and where each of them is."""
+    """Return the parameters or buffers of a layer, each with the dictionary and the name under which it is stored."""
     tables = [vars(part)[kind] for part in layer.modules() for kind in kinds]
     return [(table, name, tensor) for table in tables for name, tensor in table.items() if tensor is not None]
 
@@ -317,7 +326,7 @@ def _is_zero(parameter: Tensor) -> bool:
 
 
 def _sequence_dim(share: Tensor, whole: Tensor, shares: Shares) -> int | None:
-    """The dimension along which shapes say that a tensor is this rank's share of another one, if there is one."""
+    """Return the dimension along which a tensor is this rank's shard of another one, according to their shapes."""
     if share.ndim != whole.ndim:
         return None
     dims = [dim for dim in range(share.ndim) if share.shape[dim] != whole.shape[dim]]
@@ -326,7 +335,7 @@ def _sequence_dim(share: Tensor, whole: Tensor, shares: Shares) -> int | None:
 
 
 def _kernel_size(part: nn.Module, dim: int, ndim: int) -> int:
-    """How many positions along a dimension a convolution sees at once; 1 of what is none."""
+    """Return the kernel size of a convolution along a dimension; 1 for other modules."""
     if not isinstance(part, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
         return 1
     at = dim - (ndim - len(part.kernel_size))
@@ -334,11 +343,11 @@ def _kernel_size(part: nn.Module, dim: int, ndim: int) -> int:
 
 
 def copied(tree: Any, *, is_wide: bool = False) -> Any:
-    """With copies of tensors, which a layer may write, and of objects that are no plain values, such as caches.
+    """Return a tree with copies of tensors, which a layer may write, and of objects such as caches.
 
     Args:
         tree: The tree.
-        is_wide: Whether copies of what has half precision have float32.
+        is_wide: If True, copies of half-precision tensors are float32.
     """
 
     def of_tensor(tensor: Tensor) -> Tensor:
@@ -355,7 +364,7 @@ def copied(tree: Any, *, is_wide: bool = False) -> Any:
 
 
 def is_close(one: Tensor, other: Tensor) -> bool:
-    """Up to rounding, relative to the largest number."""
+    """Return True if tensors are equal up to rounding errors, relative to the largest value."""
     if one.shape != other.shape:
         return False
     if not one.is_floating_point() or one.numel() == 0:

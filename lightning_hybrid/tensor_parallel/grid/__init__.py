@@ -1,1 +1,1 @@
-"""Tensor parallelism in 2, 2.5 and 3 dimensions: activations and weights lie in blocks over a grid of ranks."""
+"""Tensor parallelism in 2, 2.5 and 3 dimensions: activations and weights are sharded in blocks over a grid of ranks."""

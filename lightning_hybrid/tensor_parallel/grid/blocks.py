@@ -1,21 +1,21 @@
-"""Activations in blocks over a grid of ranks, and the product of two matrices that lie so.
+"""Activations in blocks over a grid of ranks, and matrix products of blocks.
 
-A rank of a grid has a block of the rows (samples) and of the features of an activation, and a block of each weight::
+Each rank has a block of the rows (samples) and features of an activation, and a block of each weight::
 
     2d, 2.5d     X[rows over depth and column, features over row]    W[in over column, out over row]
                  Y = all-gather X along row @ all-gather W along column       each depth has the same weights
 
     3d           X[rows over input and weight, features over output] W[in over output, out over input and weight]
                  Y = reduce-scatter(all-gather X along input @ all-gather W along weight) along output
-                                            so rows of Y lie over output and weight, features over input: the next
-                                            layer exchanges input and output, and leads back
+                                            rows of Y are sharded over output and weight, features over input: the
+                                            next layer exchanges input and output, and restores the layout of X
 
-The papers send blocks one after the other, by broadcasts (SUMMA: van de Geijn and Watts, 1997; "2d": Xu et al., "An
+The papers either broadcast blocks one after the other (SUMMA: van de Geijn and Watts, 1997; "2d": Xu et al., "An
 Efficient 2D Method for Training Super-Large Deep Learning Models", 2021, https://arxiv.org/abs/2104.05343; "2.5d": Wang
 et al., "Tesseract", 2021, https://arxiv.org/abs/2105.14500), or gather them ("3d": Bian et al., "Maximizing Parallelism
-in Distributed Training for Huge Neural Networks", 2021, https://arxiv.org/abs/2105.14450). To gather blocks is to
-receive the same bytes as by the broadcasts, in one message and one product. Nothing that was gathered is kept for
-backward, which gathers again, as in the papers: what a layer keeps is this rank's block.
+in Distributed Training for Huge Neural Networks", 2021, https://arxiv.org/abs/2105.14450). Here, blocks are always
+gathered. A rank receives the same bytes as with broadcasts, but in one message, and computes one product. As in the
+papers, a layer stores only this rank's block for backward, which gathers the blocks again.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ from lightning_hybrid.tensor_parallel.mappings import (
 
 
 class Grid(TensorGroup):
-    """The ranks that share each layer, arranged in two or three dimensions.
+    """The tensor-parallel ranks, arranged in two or three dimensions.
 
     Args:
-        group: The group of all of them.
-        shape: How they are arranged.
-        along: The groups of this rank, by axes: those of :meth:`Arrangement.groups`.
+        group: The group of all ranks.
+        shape: The arrangement of the ranks.
+        along: The groups of this rank, by the axes that :meth:`Arrangement.groups` returns.
 
     Attributes:
-        shape: As given.
+        shape: The arrangement of the ranks.
     """
 
     __slots__ = ("_along", "_rows", "shape")
@@ -64,20 +64,23 @@ class Grid(TensorGroup):
         super().__init__(group)
         self.shape = shape
         self._along = {axes: TensorGroup(each) for axes, each in along.items()}
-        self._rows: dict[int, int] = {}  # of what has entered a pair of layers and not left it, by those of a block
+        self._rows: dict[int, int] = {}  # rows of inputs between `enter` and `leave`, by the rows of a block
 
     @property
     def feature_parts(self) -> int:
-        """Into how many parts features, and heads, are divided."""
+        """The number of parts into which features, and heads, are divided."""
         return self.shape.parts([self.shape.outer.features])
 
     def weight_copies(self, group: ProcessGroup) -> int:
-        """Weights are gathered along columns, and each of several squares has all of them."""
+        """Return the number of squares, each of which has all weights, if a group gathers weights; else 0.
+
+        Weights are gathered along columns. A single square returns 0 too.
+        """
         squares = dict(self.shape.axes).get("depth", 1)
         return squares if squares > 1 and group is self.along("column")() else 0
 
     def shape_hint(self) -> str:
-        """Rows are samples."""
+        """Return the hint that the batch dimension is sharded too."""
         return (
             f" With tensor_parallel_mode={self.shape.mode!r}, the batch dimension is sharded too. Attention, and code"
             " that reads sizes from its input, must be in a module with the style 'sequence_region', where all"
@@ -85,15 +88,15 @@ class Grid(TensorGroup):
         )
 
     def along(self, *axes: str) -> TensorGroup:
-        """The ranks along some axes."""
+        """Return the group of the ranks along some axes."""
         return self._along[axes]
 
     def enter(self, x: Tensor, rows_dim: int) -> Tensor:
-        """This rank's block of what every rank has, about to be used by a pair of layers; rows are padded.
+        """Return this rank's block of a replicated input of a pair of layers. Rows are padded.
 
-        As in :func:`~.mappings.copy_to_tp`, several layers that take one tensor share what is sent for its gradient.
+        Layers with the same input share the communication for its gradient, as in :func:`~.mappings.copy_to_tp`.
         """
-        how = "block", rows_dim, torch.is_grad_enabled()  # what was made without a graph has none
+        how = "block", rows_dim, torch.is_grad_enabled()  # a block that was made without gradients has no graph
         block = shared_input(x, how)
         if block is None:
             block = scatter_blocks(x, self, self.shape.outer, rows_dim)
@@ -102,10 +105,15 @@ class Grid(TensorGroup):
         return block
 
     def leave(self, block: Tensor, layout: BlockLayout, rows_dim: int) -> Tensor:
-        """All of what a pair of layers has made, in this layout, on every rank.
+        """Return the full output of a pair of layers, on every rank.
+
+        Args:
+            block: This rank's block of the output.
+            layout: The layout of the output.
+            rows_dim: The dimension of the rows.
 
         Raises:
-            WrongUseError: If what has entered is not known.
+            WrongUseError: If no input of a pair with as many rows has entered.
         """
         rows = self._rows.pop(block.shape[rows_dim], None)
         if rows is None:
@@ -119,25 +127,28 @@ class Grid(TensorGroup):
 
 
 def scatter_blocks(x: Tensor, grid: Grid, layout: BlockLayout, rows_dim: int) -> Tensor:
-    """This rank's block of a tensor that every rank has; rows are padded so that they can be divided."""
+    """Return this rank's block of a replicated tensor. Rows are padded so that they can be split."""
     x = _padded(x, grid.shape.parts(layout.rows), rows_dim)
     return _Scatter.apply(x, grid, layout, rows_dim)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def gather_blocks(block: Tensor, grid: Grid, layout: BlockLayout, rows_dim: int, *, features_dim: int = -1) -> Tensor:
-    """All of a tensor, padding included, on every rank."""
+    """Return the full tensor, with its padding, on every rank."""
     dims = rows_dim, features_dim % block.dim()
     return _Gather.apply(block, grid, layout, *dims)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def local_rows(x: Tensor, grid: Grid, layout: BlockLayout, rows_dim: int) -> Tensor:
-    """This rank's rows of a tensor that every rank has, such as a mask; padded."""
+    """Return this rank's rows of a replicated tensor, such as a mask. Rows are padded so that they can be split."""
     parts = grid.shape.parts(layout.rows)
     return _padded(x, parts, rows_dim).chunk(parts, rows_dim)[grid.shape.index(grid.rank, layout.rows)]
 
 
 def _padded(x: Tensor, parts: int, rows_dim: int) -> Tensor:
-    """With the last row again, until rows can be divided: what is computed with it is finite if one process's is."""
+    """Repeat the last row until the rows can be split.
+
+    The results for copies of a row are finite if the result for the row is finite.
+    """
     missing = -x.shape[rows_dim] % parts
     if not missing:
         return x
@@ -159,7 +170,7 @@ def _all_blocks(block: Tensor, grid: Grid, layout: BlockLayout, rows_dim: int, f
     all_gather_single(gathered, block, group=grid())
     names, sizes = zip(*grid.shape.axes, strict=True)
     order = []
-    for dim in range(block.dim()):  # before each dimension the axes over which it is divided
+    for dim in range(block.dim()):  # before each dimension, the axes over which it is split
         order += [names.index(axis) for axis in layout.rows] if dim == rows_dim else []
         order += [names.index(layout.features)] if dim == features_dim else []
         order.append(len(names) + dim)
@@ -195,17 +206,17 @@ class _Gather(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _Product:
-    """What is sent for one product of blocks.
+    """The communication of one product of blocks.
 
     Attributes:
-        x_dim: The dimension of the input along which it is gathered.
-        x_group: Along which ranks it is.
-        weight_dim: The dimension of the weight along which it is gathered.
-        weight_group: Along which ranks it is.
-        blocks: Into how many blocks the output features fall, each of which is divided.
-        rows_dim: The dimension of the output along which sums are reduced and scattered.
-        sum_group: Along which ranks these are; ``None`` if nothing is summed.
-        copies: The ranks that have the same block of the weight; ``None`` if there are none.
+        x_dim: The dimension along which the input is gathered.
+        x_group: The ranks that gather the input.
+        weight_dim: The dimension along which the weight is gathered.
+        weight_group: The ranks that gather the weight.
+        blocks: The number of equal blocks of output features. Each block is split separately.
+        rows_dim: The dimension of the output along which sums are reduce-scattered.
+        sum_group: The ranks that reduce-scatter the sums; ``None`` if nothing is summed.
+        copies: The ranks that have the same block of the weight; ``None`` if no other rank has it.
     """
 
     x_dim: int
@@ -218,17 +229,17 @@ class _Product:
     copies: TensorGroup | None
 
     def gather_input(self, x: Tensor) -> Tensor:
-        """The input features, or the rows, of all ranks along an axis."""
+        """Gather the input features, or the rows, of all ranks along an axis."""
         return all_gather_along(x, self.x_dim, self.x_group)
 
     def gather_weight(self, weight: Tensor) -> Tensor:
-        """The output features, of each block, or the input features of all ranks along an axis."""
+        """Gather the input features, or the output features of each block, of all ranks along an axis."""
         if self.weight_dim == 1:
             return all_gather_along(weight, 1, self.weight_group)
         return all_gather_along(_by_block(weight, self.blocks), 1, self.weight_group).flatten(0, 1)
 
     def reduce_weight(self, gradient: Tensor) -> Tensor:
-        """This rank's part of the sum of what :meth:`gather_weight` has made."""
+        """Return this rank's shard of the sum of the gradients of a weight that :meth:`gather_weight` made."""
         if self.weight_dim == 1:
             return reduce_scatter_along(gradient, 1, self.weight_group).contiguous()
         by_block = _by_block(gradient, self.blocks)
@@ -236,12 +247,12 @@ class _Product:
 
 
 def _by_block(x: Tensor, blocks: int) -> Tensor:
-    """With a dimension for the blocks before the first one."""
+    """Return a tensor with a dimension for the blocks before the first dimension."""
     return torch.unflatten(x, 0, (blocks, -1))
 
 
 def weight_axes(shape: Arrangement, target: BlockLayout) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The axes over which a weight's output and input features are divided, where its output has this layout."""
+    """Return the axes over which the output and input features of a weight are split, for the layout of its output."""
     if shape.mode != "3d":
         return ("row",), ("column",)
     over_input = "input", "weight"
@@ -259,20 +270,23 @@ def block_linear(
     rows_dim: int,
     blocks: int = 1,
 ) -> Tensor:
-    """A linear layer over a grid.
+    """Compute a linear layer over a grid.
 
     Args:
         x: This rank's block of the input.
         weight: This rank's block, ``(output features, input features)``.
-        bias: This rank's output features, which other ranks have too.
+        bias: This rank's shard of the bias; some other ranks have the same shard.
         grid: The ranks.
         source: The layout of the input.
         target: The layout of the output.
         rows_dim: The dimension of the rows.
-        blocks: Into how many blocks the output features fall, each of which is divided.
+        blocks: The number of equal blocks of output features. Each block is split separately.
+
+    Returns:
+        This rank's block of the output.
     """
     low = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else None
-    if low is not None and x.dtype != torch.float64:  # as autocast does it
+    if low is not None and x.dtype != torch.float64:  # as autocast does
         x, weight, bias = x.to(low), weight.to(low), None if bias is None else bias.to(low)
     if grid.shape.mode == "3d":
         x_group, sum_group = grid.along(target.features), grid.along(source.features)
@@ -286,7 +300,7 @@ def block_linear(
 
 
 def _all_of_bias(bias: Tensor, grid: Grid, target: BlockLayout, product: _Product) -> Tensor:
-    """The output features that this rank makes: those that it has, or, beside a weight that is gathered so, more."""
+    """Return the bias of the output features that this rank computes, gathered if the weight's output features are."""
     if product.weight_dim == 1:
         return copy_to_tp(bias, grid.along(*target.rows))
     gathered = gather_from_sp(_by_block(bias, product.blocks), 1, product.weight_group).flatten()
@@ -298,7 +312,7 @@ class _BlockLinear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, product: _Product) -> Tensor:
         ctx.product = product
         ctx.save_for_backward(x, weight)
-        with torch.autocast(x.device.type, enabled=False):  # the operands have been cast
+        with torch.autocast(x.device.type, enabled=False):  # the operands are cast already
             y = F.linear(product.gather_input(x), product.gather_weight(weight))
         return y if product.sum_group is None else reduce_scatter_along(y, product.rows_dim, product.sum_group)
 

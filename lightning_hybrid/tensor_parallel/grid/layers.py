@@ -1,4 +1,4 @@
-"""Layers over a grid of ranks: each computes with this rank's block of its weights."""
+"""Layers over a grid of ranks. Each rank computes with its block of the weights."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ from lightning_hybrid.tensor_parallel.mappings import copy_to_tp, reduce_from_tp
 
 
 class GridLayer(ParallelLayer):
-    """What all of these layers have.
+    """The base class of layers over a grid.
 
     Attributes:
         rows_dim: The dimension of the samples in an activation.
-        in_region: Whether the layer is in a region of blocks; else it is given, and gives, what every rank has.
+        in_region: True if the layer is in a region, where activations are sharded in blocks. If False, its input and
+            output are replicated, or are sharded between the two layers of a pair.
     """
 
     tensor_group: Grid
@@ -37,14 +38,14 @@ class GridLayer(ParallelLayer):
 
 
 class GridLinear(GridLayer):
-    """A linear layer in blocks.
+    """A linear layer with a weight in blocks.
 
     Attributes:
-        is_second: Whether it is the second of a pair: then it leads from the inner layout to the outer one.
-        enters: Whether it takes what every rank has, where it is in no region.
-        leaves: Whether it gives what every rank has, where it is in no region.
-        is_transposed: Whether the weight is ``[in_features, out_features]``.
-        blocks: Into how many blocks the output features fall, each of which is divided.
+        is_second: True if it is the second layer of a pair, which maps the inner layout to the outer layout.
+        enters: True if its input is replicated outside a region.
+        leaves: True if its output is replicated outside a region.
+        is_transposed: True if the weight is ``[in_features, out_features]``.
+        blocks: The number of equal blocks of output features. Each block is split separately.
     """
 
     weight: Tensor
@@ -57,7 +58,7 @@ class GridLinear(GridLayer):
 
     @uncompiled
     def forward(self, x: Tensor) -> Tensor:
-        """``(..., in_features)`` to ``(..., out_features)``, in blocks between the layers of a pair."""
+        """Map ``(..., in_features)`` to ``(..., out_features)``, in blocks between the layers of a pair."""
         grid, shape = self.tensor_group, self.tensor_group.shape
         enters, leaves = self.enters and not self.in_region, self.leaves and not self.in_region
         if enters:
@@ -76,17 +77,17 @@ class GridAttention(ParallelAttention, GridLayer):
     ::
 
         query, key, value     blocks of samples and features
-        in-projection         the features of this rank's heads, of q, of k and of v, for its samples
-        attention             this rank's heads and samples: nothing is sent
+        in-projection         the features of this rank's heads, for q, k and v, for this rank's samples
+        attention             this rank's heads and samples; nothing is sent
         out-projection        blocks of samples and features
     """
 
     @uncompiled
     def forward(self, query: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        """As `nn.MultiheadAttention.forward`, with the same shapes.
+        """Compute `nn.MultiheadAttention.forward`, with the same shapes.
 
         Raises:
-            WrongUseError: If attention weights are asked for in a region of blocks.
+            WrongUseError: If attention weights are requested in a region.
         """
         rows = _with_rows(query, self, dims=3).shape[self.rows_dim]
         out, weights = super().forward(query, *args, **kwargs)
@@ -127,11 +128,11 @@ class GridAttention(ParallelAttention, GridLayer):
         return block_linear(x, weight, bias, self.tensor_group, source=shape.inner, target=shape.outer, **dims)
 
     def _mask(self, attn_mask: Tensor | None, padding: Tensor | None, q: Tensor) -> Tensor | None:
-        """Both masks as one, of this rank's samples and heads."""
+        """Combine both masks into one mask for this rank's samples and heads."""
         grid, layout, mask = self.tensor_group, self.tensor_group.shape.inner, None
         if attn_mask is not None:
             mask = copy_to_tp(additive_mask(attn_mask, q.dtype), grid)
-            if mask.dim() == 3:  # one per head: (samples * all heads, L, S)
+            if mask.dim() == 3:  # one mask per head: (samples * all heads, L, S)
                 mask = local_rows(mask.view(-1, self.num_heads, *mask.shape[1:]), grid, layout, 0)
                 mask = grid.along(layout.features).local_chunk(mask, 1)
         if padding is None:
@@ -148,7 +149,7 @@ class GridAttention(ParallelAttention, GridLayer):
 
 
 class GridLayerNorm(GridLayer):
-    """An `nn.LayerNorm` in a region of blocks: mean and variance are those of all features."""
+    """An `nn.LayerNorm` in a region. Mean and variance are computed over the features of all ranks."""
 
     weight: Tensor | None
     bias: Tensor | None
@@ -156,7 +157,7 @@ class GridLayerNorm(GridLayer):
 
     @uncompiled
     def forward(self, x: Tensor) -> Tensor:
-        """``(..., features)``, in blocks."""
+        """Normalize a block of ``(..., features)``."""
         grid, layout = self.tensor_group, self.tensor_group.shape.outer
         same_features, same_samples = grid.along(*layout.rows), grid.along(layout.features)
         number = x.shape[-1] * same_samples.size
@@ -176,12 +177,12 @@ class GridLayerNorm(GridLayer):
 
 
 class GridRegion(GridLayer):
-    """A layer inside of which activations are in blocks: its input is divided once, and its output gathered once."""
+    """A layer inside which activations are in blocks. It splits its input once, and gathers its output once."""
 
     sums_vector_gradients: ClassVar[bool] = False
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """As the layer does."""
+        """Run the layer on a block."""
         grid, layout = self.tensor_group, self.tensor_group.shape.outer
         block = scatter_blocks(_with_rows(x, self, dims=self.rows_dim + 2), grid, layout, self.rows_dim)
         y = super().forward(block, *args, **kwargs)  # type: ignore[misc]
@@ -189,7 +190,7 @@ class GridRegion(GridLayer):
 
 
 def _with_rows(x: Tensor, layer: GridLayer, dims: int = 2) -> Tensor:
-    """The same, if it has samples to divide."""
+    """Return an input that has a batch dimension to shard, or raise an error."""
     if x.dim() >= dims:
         return x
     assert isinstance(layer, nn.Module)

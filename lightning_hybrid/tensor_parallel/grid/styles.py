@@ -1,4 +1,4 @@
-"""The styles of a plan, where ranks are arranged in two or three dimensions: the same names, other layers."""
+"""The styles of a plan for ranks in two or three dimensions: the same names as for a line, with other layers."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from lightning_hybrid.tensor_parallel.styles import (
     transposed,
 )
 
-#: Over the line of all ranks in every mode: their rows are divided over all of them, and activations stay whole.
+#: Styles that are the same in every mode. Parameters that they shard are sharded over the line of all ranks.
 _IN_A_LINE = ("vocab", "vocab_head", "replicate", "on_shards", "divide")
-#: Those of a region, in which activations are in blocks; in one dimension they are of sequence parallelism.
+#: Styles of regions, in which activations are sharded in blocks. In a line, they are for sequence parallelism.
 _IN_REGIONS = ("sequence_region", "sequence_parallel", "sequence_gathered")
 _LINEARS = {
     "colwise": (False, True, False),
@@ -39,42 +39,42 @@ _LINEARS = {
     "rowwise": (True, False, True),
     "rowwise_split_input": (False, True, True),
 }
-#: What may be named in these modes.
+#: The styles that these modes support.
 GRID_STYLES = (*_LINEARS, "attention", "vocab", "on_shards", "divide:NAME", *_IN_REGIONS, "replicate")
 
 
 @dataclass(frozen=True)
 class GridSplit(ParamSplit):
-    """How a parameter lies in blocks over a grid.
+    """The sharding of a parameter in blocks over a grid.
 
     Attributes:
         grid: The arrangement of the ranks.
-        over: The dimensions that are divided, each with the axes, the outermost first: one axis of the mesh.
+        over: The split dimensions, each with its axes, the outermost first. These axes are one axis of the mesh.
     """
 
     grid: Arrangement | None = None
     over: tuple[tuple[int, tuple[str, ...]], ...] = ()
 
     def cuts(self, rank: int, size: int) -> list[tuple[int, int, int]]:
-        """As of one in a line: several dimensions are divided."""
+        """Return one cut for each split dimension."""
         assert self.grid is not None
         return [(dim, self.grid.parts(axes), self.grid.index(rank, axes)) for dim, axes in self.over]
 
     def dim_of(self, axis: str) -> int | None:
-        """The dimension that an axis divides; ``None`` if ranks along it have the same."""
+        """Return the dimension that an axis splits; ``None`` if the ranks along this axis have the same values."""
         assert self.grid is not None
         return next((dim for dim, axes in self.over if axes == self.grid.mesh_axes[axis]), None)
 
     def transposed(self) -> ParamSplit:
-        """The same of the transposed parameter."""
+        """Return the sharding of the transposed parameter."""
         return replace(self, dim=1 - self.dim, over=tuple((1 - dim, axes) for dim, axes in self.over))
 
 
 class _NormStyle(Style):
-    """That of a norm over features, which are the last dimension."""
+    """The style of a norm over features, which are the last dimension."""
 
     def unsupported_reason(self, layer: nn.Module, size: int) -> str | None:
-        """As of any style."""
+        """Return the reason why a norm cannot have this style; ``None`` if it can."""
         assert isinstance(layer, nn.LayerNorm)
         if len(layer.normalized_shape) > 1:
             return f"normalizes over dimensions of sizes {list(layer.normalized_shape)} instead of only over features"
@@ -82,16 +82,16 @@ class _NormStyle(Style):
 
 
 class GridMode(Mode):
-    """Ranks in two or three dimensions: activations in regions are in blocks of samples and features."""
+    """The mode for ranks in two or three dimensions, which shards activations in regions over samples and features."""
 
     shards_samples: ClassVar[bool] = True
 
     def find_style(self, name: str, layer: nn.Module) -> Style:
-        """Return the style that has the name of the one for a line."""
+        """Return the grid's style for the name of a style."""
         return _find_style(name, layer, self.arrangement)
 
     def check(self, styles: Mapping[str, Any]) -> None:
-        """Refuse everything that shards a parameter over ranks in a line."""
+        """Raise an error for a layout or a style of torch, which shard parameters over ranks in a line."""
         for name, style in styles.items():
             what = f"torch's {type(style).__name__}" if isinstance(style, ParallelStyle) else None
             if isinstance(style, str) and style.startswith(f"{LAYOUT}:"):
@@ -105,11 +105,11 @@ class GridMode(Mode):
                 )
 
     def find_regions(self, rows: Sequence[PlanRow], module: nn.Module, *, sequence_parallel: bool) -> list[PlanRow]:
-        """Tell the layers inside of regions that they work on blocks."""
+        """Return the rows of a plan. Rows in regions have the options for activations in blocks."""
         return _find_regions(rows, self.arrangement.mode)
 
     def make_group(self, group: ProcessGroup, along: Mapping[tuple[str, ...], ProcessGroup]) -> TensorGroup:
-        """Return the group with its parts along axes."""
+        """Return the group with the groups along the axes."""
         return Grid(group, self.arrangement, along)
 
 
@@ -189,10 +189,10 @@ def _attention(grid: Arrangement) -> Callable[[nn.Module], list[ParamSplit]]:
 
 
 def _find_regions(rows: Sequence[PlanRow], mode: str) -> list[PlanRow]:
-    """The rows of a plan, of which those in a region know that they are.
+    """Return the rows of a plan. Rows in regions have the options for activations in blocks.
 
     Raises:
-        ValueError: If a layer that needs a region is in none.
+        ValueError: If a layer that needs a region is not in a region.
     """
     dims = {row.name: 1 - int(row.style.partition(":")[2] or 1) for row in rows if row.kind == "sequence_region"}
     found = []

@@ -1,1 +1,1 @@
-"""Layouts of the user's own: how a value or a parameter lies over the ranks, axis by axis."""
+"""Layouts that the user gives to values and parameters."""

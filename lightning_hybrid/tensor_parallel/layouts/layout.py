@@ -1,15 +1,15 @@
-"""How a tensor lies over the ranks, as the user writes it, and tensors that are made to lie so.
+"""Layouts, in which the user writes the placements of a tensor over the ranks, and the distribution of tensors.
 
-Each axis of ranks has a letter, as in OneFlow (Yuan et al., "OneFlow: Redesign the distributed deep learning framework
-from scratch", 2021), where they are called SBP:
+A layout has one letter for each axis of ranks, as in OneFlow (Yuan et al., "OneFlow: Redesign the distributed deep
+learning framework from scratch", 2021), where the letters are called SBP:
 
-=========  ======================================  ==============================================
-``S(0)``   split: ranks have parts of dimension 0  :class:`torch.distributed.tensor.Shard`
-``B``      broadcast: every rank has all of it     :class:`torch.distributed.tensor.Replicate`
-``P``      partial: it is the sum over the ranks   :class:`torch.distributed.tensor.Partial`
-=========  ======================================  ==============================================
+=========  =============================================  ==============================================
+``S(0)``   split: each rank has a shard of dimension 0    :class:`torch.distributed.tensor.Shard`
+``B``      broadcast: every rank has the full tensor      :class:`torch.distributed.tensor.Replicate`
+``P``      partial: the tensor is the sum over the ranks  :class:`torch.distributed.tensor.Partial`
+=========  =============================================  ==============================================
 
-So ``"S(0),S(1)"`` of a tensor of 16 x 8 on 2 x 2 ranks::
+The layout ``"S(0),S(1)"`` of a tensor of shape 16 x 8 on 2 x 2 ranks::
 
     data rank 0     rows 0-7  columns 0-3  |  rows 0-7  columns 4-7
     data rank 1     rows 8-15 columns 0-3  |  rows 8-15 columns 4-7
@@ -33,12 +33,12 @@ from lightning_hybrid.axes import TENSOR as TENSOR_AXIS
 from lightning_hybrid.distributed.dtensor import copy_attributes
 
 TENSOR = TENSOR_AXIS.name
-#: The axes of ranks that hold one stage, from the outermost on, in the usual order.
+#: The axes of the ranks that hold one stage, from the outermost on, in the default order.
 STAGE_AXES = (DATA.name, TENSOR)
 _LETTER = re.compile(r"S\((-?\d+)\)|B|P")
 _HELP = "Write 'S(dimension)', 'B' or 'P' for each axis, such as 'S(0),S(1)' or 'data_parallel=S(0),tensor_parallel=B'."
 
-#: Why a parameter (or else a buffer) cannot lie otherwise, and what to do.
+#: The reasons why a parameter (True) or a buffer (False) cannot have a layout, and the remedies.
 _WHY = {
     True: {
         "other axis": "train the same parameter. Use 'B' for this axis. To shard parameters over replicas, set"
@@ -54,7 +54,7 @@ _WHY = {
 
 
 def stage_axes(rank_order: str) -> tuple[str, ...]:
-    """The axes of ranks that hold one stage, from the outermost on.
+    """Return the axes of the ranks that hold one stage, from the outermost on.
 
     Args:
         rank_order: All axes by their short names, joined by ``-``.
@@ -64,27 +64,28 @@ def stage_axes(rank_order: str) -> tuple[str, ...]:
 
 
 def is_layout(style: object) -> TypeGuard[str | Mapping[str, str]]:
-    """Whether an entry of a plan is a layout, and not the name of a style."""
+    """Return True if an entry of a plan is a layout instead of the name of a style."""
     if isinstance(style, str) and ":" not in style:
         return any("=" in part or _LETTER.fullmatch(part.strip()) for part in style.split(","))
     return isinstance(style, Mapping)
 
 
 def parse_layout(layout: str | Mapping[str, str], axes: Sequence[str], shape: Sequence[int]) -> dict[str, Placement]:
-    """Read a layout.
+    """Parse a layout.
 
     Args:
-        layout: A letter for each axis, separated by commas, in the order of `axes`; or one for the tensor-parallel axis
-            alone; or ``"AXIS=LETTER,..."`` or a mapping for the axes that it names. Others have all of the tensor.
-        axes: The axes of ranks that hold one stage, from the outermost on.
-        shape: Of the whole tensor.
+        layout: A letter for each axis, separated by commas, in the order of `axes`; or one letter for the
+            tensor-parallel axis; or ``"AXIS=LETTER,..."`` or a mapping, for some axes. Along other axes, all ranks have
+            the full tensor.
+        axes: The axes of the ranks that hold one stage, from the outermost on.
+        shape: The shape of the full tensor.
 
     Returns:
-        The placements of the axes that it speaks of, in the order of `axes`; dimensions are not negative.
+        The placements of the axes in the layout, in the order of `axes`. Dimensions are not negative.
 
     Raises:
-        TypeError: If it is no text and no mapping.
-        ValueError: If it cannot be read, or names no axis, one twice, or an axis or a dimension that there is not.
+        TypeError: If the layout is neither a string nor a mapping.
+        ValueError: If the layout cannot be parsed, names no axis or an axis twice, or has an unknown axis or dimension.
     """
     pairs = _letters(layout, axes)
     names = [name for name, _ in pairs]
@@ -103,7 +104,7 @@ def parse_layout(layout: str | Mapping[str, str], axes: Sequence[str], shape: Se
 
 
 def _letters(layout: object, axes: Sequence[str]) -> list[tuple[str, object]]:
-    """What a layout says, as it is written: axes and their letters."""
+    """Return the axes of a layout and their letters."""
     if isinstance(layout, Mapping):
         return list(layout.items())
     if not isinstance(layout, str):
@@ -124,16 +125,20 @@ def _letters(layout: object, axes: Sequence[str]) -> list[tuple[str, object]]:
 
 
 def divided_dim(layout: str | Mapping[str, str], axes: Sequence[str], tensor: Tensor, name: str = "") -> int | None:
-    """The dimension of a parameter or a buffer that the tensor-parallel ranks divide; ``None`` if each has all of it.
+    """Return the dimension of a parameter or buffer that is split over the tensor-parallel ranks.
 
     Args:
         layout: As for :func:`parse_layout`.
-        axes: Likewise.
-        tensor: The parameter or the buffer.
-        name: Its name, where a plan says how it lies.
+        axes: As for :func:`parse_layout`.
+        tensor: The parameter or buffer.
+        name: Its name, if the layout is in a plan.
+
+    Returns:
+        The dimension; ``None`` if every rank has the full tensor.
 
     Raises:
-        ValueError: If it cannot lie so, as optimizers, norms and checkpoints know shards over that axis alone.
+        ValueError: If the layout is not supported. Optimizers, norms and checkpoints support only shards over the
+            tensor-parallel axis.
     """
     why = _WHY[isinstance(tensor, nn.Parameter)]
     start = f"The layout {layout!r}{f' of {name!r} in tensor_parallel_plan' if name else ''}"
@@ -165,7 +170,7 @@ def _placement(layout: object, letter: object, shape: Sequence[int]) -> Placemen
 
 
 def layout_text(tensor: DTensor) -> str:
-    """How a tensor lies, as the user writes it, and over which axes."""
+    """Return the layout of a tensor as the user would write it, and its axes."""
     letters = (
         f"S({each.dim})" if isinstance(each, Shard) else "B" if each.is_replicate() else "P"
         for each in tensor.placements
@@ -176,13 +181,13 @@ def layout_text(tensor: DTensor) -> str:
 def distribute(
     tensor: Tensor, layout: str | Mapping[str, str], mesh: DeviceMesh, *, makes_parameters: bool = True
 ) -> DTensor:
-    """A tensor in a layout: see :meth:`lightning_hybrid.HybridStrategy.distribute`.
+    """Distribute a tensor: see :meth:`lightning_hybrid.HybridStrategy.distribute`.
 
     Args:
-        tensor: All of it, the same on every rank of the stage; or a DTensor, which is redistributed.
+        tensor: The full tensor, the same on every rank of the stage; or a DTensor, which is redistributed.
         layout: As for :func:`parse_layout`.
         mesh: All axes of ranks.
-        makes_parameters: Whether a parameter that takes its place is made of a parameter. Else it is a value.
+        makes_parameters: If True, the result for a parameter is a new parameter. If False, it is a value in the graph.
     """
     axes = [axis for axis in mesh.mesh_dim_names or () if axis != PIPELINE.name]
     if isinstance(tensor, nn.Parameter) and makes_parameters:
@@ -197,7 +202,7 @@ def distribute(
         if placement.is_partial():
             kept[index] = Replicate()
             summed.append(over.get_local_rank(index))
-    if any(summed):  # the first rank has the number, and others nothing to add
+    if any(summed):  # the first rank keeps the tensor, and the other ranks have zeros
         tensor = _Nothing.apply(tensor)  # type: ignore[no-untyped-call]
     local = DTensor.from_local(tensor, over, [Replicate()] * len(kept), run_check=False).redistribute(placements=kept)
     if not summed:
@@ -209,7 +214,7 @@ def distribute(
 
 
 class _Nothing(torch.autograd.Function):
-    """Zeros in the place of a tensor, which gets the gradient that it would have."""
+    """Zeros that replace a tensor. The tensor receives the gradient of the zeros."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -241,7 +246,7 @@ def _check_axes(tensor: DTensor, layout: object, placements: Mapping[str, Placem
 def _parameter(
     parameter: nn.Parameter, layout: str | Mapping[str, str], axes: Sequence[str], mesh: DeviceMesh
 ) -> DTensor:
-    """A parameter over the ranks that share a layer: optimizers, norms and checkpoints know every shard."""
+    """Distribute a parameter over the tensor-parallel ranks, so that optimizers, norms and checkpoints support it."""
     dim, size = divided_dim(layout, axes, parameter), mesh[TENSOR].size()
     if dim is not None and parameter.shape[dim] % size:
         raise ValueError(

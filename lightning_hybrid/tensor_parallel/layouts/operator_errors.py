@@ -1,4 +1,4 @@
-"""Errors about operators that cannot compute with tensors in layouts: which one, how they lie, and what to do."""
+"""Explanations of errors about operators that cannot compute with DTensors: operator, layouts and remedy."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 
 from lightning_hybrid.tensor_parallel.layouts.layout import layout_text
 
-#: How torch says that an operator has no strategy, that it has none where shapes depend on values, and that others are
-#: plain tensors.
+#: Phrases of torch for an operator without a sharding strategy, for an operator without one because its shapes depend
+#: on values, and for a call with plain tensors and DTensors.
 _NO_STRATEGY = re.compile(r"Operator (\S+) does not have a sharding strategy|^(aten\S+)\s+Sharding propagation failed")
 _MIXED = re.compile(r"(\S+) got mixed torch\.Tensor and DTensor")
 _PLAIN = (
@@ -28,17 +28,17 @@ _TORCH = str(Path(torch.__file__).parent)
 
 
 def explain_operator_error(error: BaseException) -> bool:
-    """Add to an error of torch about an operator on DTensors how these lie, and what to do.
+    """Add the layouts of the operands and the remedy to an error of torch about an operator on DTensors.
 
     Args:
-        error: As it was raised; its text is changed, once.
+        error: The error, whose text is changed once.
 
     Returns:
-        Whether it is such an error.
+        True if the error is about an operator on DTensors.
     """
     before = str(error)
     unknown, mixed = _NO_STRATEGY.search(before), _MIXED.search(before)
-    if not isinstance(error, RuntimeError) or not (unknown or mixed):  # a NotImplementedError is one
+    if not isinstance(error, RuntimeError) or not (unknown or mixed):  # a NotImplementedError is a RuntimeError
         return False
     if _PLAIN in before or _ALIKE in before:
         return True
@@ -55,7 +55,7 @@ def explain_operator_error(error: BaseException) -> bool:
 
 
 def _operands(traceback: TracebackType | None) -> list[DTensor]:
-    """The tensors in layouts in torch's code that an error came through, or else in the code that has called it."""
+    """Return the DTensors in the innermost frame of an error that has any, up to the first frame outside torch."""
     frames = []
     while traceback is not None:
         frames.append(traceback.tb_frame)

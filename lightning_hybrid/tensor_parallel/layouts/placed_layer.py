@@ -1,4 +1,4 @@
-"""A layer of any class with sharded parameters or buffers: its code runs on DTensors, and stays as it is."""
+"""A layer of any class with sharded parameters or buffers. Its unchanged code runs on DTensors."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from lightning_hybrid.tensor_parallel.layers import ParallelLayer
 
 
 class PlacedLayer(ParallelLayer):
-    """Plain tensors in, DTensors inside, plain tensors out.
+    """A layer whose inputs and outputs are plain tensors, and whose code computes with DTensors.
 
     ::
 
-        inputs, other parameters, other buffers     B      every rank has all of them
-        parameters, buffers that the plan names     S(d)
-        what the code makes of them                        torch finds out, and redistributes where an operator needs it
-        what it returns                             B      gathered, or summed
+        inputs, other parameters, other buffers      B       every rank has the full tensor
+        parameters and buffers named in the plan     S(d)
+        intermediate results                                 torch finds the placements, and redistributes if needed
+        outputs                                      B       gathered or summed
 
     Attributes:
-        layout_dims: The dimension that is divided of each sharded parameter and buffer, by its name.
-        layout_mesh: The axis of ranks that share the layer.
+        layout_dims: The split dimension of each sharded parameter and buffer, by name.
+        layout_mesh: The tensor-parallel axis.
     """
 
     layout_dims: Mapping[str, int]
@@ -35,7 +35,7 @@ class PlacedLayer(ParallelLayer):
 
     @uncompiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As the module does."""
+        """Run the module."""
         leaves, spec = flatten((args, kwargs))
         args, kwargs = unflatten([_replicated(leaf, self.layout_mesh) for leaf in leaves], spec)
         buffers: dict[tuple[nn.Module, str], Any] = {}
@@ -49,10 +49,10 @@ class PlacedLayer(ParallelLayer):
         return unflatten([full_tensor(leaf) for leaf in leaves], spec)
 
     def _placed(self, buffers: dict[tuple[nn.Module, str], Any]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-        """Yield the tables in which the code finds parameters and buffers, with DTensors under their names.
+        """Yield the dictionaries in which the code finds parameters and buffers, with the DTensors by name.
 
         Args:
-            buffers: Gets the DTensor of each buffer, by its module and name: the code may put another in its place.
+            buffers: Receives the DTensor of each buffer, by module and name. The code may replace the buffer.
         """
         assert isinstance(self, nn.Module)
         for part in self.modules():
@@ -65,18 +65,19 @@ class PlacedLayer(ParallelLayer):
                     shown[name] = DTensor.from_local(shard_of(parameter), self.layout_mesh, placements, run_check=False)
                 else:
                     shown[name] = _replicated(parameter, self.layout_mesh)
-            yield vars(part), shown  # found before what the module itself keeps under this name
+            yield vars(part), shown  # attributes of the module are found before its parameters
             for name, buffer in part._buffers.items():
                 if buffer is not None:
                     kept = self._kept(part, name, buffer) if part is self and name in self.layout_dims else buffer
                     part._buffers[name] = kept
-                    buffers[part, name] = _replicated(kept, self.layout_mesh)  # in whose memory it lies
+                    buffers[part, name] = _replicated(kept, self.layout_mesh)  # shares the memory
             yield part._buffers, {name: buffers[part, name] for name in part._buffers if (part, name) in buffers}
 
     def _kept(self, part: Any, name: str, value: Any) -> Any:
-        """A buffer as it lies between calls: this rank's part of one that the plan divides, else all of it.
+        """Return a buffer as it is stored between calls: this rank's shard if the plan splits it, else the full tensor.
 
-        Where the user's code puts a tensor in its place, that may be whole, or have a shape that cannot be divided.
+        The user's code can replace a buffer with a tensor that is not sharded, or that has a shape that cannot be
+        split. A tensor that cannot be split is stored as a full tensor.
         """
         dim = self.layout_dims.get(name) if part is self and isinstance(value, Tensor) else None
         if dim is None or value.ndim <= dim or value.shape[dim] % self.layout_mesh.size():
@@ -84,7 +85,7 @@ class PlacedLayer(ParallelLayer):
         placed = _replicated(value, self.layout_mesh)
         if placed.placements == (Shard(dim),):
             return placed
-        return placed.redistribute(placements=[Shard(dim)]).clone()  # not a view, which keeps the memory of all of it
+        return placed.redistribute(placements=[Shard(dim)]).clone()  # a view would keep the memory of the full tensor
 
 
 def _replicated(leaf: Any, mesh: DeviceMesh) -> Any:

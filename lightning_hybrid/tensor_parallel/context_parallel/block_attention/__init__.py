@@ -1,1 +1,1 @@
-"""Attention block by block: with keys that are gathered, or that pass from rank to rank."""
+"""Attention that is computed block by block, with gathered keys or with keys that are sent from rank to rank."""

@@ -1,9 +1,9 @@
-"""Causal attention of a share's queries to gathered keys, in blocks.
+"""Causal attention from a shard's queries to gathered keys, in blocks.
 
 ::
 
     keys              before the piece     of the piece itself
-    a piece           all are seen         as in one process       no mask is made, and nothing computed that it hides
+    a piece           all are visible      as in one process       no mask is created, and no hidden score is computed
 
 Llama Team, "The Llama 3 Herd of Models", 2024, https://arxiv.org/abs/2407.21783, section 3.3.2.
 """
@@ -29,14 +29,14 @@ from lightning_hybrid.tensor_parallel.context_parallel.block_attention.block_att
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, pieces: Sequence[tuple[int, int]], scale: float) -> Tensor:
-    """Attention in which no query sees a key behind it.
+    """Compute attention in which no query sees a later key.
 
     Args:
-        q: Of shape (batch, heads, length of the share, features).
-        k: Of shape (batch, heads, length of the sequence, features); there may be fewer heads.
-        v: Likewise.
-        pieces: Of the queries: the first position of each, and its length.
-        scale: Of the scores.
+        q: Shape (batch, heads, length of the shard, features).
+        k: Shape (batch, heads, length of the sequence, features); it may have fewer heads.
+        v: Shape (batch, heads, length of the sequence, features); it may have fewer heads.
+        pieces: The first position and the length of each piece of the queries.
+        scale: The factor of the scores.
     """
     q, k, v = for_kernels(q, k, v)
     with without_autocast(q.device.type):
@@ -75,7 +75,7 @@ class _CausalAttention(torch.autograd.Function):
 
 
 def _blocks(pieces: Sequence[tuple[int, int]]) -> Iterator[tuple[slice, slice, bool]]:
-    """Queries of a share with the keys that they see, and whether these are the same positions."""
+    """Yield pairs of queries and visible keys of a shard, and True if they have the same positions."""
     offset = 0
     for start, length in pieces:
         queries = slice(offset, offset + length)

@@ -1,15 +1,15 @@
-"""Attention to some of the keys, and how it is merged with attention to others.
+"""Attention to a block of keys, and the merge with attention to other blocks.
 
 ::
 
-    forward      out = softmax(scores) v, logsumexp = log(sum(exp(scores)))        of the keys of one block
-    merge        each out with the weight exp(logsumexp)                           of the keys of both
-    backward     softmax(scores) = exp(scores - logsumexp), of all blocks          exact, block by block
+    forward      out = softmax(scores) v, logsumexp = log(sum(exp(scores)))        for the keys of one block
+    merge        each out with the weight exp(logsumexp)                           for the keys of both blocks
+    backward     softmax(scores) = exp(scores - logsumexp) over all blocks         exact, block by block
 
-Torch's fused kernels compute a block without keeping its scores. They have no public names in torch, so one is taken
-where it is there and agrees with products of matrices, which compute what no kernel does. Dao, "FlashAttention-2",
-2023, https://arxiv.org/abs/2307.08691; merged blocks: Liu, Zaharia, Abbeel, "Ring Attention with Blockwise Transformers
-for Near-Infinite Context", 2023, https://arxiv.org/abs/2310.01889.
+Torch's fused kernels compute a block without storing its scores. They have no public names in torch, so a kernel is
+used only if it exists and agrees with matrix products. Matrix products compute the blocks that no kernel supports. Dao,
+"FlashAttention-2", 2023, https://arxiv.org/abs/2307.08691; merged blocks: Liu, Zaharia, Abbeel, "Ring Attention with
+Blockwise Transformers for Near-Infinite Context", 2023, https://arxiv.org/abs/2310.01889.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from torch import Tensor, nn
 
 from lightning_hybrid.distributed.random import derive_seed
 
-_ROWS = 1024  # queries and keys whose scores are products at a time, so that these take little memory
+_ROWS = 1024  # queries and keys whose scores are computed at a time, which limits the memory
 _NONE_SEEN = float("-inf")  # the logsumexp of a query that sees no key
-_LEAST = -1e4  # what is added to a score; less changes no weight, and would swallow the number of keys in a logsumexp
+_LEAST = -1e4  # least value added to a score; lower values change no weight, but make a logsumexp inexact
 
 
 class Block(NamedTuple):
-    """Queries that meet keys.
+    """Queries and keys between which attention is computed.
 
     Attributes:
-        q: Of shape (batch, heads, queries, features).
-        k: Of shape (batch, heads, keys, features); there may be fewer heads, of which each is one of a group.
-        v: Likewise.
-        mask: Of these queries and keys: boolean, or what is added to the scores.
-        is_causal: Whether a query sees no key behind it; there are as many keys as queries then.
-        scale: Of the scores.
-        dropout: The share of the weights that is dropped.
-        seed: What is dropped depends on it.
+        q: Shape (batch, heads, queries, features).
+        k: Shape (batch, heads, keys, features). With fewer heads than the queries, each head serves a group of them.
+        v: Shape (batch, heads, keys, features), with as many heads as `k`.
+        mask: The mask of these queries and keys: boolean, or added to the scores.
+        is_causal: True if a query sees no later key. There are then as many keys as queries.
+        scale: The factor of the scores.
+        dropout: The fraction of the weights that is dropped.
+        seed: The seed of dropout.
     """
 
     q: Tensor
@@ -54,7 +54,7 @@ class Block(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Of a block; that of its mask where products compute it, and it is one that is added."""
+    """The gradients of a block. Only `Products` computes the gradient of a mask, if the mask is added to the scores."""
 
     q: Tensor
     k: Tensor
@@ -63,77 +63,77 @@ class Gradients(NamedTuple):
 
 
 class Kernel(Protocol):
-    """Computes blocks."""
+    """The interface of an implementation of blocks."""
 
     @staticmethod
     def forward(block: Block) -> tuple[Tensor, Tensor]:
-        """Attention to the keys of a block.
+        """Compute attention to the keys of a block.
 
         Args:
             block: The block.
 
         Returns:
-            What is mixed of the values, of shape (batch, heads, queries, features), and the logsumexp of the scores
-            in float32 at least, of shape (batch, heads, queries): minus infinity for queries that see no key.
+            The weighted values, of shape (batch, heads, queries, features), and the logsumexp of the scores in at least
+            float32, of shape (batch, heads, queries). The logsumexp of a query that sees no key is minus infinity.
         """
 
     @staticmethod
     def backward(block: Block, gradient: Tensor, out: Tensor, logsumexp: Tensor) -> Gradients:
-        """The gradients of a block.
+        """Compute the gradients of a block.
 
         Args:
             block: The block.
-            gradient: For what all blocks of these queries have given together.
-            out: What they have given.
-            logsumexp: Likewise, in float32 at least; infinity for queries that see no key in any of them.
+            gradient: The gradient for the merged output of all blocks of these queries.
+            out: The merged output.
+            logsumexp: The merged logsumexp, in at least float32; infinity for queries that see no key in any block.
         """
 
 
 def find_kernel(
     q: Tensor, v: Tensor, mask: Tensor | None, dropout: float, *, learns_mask: bool = False
 ) -> type[Kernel]:
-    """The kernel for blocks of these.
+    """Return the kernel for blocks with these tensors.
 
     Args:
-        q: Queries.
-        v: Values.
-        mask: As of a block.
-        dropout: Likewise.
-        learns_mask: Whether a mask needs a gradient.
+        q: The queries.
+        v: The values.
+        mask: The mask, as in a block.
+        dropout: The dropout, as in a block.
+        learns_mask: True if the mask needs a gradient.
     """
     fused = _FUSED.get(q.device.type)
     if fused is None or dropout or learns_mask or (mask is not None and fused is not CpuKernel):
         return Products
-    # The user's choice, which torch's attention on a CPU heeds too.
+    # torch's attention on the CPU respects this setting of the user too.
     if not torch.backends.cuda.flash_sdp_enabled():  # type: ignore[no-untyped-call]
         return Products
-    if type(q) not in (Tensor, nn.Parameter):  # it has no numbers to compare
+    if type(q) not in (Tensor, nn.Parameter):  # it has no values to compare
         return fused
     return fused if _agrees(fused, q.device, q.dtype, q.shape[-1], v.shape[-1]) else Products
 
 
 def for_kernels(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Queries, keys and values as kernels take for granted: of one batch size, and with features side by side."""
+    """Return queries, keys and values as kernels require them: with one batch size, and with contiguous features."""
     batch = max(each.shape[0] for each in tensors)
     alike = (each if each.shape[0] == batch else each.expand(batch, -1, -1, -1) for each in tensors)
     return tuple(each if each.stride(-1) == 1 else each.contiguous() for each in alike)
 
 
 def bounded(mask: Tensor) -> Tensor:
-    """A mask whose numbers may be the least of their dtype, as those of padding are, with others in their place."""
+    """Clamp a numeric mask to `_LEAST`, because padding may have the lowest value of its dtype. Keep minus infinity."""
     if mask.dtype == torch.bool:
         return mask
     return mask.clamp(min=_LEAST).masked_fill_(mask == _NONE_SEEN, _NONE_SEEN)
 
 
 def merge(out: Tensor, logsumexp: Tensor, other: Tensor, of_other: Tensor) -> None:
-    """Add attention to other keys to that to some, in place.
+    """Merge attention to other keys into the attention to some keys, in place.
 
     Args:
-        out: Of the former, zeros at first, of shape (batch, heads, queries, features).
-        logsumexp: Likewise, minus infinity at first, of shape (batch, heads, queries).
-        other: Of the latter.
-        of_other: Likewise.
+        out: The output for some keys, initially zero, of shape (batch, heads, queries, features).
+        logsumexp: The logsumexp for some keys, initially minus infinity, of shape (batch, heads, queries).
+        other: The output for the other keys.
+        of_other: The logsumexp for the other keys.
     """
     weight = (of_other - logsumexp).sigmoid_().masked_fill_(of_other == _NONE_SEEN, 0.0)
     out.lerp_(other.to(out.dtype), weight[..., None])
@@ -141,7 +141,7 @@ def merge(out: Tensor, logsumexp: Tensor, other: Tensor, of_other: Tensor) -> No
 
 
 def cast_by_autocast(*tensors: Any) -> tuple[Any, ...]:
-    """Tensors that autocast casts for torch's attention, in its dtype; other values as they are."""
+    """Cast the tensors that autocast casts for torch's attention. Other values are returned unchanged."""
     kind = tensors[0].device.type
     if not torch.is_autocast_enabled(kind):
         return tensors
@@ -151,21 +151,21 @@ def cast_by_autocast(*tensors: Any) -> tuple[Any, ...]:
 
 
 def without_autocast(kind: str) -> AbstractContextManager[Any]:
-    """Inside, products have the dtype of what is multiplied, on devices of a kind."""
+    """Disable autocast for devices of a kind inside the context."""
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
 
 def precise(dtype: torch.dtype) -> torch.dtype:
-    """In which sums are taken."""
+    """Return the dtype in which sums are computed."""
     return torch.promote_types(dtype, torch.float32)
 
 
 class Products:
-    """Products of matrices, of `_ROWS` queries and keys at a time: for all blocks, on all devices."""
+    """Matrix products of `_ROWS` queries and keys at a time, for all blocks and devices."""
 
     @staticmethod
     def forward(block: Block) -> tuple[Tensor, Tensor]:
-        """See :meth:`Kernel.forward`; in float32 at least."""
+        """Compute :meth:`Kernel.forward` in at least float32."""
         q, v, dtype = block.q, block.v, precise(block.q.dtype)
         out = q.new_zeros(*q.shape[:3], v.shape[3], dtype=dtype)
         logsumexp = q.new_full(q.shape[:3], _NONE_SEEN, dtype=dtype)
@@ -180,7 +180,7 @@ class Products:
 
     @staticmethod
     def backward(block: Block, gradient: Tensor, out: Tensor, logsumexp: Tensor) -> Gradients:
-        """See :meth:`Kernel.backward`; in float32 at least."""
+        """Compute :meth:`Kernel.backward` in at least float32."""
         q, k, v, mask = block[:4]
         dtype, heads, groups = precise(q.dtype), q.shape[1], k.shape[1]
         of_q, of_k, of_v = (each.new_zeros(each.shape, dtype=dtype) for each in (q, k, v))
@@ -206,23 +206,23 @@ class Products:
 
 
 class CpuKernel:
-    """Torch's fused kernel on the CPU: without dropout, and without a gradient for the mask."""
+    """Torch's fused kernel on the CPU, without dropout and without a gradient for the mask."""
 
     @staticmethod
     def forward(block: Block) -> tuple[Tensor, Tensor]:
-        """See :meth:`Kernel.forward`."""
+        """Compute :meth:`Kernel.forward`."""
         q, k, v = block[:3]
         mask = _added(block.mask, precise(q.dtype))
         out, logsumexp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, block.is_causal, attn_mask=mask, scale=block.scale
         )
-        if mask is not None:  # it says 0 of a query that sees no key
+        if mask is not None:  # the kernel returns 0 for a query that sees no key
             logsumexp = logsumexp.masked_fill((mask == _NONE_SEEN).all(-1), _NONE_SEEN)
         return out, logsumexp
 
     @staticmethod
     def backward(block: Block, gradient: Tensor, out: Tensor, logsumexp: Tensor) -> Gradients:
-        """See :meth:`Kernel.backward`."""
+        """Compute :meth:`Kernel.backward`."""
         q, k, v = block[:3]
         of_q, of_k, of_v = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             gradient, q, k, v, out, logsumexp, 0.0, block.is_causal,
@@ -232,19 +232,19 @@ class CpuKernel:
 
 
 class CudaKernel:
-    """Torch's FlashAttention on CUDA devices: of half precision, without dropout and masks."""
+    """Torch's FlashAttention on CUDA devices, for half precision, without dropout and masks."""
 
     @staticmethod
     def forward(block: Block) -> tuple[Tensor, Tensor]:
-        """See :meth:`Kernel.forward`."""
+        """Compute :meth:`Kernel.forward`."""
         result = torch.ops.aten._scaled_dot_product_flash_attention(*block[:3], 0.0, block.is_causal, scale=block.scale)
         return result[0], result[1]
 
     @staticmethod
     def backward(block: Block, gradient: Tensor, out: Tensor, logsumexp: Tensor) -> Gradients:
-        """See :meth:`Kernel.backward`."""
+        """Compute :meth:`Kernel.backward`."""
         q, k, v = block[:3]
-        undrawn = torch.empty(2, dtype=torch.uint64, device=q.device)  # the state of random numbers: without dropout
+        undrawn = torch.empty(2, dtype=torch.uint64, device=q.device)  # random state, unused without dropout
         of_q, of_k, of_v = torch.ops.aten._scaled_dot_product_flash_attention_backward(
             gradient, q, k, v, out, logsumexp.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, block.is_causal,
             undrawn, undrawn, scale=block.scale,
@@ -258,7 +258,7 @@ _FUSED: dict[str, type[Kernel]] = {"cpu": CpuKernel, "cuda": CudaKernel}
 @lru_cache
 @torch.no_grad()
 def _agrees(kernel: type[Kernel], device: torch.device, dtype: torch.dtype, of_keys: int, of_values: int) -> bool:
-    """Whether a kernel is there, takes such tensors, and gives what products give, tried with a few positions."""
+    """Return True if a kernel exists, accepts such tensors, and agrees with `Products` for a few positions."""
 
     def drawn(heads: int, features: int, phase: int) -> Tensor:
         numbers = torch.arange(heads * 8 * features, dtype=torch.float64, device=device).add_(phase).mul_(1.7).sin_()
@@ -271,7 +271,7 @@ def _agrees(kernel: type[Kernel], device: torch.device, dtype: torch.dtype, of_k
 
 
 def _agrees_on(kernel: type[Kernel], block: Block, gradient: Tensor) -> bool:
-    """Whether it gives for a block what products give, with other keys beside it in backward."""
+    """Return True if a kernel agrees with `Products` for a block. In backward, the queries also see other keys."""
     out, logsumexp = Products.forward(block)
     of_all = out.to(block.q.dtype), logsumexp + 0.5
     try:
@@ -287,7 +287,7 @@ def _agrees_on(kernel: type[Kernel], block: Block, gradient: Tensor) -> bool:
 
 
 def _added(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """A mask to be added to scores, of four dimensions."""
+    """Return a mask that is added to scores, with four dimensions."""
     if mask is None:
         return None
     if mask.dtype == torch.bool:
@@ -296,7 +296,7 @@ def _added(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 
 def _tiles(block: Block) -> Iterator[tuple[slice, slice]]:
-    """Rows and columns of the scores, as many as are computed at a time; none of them behind all queries."""
+    """Yield the rows and columns of tiles of the scores, without tiles that a causal mask hides."""
     length, keys = block.q.shape[2], block.k.shape[2]
     for row in range(0, length, _ROWS):
         rows = slice(row, min(row + _ROWS, length))
@@ -305,7 +305,7 @@ def _tiles(block: Block) -> Iterator[tuple[slice, slice]]:
 
 
 def _scores(block: Block, rows: slice, columns: slice) -> Tensor:
-    """Of a tile; of keys that a query does not see minus infinity."""
+    """Return the scores of a tile; minus infinity for hidden keys."""
     dtype = precise(block.q.dtype)
     keys = _grouped(block.k[:, :, columns], block.q.shape[1], dtype)
     scores = (block.q[:, :, rows].to(dtype) @ keys.transpose(-2, -1)).mul_(block.scale)
@@ -319,14 +319,14 @@ def _scores(block: Block, rows: slice, columns: slice) -> Tensor:
 
 
 def _part(mask: Tensor, rows: slice, columns: slice) -> Tensor:
-    """What a mask has for a tile, of four dimensions: a view."""
+    """Return the part of a mask for a tile, as a view with four dimensions."""
     mask = mask.view(*(1,) * (4 - mask.ndim), *mask.shape)
     mask = mask if mask.shape[-2] == 1 else mask[..., rows, :]
     return mask if mask.shape[-1] == 1 else mask[..., columns]
 
 
 def _kept(block: Block, weights: Tensor, rows: slice, columns: slice) -> Tensor | None:
-    """What dropout multiplies the weights of a tile by."""
+    """Return the factors by which dropout multiplies the weights of a tile; ``None`` without dropout."""
     if not block.dropout:
         return None
     generator = torch.Generator(weights.device)
@@ -336,11 +336,11 @@ def _kept(block: Block, weights: Tensor, rows: slice, columns: slice) -> Tensor 
 
 
 def _grouped(x: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
-    """Keys or values, one head for each of the queries."""
+    """Repeat the heads of keys or values so that there is one for each head of the queries."""
     x = x.to(dtype)
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
 
 
 def _summed(x: Tensor, heads: int) -> Tensor:
-    """The inverse for gradients."""
+    """Sum gradients over the heads that :func:`_grouped` repeated."""
     return x if x.shape[1] == heads else x.reshape(x.shape[0], heads, -1, *x.shape[2:]).sum(2)

@@ -1,21 +1,22 @@
-r"""Ring attention: blocks of keys and values pass from rank to rank, and the queries of each meet them one by one.
+r"""Ring attention: blocks of keys and values are sent from rank to rank, and each rank's queries see them one by one.
 
 ::
 
     step        0       1       2       3
-    rank 0      k0      k3      k2      k1        the next block is on its way while this one is computed with;
-    rank 1      k1      k0      k3      k2        what is mixed of the values is merged block by block
+    rank 0      k0      k3      k2      k1        the next block is received while this block is computed;
+    rank 1      k1      k0      k3      k2        the outputs are merged block by block
     rank 2      k2      k1      k0      k3
     rank 3      k3      k2      k1      k0
 
-Backward goes round once more, and the gradients of keys and values travel with these until they are at home. Liu,
-Zaharia, Abbeel, "Ring Attention with Blockwise Transformers for Near-Infinite Context", 2023,
-https://arxiv.org/abs/2310.01889.
+In backward, blocks are sent around once more, together with the gradients of their keys and values, which return to
+their rank at the end. Liu, Zaharia, Abbeel, "Ring Attention with Blockwise Transformers for Near-Infinite Context",
+2023, https://arxiv.org/abs/2310.01889.
 
-Where a mask is causal, and a rank has a piece from the beginning of the sequence and one from its end, it sees half of
-another one's keys: its last queries the first of them::
+If a mask is causal, and each rank has one piece from the beginning of the sequence and one from its end, a rank needs
+half of the scores with another rank's keys: either all queries see the first piece of the keys, or the second piece of
+the queries sees all keys::
 
-    keys             own      of a rank before      of a rank behind
+    keys             own      of a lower rank       of a higher rank
                     1   2          1   2                 1   2
     queries 1       \   .          #   .                 .   .
     queries 2       #   \          #   .                 #   #
@@ -29,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.distributed import irecv, isend  # those of torch, whatever takes their places in a step
+from torch.distributed import irecv, isend  # torch's own functions, even if a step replaces `dist.isend`
 
 from lightning_hybrid.distributed.dtensor import full_tensor
 from lightning_hybrid.distributed.random import derive_seed
@@ -47,14 +48,14 @@ from lightning_hybrid.tensor_parallel.sharding import Shares
 
 
 class Ring(NamedTuple):
-    """What a call of ring attention knows beside its tensors.
+    """The arguments of a call of ring attention, except its tensors.
 
     Attributes:
-        shares: How the sequence is divided.
-        is_causal: Whether a query sees no key behind it.
-        scale: Of the scores.
-        dropout: The share of the weights that is dropped.
-        seed: What is dropped depends on it, and is the same again in backward.
+        shares: The positions of each rank.
+        is_causal: True if a query sees no later key.
+        scale: The factor of the scores.
+        dropout: The fraction of the weights that is dropped.
+        seed: The seed of dropout, which is used again in backward.
     """
 
     shares: Shares
@@ -64,7 +65,7 @@ class Ring(NamedTuple):
     seed: int
 
     def seen(self, rank: int) -> tuple[slice, slice]:
-        """Which of this rank's queries see another one's keys, and which of these; either may be none."""
+        """Return the slices of this rank's queries and of a rank's keys between which scores are needed, if any."""
         ours, theirs = self.shares.pieces[self.shares.group.rank], self.shares.pieces[rank]
         if not self.is_causal or rank == self.shares.group.rank:
             return slice(None), slice(None)
@@ -72,7 +73,7 @@ class Ring(NamedTuple):
         return slice(before, None), slice(sum(length for start, length in theirs if start < ours[-1][0]))
 
     def block(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rank: int) -> Block | None:
-        """This rank's queries with a rank's keys, as far as they see them."""
+        """Return the block of this rank's queries and a rank's keys; ``None`` if the queries see none of them."""
         queries, keys = self.seen(rank)
         q, k, v = q[:, :, queries], k[:, :, keys], v[:, :, keys]
         if not q.shape[2] or not k.shape[2]:
@@ -81,7 +82,7 @@ class Ring(NamedTuple):
         return Block(q, k, v, mask, is_causal, self.scale, self.dropout, derive_seed(self.seed, rank))
 
     def part(self, mask: Tensor, rank: int) -> Tensor:
-        """What a mask of the whole sequence has for this rank's queries and a rank's keys."""
+        """Return the part of a full mask for this rank's queries and a rank's keys."""
         total = self.shares.total
         if mask.ndim > 1 and mask.shape[-2] == total:
             mask = self.shares.own(mask, -2)
@@ -89,19 +90,19 @@ class Ring(NamedTuple):
 
     @torch.enable_grad()
     def whole_gradient(self, mask: Tensor, of_part: Tensor, rank: int) -> Tensor:
-        """The gradient of a mask of the whole sequence, where only a part has one."""
+        """Return the gradient of a full mask from the gradient of a part."""
         whole = torch.zeros_like(mask, dtype=of_part.dtype).requires_grad_()
         return torch.autograd.grad(self.part(whole, rank), whole, of_part)[0]
 
     def rotate(self, block: Tensor, step: int) -> tuple[Tensor, list[dist.Work]]:
-        """Send a block to the next rank, and receive that of the one before.
+        """Send a block to the next rank, and receive the block of the previous rank.
 
         Args:
-            block: Of the shape (..., length of the share that it is of, features).
-            step: How often the block has been sent before.
+            block: Shape (..., length of its shard, features).
+            step: The number of times that the block has been sent before.
 
         Returns:
-            What arrives, once the works are done.
+            The tensor that receives the block, and the works that fill it.
         """
         group, size, rank = self.shares.group(), self.shares.group.size, self.shares.group.rank
         length = self.shares.lengths[(rank - step - 1) % size]
@@ -115,14 +116,15 @@ class Ring(NamedTuple):
 
 
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, ring: Ring) -> Tensor:
-    """Attention of this rank's queries to the keys of all ranks.
+    """Compute attention from this rank's queries to the keys of all ranks.
 
     Args:
-        q: Of shape (batch, heads, length of the share, features).
-        k: Likewise; there may be fewer heads, of which each is one of a group.
-        v: Likewise.
-        mask: For the whole sequence: boolean, or what is added to the scores.
-        ring: The rest.
+        q: Shape (batch, heads, length of the shard, features).
+        k: Shape (batch, heads, length of the shard, features). With fewer heads than `q`, each head serves a group of
+            them.
+        v: Shape (batch, heads, length of the shard, features), with as many heads as `k`.
+        mask: The mask of the full sequence: boolean, or added to the scores.
+        ring: The other arguments.
     """
     q, k, v, mask = cast_by_autocast(q, k, v, mask)
     q, k, v = for_kernels(q, k, v)
@@ -178,7 +180,8 @@ class _RingAttention(torch.autograd.Function):
                     sums[:, :, keys].add_(summand)
                 if of_mask is not None:
                     of_mask.add_(ring.whole_gradient(mask, found.mask, rank))
-            # What other ranks have summed up for these keys has followed them, and at last comes home.
+            # The gradients that other ranks have computed for these keys are sent with them, and return to their rank
+            # at the end.
             _wait(of_works)
             of_packed = own.add_(of_arriving) if step else own
             of_arriving, of_works = ring.rotate(of_packed, step)
