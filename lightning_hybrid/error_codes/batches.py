@@ -11,21 +11,21 @@ ERRORS = {
     "LH702": Entry(
         "Some ranks of a replica iterate over a loader or compute a metric, but other ranks of the same replica do"
         " not.",
-        "Iterate over the loader or compute the metric on all ranks of the replica or on none of them.",
+        "Iterate over the loader or compute the metric either on all ranks of the replica or on none of them.",
     ),
     "LH703": Entry(
-        "A rank reads a large tensor of the batch, but did not read this tensor in earlier steps. The rank"
-        " that loaded the batch therefore did not send the tensor, and has already dropped or changed it.",
-        "In the first step with a batch of the same structure, read the tensor on this rank too, for example by"
-        ' storing a copy (`batch["x"].clone()`). Alternatively, set `broadcast_batches=False`.',
+        "A rank reads a large tensor of the batch, but did not read this tensor in earlier steps. The rank that loaded"
+        " the batch therefore did not send the tensor, and has already dropped or changed it.",
+        "In the first step with a batch of the same structure (keys, shapes and dtypes), read the tensor on this rank"
+        ' too, for example by storing a copy (`batch["x"].clone()`). Alternatively, set `broadcast_batches=False`.',
     ),
     "LH704": Entry(
         "The loss was detached, was created from plain numbers, or depends on no parameter that requires a gradient.",
         "Return the loss tensor exactly as the model computed it.",
     ),
     "LH705": Entry(
-        "`training_step` returned None, although its code does not contain `return None`. The earlier stages therefore"
-        " did not know that a step can end without a loss.",
+        "`training_step` returned None, although its code does not contain `return None`. The stages before the last"
+        " one therefore did not know that a step can end without a loss.",
         "Write `return None` in `training_step` itself, not in a function that it calls, or set `dynamic_shapes=True`.",
     ),
     "LH706": Entry(
@@ -62,13 +62,13 @@ ERRORS = {
         " `split_batch` in the module.",
     ),
     "LH714": Entry(
-        "The offsets under a key do not start at 0 or are not in ascending order, or two keys have different numbers of"
-        " offsets.",
+        "The offsets that `split_rows` reads from the batch do not start at 0, are not in ascending order, or differ"
+        " in number between two keys.",
         "Correct the offsets in `collate_fn`.",
     ),
     "LH715": Entry(
-        "The number of targets in the batch differs from the sum of the lengths in the batch.",
-        "Correct the targets or the lengths in `collate_fn`.",
+        "The number of targets in the batch differs from the sum of the target lengths in the batch.",
+        "Correct the targets or their lengths in `collate_fn`.",
     ),
     "LH716": Entry(
         "`split_samples()` received a batch that is not a list or tuple of samples of one type.",
@@ -103,7 +103,7 @@ ERRORS = {
     ),
     "LH723": Entry(
         "Different ranks log values under different keys.",
-        "Log under the same keys on every rank, or set `rank_zero_only=True` when you log.",
+        "Log values under the same keys on every rank, or set `rank_zero_only=True` when you log.",
     ),
     "LH724": Entry(
         "A step uses the return value of a method of `self.logger`, but rank 0 calls this method only after the step.",

@@ -55,7 +55,7 @@ ERRORS = {
     ),
     "LH912": Entry(
         "The new checkpoint was saved, but a directory with an earlier checkpoint at the same path could not be"
-        " removed. This earlier checkpoint would be loaded.",
+        " removed. When you load from this path, the earlier checkpoint is loaded instead of the new one.",
         "Remove the file that the message names. The strategy then no longer treats the directory as a checkpoint.",
     ),
     "LH913": Entry(
@@ -68,7 +68,7 @@ ERRORS = {
     ),
     "LH915": Entry(
         "Some files of a checkpoint or of a folder with weights are missing on a node.",
-        "Copy all files into the directory, including the file `.metadata` of a sharded checkpoint.",
+        "Copy all files into the directory on this node, including the file `.metadata` of a sharded checkpoint.",
     ),
     "LH916": Entry(
         "Every rank writes its part of a sharded checkpoint into the same directory, but this directory is not on a"
@@ -92,7 +92,8 @@ ERRORS = {
     ),
     "LH923": Entry(
         "The tensor names in the Hugging Face folder match several parts of the module equally well.",
-        "Load the weights yourself, and pass a state dict with the tensor names of the module to `load_weights`.",
+        "Load the weights yourself, and call `load_weights` with a state dict that uses the tensor names of the"
+        " module.",
     ),
     "LH925": Entry(
         "The file or object does not contain a dictionary of tensors.",
@@ -115,8 +116,8 @@ ERRORS = {
     ),
     "LH930": Entry(
         "Sharded checkpoints do not support `storage_options`.",
-        "Set `save_distributed_checkpoint=False`, and pass a checkpoint plugin that accepts storage options to the"
-        " Trainer.",
+        "Set `save_distributed_checkpoint=False`, and pass the Trainer a checkpoint plugin that accepts storage"
+        " options.",
     ),
     "LH931": Entry(
         "`async_save=True` is combined with the plugin `AsyncCheckpointIO`. Both save checkpoints in the background,"
@@ -131,18 +132,19 @@ ERRORS = {
     "LH934": Entry(
         "The checkpoint was saved in the middle of an epoch with a different number of replicas. With this data"
         " loader, the strategy cannot determine which samples of the epoch were already used.",
-        "Resume from a checkpoint from the end of an epoch, or use the same number of replicas as when this checkpoint"
-        " was saved.",
+        "Resume from a checkpoint that was saved at the end of an epoch, or use the same number of replicas as when"
+        " this checkpoint was saved.",
     ),
     "LH935": Entry(
         "The checkpoint was saved in the middle of an epoch. Since then, the sampler and either the number of replicas"
         " or the batch size have changed.",
-        "Resume from a checkpoint from the end of an epoch, or use the same sampler as when this checkpoint was saved.",
+        "Resume from a checkpoint that was saved at the end of an epoch, or use the same sampler as when this"
+        " checkpoint was saved.",
     ),
     "LH936": Entry(
         "The checkpoint was saved in the middle of an epoch. The number of samples that had been used by then is not a"
-        " multiple of the number of samples per optimizer step in the new layout.",
-        "Use the same `global_batch_size` as when the checkpoint was saved, or resume from a checkpoint from the end"
-        " of an epoch.",
+        " multiple of the number of samples that each optimizer step now uses.",
+        "Use the same `global_batch_size` as when the checkpoint was saved, or resume from a checkpoint that was saved"
+        " at the end of an epoch.",
     ),
 }

@@ -4,7 +4,7 @@ from lightning_hybrid.error_codes.entry import Entry
 
 ERRORS = {
     "LH601": Entry(
-        "Context parallelism cannot be combined with 2D, 2.5D and 3D tensor parallelism, which already shards"
+        "Context parallelism cannot be combined with 2D, 2.5D or 3D tensor parallelism, which already shards"
         " activations.",
         'Set `tensor_parallel_mode="1d"`, or `context_parallel_size=1`.',
     ),
@@ -19,12 +19,12 @@ ERRORS = {
     ),
     "LH604": Entry(
         "A layer, such as a router, stores a loss as an attribute, but this loss covers only one sequence shard.",
-        "Compute the loss from the outputs of the layer, or from the logits of each position, which a forward hook can"
-        " collect.",
+        "Compute this loss from the outputs of the layer, or from the router logits of each position, which a forward"
+        " hook can collect.",
     ),
     "LH605": Entry(
-        "Each layer of the body must receive hidden states of shape (batch, sequence, features), but one layer"
-        " receives only other tensors.",
+        "Each layer of the [body](glossary.md#body) must receive hidden states of shape (batch, sequence, features),"
+        " but one layer receives only other tensors.",
         "Set `body=[...]` to the names of the layers that receive hidden states.",
     ),
     "LH606": Entry(
@@ -33,7 +33,7 @@ ERRORS = {
     ),
     "LH607": Entry(
         "A layer receives two sequences. The second sequence is as long as a shard of the first sequence, so the"
-        " strategy cannot distinguish the two.",
+        " strategy cannot distinguish the second sequence from a shard.",
         "Pad one of the sequences to a different length.",
     ),
     "LH608": Entry(
@@ -88,9 +88,9 @@ ERRORS = {
         "Change the output in the layer instead of in a hook.",
     ),
     "LH619": Entry(
-        "A layer of the body combines values from different positions, for example in a convolution, a recurrent"
-        " layer, batch norm or hand-written attention. On a sequence shard, its results differ from those on the full"
-        " sequence.",
+        "A layer of the [body](glossary.md#body) combines values from different positions, for example in a"
+        " convolution, a recurrent layer, batch norm or hand-written attention. On a sequence shard, its results"
+        " differ from those on the full sequence.",
         "Use `F.scaled_dot_product_attention`, or set `body` to modules that do not combine positions. See [context"
         " parallelism](../concepts/context-parallel.md).",
     ),

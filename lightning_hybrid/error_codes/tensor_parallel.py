@@ -5,16 +5,16 @@ from lightning_hybrid.error_codes.entry import Entry
 ERRORS = {
     "LH501": Entry(
         "A pattern in `tensor_parallel_plan` matches no submodule.",
-        "Use one of the submodule names that the message suggests. `*` matches any text without a dot.",
+        "Use one of the submodule names that the message suggests. In a pattern, `*` matches any text without a dot.",
     ),
     "LH502": Entry(
         "`tensor_parallel_plan` contains an unknown style.",
         "Use one of the [supported styles](../concepts/tensor-parallel.md#write-a-plan).",
     ),
     "LH503": Entry(
-        "The style `divide:ATTRIBUTE` names an attribute, such as a number of heads, that is not a multiple of"
+        "The style `divide:ATTRIBUTE` names an attribute whose value, such as a number of heads, is not a multiple of"
         " `tensor_parallel_size`.",
-        "Set `tensor_parallel_size` to a divisor of this number, or give the layer the style `replicate`.",
+        "Set `tensor_parallel_size` to a divisor of this value, or give the layer the style `replicate`.",
     ),
     "LH504": Entry(
         "`tensor_parallel_plan` gives a layer two styles that cannot be combined.",
@@ -27,11 +27,12 @@ ERRORS = {
     ),
     "LH506": Entry(
         "`tensor_parallel_plan` gives a layer a style that already shards its parameters, but also gives one of these"
-        " parameters a layout.",
+        " parameters a layout, such as `S(0)`.",
         "Remove the style or the layout from the plan.",
     ),
     "LH507": Entry(
-        "`tensor_parallel_plan` gives a layout to a parameter or buffer that the module does not have.",
+        "`tensor_parallel_plan` gives a layout, such as `S(0)`, to a parameter or buffer that the module does not"
+        " have.",
         "Use one of the parameter or buffer names that the message lists.",
     ),
     "LH508": Entry(
@@ -52,7 +53,8 @@ ERRORS = {
     "LH511": Entry(
         "`tensor_parallel_plan` gives a layout to a parameter or buffer of a module that contains tensor-parallel"
         " layers or is inside a module with the style `sequence_region`.",
-        "Remove the layout, or give tensor-parallel layers in the module the style `replicate`.",
+        "Remove the layout. Alternatively, if the module contains tensor-parallel layers, give these layers the style"
+        " `replicate`.",
     ),
     "LH512": Entry(
         "`tensor_parallel_plan` gives a module a style that works only inside another module with the style"
@@ -62,7 +64,7 @@ ERRORS = {
     "LH513": Entry(
         "In 2D, 2.5D and 3D modes, the style of this module works only inside another module with the style"
         " `sequence_region`. No enclosing module has the style `sequence_region`.",
-        "Give the style `sequence_region` to an enclosing module. If your module does more than compute attention,"
+        "Give the style `sequence_region` to an enclosing module. If the module computes attention and other things,"
         " first move the attention into a separate module.",
     ),
     "LH514": Entry(
@@ -74,7 +76,7 @@ ERRORS = {
     "LH515": Entry(
         "A mask or bias with separate values for each head does not have the shape that the style `mask_per_head`"
         " requires.",
-        "Pass a tensor of shape (batch, heads, L, S) that contains all heads of the full model.",
+        "Pass a tensor of shape (batch, heads, queries, keys) that contains all heads of the full model.",
     ),
     "LH516": Entry(
         "The sequence length is not a multiple of `tensor_parallel_size`.",
@@ -102,7 +104,8 @@ ERRORS = {
     ),
     "LH521": Entry(
         "A layout shards a parameter or buffer over an axis other than the tensor-parallel axis.",
-        "Use `B` for this axis, for example `data_parallel=B`. To shard parameters over replicas, set `zero_stage=3`.",
+        "Use `B` (replicated) for this axis, for example `data_parallel=B`. To shard parameters over replicas, set"
+        " `zero_stage=3`.",
     ),
     "LH522": Entry(
         "A layout uses `P` (partial sum) for a parameter, a buffer or an existing DTensor. Such tensors cannot become"
@@ -119,7 +122,7 @@ ERRORS = {
         " `tensor.full_tensor()`.",
     ),
     "LH525": Entry(
-        "Torch does not support the operator in the message for DTensors.",
+        "Torch cannot apply the operator that the message names to DTensors.",
         "Apply the operator to the plain tensor `x.full_tensor()`, and pass the result to `strategy.distribute`. See"
         " [custom placements](../concepts/advanced-tensor-parallel.md#custom-placements).",
     ),
