@@ -16,7 +16,7 @@ ERRORS = {
         "Use a number in the range that the message states.",
     ),
     "LH104": Entry(
-        "A timeout is zero or negative, or `faults.heartbeat_timeout` is shorter than its minimum.",
+        "A timeout is zero or negative, or `faults.heartbeat_timeout` is shorter than 3 seconds.",
         "Set the timeout to a positive number of seconds, such as `600`, or to a duration, such as"
         ' `timedelta(minutes=10)`. In YAML, write `600` or `"0:10:00"`.',
     ),
@@ -37,8 +37,8 @@ ERRORS = {
         "Add another size, such as 1, to one of these lists, or start a different number of processes.",
     ),
     "LH108": Entry(
-        "`tensor_parallel_size` does not fit the mode. Ranks must form one square in 2D mode, several equal"
-        " squares in 2.5D mode, and a cube in 3D mode.",
+        "`tensor_parallel_size` does not fit `tensor_parallel_mode`. The tensor-parallel ranks must form one"
+        " square in 2D mode, several equal squares in 2.5D mode, and a cube in 3D mode.",
         "Set `tensor_parallel_size` to a number that the message suggests. See [2D, 2.5D and 3D"
         " modes](../concepts/advanced-tensor-parallel.md).",
     ),
@@ -62,7 +62,7 @@ ERRORS = {
     ),
     "LH113": Entry(
         "`launch.rank_order` does not contain the name of each axis exactly once.",
-        'Set `launch.rank_order` to `"pp-dp-tp"`, or write the same names in another order.',
+        'Set `launch.rank_order` to `"pp-dp-tp"`, or to the same names in another order.',
     ),
     "LH114": Entry(
         "The 1F1B schedule supports only one chunk per rank, but `num_chunks` is larger than 1.",
@@ -83,8 +83,8 @@ ERRORS = {
         "`partition` or `pipeline_stage` leaves a layer without a stage, leaves a stage without layers, or"
         " assigns stages out of order.",
         "Set `partition` to a list with the number of layers of each stage. These numbers must be at least 1"
-        " and add up to the total number of layers. Alternatively, list the stage of each layer, in ascending"
-        " order starting at 0.",
+        " and add up to the total number of layers. Alternatively, state the stage of each layer in"
+        " `partition` or `pipeline_stage`, in ascending order starting at 0.",
     ),
     "LH118": Entry(
         "The pipeline has more stages than layers.",
@@ -121,9 +121,9 @@ ERRORS = {
         'Write a number and a unit, such as `"80GiB"`.',
     ),
     "LH126": Entry(
-        "A part of the strategy name is not an abbreviation followed directly by a number, as in `pp2`, or an"
-        ' abbreviation appears twice. In `"hybrid_pp_2"`, for example, an underscore separates `pp` from its'
-        " number.",
+        "After `hybrid`, each part of the strategy name must be an abbreviation and a number, as in `pp2`,"
+        ' and no abbreviation may appear twice. The name `"hybrid_pp_2"` is invalid, because an underscore'
+        " separates `pp` from its number.",
         'Write the number directly after the abbreviation, as in `"hybrid_pp2"`, and use each abbreviation only once.',
     ),
     "LH127": Entry(
@@ -152,8 +152,8 @@ ERRORS = {
         " `limit_train_batches=0`.",
     ),
     "LH132": Entry(
-        "The module reads the values of its parameters. For the layout search and commands such as `plan`,"
-        " these values need too much memory.",
+        "The module reads the values of its parameters. In the layout search and in commands such as `plan`,"
+        " these values would need too much memory.",
         "Avoid reading parameter values in `__init__`, `configure_model` or `training_step`. Alternatively,"
         " use a smaller module, such as one with fewer layers.",
     ),

@@ -4,7 +4,7 @@ from lightning_hybrid.error_codes.entry import Entry
 
 ERRORS = {
     "LH201": Entry(
-        "Ranks were started with different arguments or files, or your code behaves differently on different ranks.",
+        "Ranks use different arguments or files, or your code behaves differently on different ranks.",
         "Use the same command and files on every node. Do not create modules, optimizers or data loaders"
         " inside `if self.global_rank == 0`.",
     ),
@@ -13,18 +13,19 @@ ERRORS = {
         "Set `MASTER_ADDR` to the IP address of the first node, or to a host name that every node can resolve.",
     ),
     "LH203": Entry(
-        "In a run started with torchrun, rank 0 did not answer the other ranks within `timeout`. Rank 0 has"
-        " exited, is still starting, or cannot be reached.",
+        "In a run started with torchrun, rank 0 did not answer the other ranks within the strategy's"
+        " `timeout`. Rank 0 has exited, is still starting, or cannot be reached.",
         "Read the output of the node that runs rank 0, and check the network between the nodes. If rank 0"
-        " needs more time to start, increase `timeout`. See [multi-node](../guides/multi-node.md).",
+        " needs more time to start, increase `HybridStrategy(timeout=...)`. See"
+        " [multi-node](../guides/multi-node.md).",
     ),
     "LH204": Entry(
         "The notebook used CUDA before the Trainer started its processes.",
         "Restart the notebook kernel. Do not use a GPU until the Trainer has started its processes.",
     ),
     "LH205": Entry(
-        "The command or the layout search copies its process with `fork`, which this operating system does"
-        " not support.",
+        "A `lightning-hybrid` command or the layout search must copy its process with `fork`, which this"
+        " operating system does not support.",
         "Use Linux or macOS.",
     ),
     "LH206": Entry(
@@ -39,7 +40,7 @@ ERRORS = {
         " same order.",
     ),
     "LH208": Entry(
-        "One rank called a collective that at least one other rank did not call within the timeout.",
+        "One rank called a collective that at least one other rank did not call within the strategy's `timeout`.",
         "Call the collective on every rank or on none of them.",
     ),
     "LH209": Entry(
@@ -49,8 +50,8 @@ ERRORS = {
         "Load the trained weights from a checkpoint.",
     ),
     "LH210": Entry(
-        "`faults.detect_desync=True` found different values on ranks that must have the same parameters,"
-        " batch and random state.",
+        "The check that `faults.detect_desync=True` enables found different values on ranks that must have"
+        " the same parameters, batch and random state.",
         "Use the same random seed, weights and data on every rank.",
     ),
     "LH221": Entry(
@@ -72,8 +73,8 @@ ERRORS = {
     "LH224": Entry(
         "No rank has made progress within `faults.stall_timeout`. Ranks are waiting for each other, for a"
         " rank that is stuck, or for the network.",
-        "Find in the message which rank the other ranks are waiting for. If no rank is named, check the"
-        " network. See [debug a hang](../guides/debug-a-hang.md).",
+        "Find in the message which rank the other ranks are waiting for. If the message names no rank, check"
+        " the network. See [debug a hang](../guides/debug-a-hang.md).",
     ),
     "LH225": Entry(
         "Some ranks have finished the run, but other ranks are still waiting for them. This happens if ranks"
@@ -91,7 +92,9 @@ ERRORS = {
         " `if self.trainer.is_global_zero`. See [debug a hang](../guides/debug-a-hang.md).",
     ),
     "LH228": Entry(
-        "The store for messages between ranks does not respond. Its process was suspended, or its node has failed.",
-        "Check that the node of rank 0 can be reached. On this node, rank 0 and torchrun must be running.",
+        "The store for messages between ranks does not respond. The process that hosts the store was"
+        " suspended, or the node of this process has failed.",
+        "Check that the node of rank 0 can be reached, and that rank 0 and its launcher, such as torchrun,"
+        " are running on this node.",
     ),
 }

@@ -60,8 +60,8 @@ ERRORS = {
     "LH315": Entry(
         "A parameter or a buffer was created on the meta device, but its layer has no method that initializes"
         " this tensor.",
-        "In the layer, define `reset_parameters`, or load the values of the tensor with `initial_weights`."
-        " See [checkpoints](../guides/checkpoints.md).",
+        "Define `reset_parameters` in the layer, or load the values of the tensor with `initial_weights`. See"
+        " [checkpoints](../guides/checkpoints.md).",
     ),
     "LH316": Entry(
         "A metric, or a tensor that is neither a parameter nor a buffer, was created under"
@@ -69,8 +69,8 @@ ERRORS = {
         'Create the tensor or the metric under `torch.device("cpu")`.',
     ),
     "LH317": Entry(
-        "A module that contains the pipelined layers has a `reset_parameters` method that also changes"
-        " parameters of its submodules. Not every rank has all of these submodules.",
+        "A module that contains the pipelined layers changes parameters of its submodules in its method"
+        " `reset_parameters`. Not every rank has all of these submodules.",
         "In this method, change only the parameters that belong to the module itself. Define"
         " `reset_parameters` in each layer.",
     ),

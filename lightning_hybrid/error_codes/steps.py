@@ -5,7 +5,7 @@ from lightning_hybrid.error_codes.entry import Entry
 ERRORS = {
     "LH401": Entry(
         "A step or a hook reads parameters of layers on other stages, for example to compute a loss or a"
-        " logged value. This rank does not have the values of these parameters.",
+        " logged value. The rank that runs this code does not have the values of these parameters.",
         "In a hook, read the parameters inside `with self.trainer.strategy.full_parameters():`. To penalize"
         " large weights, use the `weight_decay` of the optimizer.",
     ),
@@ -25,10 +25,11 @@ ERRORS = {
         "Use `self.trainer.strategy.grad_norm()` or `torch.nn.utils.clip_grad_norm_`.",
     ),
     "LH405": Entry(
-        "This rank called a layer that is on another stage. The call came from a hook, from code after"
+        "A rank called a layer that is on another stage. The call came from a hook, from code after"
         " `trainer.fit`, or from a step that calls layers one by one.",
-        "In a step, call the whole body exactly once. To run the model outside of steps, use"
-        " `trainer.predict`, or first call `trainer.strategy.gather_module()` on every rank after the run.",
+        "In a step, call the whole body exactly once. To run the model outside of a step, use"
+        " `trainer.predict`. Alternatively, call `trainer.strategy.gather_module()` on every rank after the"
+        " run, and then run the model.",
     ),
     "LH406": Entry(
         "Code between pipelined layers reads the values of activations, for example with `.item()`, `if` or a"
@@ -42,15 +43,15 @@ ERRORS = {
         "Compute the derivatives inside one layer, or use a layout without a pipeline.",
     ),
     "LH408": Entry(
-        "A step uses a parameter on a stage that did not use it in the first training batch, and the"
+        "A step uses a parameter on a stage that did not use this parameter in the first training batch. The"
         " parameter cannot be sent to this stage.",
         "In the first training batch, also use the parameter on that stage, for example by adding `0 *"
         " parameter.sum()` to a tensor. Alternatively, make the parameter part of a layer.",
     ),
     "LH409": Entry(
-        "A step reads a value that only a later stage has. Afterward, the step uses a parameter that this"
-        " later stage does not have.",
-        "Use the parameter before you read the value, or use it on the later stage in the first training batch.",
+        "A step reads a value that only one stage has. Afterward, the step uses a parameter that this stage"
+        " does not have.",
+        "Use the parameter before you read the value, or use the parameter on that stage in the first training batch.",
     ),
     "LH410": Entry(
         "A step uses a parameter on a stage that did not use this parameter in the first training batch.",
@@ -82,7 +83,8 @@ ERRORS = {
     ),
     "LH416": Entry(
         "A step uses a tensor of another stage, but that stage did not send the tensor. Either the tensor is"
-        " hidden in an object, or the step did not use the tensor in the first batch that had the same shapes.",
+        " hidden in an object, or the step did not use the tensor in an earlier batch that had the same"
+        " shapes as this batch.",
         "Pass the tensor as an argument to the code that uses it, or set `dynamic_shapes=True`.",
     ),
     "LH417": Entry(
@@ -103,9 +105,9 @@ ERRORS = {
         "Enter `full_parameters` in `configure_optimizers` or in a later hook.",
     ),
     "LH421": Entry(
-        "A layer was called inside `with strategy.full_parameters():`. There, the layer has its full"
-        " parameters, but its code expects only the shard of this rank.",
-        "Call layers before or after the `with` block.",
+        "A layer was called inside `with strategy.full_parameters():`. Inside this block, the layer has its"
+        " full parameters, but its code expects only the shard of this rank.",
+        "Call the layer before or after the `with` block.",
     ),
     "LH422": Entry(
         "A step assigns to `.data` of a tensor that is on another stage.",
@@ -130,7 +132,8 @@ ERRORS = {
     "LH430": Entry(
         "A step calls the layers of an `nn.Sequential` body one by one, calls the body more than once, or"
         " does not call the body at all.",
-        'Call `x = self.body(x)` exactly once in each step, or set `body=["body"]` to allow calls of single layers.',
+        "Call the whole body exactly once in each step, as in `x = self.body(x)`. To call its layers one by"
+        ' one, put the name of the `nn.Sequential` into a list, as in `body=["body"]`.',
     ),
     "LH431": Entry(
         "The code that a step runs depends on something other than the batch, such as a counter or Python's `random`.",
@@ -141,7 +144,7 @@ ERRORS = {
         "A step took a different path than an earlier step whose batch had the same shapes. The strategy"
         " could not restart the step, because the step had already begun to average gradients or had changed"
         " state that cannot be restored.",
-        "Change the state in a hook, or set `dynamic_shapes=True`.",
+        "Move the code that changes this state into a hook, or set `dynamic_shapes=True`.",
     ),
     "LH433": Entry(
         "The step runs different code on different ranks.",
@@ -164,18 +167,20 @@ ERRORS = {
         "Make the layer return tensors, always in the same structure.",
     ),
     "LH438": Entry(
-        "For batches with the same shapes, stages exchange tensors of different shapes or different Python values.",
+        "Stages exchange different Python values, or tensors of different shapes, for two batches that have"
+        " the same shapes.",
         "Set `dynamic_shapes=True`.",
     ),
     "LH440": Entry(
         "A function passed to `torch.utils.checkpoint` calls several layers, or calls a layer and also draws"
         " random numbers outside the layers.",
-        "Checkpoint each layer separately, or use the strategy's argument `recompute` instead.",
+        "Checkpoint each layer separately, or replace `torch.utils.checkpoint` with the strategy's argument"
+        " `recompute`.",
     ),
     "LH441": Entry(
-        'With `recompute="selective"`, a layer must run the same operations when it is recomputed in backward'
-        " as in forward. This layer runs different operations, for example because of a counter or a private"
-        " random generator.",
+        'With `recompute="selective"`, a layer must run the same operations in forward and when it is'
+        " recomputed in backward. This layer runs different operations, for example because of a counter or a"
+        " private random generator.",
         "Make the layer run the same operations each time. Alternatively, exclude the layer from"
         " recomputation by listing only the other layers in `recompute=[...]`.",
     ),
@@ -196,7 +201,7 @@ ERRORS = {
     "LH445": Entry(
         "Code around the layers uses values that forward hooks collect. These values have a different"
         " structure than in an earlier step whose batch had the same shapes.",
-        "Make sure that the same hooks run in every step, for the same module calls.",
+        "Make sure that the same module calls run the same hooks in every step.",
     ),
     "LH446": Entry(
         "The shapes of a layer's outputs depend on the values of its inputs.",
@@ -215,11 +220,11 @@ ERRORS = {
     "LH449": Entry(
         "A module with a backward hook, or a `torch.autograd.Function`, is called outside the pipelined"
         " layers. The strategy cannot split the backward pass of this call into stages.",
-        "Register the hook or call the function inside a layer.",
+        "Register the hook on a module inside a layer, or call the function inside a layer.",
     ),
     "LH450": Entry(
         "A layer changes a list or dictionary that it receives, but other stages do not see the change.",
-        "Return the new value from the layer instead.",
+        "Return the new value from the layer instead of changing the list or dictionary.",
     ),
     "LH451": Entry(
         "A step reads from an iterator that is an attribute of the module, so each stage would read different items.",

@@ -274,7 +274,10 @@ class FrameProgram(StepProgram):
         except PathChangedError as error:
             if plan.graph.needed is None or self.may_run_again(call):
                 raise
-            raise WrongUseError(f"{without_code(error)} {GENERATION} [LH426]") from None
+            raise WrongUseError(
+                "Results of layers cannot decide which layers this step calls next."
+                f" {without_code(error)} {GENERATION} [LH426]"
+            ) from None
         return values[0] if values else None
 
     def _find_plan_if_any(self, call: StepCall) -> FramePlan | None:
