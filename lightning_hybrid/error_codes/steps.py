@@ -45,8 +45,8 @@ ERRORS = {
     "LH408": Entry(
         "A step uses a parameter on a stage that did not use this parameter in the first training batch. The"
         " parameter cannot be sent to this stage.",
-        "In the first training batch, also use the parameter on that stage, for example by adding `0 *"
-        " parameter.sum()` to a tensor. Alternatively, make the parameter part of a layer.",
+        "Make that stage use the parameter in the first training batch too, for example by adding `0 *"
+        " parameter.sum()` to a tensor that the stage computes. Alternatively, make the parameter part of a layer.",
     ),
     "LH409": Entry(
         "A step reads a value that only one stage has. Afterward, the step uses a parameter that this stage"
@@ -55,7 +55,7 @@ ERRORS = {
     ),
     "LH410": Entry(
         "A step uses a parameter on a stage that did not use this parameter in the first training batch.",
-        "In the first training batch, also use the parameter on that stage, for example with `x + 0 *"
+        "Make that stage use the parameter in the first training batch too, for example with `x + 0 *"
         " parameter.sum()`. Alternatively, set `dynamic_shapes=True`.",
     ),
     "LH411": Entry(
