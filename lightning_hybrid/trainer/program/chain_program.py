@@ -31,7 +31,7 @@ _OTHERWISE, _WRITES = "does not call {} exactly once as a whole", "changes param
 
 
 class ChainProgram(StepProgram):
-    """A program in which the first and the last stage run the user's step around the chain. Other stages run only layers.
+    """A program in which the first and the last stage run the user's step around the chain; others run only layers.
 
     In an evaluation step, code around the chain receives the whole batch, and the layers receive microbatches::
 
@@ -191,7 +191,7 @@ class ChainProgram(StepProgram):
         self._find_code_before()
 
     def _find_code_before(self) -> None:
-        """Trace the code before the chain from now on if this rank runs the step but lacks parameters around the chain."""
+        """Trace the code before the chain from now on if this rank runs the step but lacks parameters of it."""
         stage_map = self._context.parameter_map.stage_map
         stage = 0 if self._context.mesh.pipeline_rank == 0 else len(stage_map.stages) - 1
         lacks = any(stage not in stages for stages in stage_map.outside.values())

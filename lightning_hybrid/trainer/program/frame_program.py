@@ -183,7 +183,7 @@ class FrameProgram(StepProgram):
         return [StepPart(plan, fetched, of_plan) for plan, of_plan in zip(plans, skipped, strict=True)]
 
     def _fetch_parameters(self, step: str, plans: Sequence[FramePlan], *, warns: bool) -> dict[str, Tensor]:
-        """Return values of parameters for stages that use them before the stages that hold them; only without gradients.
+        """Return parameter values for stages that use them before the stages that hold them; only without gradients.
 
         Args:
             step: The name of the step.
