@@ -282,7 +282,7 @@ class MetricsAcrossStages:
 
 
 def _named_parts(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield a module's `named_modules`, and modules in dictionaries, lists and tuples that are attributes of its parts."""
+    """Yield a module's `named_modules`, and modules in dictionaries, lists and tuples that its parts hold."""
     visited: set[nn.Module] = set()
     named = list(module.named_modules(visited))
     yield from named
