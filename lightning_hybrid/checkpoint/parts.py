@@ -57,7 +57,7 @@ def mark_parts(module: LightningModule) -> None:
     """
     for _, handle in _HOOKS.pop(module, ()):
         handle.remove()
-    for part in module.modules():  # compares classes, because a copy of a parallelized module has copies of the hooks
+    for part in module.modules():  # tested by class, because a copied module has copied hooks
         for key in [key for key, hook in part._forward_pre_hooks.items() if isinstance(hook, _CallHook)]:
             del part._forward_pre_hooks[key]
         for name in [name for name, value in vars(part).items() if isinstance(value, _Writer)]:

@@ -348,7 +348,7 @@ def common_terms(found: Sequence[TargetMeans | None]) -> TermCounts | None:
         return None
     for call, terms in by_call.items():
         way = _common_way(terms) if all(term.is_in_graph for term in terms) else None
-        if way is not None:  # an even number of targets may be uneven in a later batch
+        if way is not None:  # equal numbers of targets per sample may become unequal later
             counts.append((call, way))
         elif not _are_even(terms):
             return None

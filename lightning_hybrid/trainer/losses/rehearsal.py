@@ -177,7 +177,7 @@ def untouched_attributes(
     owners, copies, trainer = list(find_owners([module]).values()), Copies(), module.trainer
     attributes = [(vars(owner), name, value) for owner in owners for name, value in vars(owner).items()]
     generators = [value for _, _, value in attributes if isinstance(value, GENERATORS)]
-    # about a dozen in each module
+    # Each module has about a dozen of these.
     empty = [value for _, _, value in attributes if isinstance(value, dict) and not value]
 
     @cache

@@ -149,7 +149,7 @@ def joined_parts(
         pairs_before = len(found[0]) // PAIR
         if _add_halves(found, batches[0], totals[0], user_split) and user_split is None and pairs_before > 1:
             firsts = (0, PAIR)
-            # batches are split in the order of their samples
+            # Batches are split in the order of their samples.
             if found[1][-2:] == [found[1][first] for first in firsts]:
                 found[0][-2:] = [found[0][first] for first in firsts]
     return found
