@@ -1,1 +1,1 @@
-"""Checkpoints of the undivided model: one ordinary file, or a directory into which every rank writes its shards."""
+"""Checkpoints of the full model: one ordinary file, or a directory into which every rank writes its shards."""

@@ -1,4 +1,4 @@
-"""Saving and loading of one parallelized module: as a file or a directory, synchronously or in the background."""
+"""Saving and loading of a parallelized module: as a file or a directory, synchronously or in the background."""
 
 from __future__ import annotations
 
@@ -38,25 +38,24 @@ _T = TypeVar("_T")
 
 
 class TrainingState(Protocol):
-    """Where training is, beyond what Lightning's own checkpoint says, so that a resumed run is the rest of the old."""
+    """The progress of training that is not in Lightning's own checkpoint, needed to resume a run exactly."""
 
     def add_to(self, checkpoint: dict[str, Any], name: str, trainer: Trainer, /) -> dict[str, Any]:
-        """The checkpoint with the state added to its entry `name`; on every rank."""
+        """Return the checkpoint with the state added to its entry `name`; every rank calls this."""
 
     def load(self, checkpoint: dict[str, Any], metadata: Mapping[str, Any], path: Any, trainer: Trainer, /) -> None:
-        """Take the state from our entry of a checkpoint that was read at `path`."""
+        """Load the state from this package's entry of a checkpoint that was read from `path`."""
 
 
 class Checkpointer:
-    """Saves and loads checkpoints of the undivided module, its optimizers and where training is.
+    """Saves and loads checkpoints of the full module, its optimizers, and the progress of training.
 
     Args:
         module: The user's module, parallelized.
-        stage_map: Which stage holds what.
-        mesh: The ranks.
+        parameters: The places of the module's tensors.
         settings: The settings.
-        training_state: Knows where training is.
-        optimizers: The undivided optimizers.
+        training_state: Saves and loads the progress of training.
+        optimizers: The states of the full optimizers.
     """
 
     def __init__(
@@ -77,20 +76,20 @@ class Checkpointer:
         self._group = GroupRef(self._mesh.decision_group)
         self._background = BackgroundWriter()
         self._is_in_run = False
-        self._read_from: Any = None  # the path of the checkpoint whose states come next
+        self._read_from: Any = None  # the path of the checkpoint whose optimizer states are loaded next
 
     @cached_property
     def _sharded(self) -> ShardedCheckpoint:
-        """What writes and reads directories, with torch's part of that, which takes time to import."""
+        """Return the writer and reader of directories, created late because its torch modules take time to import."""
         from lightning_hybrid.checkpoint.sharded import ShardedCheckpoint
 
         return ShardedCheckpoint(self._module, self._map, self.optimizers)
 
     def open(self) -> None:
-        """A run begins: until :meth:`close` there is somebody who waits for what is written in the background.
+        """Start a run: until :meth:`close`, checkpoints may be written in the background.
 
         Raises:
-            ValueError, OSError: If directories are going to be written where not all machines see them; on every rank.
+            ValueError, OSError: If directories will be written on a disk that not all nodes share; on every rank.
         """
         self._is_in_run = True
         trainer = self._module.trainer
@@ -111,13 +110,13 @@ class Checkpointer:
             self.optimizers.replace_with_placeholders(optimizer, placeholders)
 
     def module_state(self) -> dict[str, Any]:
-        """The full state dict of the module on rank 0, or this rank's shard of it where directories are written."""
+        """Return the full state dict of the module on rank 0, or this rank's shards if checkpoints are directories."""
         sharded = self._settings.save_distributed_checkpoint
         with part_expected():
             return self._module.state_dict() if sharded else self._full.module_state()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The full state of the optimizer on rank 0, or by name this rank's shard of it."""
+        """Return the optimizer's full state on rank 0, or this rank's shards by name if checkpoints are directories."""
         if self._settings.save_distributed_checkpoint:
             return self.optimizers.state(optimizer)
         return self._full.optimizer_state(optimizer)
@@ -128,20 +127,20 @@ class Checkpointer:
         """Write a checkpoint; called on every rank.
 
         Args:
-            checkpoint: As the Trainer made it.
-            path: Where.
+            checkpoint: The Trainer's checkpoint.
+            path: The path to write.
             plugin: Writes files.
-            options: For the plugin.
+            options: The storage options for the plugin.
 
         Raises:
-            ValueError: If the checkpoint has tensors without values; on every rank.
-            OSError: If it, or the one before it, could not be written; on every rank.
+            ValueError: If the checkpoint contains tensors without values; on every rank.
+            OSError: If this checkpoint or the previous one could not be written; on every rank.
         """
         self.finish()
         sharded = self._settings.save_distributed_checkpoint
         names = self._sharded.metadata_of(checkpoint["state_dict"]) if sharded else {}
         checkpoint = {**checkpoint, METADATA: {**self._metadata, **names}}
-        if "optimizer_states" in checkpoint and "loops" in checkpoint:  # not the weights only
+        if "optimizer_states" in checkpoint and "loops" in checkpoint:  # not only weights
             checkpoint = self._training_state.add_to(checkpoint, METADATA, self._module.trainer)
         if self._mesh.sizes.pipeline > 1:
             checkpoint = self.optimizers.fill_finetuning(checkpoint, self._module.trainer)
@@ -157,27 +156,27 @@ class Checkpointer:
         if is_async:
             self._background.submit(partial(_write_after, wait, write))
             return
-        with part_expected():  # values were checked above
+        with part_expected():  # the values were checked above
             if sharded:
-                write()  # its ranks agree by themselves
+                write()  # `write` contains an agreement of its ranks
             else:
                 self._agree(write)
 
     def _agree(self, check: Callable[[], _T]) -> _T:
-        """As :func:`agree`; what is saved and loaded is on the host, and so is what ranks say of it."""
+        """Call :func:`agree` with a process group on the host, where all values to save or load are."""
         group = self._group.weak()
         assert group is not None, "the process groups have been destroyed"
         return agree(check, group)
 
     def _live(self) -> list[Tensor]:
-        """The tensors that training changes."""
+        """Return the tensors that training changes."""
         states = (state for optimizer in self._module.trainer.optimizers for state in optimizer.state.values())
         values = (value for state in states for value in state.values() if isinstance(value, Tensor))
         tensors = [*self._module.state_dict().values(), *values]
         return [to_local(tensor) for tensor in tensors if isinstance(tensor, Tensor) and not tensor.is_meta]
 
     def _prepare(self, checkpoint: dict[str, Any], path: Any, plugin: CheckpointIO, options: Any) -> Callable[[], None]:
-        """What writes this rank's part of a checkpoint."""
+        """Return a function that writes this rank's part of a checkpoint."""
         if self._settings.save_distributed_checkpoint:
             return self._sharded.prepare(checkpoint, place_of(path))
         if self._mesh.is_first:
@@ -185,7 +184,7 @@ class Checkpointer:
         return lambda: None
 
     def remove(self, path: Any, plugin: CheckpointIO) -> None:
-        """Remove a checkpoint, after what is being written has been: it may be the only one until then."""
+        """Remove a checkpoint after pending writes, because until then it may be the only complete checkpoint."""
         if not self._mesh.is_first:
             return
         if self._background.jobs:
@@ -194,10 +193,10 @@ class Checkpointer:
             plugin.remove_checkpoint(path)
 
     def finish(self) -> None:
-        """Wait for what is written in the background.
+        """Wait for pending writes.
 
         Raises:
-            OSError: If it could not be written; on every rank.
+            OSError: If a checkpoint could not be written; on every rank.
         """
         if not self._background.jobs:
             return
@@ -210,10 +209,10 @@ class Checkpointer:
         self._agree(check)
 
     def close(self) -> None:
-        """Wait for what is written in the background, without asking the other ranks: they may be gone.
+        """Wait for this rank's pending writes without communication, because other ranks may have exited.
 
         Raises:
-            OSError: If this rank could not write it.
+            OSError: If this rank could not write a checkpoint.
         """
         self._is_in_run = False
         error = self._background.wait()
@@ -223,21 +222,21 @@ class Checkpointer:
     # -- loading -------------------------------------------------------------------------------------------------------
 
     def load(self, path: Any, plugin: CheckpointIO, weights_only: bool | None) -> dict[str, Any]:
-        """Read a checkpoint; the weights of a directory go straight into the module.
+        """Read a checkpoint. The weights of a directory are read directly into the module.
 
         Args:
-            path: A file, or a directory.
+            path: A file or a directory.
             plugin: Reads files.
             weights_only: As for `torch.load`.
 
         Raises:
-            FileNotFoundError, ValueError: If there is none, or it is not complete, damaged or something else; on every
-                rank.
-            RuntimeError: If a directory is one of another model; on every rank.
+            FileNotFoundError, ValueError: If the checkpoint does not exist, is incomplete or damaged, or is something
+                else; on every rank.
+            RuntimeError: If a directory contains another model; on every rank.
         """
         self.finish()
         place, is_http = place_of(path), str(path).startswith("http")
-        is_usual = type(plugin) in FILE_PLUGINS and not is_http  # which Lightning downloads in a way of its own
+        is_usual = type(plugin) in FILE_PLUGINS and not is_http  # Lightning downloads such files itself
         hosts, group = self._mesh.hosts, self._mesh.decision_group
         with at_hand(place, hosts, group) if is_usual else nullcontext(place) as found:
             load = partial(plugin.load_checkpoint, weights_only=weights_only)
@@ -253,10 +252,10 @@ class Checkpointer:
         """Read a checkpoint.
 
         Args:
-            found: Where this rank finds it.
-            path: Where it was said to be.
+            found: The place where this rank finds it.
+            path: The requested place.
             load: Reads files.
-            is_usual: Whether it reads the usual ones, so that the place can be looked at before.
+            is_usual: True if `load` reads ordinary files, so that the place can be examined first.
             weights_only: As for `torch.load`.
         """
         if (is_usual or isinstance(found, Path)) and is_directory(found, or_unfinished=is_usual):
@@ -266,7 +265,7 @@ class Checkpointer:
             checkpoint = load(path)
         elif isinstance(found, Path) and found.exists():
             trainer = self._module.trainer
-            verify(found, share=(trainer.local_rank, trainer.num_devices))  # of the processes of this machine
+            verify(found, share=(trainer.local_rank, trainer.num_devices))  # each process of this node verifies a part
             checkpoint = load(found)
         else:
             machines = ", ".join(dict.fromkeys(self._mesh.hosts))
@@ -275,18 +274,22 @@ class Checkpointer:
         return checkpoint
 
     def load_module_state(self, state: Mapping[str, Any], *, strict: bool) -> None:
-        """Take this rank's part of the full state dict of the module.
+        """Load this rank's part of the full state dict of the module.
+
+        Args:
+            state: The full state dict.
+            strict: If True, names that only the module or only the state dict has are an error.
 
         Raises:
-            RuntimeError: If names or shapes do not fit; on every rank, and nothing is loaded.
+            RuntimeError: If names or shapes do not match; on every rank, and nothing is loaded.
         """
         load_module_state(self._module, state, strict=strict)
 
     def load_optimizer_states(self, optimizers: Sequence[Optimizer], states: Sequence[Any]) -> None:
-        """Take this rank's part of the full states of the optimizers.
+        """Load this rank's part of the full states of the optimizers.
 
         Raises:
-            ValueError: If the optimizers, or their groups, are not those of the checkpoint; on every rank.
+            ValueError: If the optimizers or their groups do not match the checkpoint; on every rank.
         """
         try:
             if self._sharded.wrote(states):

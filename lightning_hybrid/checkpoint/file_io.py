@@ -1,4 +1,4 @@
-"""Checkpoint files: replaced atomically, and on a disk mapped into memory where they are large."""
+"""Checkpoint files, which are replaced atomically, and mapped into memory when large files are read from a disk."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from lightning_hybrid.checkpoint.storage.atomic import MARK, discard, new_file, 
 from lightning_hybrid.checkpoint.storage.remote import place_of, remove_directory
 from lightning_hybrid.checkpoint.tree_paths import cloned, replaced
 
-_LARGE = 1 << 20  # bytes; what is smaller is read sooner than mapped
-_MAPPED = ("state_dict", "optimizer_states")  # each rank takes a part of these
+_LARGE = 1 << 20  # bytes; smaller files are read faster than mapped
+_MAPPED = ("state_dict", "optimizer_states")  # the entries of which each rank reads a part
 
 
 class FileIO(TorchCheckpointIO):
-    """Lightning's own files, written so that a kill at any moment leaves the old file or the new one.
+    """A plugin for Lightning's checkpoint files, in which a kill at any time leaves the old or the new file complete.
 
-    On other than local file systems they are written as in Lightning: object stores show a file when it is complete.
+    Other file systems than local ones use Lightning's code, because object stores show only complete files.
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
@@ -29,7 +29,7 @@ class FileIO(TorchCheckpointIO):
 
         Raises:
             TypeError: If there are ``storage_options``.
-            OSError: If it cannot be written; what was there is as it was.
+            OSError: If the checkpoint cannot be written. An earlier checkpoint at this path is unchanged.
         """
         place = place_of(path)
         if storage_options is not None:
@@ -41,9 +41,9 @@ class FileIO(TorchCheckpointIO):
                     torch.save(checkpoint, new)
             else:
                 super().save_checkpoint(checkpoint, str(path))
-        except (OSError, RuntimeError) as error:  # torch's own writer raises the latter
+        except (OSError, RuntimeError) as error:  # torch's own writer raises `RuntimeError`
             raise OSError(
-                # rank 0 writes files; its machine is to be looked at
+                # only rank 0 writes files, so the user has to check its node
                 f"The checkpoint {path} could not be written. If an earlier checkpoint exists at this path, it is"
                 f" unchanged. Error on rank 0: {type(error).__name__}: {error} [LH911]"
             ) from error
@@ -51,7 +51,7 @@ class FileIO(TorchCheckpointIO):
             return
         try:
             remove_directory(place)
-        except Exception as error:  # of whatever kind a store's errors are
+        except Exception as error:  # stores raise errors of any class
             raise OSError(
                 f"The checkpoint {path} was written, but a directory with an earlier checkpoint at the same path could"
                 f" not be removed. The earlier checkpoint would be loaded instead. Remove the file {place / MARK}."
@@ -59,12 +59,12 @@ class FileIO(TorchCheckpointIO):
             ) from error
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a checkpoint; of weights and states of optimizers, a rank reads what it uses.
+        """Read a checkpoint. Each rank reads only the parts of weights and optimizer states that it uses.
 
         Raises:
-            FileNotFoundError: If there is none.
-            ValueError: If the file is damaged, or is none of `torch.save`.
-            UnpicklingError: If it holds objects that `weights_only` does not allow.
+            FileNotFoundError: If the file does not exist.
+            ValueError: If the file is damaged, or was not written by `torch.save`.
+            UnpicklingError: If it contains objects that `weights_only` does not allow.
         """
         file = place_of(path)
         if not isinstance(file, Path) or not file.exists() or file.is_dir():
@@ -74,7 +74,7 @@ class FileIO(TorchCheckpointIO):
             checkpoint: dict[str, Any] = torch.load(
                 file, map_location or "cpu", mmap=mapped or None, weights_only=weights_only
             )
-        except Exception as error:  # whatever unpickling raises
+        except Exception as error:  # unpickling may raise any error
             if isinstance(error, pickle.UnpicklingError):
                 if zipfile.is_zipfile(file) or "Unsupported global" in str(error):
                     raise pickle.UnpicklingError(f"The checkpoint {file} cannot be loaded: {error} [LH927]") from error
@@ -89,11 +89,11 @@ class FileIO(TorchCheckpointIO):
         if not mapped or not isinstance(checkpoint, dict):
             return checkpoint
         own = {(key,): cloned(value) for key, value in checkpoint.items() if key not in _MAPPED}
-        copied: dict[str, Any] = replaced(checkpoint, own)  # callbacks may keep theirs when the file is gone
+        copied: dict[str, Any] = replaced(checkpoint, own)  # callbacks may keep these values after the file was removed
         return copied
 
     def remove_checkpoint(self, path: Any) -> None:
-        """Remove a file or a directory; nobody sees half of it."""
+        """Remove a file or a directory atomically."""
         place = place_of(path)
         if isinstance(place, Path):
             discard(place)
@@ -102,4 +102,5 @@ class FileIO(TorchCheckpointIO):
             remove_directory(place)
 
 
-FILE_PLUGINS = (FileIO, TorchCheckpointIO, AsyncCheckpointIO)  # they write files, so a directory is not theirs
+# These plugins write files, so they cannot read directories.
+FILE_PLUGINS = (FileIO, TorchCheckpointIO, AsyncCheckpointIO)

@@ -1,4 +1,4 @@
-"""A checkpoint as one ordinary file of Lightning: gathered on rank 0, and each rank takes its part of it."""
+"""Checkpoints in one ordinary Lightning file: gathered on rank 0 to save, and loaded in part by each rank."""
 
 from __future__ import annotations
 
@@ -25,19 +25,20 @@ from lightning_hybrid.distributed.tensor_bytes import as_bytes
 
 
 class FullCheckpoint:
-    """The state of the undivided model and its optimizers, on global rank 0.
+    """The state of the full model and its optimizers, on global rank 0.
 
-    It is gathered stage by stage and tensor by tensor, so no rank holds more than all of it and its own part::
+    The state is gathered stage by stage and tensor by tensor, so no rank holds more than the full state and its own
+    part::
 
-        rank 0 (stage 0)                            rank 2 (stage 1), and rank 3, which shares its layers
+        rank 0 (stage 0)                            ranks 2 and 3 (stage 1, tensor-parallel)
         own tensors, to the host
         <-- shapes and plain values -------------------  rank 2
         <-- one tensor --------------------------------  rank 2  <-- its shard -- rank 3
 
     Args:
-        module: The user's module, with placeholders for what lives elsewhere.
+        module: The user's module, with placeholders for tensors of other stages.
         parameters: The places of the module's tensors.
-        optimizers: The undivided optimizers.
+        optimizers: The states of the full optimizers.
     """
 
     def __init__(self, module: LightningModule, parameters: ParameterMap, optimizers: OptimizerStates) -> None:
@@ -48,15 +49,16 @@ class FullCheckpoint:
         self._group = GroupRef(mesh.control_group)
         self._is_alone = mesh.model_group.size() == 1
         stages = range(mesh.sizes.pipeline)
-        self._firsts = [mesh.rank(stage, mesh.data_rank, 0) for stage in stages]  # of each stage of this replica
+        # The first rank of each stage of this replica.
+        self._firsts = [mesh.rank(stage, mesh.data_rank, 0) for stage in stages]
 
     @property
     def is_undivided(self) -> bool:
-        """Whether every rank has all of the model."""
+        """Return True if every rank has the full model."""
         return self._is_alone and not any(map(is_zero_sharded, self._module.parameters()))
 
     def module_state(self) -> dict[str, Any]:
-        """The state dict of the undivided module on global rank 0, an empty one elsewhere."""
+        """Return the full state dict of the module on global rank 0, and an empty dict on other ranks."""
         state = self._module.state_dict()
         if self.is_undivided:
             return state
@@ -64,13 +66,13 @@ class FullCheckpoint:
         found = self._gather(self._map.owned_part(state))
         if not found:
             return {}
-        full = copy.copy(state)  # with the versions of layers
+        full = copy.copy(state)  # keeps the versions of layers
         full.update({name: found[stored[name]] for name in state})
         return full
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The state of the undivided optimizer on global rank 0, an empty one elsewhere."""
-        groups = getattr(optimizer, "param_groups", ())  # may have shards although the module is whole again
+        """Return the full state of the optimizer on global rank 0, and an empty dict on other ranks."""
+        groups = getattr(optimizer, "param_groups", ())  # may contain shards even after the module was gathered
         is_sharded = any(is_zero_sharded(parameter) for group in groups for parameter in group["params"])
         if self.is_undivided and not is_sharded:
             return optimizer.state_dict()
@@ -82,12 +84,12 @@ class FullCheckpoint:
         return numbered({**named, "state": state}) if self._mesh.is_first else {}
 
     def load_optimizer_states(self, optimizers: Sequence[Optimizer], states: Sequence[Mapping[str, Any]]) -> None:
-        """Take this rank's part of the undivided optimizers' states.
+        """Load this rank's part of the full optimizers' states.
 
         Raises:
-            ValueError: If the optimizers, or their groups, are not those of the checkpoint.
+            ValueError: If the optimizers or their groups do not match the checkpoint.
         """
-        if self.is_undivided:  # as Lightning does it, whatever the optimizers' states look like
+        if self.is_undivided:  # like Lightning, for optimizer states of any structure
             for optimizer, state in zip(optimizers, states, strict=False):
                 optimizer.load_state_dict(cloned(dict(state)))
             return
@@ -97,16 +99,17 @@ class FullCheckpoint:
             self._optimizers.load(optimizer, state, clone=True)
 
     def fill(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        """Callbacks save copies of the model, such as averages; a checkpoint gets all of each.
+        """Fill in missing values in copies of the model that callbacks save, such as averages of weights.
 
-        In a copy on global rank 0 layers of other stages are without values, and of layers shared by several ranks it
-        has a shard. The checkpoints of the other ranks, which are not written, have the same keys, and these values::
+        In a copy on global rank 0, tensors of other stages have no values, and tensor-parallel layers have only a
+        shard. The checkpoints of the other ranks, which are not written, have the same keys and these values::
 
             rank 0   state_dict: {embed: 0.1, body.0: 0.2, body.1: meta}  <--.
-            rank 1   state_dict: {embed: 0.1, body.0: meta, body.1: 0.3}  ---' what is missing: state_dict, body.1
+            rank 1   state_dict: {embed: 0.1, body.0: meta, body.1: 0.3}  ---' the missing value: state_dict, body.1
 
         Args:
-            checkpoint: As the Trainer made it, on every rank; it stays as it is, and so does what callbacks have.
+            checkpoint: The Trainer's checkpoint, on every rank. The checkpoint and the callbacks' values are not
+                changed.
 
         Returns:
             The checkpoint, filled on global rank 0.
@@ -119,7 +122,7 @@ class FullCheckpoint:
         tied = self._map.first_names()
         local = {path: value_at(checkpoint, path) for path in missing if path[-1] not in tied}
         local = {path: value for path, value in local.items() if isinstance(value, Tensor) and not value.is_meta}
-        for root in dict.fromkeys(path[:-1] for path in missing):  # state dicts, or part of them
+        for root in dict.fromkeys(path[:-1] for path in missing):  # state dicts, or parts of state dicts
             table = value_at(checkpoint, root)
             named = {name: value for name, value in table.items() if name in tied} if isinstance(table, dict) else {}
             local.update({(*root, name): value for name, value in self._map.owned_part(named).items()})
@@ -136,27 +139,27 @@ class FullCheckpoint:
         return group
 
     def _gather(self, local: dict[Any, Any]) -> dict[Any, Any]:
-        """The values of all pipeline ranks of its model group, full and on the host, on global rank 0.
+        """Gather the full values of all pipeline ranks of global rank 0's model group on its host.
 
         Args:
-            local: What this rank has; ranks that share layers have the same things, each its shard.
+            local: The values of this rank. Tensor-parallel ranks have the same keys, and a shard of each tensor.
 
         Returns:
-            All of them; nothing on the other ranks.
+            All values on global rank 0, and an empty dict on other ranks.
         """
         mesh, group = self._mesh, self._ranks()
         leaves, spec = flatten(local)
         if mesh.data_rank == 0:
-            # A rank that comes here alone waits where its watcher knows for whom, which a receive does not tell.
+            # If a rank arrives here alone, its watcher can name the missing ranks in a barrier, but not in a receive.
             dist.barrier(group=group)
         if mesh.data_rank != 0 or mesh.context_rank != 0:
             for leaf in filter(is_zero_sharded, leaves):
-                full_tensor(leaf)  # the first replica asks for it, or its ranks that share its sequences
+                full_tensor(leaf)  # the first replica, or its context-parallel ranks, takes part in this collective
             return {}
         if mesh.pipeline_rank > 0 and mesh.tensor_rank == 0:
             _send(leaves, spec, self._firsts[0], group)
             return {}
-        for index, leaf in enumerate(leaves):  # one by one, so that only one rank has the full tensors
+        for index, leaf in enumerate(leaves):  # one by one, so that only one rank has full tensors
             full = _full_on_host(leaf)
             leaves[index] = full if mesh.is_first else None
         if not mesh.is_first:
@@ -168,7 +171,7 @@ class FullCheckpoint:
 
 
 def _send(leaves: list[Any], spec: TreeSpec, target: int, group: dist.ProcessGroup) -> None:
-    """Send a tree to the rank that receives it, tensor by tensor."""
+    """Send a tree to the receiving rank, tensor by tensor."""
     dist.send_object_list([split_values(leaves, spec)], dst=target, group=group)
     for leaf in leaves:
         full = _full_on_host(leaf)
@@ -177,7 +180,7 @@ def _send(leaves: list[Any], spec: TreeSpec, target: int, group: dist.ProcessGro
 
 
 def _receive(source: int, group: dist.ProcessGroup) -> Any:
-    """The tree that a rank sends; its tensors are on the host."""
+    """Return the tree that a rank sends, with tensors on the host."""
     received: list[Any] = [None]
     dist.recv_object_list(received, src=source, group=group)
     meta, leaves = received[0]
@@ -190,7 +193,7 @@ def _receive(source: int, group: dist.ProcessGroup) -> Any:
 
 
 def _full_on_host(value: Any) -> Any:
-    """All of a tensor, which ranks that share it must ask for together; anything else as it is."""
+    """Return the full tensor, which is a collective of the ranks that shard it; any other value unchanged."""
     if not isinstance(value, Tensor):
         return value
     full = full_tensor(value) if isinstance(value, DTensor) else value
@@ -202,10 +205,10 @@ def _is_incomplete(value: Any) -> bool:
 
 
 def check_values(checkpoint: dict[str, Any]) -> None:
-    """Nothing that has no values is written.
+    """Raise an error if a tensor of a checkpoint has no values.
 
     Raises:
-        ValueError: If something is.
+        ValueError: If there is such a tensor.
     """
     leaves = flatten_with_path(checkpoint)
     empty = [".".join(map(str, path)) for path, leaf in leaves if isinstance(leaf, Tensor) and leaf.is_meta]
@@ -223,13 +226,13 @@ _PART_EXPECTED: ContextVar[bool] = ContextVar("_PART_EXPECTED", default=False)
 
 
 def is_part_expected() -> bool:
-    """Return whether the caller of `state_dict` or `torch.save` knows that this rank has a part of the module."""
+    """Return True if the caller of `state_dict` or `torch.save` expects only this rank's part of the module."""
     return _PART_EXPECTED.get()
 
 
 @contextmanager
 def part_expected() -> Iterator[None]:
-    """Skip the checks of state dicts and of `torch.save` while entered."""
+    """Skip the checks of state dicts and of `torch.save` inside the context."""
     token = _PART_EXPECTED.set(True)
     try:
         yield

@@ -1,4 +1,4 @@
-"""What a checkpoint says of how it was made."""
+"""Information in a checkpoint about how it was made."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.pipeline_parallel.stage_map import StageMap
 from lightning_hybrid.version import __version__
 
-METADATA = "hybrid_parallel"  # its key in a checkpoint
+METADATA = "hybrid_parallel"  # the key in a checkpoint
 
 
 def check_kind(found: Any, path: Any) -> None:
-    """What a file holds is a checkpoint of Lightning.
+    """Check that the content of a file is a Lightning checkpoint.
 
     Args:
-        found: What was read.
-        path: Where; a text or a path.
+        found: The content.
+        path: The place of the file; a text or a path.
 
     Raises:
-        ValueError: If it is something else, with what it is.
+        ValueError: If it is something else. The error describes the content.
     """
     if isinstance(found, Mapping) and "pytorch-lightning_version" in found:
         return
@@ -41,12 +41,12 @@ def check_kind(found: Any, path: Any) -> None:
 
 
 def make_metadata(mesh: Mesh, settings: Settings, stage_map: StageMap) -> dict[str, Any]:
-    """The versions and the layout, of plain values.
+    """Return the versions and the layout, as plain values.
 
     Args:
-        mesh: The ranks.
+        mesh: The mesh.
         settings: The settings.
-        stage_map: Which stage holds what.
+        stage_map: The stages of the module's tensors.
     """
     layout = {
         **mesh.sizes.by_argument,

@@ -1,4 +1,4 @@
-"""The states of the undivided optimizers, by the names of their parameters, whatever this rank's optimizers have."""
+"""States of the full optimizers by the names of their parameters, while ranks have only local parameters."""
 
 from __future__ import annotations
 
@@ -19,34 +19,36 @@ from lightning_hybrid.pipeline_parallel.placeholders import is_placeholder
 _State = dict[str, Any]
 _ADDED = {"params", "param_names", "initial_lr", "swa_lr", "foreach", "fused", "maximize", "capturable"}
 _ADDED |= {"differentiable", "amsgrad", "decoupled_weight_decay"}
-_FINETUNING = "internal_optimizer_metadata"  # where `BaseFinetuning` keeps groups
-_Group = dict[str, list[Any]]  # what a parameter group has for each of its parameters: "params", maybe "param_names"
+_FINETUNING = "internal_optimizer_metadata"  # the key under which `BaseFinetuning` saves groups
+# The entries of a parameter group with one value per parameter: "params", and "param_names" if present.
+_Group = dict[str, list[Any]]
 
 
 class OptimizerStates:
-    """Remembers the parameter groups of each optimizer as the user made them, and gives and takes states by name.
+    """The parameter groups of each optimizer as the user made them, with conversions of states by name.
 
-    A state *by name* is what ``optimizer.state_dict()`` is, with names of parameters for their numbers: it means the
-    same on every rank, and wherever it is loaded::
+    A state *by name* is the result of ``optimizer.state_dict()``, with names of parameters instead of their numbers. It
+    has the same meaning on every rank and under every layout::
 
         {"state": {"body.0.weight": {"exp_avg": ..., "step": ...}, ...},
          "param_groups": [{"params": ["body.0.weight", ...], "lr": 0.1, ...}, ...]}
 
     Args:
-        module: The user's module, with placeholders for what lives elsewhere.
+        module: The user's module, with placeholders for tensors of other stages.
     """
 
     def __init__(self, module: LightningModule) -> None:
         self._module = module
         self._full_groups: dict[int, list[_Group]] = {}
         self._local_params: dict[int, list[list[nn.Parameter]]] = {}
-        self._earlier: dict[int, str] = {}  # names of parameters that are no longer in the module, by identity
+        # Names of parameters that are no longer in the module, by the identity of the parameter.
+        self._earlier: dict[int, str] = {}
 
     def drop_placeholders(self, optimizer: Optimizer) -> None:
-        """Take the placeholders out of an optimizer; groups stay, even if nothing is left in them.
+        """Remove the placeholders from an optimizer. Groups stay, even if they become empty.
 
         Args:
-            optimizer: As the user made it, over all parameters.
+            optimizer: The user's optimizer, over all parameters.
         """
         self._full_groups[id(optimizer)] = [_by_parameter(group) for group in optimizer.param_groups]
         for group in optimizer.param_groups:
@@ -59,11 +61,11 @@ class OptimizerStates:
         self._local_params[id(optimizer)] = [group["params"] for group in optimizer.param_groups]
 
     def replace_with_placeholders(self, optimizer: Optimizer, placeholders: Mapping[int, Tensor]) -> None:
-        """Parameters have left this rank, and leave its optimizer.
+        """Remove parameters that have left this rank from its optimizer.
 
         Args:
-            optimizer: One whose placeholders were dropped.
-            placeholders: What has taken the places of parameters, by the identities of these.
+            optimizer: An optimizer whose placeholders were dropped.
+            placeholders: The placeholders of these parameters, by the identities of the parameters.
         """
         optimizer = self._up_to_date(_unwrap(optimizer))
         for parameter in [parameter for parameter in optimizer.state if id(parameter) in placeholders]:
@@ -73,10 +75,10 @@ class OptimizerStates:
         self.drop_placeholders(optimizer)
 
     def remember_names(self, optimizers: Sequence[Optimizer]) -> None:
-        """Keep the names of the parameters of optimizers, before other parameters replace them in the module.
+        """Remember the names of the optimizers' parameters before other parameters replace them in the module.
 
         Args:
-            optimizers: Their placeholders were dropped.
+            optimizers: Optimizers whose placeholders were dropped.
         """
         self._earlier = {
             id(parameter): name
@@ -87,23 +89,23 @@ class OptimizerStates:
         }
 
     def group_names(self, optimizer: Optimizer) -> list[dict[str, list[str]]]:
-        """What names the parameters of each group of the undivided optimizer.
+        """Return the names of the parameters in each group of the full optimizer.
 
         Args:
-            optimizer: One whose placeholders were dropped.
+            optimizer: An optimizer whose placeholders were dropped.
 
         Returns:
-            For each group the names in the module as ``"params"``, and ``"param_names"`` if the optimizer has them.
+            For each group, the names in the module as ``"params"``, and ``"param_names"`` if the optimizer has them.
         """
         optimizer = _unwrap(optimizer)
         groups = zip(self._groups_of(optimizer), self._names_of(optimizer), strict=True)
         return [{**group, "params": names} for group, names in groups]
 
     def fill_finetuning(self, checkpoint: dict[str, Any], trainer: Trainer) -> dict[str, Any]:
-        """Finetuning saves the optimizer's groups by the names of their parameters; a checkpoint gets all of these.
+        """Complete the optimizer groups that `BaseFinetuning` saves with the names of all parameters.
 
         Args:
-            checkpoint: As the Trainer made it; it stays as it is, and so does what callbacks have.
+            checkpoint: The Trainer's checkpoint. The checkpoint and the callbacks' values are not changed.
             trainer: The Trainer.
 
         Returns:
@@ -124,11 +126,11 @@ class OptimizerStates:
         return {**checkpoint, "callbacks": states} if states else checkpoint
 
     def state(self, optimizer: Optimizer) -> _State:
-        """The state by name of what lives on this rank, sharded as the parameters are; with the full groups.
+        """Return the state by name of the parameters on this rank, sharded like the parameters, with the full groups.
 
         Args:
-            optimizer: One whose placeholders were dropped. One that is none, as Lightning has where nothing is
-                optimized, has no state.
+            optimizer: An optimizer whose placeholders were dropped; or Lightning's replacement for no optimizer, which
+                has no state.
         """
         optimizer = _unwrap(optimizer)
         local = optimizer.state_dict()
@@ -143,19 +145,19 @@ class OptimizerStates:
         }
 
     def local_parameters(self, optimizer: Optimizer) -> dict[str, nn.Parameter]:
-        """The optimizer's parameters that live on this rank, by name."""
+        """Return the optimizer's parameters on this rank, by name."""
         return dict(self._local_of(_unwrap(optimizer)))
 
     def load(self, optimizer: Optimizer, saved: Mapping[str, Any], *, clone: bool = False) -> None:
-        """Take this rank's part of a state by name.
+        """Load this rank's part of a state by name.
 
         Args:
             optimizer: The optimizer.
-            saved: By name; tensors are full, or sharded as the parameters are.
-            clone: Whether tensors may belong to a file, so that the optimizer gets copies.
+            saved: The state by name. Its tensors are full, or sharded like the parameters.
+            clone: If True, tensors may belong to a file, so the optimizer receives copies.
 
         Raises:
-            ValueError: If the groups are not those of this optimizer, or the state is one of another kind.
+            ValueError: If the groups do not match this optimizer, or another kind of optimizer saved the state.
         """
         if "param_groups" not in saved:
             return
@@ -175,10 +177,10 @@ class OptimizerStates:
         optimizer.load_state_dict({**saved, "state": local, "param_groups": groups})
 
     def by_name(self, optimizer: Optimizer, numbered: Mapping[str, Any]) -> _State:
-        """The ordinary state of an undivided optimizer, by name.
+        """Convert an ordinary state of a full optimizer to a state by name.
 
         Raises:
-            ValueError: If its groups have other numbers of parameters than this optimizer's.
+            ValueError: If the numbers of parameters in its groups differ from this optimizer.
         """
         if "param_groups" not in numbered:
             return dict(numbered)
@@ -192,7 +194,10 @@ class OptimizerStates:
         return {**numbered, "state": state, "param_groups": renamed}
 
     def _up_to_date(self, optimizer: Optimizer) -> Optimizer:
-        """The user's optimizer; groups may have been replaced since: finetuning makes those of the run it resumes."""
+        """Return the user's optimizer, after dropping placeholders again if its groups were replaced.
+
+        Finetuning replaces groups by the groups of the run that it resumes.
+        """
         optimizer = _unwrap(optimizer)
         known = self._local_params.get(id(optimizer), [])
         now = [group["params"] for group in optimizer.param_groups[: len(known)]]
@@ -201,18 +206,18 @@ class OptimizerStates:
         return optimizer
 
     def _groups_of(self, optimizer: Optimizer) -> list[_Group]:
-        """The groups of the undivided optimizer; also those that were added later."""
+        """Return the groups of the full optimizer, including groups that were added later."""
         groups = self._full_groups.get(id(optimizer), [])
         return groups + [_by_parameter(group) for group in optimizer.param_groups[len(groups) :]]
 
     def _local_of(self, optimizer: Optimizer) -> list[tuple[str, nn.Parameter]]:
-        """The optimizer's parameters in its order, with their names."""
+        """Return the optimizer's parameters in its order, with their names."""
         pairs = zip(self._groups_of(optimizer), self._names_of(optimizer), strict=True)
         names = {id(each): name for group, own in pairs for each, name in zip(group["params"], own, strict=True)}
         return [(names[id(each)], each) for group in optimizer.param_groups for each in group["params"]]
 
     def _names_of(self, optimizer: Optimizer) -> list[list[str]]:
-        """The names of the parameters of each group; those that the module does not know are numbered."""
+        """Return the names of the parameters in each group. Parameters that are not in the module are numbered."""
         names = self._earlier | {id(parameter): name for name, parameter in self._module.named_parameters()}
         numbers = itertools.count()
         return [
@@ -222,7 +227,7 @@ class OptimizerStates:
 
 
 def numbered(named: Mapping[str, Any]) -> _State:
-    """A state by name as torch writes it: with numbers in the order of the groups."""
+    """Convert a state by name to torch's format, with numbers in the order of the groups."""
     if "param_groups" not in named:
         return dict(named)
     names = [name for group in named["param_groups"] for name in group["params"]]
@@ -233,10 +238,10 @@ def numbered(named: Mapping[str, Any]) -> _State:
 
 
 def check_number(optimizers: Sequence[Any], states: Sequence[Any]) -> None:
-    """There are as many optimizers as states.
+    """Check that there are equally many optimizers and states.
 
     Raises:
-        ValueError: If not.
+        ValueError: If the numbers differ.
     """
     if len(optimizers) != len(states):
         raise ValueError(
@@ -251,7 +256,7 @@ def _by_parameter(group: Mapping[str, Any]) -> _Group:
 
 
 def _check_kind(saved: Sequence[Mapping[str, Any]], optimizer: Optimizer) -> None:
-    """Each has options that the other has not: more than what versions of torch, and schedulers, add to groups."""
+    """Raise an error if both sides have options that the other lacks, beyond options that torch or schedulers add."""
     theirs, own = ({key for group in groups for key in group} - _ADDED for groups in (saved, optimizer.param_groups))
     if theirs - own and own - theirs:
         raise ValueError(
@@ -285,11 +290,11 @@ def _mismatch(saved: list[list[Any]], own: list[list[str]], difference: str = ""
 
 
 def _placed(value: Any, parameter: nn.Parameter, *, clone: bool) -> Any:
-    """What an optimizer keeps of a value of a parameter's state: of a sharded one its shard, which is its own."""
+    """Return the value that an optimizer keeps for a parameter: sharded like it, and a copy if `clone` is True."""
     placed = distribute_like(value, parameter)
     return cloned(value) if clone and placed is value else placed
 
 
 def _unwrap(optimizer: Optimizer) -> Optimizer:
-    """The user's optimizer, whatever Lightning has wrapped around it."""
+    """Return the user's optimizer without Lightning's wrapper."""
     return optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer

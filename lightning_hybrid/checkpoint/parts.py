@@ -1,13 +1,15 @@
-"""Uses of a divided module that need all of it: an error says what to call, before a file is begun.
+"""Checks for uses of a parallelized module that need the full module. The error names the method to call instead.
 
 ============================================  =====================  ==================================================
-while the module is divided                   in a run               after a run
+while a rank has only a part of the module    in a run               after a run
 ============================================  =====================  ==================================================
 `state_dict()`, also of a submodule           this rank's part       a warning; an error after :func:`refuse_parts`
 `torch.save`, safetensors, `pickle`           an error               an error
-`save_pretrained`, `to_onnx` and the like     an error               an error
+`save_pretrained`, `to_onnx` and similar      an error               an error
 calls                                         as in the run          an error after :func:`refuse_calls`
 ============================================  =====================  ==================================================
+
+Errors are raised before a file is written.
 """
 
 from __future__ import annotations
@@ -34,9 +36,9 @@ from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.distributed.pytree import flatten_with_path
 from lightning_hybrid.pipeline_parallel.placeholders import is_placeholder, is_sent
 
-#: Methods of Lightning, transformers and PEFT that write files. Some write other files before the weights.
+#: Methods of Lightning, transformers and PEFT that write files. Some of them write other files before the weights.
 _WRITERS = ("save_pretrained", "push_to_hub", "to_onnx", "to_torchscript", "to_tensorrt")
-#: The hooks of each divided module, and of its parts.
+#: The hooks of each parallelized module, and of its submodules.
 _HOOKS: weakref.WeakKeyDictionary[nn.Module, list[tuple[_StateDictHook, RemovableHandle]]] = weakref.WeakKeyDictionary()
 
 _REMEDY = (
@@ -48,14 +50,14 @@ _REMEDY = (
 
 
 def mark_parts(module: LightningModule) -> None:
-    """Check uses of a module that need all of it, while this rank has a part; remove the checks once it is whole.
+    """Check uses of a module that need the full module while this rank has a part; remove the checks once it has all.
 
     Args:
         module: The user's module.
     """
     for _, handle in _HOOKS.pop(module, ()):
         handle.remove()
-    for part in module.modules():  # by their kinds: a copy of a divided module has copies of them
+    for part in module.modules():  # tested by class, because a copied module has copied hooks
         for key in [key for key, hook in part._forward_pre_hooks.items() if isinstance(hook, _CallHook)]:
             del part._forward_pre_hooks[key]
         for name in [name for name, value in vars(part).items() if isinstance(value, _Writer)]:
@@ -74,11 +76,11 @@ def mark_parts(module: LightningModule) -> None:
 
 
 def refuse_parts(module: LightningModule, why: str) -> None:
-    """Make the state dict, and calls, of a divided module an error, until :func:`mark_parts` is called again.
+    """Make state dicts and calls of a parallelized module an error, until :func:`mark_parts` is called again.
 
     Args:
-        module: The user's module, which should be whole by now.
-        why: Why it is divided, and what to do; sentences.
+        module: The user's module, which should have been gathered by now.
+        why: The reason why it has not, and the remedy, in full sentences.
     """
     for hook, _ in _HOOKS.get(module, ()):
         hook.why = why
@@ -86,17 +88,17 @@ def refuse_parts(module: LightningModule, why: str) -> None:
 
 
 def is_part(tensor: object) -> bool:
-    """Return whether other ranks have values of this tensor that this rank does not have."""
+    """Return True if other ranks have values of this tensor that this rank does not have."""
     return isinstance(tensor, Tensor) and (is_placeholder(tensor) or is_sharded(tensor))
 
 
 def refuse_calls(module: LightningModule, why: str, needs_others: Callable[[Tensor], bool] = is_part) -> None:
-    """Make calls of a module, and of its parts, an error, until :func:`mark_parts` is called again.
+    """Make calls of a module and of its submodules an error, until :func:`mark_parts` is called again.
 
     Args:
         module: The user's module.
-        why: Why it is divided, and what to do; sentences.
-        needs_others: Returns whether a layer cannot be called with a tensor like this.
+        why: The reason why this rank has only a part, and the remedy, in full sentences.
+        needs_others: Returns True if a layer with this tensor cannot be called.
     """
     for part in _divided_modules(module, needs_others):
         part.register_forward_pre_hook(_CallHook(type(module).__name__, why), prepend=True)
@@ -109,7 +111,7 @@ def _divided_modules(module: nn.Module, is_divided: Callable[[Tensor], bool]) ->
 
 
 def _counts_text(values: Iterable[Any]) -> str | None:
-    """Return how many tensors are not whole on this rank, as a part of an error; ``None`` if all are whole."""
+    """Return how many tensors are incomplete on this rank, as a part of an error; ``None`` if all are complete."""
     values = list(values)
     absent, shards = sum(map(is_placeholder, values)), sum(map(is_sharded, values))
     if not absent and not shards:
@@ -121,9 +123,9 @@ def _counts_text(values: Iterable[Any]) -> str | None:
 
 
 class _StateDictHook:
-    """Checks the state dicts of a module, or of a part of it, between runs.
+    """A hook that checks the state dicts of a module or submodule between runs.
 
-    It is copied with its module. Copies, which callbacks keep, are checked when they are saved.
+    It is copied with its module. Copies of modules, which callbacks keep, are checked when they are saved.
 
     Args:
         root: The user's module; ``None`` in a copy.
@@ -131,7 +133,7 @@ class _StateDictHook:
 
     def __init__(self, root: LightningModule | None) -> None:
         self._root = None if root is None else weakref.ref(root)
-        self.why: str | None = None  # set if the module should be whole by now
+        self.why: str | None = None  # set if the module should have been gathered by now
 
     def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         root = None if self._root is None else self._root()
@@ -139,7 +141,7 @@ class _StateDictHook:
             return
         try:
             is_running = root.trainer.state.status == TrainerStatus.RUNNING
-        except RuntimeError:  # it has no Trainer
+        except RuntimeError:  # the module has no Trainer
             return
         if is_running:
             return
@@ -166,11 +168,11 @@ class _StateDictHook:
 
 
 class _CallHook:
-    """Refuses a call: it would need other ranks, which may not call, or layers that are not here.
+    """A hook that raises an error at a call that needs other ranks, which may not call, or layers of other ranks.
 
     Args:
-        name: The class of the user's module.
-        why: Why it is divided, and what to do.
+        name: The name of the class of the user's module.
+        why: The reason and the remedy.
     """
 
     def __init__(self, name: str, why: str) -> None:
@@ -181,7 +183,7 @@ class _CallHook:
 
 
 class _Writer:
-    """A method that writes files, replaced by one that raises an error while this rank has a part of the module.
+    """The replacement of a method that writes files, which raises an error while this rank has a part of the module.
 
     Args:
         module: The module with the method.
@@ -205,13 +207,13 @@ class _Writer:
 
 # -- functions of other packages ---------------------------------------------------------------------------------------
 
-#: Modules that are divided, by identity, with what notices the end of each.
+#: Finalizers of the parallelized modules, by the identity of the module.
 _DIVIDED: dict[int, weakref.finalize[Any, Any]] = {}
 _REPLACED = ExitStack()
 
 
 def _check_saves(module: nn.Module) -> None:
-    """Check `torch.save` and safetensors while a module is divided, also after a run."""
+    """Check `torch.save` and safetensors while this rank has a part of the module, also after a run."""
     if not _DIVIDED:
         _REPLACED.enter_context(_checked_saves())
     _DIVIDED[id(module)] = noticed = weakref.finalize(module, _stop_checking, id(module))
@@ -229,7 +231,7 @@ def _stop_checking(key: int) -> None:
 
 @contextmanager
 def _checked_saves() -> Iterator[None]:
-    """Let `torch.save` and safetensors raise an error for tensors and modules that are not whole, while entered."""
+    """Let `torch.save` and safetensors raise an error for incomplete tensors and modules inside the context."""
     save, storage = torch.save, DTensor.storage
 
     @functools.wraps(save)
@@ -240,12 +242,12 @@ def _checked_saves() -> Iterator[None]:
                 raise WrongUseError(f"`torch.save` received only a part of the module: {counts}{_REMEDY} [LH904]")
         try:
             save(obj, f, *args, **kwargs)
-        except WrongUseError:  # of an object that has such a tensor: the file has been begun
+        except WrongUseError:  # raised by an object with an incomplete tensor, after the file was created
             if isinstance(f, (str, os.PathLike)):
                 Path(f).unlink(missing_ok=True)
             raise
 
-    def checked_storage(tensor: Any) -> Any:  # the last that safetensors asks a tensor for
+    def checked_storage(tensor: Any) -> Any:  # safetensors calls this last for each tensor
         counts = _counts_text([tensor])
         if counts is not None:
             raise WrongUseError(f"Only a part of the module is being saved: {counts}{_REMEDY} [LH904]")
@@ -256,7 +258,7 @@ def _checked_saves() -> Iterator[None]:
     try:
         yield
     finally:
-        if torch.save is checked:  # others may have replaced it since
+        if torch.save is checked:  # other code may have replaced it since
             torch.save = save
         del kind.storage
 
@@ -264,7 +266,7 @@ def _checked_saves() -> Iterator[None]:
 def _saved_tensors(tree: Any) -> list[Tensor]:
     try:
         leaves = [leaf for _, leaf in flatten_with_path(tree)]
-    except RecursionError:  # it refers to itself, as what is pickled may
+    except RecursionError:  # the tree contains itself, which `pickle` allows
         return []
     modules = [leaf for leaf in leaves if isinstance(leaf, nn.Module)]
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]

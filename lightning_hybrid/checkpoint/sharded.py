@@ -1,4 +1,4 @@
-"""A checkpoint as a directory: every rank writes its shards under the names of the undivided model."""
+"""Checkpoints in a directory: every rank writes its shards under the names of the full model."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from lightning_hybrid.distributed.messages.tree_broadcast import broadcast_objec
 from lightning_hybrid.distributed.pytree import TreePath, flatten_with_path
 from lightning_hybrid.pipeline_parallel.placeholders import PlaceholderBuffer, is_placeholder
 
-_EXTRA_STATE = "_extra_state"  # how names end of what a layer saves beside tensors
+_EXTRA_STATE = "_extra_state"  # the suffix of the names of non-tensor values that a layer saves
 
 
 class SavedOptimizer:
-    """The state of one optimizer in a directory, not read yet.
+    """The state of one optimizer in a directory, which has not been read yet.
 
     Args:
         directory: The directory.
@@ -44,10 +44,10 @@ class SavedOptimizer:
         self._root = root
 
     def read(self, parameters: Mapping[str, Tensor]) -> dict[str, Any]:
-        """The state by name.
+        """Read the state, and return it by parameter names.
 
         Args:
-            parameters: Those whose state is read; it is sharded, and lies on the device, as they do.
+            parameters: The parameters whose state is read. The state has the sharding and the device of its parameter.
         """
         targets = {
             path: _empty_like(entry, parameters[path[2]] if path[1] == "state" else None)
@@ -59,12 +59,12 @@ class SavedOptimizer:
 
 
 class ShardedCheckpoint:
-    """Writes and reads the shards of this rank.
+    """The writer and reader of this rank's shards.
 
     Args:
-        module: The user's module, with placeholders for what lives elsewhere.
+        module: The user's module, with placeholders for tensors of other stages.
         parameters: The places of the module's tensors.
-        optimizers: The undivided optimizers.
+        optimizers: The states of the full optimizers.
     """
 
     def __init__(self, module: LightningModule, parameters: ParameterMap, optimizers: OptimizerStates) -> None:
@@ -74,11 +74,11 @@ class ShardedCheckpoint:
         self._mesh = parameters.mesh
 
     def metadata_of(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """What a directory's checkpoint says of the state dict of the module, which is not in it as it is.
+        """Return information about the module's state dict, because a directory does not contain the state dict itself.
 
         Returns:
-            As ``"names"`` all of its names, in its order, and what each is stored as; as ``"layers"`` its `_metadata`,
-            such as the versions of layers.
+            Under ``"names"``, all names in their order, with the name under which each value is stored. Under
+            ``"layers"``, the `_metadata` of the state dict, such as the versions of layers.
         """
         metadata: dict[str, Any] = {"names": self._map.stored_names(state)}
         if hasattr(state, "_metadata"):
@@ -86,18 +86,18 @@ class ShardedCheckpoint:
         return metadata
 
     def prepare(self, checkpoint: dict[str, Any], path: Place) -> Callable[[], None]:
-        """Find out what this rank writes.
+        """Collect the values that this rank writes.
 
         Args:
-            checkpoint: As the Trainer made it, with the state dict of the module and the states by name of the
-                optimizers as this rank knows them.
-            path: Where; the first rank's counts.
+            checkpoint: The Trainer's checkpoint, with this rank's part of the module's state dict, and of the
+                optimizers' states by name.
+            path: The directory. The path of the first rank is used.
 
         Returns:
-            What writes it, to be called on every rank.
+            A function that writes the values, which every rank must call.
 
         Raises:
-            ValueError: If parts of the model have no names; on every rank.
+            ValueError: If tensors of the model have no names; on every rank.
         """
         group = self._mesh.writing_group
         tables = self._tables(checkpoint)
@@ -112,22 +112,23 @@ class ShardedCheckpoint:
         entries = dict(self._entries(checkpoint, tables))
         for number, state in enumerate(checkpoint.get(OPTIMIZERS, [])):
             entries |= dict(self._optimizer_entries(f"optimizer_{number}", state))
-        if any(checkpoint.get(OPTIMIZERS, [])):  # otherwise nothing is optimized, which is worth knowing too
+        if any(checkpoint.get(OPTIMIZERS, [])):  # otherwise there are no optimizers, and a reader can see this
             tables.append((OPTIMIZERS,))
         extra = without(checkpoint, tables) if self._mesh.is_first else None
         return lambda: write_directory(path, entries, extra, group)
 
     @staticmethod
     def _tables(checkpoint: dict[str, Any]) -> list[TreePath]:
-        """The dicts that hold tensors of the model: its state dict, and copies of it that callbacks have."""
+        """Return the paths of dicts with tensors of the model: its state dict, and copies that callbacks save."""
         tensors = (path for path, leaf in flatten_with_path(checkpoint) if isinstance(leaf, DTensor) or _is_meta(leaf))
         return list(dict.fromkeys([(MODEL,), *(path[:-1] for path in tensors if path[0] != OPTIMIZERS)]))
 
     def _entries(self, checkpoint: dict[str, Any], tables: Sequence[TreePath]) -> Iterator[tuple[TreePath, Any]]:
-        """What this rank writes: parameters on every holder, as torch chooses who does; the rest on one that counts.
+        """Yield the values that this rank writes.
 
-        Of a buffer that lies over the tensor-parallel ranks those of the first replica count: others may have other
-        values, of which torch would take a part.
+        All holders of a parameter list it, and torch chooses the rank that writes it. Other values are listed by one
+        rank. If a buffer is sharded over the tensor-parallel ranks, only the first replica lists it, because other
+        replicas may have other values, which torch would mix.
         """
         first, parameters = self._map.first_names(), self._map.parameter_owners()
         is_first = self._mesh.data_rank == self._mesh.context_rank == 0
@@ -147,7 +148,7 @@ class ShardedCheckpoint:
         for name, values in state.get("state", {}).items():
             for key, value in values.items():
                 yield (root, "state", name, key), value
-        if dist.get_rank() == dist.get_world_size() - 1:  # the first rank writes what is no tensor meanwhile
+        if dist.get_rank() == dist.get_world_size() - 1:  # the first rank is writing the other values meanwhile
             for key in state:
                 if key != "state":
                     yield from (((root, key, *path), value) for path, value in flatten_with_path(state[key], _is_plain))
@@ -160,20 +161,21 @@ class ShardedCheckpoint:
         read_extra: Callable[[Path], dict[str, Any]],
         load_value: Callable[[BinaryIO], Any] = torch.load,
     ) -> dict[str, Any]:
-        """Read the weights into the module, after everything was compared; the same outcome on every rank.
+        """Read the weights into the module, after all names and shapes were compared. All ranks have the same outcome.
 
         Args:
             path: The directory.
-            strict: Whether names that only one of module and checkpoint has are an error.
+            strict: If True, names that only the module or only the checkpoint has are an error.
             read_extra: Reads a file that `torch.save` has written.
-            load_value: Reads a single value that it has written.
+            load_value: Reads a single value that `torch.save` has written.
 
         Returns:
-            The checkpoint: its state dict is that of the module, and its optimizers' states are not read yet.
+            The checkpoint. Its state dict contains the module's tensors, and the optimizers' states have not been read
+            yet.
 
         Raises:
             FileNotFoundError, ValueError: If there is no complete checkpoint.
-            RuntimeError: If names or shapes do not fit.
+            RuntimeError: If names or shapes do not match.
         """
         directory = DistributedCheckpoint(path, load_value=load_value)
         saved = {entry_path[0]: entry for entry_path, entry in directory.below(directory.module_root).items()}
@@ -197,7 +199,7 @@ class ShardedCheckpoint:
         return checkpoint
 
     def _sources(self, state: Mapping[str, Any], saved: Collection[str]) -> dict[str, str]:
-        """Under which name the value of each name was saved: of tied tensors, any of their names will do."""
+        """Return for each name the name under which its value was saved, which may be any name of a tied tensor."""
         stored = self._map.stored_names(state)
         alias = {stored[name]: name for name in reversed(list(state)) if name in saved}
         return {name: alias[stored[name]] for name in state if stored[name] in alias}
@@ -216,7 +218,7 @@ class ShardedCheckpoint:
         state.update({name: values[root, source] for name, source in sources.items() if (root, source) in values})
 
     def _read_tables(self, directory: DistributedCheckpoint, checkpoint: dict[str, Any]) -> None:
-        """Copies of the model that callbacks have: sharded as the module is, and placeholders for other stages."""
+        """Read the copies of the model that callbacks save: sharded like the module, with placeholders."""
         tensors = self._map.tensors()
         known = {directory.module_root, *directory.optimizer_roots}
         targets = {
@@ -229,14 +231,14 @@ class ShardedCheckpoint:
 
     @staticmethod
     def wrote(states: Sequence[Any]) -> bool:
-        """Whether these states of optimizers come from a directory."""
+        """Return True if these states of optimizers come from a directory."""
         return any(isinstance(state, SavedOptimizer) for state in states)
 
     def load_optimizer_states(self, optimizers: Sequence[Optimizer], states: Sequence[Any]) -> None:
-        """Read the states of this rank's parameters.
+        """Read and load the states of this rank's parameters.
 
         Raises:
-            ValueError: If the optimizers, or their groups, are not those of the checkpoint.
+            ValueError: If the optimizers or their groups do not match the checkpoint.
         """
         check_number(optimizers, states)
         for optimizer, saved in zip(optimizers, states, strict=True):
@@ -244,7 +246,7 @@ class ShardedCheckpoint:
 
 
 def _lies_over_others(value: Any) -> bool:
-    """Whether ranks that do not share layers have parts of a tensor, such as replicas."""
+    """Return True if a tensor is sharded over an axis whose ranks average gradients, such as the replicas."""
     axes = (value.device_mesh.mesh_dim_names or ()) if isinstance(value, DTensor) else ()
     return any(axis.name in axes for axis in AXES if axis.role.averages_gradients)
 
@@ -254,7 +256,15 @@ def _is_meta(value: Any) -> bool:
 
 
 def _empty_like(entry: TensorStorageMetadata | None, tensor: Tensor | None) -> Tensor | None:
-    """Where to read what was saved for a tensor: sharded as that is, if it has its shape; nowhere for other values."""
+    """Return the tensor into which a saved value is read, sharded like the module's tensor if the shapes are equal.
+
+    Args:
+        entry: The saved shape and dtype; ``None`` for a value that is not a tensor.
+        tensor: The module's tensor; ``None`` if it has none.
+
+    Returns:
+        An uninitialized tensor; ``None`` for a value that is not a tensor.
+    """
     if entry is None:
         return None
     size, dtype = entry.size, entry.properties.dtype
@@ -266,7 +276,7 @@ def _empty_like(entry: TensorStorageMetadata | None, tensor: Tensor | None) -> T
 
 
 def _is_plain(node: Any) -> bool:
-    """Whether this is one value of an optimizer's group: a tuple, or a list of plain values."""
+    """Return True if a node is a single value of an optimizer's group: a tuple, or a list of plain values."""
     if isinstance(node, list):
         return not any(isinstance(child, (dict, Tensor)) for child in node)
     return isinstance(node, tuple)

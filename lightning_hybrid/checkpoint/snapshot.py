@@ -1,4 +1,4 @@
-"""A copy of a checkpoint that training does not change, for writing it in the background."""
+"""A copy of a checkpoint that training does not change, so that it can be written in the background."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ _COLLECTED = ("state_dict", "optimizer_states")
 def snapshot(
     checkpoint: dict[str, Any], live: Collection[Tensor] | None = None
 ) -> tuple[dict[str, Any], Callable[[], None]]:
-    """A checkpoint with containers and tensors of its own, these on the host; what is tied stays tied.
+    """Return a copy of a checkpoint with its own containers, and its own tensors on the host. Ties are kept.
 
-    Tensors of a CUDA device are copied by it, into page-locked memory and while the host goes on. Training that changes
-    them comes after that in the device's order. ::
+    A CUDA device copies its tensors into page-locked memory while the host continues. Later training steps, which
+    change the tensors, run after the copies in the order of the device. ::
 
         host      snapshot  step  step ...
         device    .......copies | step ...
-        writer                  '-- written: it waits for the copies
+        writer                  '-- writes: it waits for the copies
 
     Args:
         checkpoint: The checkpoint.
-        live: The tensors that training changes, if the others of the model and its optimizers are copies already;
-            ``None`` if they are not.
+        live: The tensors that training changes, if all other tensors of the model and its optimizers are copies
+            already; ``None`` if they are not.
 
     Returns:
-        The copy, and what waits until the device has made all of it.
+        The copy, and a function that waits until the device has made the copies.
     """
     changing = None if live is None else {tensor.untyped_storage().data_ptr() for tensor in live}
     copies: dict[Any, Tensor] = {}

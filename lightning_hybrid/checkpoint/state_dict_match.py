@@ -1,4 +1,4 @@
-"""Whether a checkpoint is one of this model: names and shapes compared before anything is loaded."""
+"""Comparison of a checkpoint with a model: names and shapes are compared before anything is loaded."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_hybrid.distributed.dtensor import distribute_like, is_in_blocks, 
 
 
 def shape_of(value: Any) -> torch.Size | None:
-    """The shape of a tensor; nothing for another value, such as the extra state of a layer."""
+    """Return the shape of a tensor; ``None`` for another value, such as the extra state of a layer."""
     return value.shape if isinstance(value, Tensor) else None
 
 
@@ -25,16 +25,16 @@ def check_match(
     *,
     strict: bool,
 ) -> None:
-    """Compare the names and shapes of a module with those of a checkpoint.
+    """Compare the names and shapes of a module with the names and shapes of a checkpoint.
 
     Args:
         module: The module.
-        own: The shapes of what is in its state dict, by name.
-        saved: The shapes of what is in the checkpoint, by name.
-        strict: Whether names that only one of them has are an error.
+        own: The shapes of the values in its state dict, by name.
+        saved: The shapes of the values in the checkpoint, by name.
+        strict: If True, names that only the module or only the checkpoint has are an error.
 
     Raises:
-        RuntimeError: If they differ; as torch says it, with the nearest names.
+        RuntimeError: If they differ, with torch's error text and similar names.
     """
     missing = [name for name in own if name not in saved] if strict else []
     unexpected = [name for name in saved if name not in own] if strict else []
@@ -56,18 +56,18 @@ def check_match(
 
 
 def load_module_state(module: nn.Module, state: Mapping[str, Any], *, strict: bool) -> None:
-    """Load a state dict into a module as torch does, but all of it or nothing, and with the nearest names.
+    """Load a state dict into a module like torch, but all of it or nothing, and with similar names in the error.
 
-    It is tried with the values that the module has: so whatever decides what fits, torch or layers that load in a way
-    of their own, decides before anything changes.
+    A first attempt loads the module's own values. So torch, or layers with their own loading code, decide if everything
+    fits before the module changes.
 
     Args:
-        module: The module, with placeholders for what lives elsewhere.
-        state: The undivided module's.
-        strict: Whether names that only one of them has are an error.
+        module: The module, with placeholders for tensors of other stages.
+        state: The state dict of the full module.
+        strict: If True, names that only the module or only the state dict has are an error.
 
     Raises:
-        RuntimeError: If they do not fit.
+        RuntimeError: If names or shapes do not match.
     """
     own = module.state_dict()
     trial: Any = copy.copy(state)
@@ -76,7 +76,8 @@ def load_module_state(module: nn.Module, state: Mapping[str, Any], *, strict: bo
     otherwise = tuple(f"{path}." if path else "" for path, part in parts if _loads_otherwise(part))
     for name, value in state.items():
         changes = isinstance(value, Tensor) and name.startswith(otherwise)
-        if changes:  # what a layer makes of it must not be its own memory, which the values of a directory are
+        # Values from a directory are the module's own tensors, so a layer's own loading code must receive a copy.
+        if changes:
             final[name] = value.clone()
         if name in own and shape_of(own[name]) == shape_of(value):
             trial[name] = own[name].clone() if changes else own[name]
@@ -95,7 +96,7 @@ def _loads_otherwise(part: nn.Module) -> bool:
 
 
 def _hints(missing: Iterable[str], unexpected: Iterable[str]) -> str:
-    """For missing names the nearest ones that are there, in lines of their own; nothing if none is near."""
+    """Return one line for each missing name with a similar unexpected name; an empty text if there are none."""
     others = list(unexpected)
     near = [(name, difflib.get_close_matches(name, others, n=1)) for name in missing]
     lines = [f"\n\tThe checkpoint has no {name!r}, but it has {found[0]!r}." for name, found in near if found]

@@ -1,4 +1,4 @@
-"""Values at paths of a tree of dicts, lists and tuples: found, replaced, inserted, left out."""
+"""Functions that find, replace, insert and remove values at paths in a tree of dicts, lists and tuples."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from lightning_hybrid.distributed.pytree import TreePath, children_by_key, flatt
 
 
 def value_at(tree: Any, path: TreePath) -> Any:
-    """What is at this path, or nothing."""
+    """Return the value at this path; ``None`` if there is none."""
     for key in path:
         tree = (children_by_key(tree) or {}).get(key)
     return tree
 
 
 def replaced(tree: Any, values: Mapping[TreePath, Any], path: TreePath = ()) -> Any:
-    """The tree with other values at some paths; it stays as it is, and parts without changes are shared."""
+    """Return a tree with new values at some paths. The old tree is not changed, and the trees share unchanged parts."""
     if path in values:
         return values[path]
     old = children_by_key(tree) or {}
@@ -35,12 +35,12 @@ def replaced(tree: Any, values: Mapping[TreePath, Any], path: TreePath = ()) -> 
 
 
 def cloned(tree: Any) -> Any:
-    """The tree with tensors of its own: those of a file that is mapped change with the file."""
+    """Return a tree with copies of its tensors, because tensors that are mapped from a file change with the file."""
     return replaced(tree, {path: leaf.clone() for path, leaf in flatten_with_path(tree) if isinstance(leaf, Tensor)})
 
 
 def without(tree: dict[str, Any], paths: Collection[TreePath]) -> dict[str, Any]:
-    """A tree of dicts without what is at some paths; it stays as it is."""
+    """Return a tree of dicts without the values at some paths. The old tree is not changed."""
     new = dict(tree)
     for path in paths:
         node = new
@@ -52,13 +52,13 @@ def without(tree: dict[str, Any], paths: Collection[TreePath]) -> dict[str, Any]
 
 
 def insert(tree: dict[str, Any], values: Mapping[TreePath, Any], names: Mapping[str, str]) -> None:
-    """Put values at their paths into a tree of dicts.
+    """Insert values at their paths into a tree of dicts.
 
     Args:
         tree: The tree, which is changed.
-        values: By path.
-        names: All names of the model's tensors, and what each is stored as: whatever holds a stored one gets it under
-            all its names.
+        values: The values by path.
+        names: The stored name of each name of the model's tensors. A dict that receives a stored name receives the
+            value under all names of the tensor.
     """
     tables: dict[TreePath, dict[Any, Any]] = {}
     for path, value in values.items():
@@ -71,7 +71,7 @@ def insert(tree: dict[str, Any], values: Mapping[TreePath, Any], names: Mapping[
 
 
 def tree_of(values: Mapping[TreePath, Any]) -> Any:
-    """The tree of values with their paths; containers whose keys are 0, 1, 2 ... are lists."""
+    """Return the tree with these values at their paths. A container with the keys 0, 1, 2 ... becomes a list."""
     if set(values) == {()}:
         return values[()]
     children: dict[Any, dict[TreePath, Any]] = {}

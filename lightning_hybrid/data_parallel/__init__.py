@@ -1,1 +1,1 @@
-"""Replicas of a model: gradients averaged in buckets and clipped; gradients and parameters sharded (ZeRO)."""
+"""Data parallelism: gradients averaged in buckets and clipped; gradients and parameters sharded (ZeRO)."""

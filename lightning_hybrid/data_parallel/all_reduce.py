@@ -1,4 +1,4 @@
-"""All-reduce of tensors on the host, by the shorter of two ways."""
+"""All-reduce of tensors, with a faster algorithm for small tensors on the host."""
 
 from __future__ import annotations
 
@@ -15,28 +15,29 @@ _MOST_RANKS = 8
 
 
 class Pending(Protocol):
-    """What has been started, and has to be waited for."""
+    """A collective in flight."""
 
     def wait(self) -> object:
-        """Return when it is done."""
+        """Wait until it is done."""
 
 
 def start_all_reduce(tensor: Tensor, group: ProcessGroup, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Pending:
-    """Reduce a tensor over a group in place; it must not be used until it has been waited for.
+    """Start to reduce a tensor over a group in place. The tensor must not be used before the result was waited for.
 
-    Gloo passes pieces around a ring, and a small tensor waits for all those messages one after the other. Here every
-    rank sends all of it to every other one, which takes a single message's time, and all add up in the same order::
+    Gloo passes parts of a tensor around a ring, and a small tensor waits for many messages, one after the other. Here,
+    every rank sends the whole tensor to every other rank, which takes the time of one message, and all ranks add the
+    tensors in the same order::
 
         ring, n ranks                             to everyone, n ranks
         2 (n - 1) rounds of bytes / n             1 round of bytes to each of n - 1
 
     Args:
-        tensor: Contiguous; the same shape and dtype on every rank.
+        tensor: A contiguous tensor with the same shape and dtype on every rank.
         group: The ranks.
-        op: The sum, or the greatest.
+        op: The sum or the maximum.
 
     Returns:
-        Something to wait for. With the same bits on every rank.
+        The collective to wait for. The result is bitwise equal on every rank.
     """
     if not tensor.is_cpu or tensor.nbytes > _MOST_BYTES or not 1 < group.size() <= _MOST_RANKS:
         work: Pending | None = dist.all_reduce(tensor, op, group=group, async_op=True)
@@ -46,7 +47,7 @@ def start_all_reduce(tensor: Tensor, group: ProcessGroup, op: dist.ReduceOp.RedO
 
 
 class _AllToAllReduce:
-    """The tensors of all ranks, on their way to this one."""
+    """An all-reduce of small tensors, in which each rank receives the tensors of all ranks."""
 
     def __init__(self, tensor: Tensor, group: ProcessGroup, op: dist.ReduceOp.RedOpType) -> None:
         self._tensor, self._reduce = tensor, _REDUCE[op]
@@ -58,7 +59,7 @@ class _AllToAllReduce:
         self._work = work
 
     def wait(self) -> None:
-        """Put the result into the tensor."""
+        """Wait, and write the result into the tensor."""
         self._work.wait()
         first, *others = self._received.unbind()
         for other in others:

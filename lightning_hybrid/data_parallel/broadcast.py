@@ -1,4 +1,4 @@
-"""Tensors made equal on all ranks of a group."""
+"""Broadcast of many tensors from one rank of a group to all its ranks."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ CHUNK_BYTES = 25 * 2**20
 
 @torch.no_grad()
 def broadcast_tensors(tensors: Iterable[Tensor], group: ProcessGroup, source: int = 0) -> None:
-    """Gives tensors the values that they have on one rank, in place.
+    """Set tensors to the values of one rank, in place.
 
-    Small tensors are sent together, so a model takes a few collectives and 25 MiB of extra memory. Tensors on the meta
-    device hold no values and are passed over.
+    Small tensors are sent together, so a model needs only a few collectives, and 25 MiB of extra memory. Tensors on the
+    meta device have no values and are skipped.
 
     Args:
-        tensors: Dense tensors of any dtypes (also bool and integers) and shapes; the same ones, in the same order, on
-            every rank of the group.
-        group: The ranks to make equal.
-        source: The rank *in the group* that has the values.
+        tensors: Dense tensors of any dtypes (including bool and integers) and shapes. Every rank of the group passes
+            the same tensors in the same order.
+        group: The ranks.
+        source: The rank *in the group* with the values.
     """
     if group.size() == 1:
         return
@@ -39,7 +39,7 @@ def broadcast_tensors(tensors: Iterable[Tensor], group: ProcessGroup, source: in
 
 
 def _chunks(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Lists of tensors of one dtype on one device, each of at most ``CHUNK_BYTES`` or of one tensor."""
+    """Yield lists of tensors with one dtype and device, each of at most ``CHUNK_BYTES`` or with a single tensor."""
     chunks: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     sizes: dict[tuple[torch.dtype, torch.device], int] = {}
     for tensor in tensors:

@@ -1,4 +1,4 @@
-"""Gradients of parameters in half precision, added up in float32."""
+"""Accumulation in float32 of the gradients of half-precision parameters."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from torch import Tensor
 
 
 class Float32Gradients:
-    """Gradients are float32 while microbatches add to them and while they are reduced; optimizers get their own dtype.
+    """Accumulates and reduces gradients in float32; optimizers receive them in the dtype of their parameter.
 
     ::
 
-        begin()     .grad will be float32        each backward adds what it has, in half precision, to it
-        end()       .grad is as its parameter    rounded once
+        begin()     .grad will be float32            each backward adds its half-precision gradient to it
+        end()       .grad has its parameter's dtype  rounded once
 
-    In bfloat16, 256 + 1 is 256: what comes late is lost.
+    In bfloat16, 256 + 1 is 256, so later gradients would be lost.
 
     Args:
-        parameters: The parameters; those in half precision take part.
+        parameters: The parameters. Only those in half precision are affected.
     """
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
@@ -28,11 +28,11 @@ class Float32Gradients:
         self._is_float32 = False
 
     def begin(self) -> None:
-        """Gradients are added up from here on."""
+        """Accumulate gradients in float32 from now on."""
         self._switch(float32=True)
 
     def end(self) -> None:
-        """They are final."""
+        """Round the final gradients to the dtype of their parameters."""
         self._switch(float32=False)
 
     @torch.no_grad()

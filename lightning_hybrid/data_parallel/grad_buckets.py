@@ -5,13 +5,14 @@ The parameters p0 ... p5 of a model get their gradients in the order p5 ... p0, 
     backward    g5  g4  g3  g2  g1  g0
                  |   |   |   |   |   |
     bucket 0   [g5  g4 | 1 1]  |   |   |     its last gradient has arrived: packed, scaled, `.grad` freed, and
-                       `- - - all-reduce - - - >         reduced while backward goes on
+                       `- - - all-reduce - - - >         reduced while backward continues
     bucket 1             [g3  g2  g1 | 1 1 1]
-                                     `- - - - >  a bucket starts after the ones before it: one order on every rank
+                                     `- - - - >  a bucket starts after the earlier ones: one order on every rank
     bucket 2                       [g0 | 1]
 
-The numbers behind the bar say which gradients this rank had; their sum tells a parameter that some rank used (the ranks
-without a gradient gave zeros) from one that no rank used (its gradient stays ``None``, as in one process).
+The numbers after the bar are 1 for gradients that this rank has. If their sum over the ranks is positive, a rank used
+the parameter, and the other ranks contributed zeros. If the sum is 0, no rank used it, and its gradient stays ``None``,
+as in a single process.
 
 The idea of buckets that overlap with backward is from *PyTorch Distributed: Experiences on Accelerating Data Parallel
 Training* (Li et al., 2020, https://arxiv.org/abs/2006.15704).
@@ -36,31 +37,32 @@ from lightning_hybrid.distributed.process_group import GroupRef
 
 BUCKET_BYTES = 25 * 2**20
 
-# The first bucket is small: the sooner a collective starts, the more of it hides behind backward.
+# The first bucket is small, because a collective that starts earlier overlaps more with backward.
 FIRST_BUCKET_BYTES = 2**20
 
 
 class GradientBuckets:
     """The gradients of some parameters, summed over a group and multiplied by a factor, in place in ``.grad``.
 
-    One optimizer step is ``arm(); backward(); launch_rest(); finish()``. All of what earlier microbatches left in
-    ``.grad`` takes part: a gradient is sent as it is after the armed backward, when it is final.
+    One optimizer step is ``arm(); backward(); launch_rest(); finish()``. A gradient is sent when the armed backward has
+    completed it, and includes the gradients of earlier microbatches in ``.grad``.
 
-    Every rank of the group passes the same parameters (shape, dtype, order, ``requires_grad``), may use other ones of
-    them than its peers, and ends with the same bits. Freezing and thawing parameters between steps is noticed.
+    Every rank of the group passes the same parameters (shape, dtype, order, ``requires_grad``), and ends with bitwise
+    equal gradients. Ranks may use different parameters in a step. Parameters may be frozen and unfrozen between steps.
 
     Args:
-        parameters: The parameters in the order of the model; dense, of any dtypes and devices. Of one that is sharded
-            over other ranks, this rank's shard takes part.
-        group: The ranks that hold a copy of each of them.
-        scale: What each gradient is multiplied by before it is summed; ``1 / group.size()`` gives the mean.
-        bucket_bytes: The size in bytes from which a bucket is complete.
-        overlap: Whether a bucket starts as soon as its last gradient is there, or all of them in :meth:`launch_rest`.
-        make_buckets: Puts trainable parameters into buckets, in the order in which backward should complete them;
+        parameters: The parameters in the order of the model; dense, of any dtypes and devices. If a parameter is
+            sharded over other ranks, its local shard is reduced.
+        group: The ranks with a copy of each parameter.
+        scale: The factor for each gradient before the sum; ``1 / group.size()`` gives the mean.
+        bucket_bytes: The size in bytes at which a bucket is complete.
+        overlap: If True, a bucket starts as soon as it has its last gradient; otherwise all start in
+            :meth:`launch_rest`.
+        make_buckets: Puts trainable parameters into buckets, in the order in which backward should complete them; used
             instead of ``bucket_bytes``.
-        max_in_flight: How many buckets may be in flight at a time; ``None`` for all.
-        mask_group: The same ranks over a backend for the host, where a rank lacks gradients in every step: through it
-            they tell each other which they have, and no host waits for its device to know.
+        max_in_flight: The largest number of buckets in flight at the same time; ``None`` for no limit.
+        mask_group: The same ranks with a backend for the host, for groups in which a rank lacks gradients in every
+            step. Ranks then exchange in this group which gradients they have, and no host waits for its device.
 
     Example::
 
@@ -100,20 +102,20 @@ class GradientBuckets:
         self._num_launched = self._num_finished = 0
 
     def arm(self) -> None:
-        """Say that the next backward is the last one of this step: each gradient that it completes is final."""
+        """Mark the next backward as the last one of this step: each gradient that it completes is final."""
         assert self._num_launched == 0, "call `finish()` before the next step's `arm()`"
         self._rebuild()
         self._armed = self.overlap
 
     @property
     def is_launched(self) -> bool:
-        """Return whether a bucket is being reduced."""
+        """Return True if a bucket is being reduced."""
         return self._num_launched > 0
 
     def launch_rest(self) -> None:
-        """Say that this backward is done: start what has not started; parameters without a gradient send zeros.
+        """Start the remaining buckets after this backward. Parameters without a gradient contribute zeros.
 
-        Right without :meth:`arm` too: everything starts here then.
+        Without :meth:`arm`, all buckets start here.
         """
         if not self._armed:
             self._rebuild()
@@ -122,7 +124,11 @@ class GradientBuckets:
             self._launch(bucket)
 
     def launch_complete(self, parameters: Container[int]) -> None:
-        """Start what consists of these parameters, by identity: they are done, whether they have a gradient or not."""
+        """Start the next buckets that consist of these parameters, whose gradients, if any, are final.
+
+        Args:
+            parameters: The identities of the parameters.
+        """
         self._rebuild()
         for bucket in self._buckets[self._num_launched :]:
             if not all(id(parameter) in parameters for parameter in bucket.parameters):
@@ -130,13 +136,13 @@ class GradientBuckets:
             self._launch(bucket)
 
     def finish(self) -> None:
-        """Wait, and give every parameter its gradient: a view into its bucket, which lives as long as its views.
+        """Wait, and set each parameter's gradient to a view of its bucket, which lives as long as the views.
 
-        A parameter that no rank of the group used keeps the gradient ``None``. Without a ``mask_group`` the host waits
-        for the device if this rank lacked a gradient and must read whether another one had it.
+        The gradient of a parameter that no rank used stays ``None``. Without a ``mask_group``, a rank that lacks a
+        gradient reads from its device if another rank has this gradient, so its host waits for the device.
 
         Raises:
-            RuntimeError: If a parameter got another gradient after its bucket had started.
+            RuntimeError: If a parameter received another gradient after its bucket had started.
         """
         assert self._num_launched == len(self._buckets), "call `launch_rest()` before `finish()`"
         for bucket in self._buckets[self._num_finished :]:
@@ -146,12 +152,12 @@ class GradientBuckets:
         self._num_launched = self._num_finished = 0
 
     def abandon(self) -> None:
-        """Let go of collectives in flight, after a failure: they keep connections open."""
+        """Drop collectives in flight after a failure, because they keep connections open."""
         self._buckets.clear()
         self._num_launched = self._num_finished = 0
 
     def remove(self) -> None:
-        """Take the hooks off the parameters; the next :meth:`arm` would put them on again."""
+        """Remove the hooks from the parameters. The next :meth:`arm` adds them again."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -159,7 +165,7 @@ class GradientBuckets:
         self._buckets.clear()
 
     def _rebuild(self) -> None:
-        """Put the trainable parameters into buckets, unless these are the ones in use."""
+        """Put the trainable parameters into buckets, unless the current buckets already contain exactly these."""
         trainable = [parameter.requires_grad for parameter in self.parameters]
         if trainable == self._trainable:
             return
@@ -178,14 +184,14 @@ class GradientBuckets:
         return [AllReduceBucket(members) for members in assign(parameters, self.bucket_bytes)]
 
     def _on_gradient(self, bucket: Bucket, index: int, parameter: Tensor) -> None:
-        # Runs at every parameter in every backward of every microbatch; only the last one counts.
+        # This hook runs at every parameter in every backward of every microbatch, but only the last backward counts.
         if not self._armed:
             return
         if bucket.work is not None:
             raise late_gradient_error(parameter)
         bucket.missing.discard(index)
-        # A complete bucket waits for the ones before it: collectives of a group have one order on all ranks, and with a
-        # graph that depends on the data, buckets are complete in any order.
+        # A complete bucket waits for earlier buckets, because collectives of a group must start in the same order on
+        # all ranks. If the graph depends on the data, buckets become complete in any order.
         while self._num_launched < len(self._buckets) and not self._buckets[self._num_launched].missing:
             self._launch(self._buckets[self._num_launched])
 
@@ -200,14 +206,14 @@ class GradientBuckets:
 
 
 def assign(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> list[list[nn.Parameter]]:
-    """Puts parameters into buckets, in the order in which backward should complete them.
+    """Put parameters into buckets, in the order in which backward should complete them.
 
     Args:
         parameters: The parameters in the order of the model.
-        bucket_bytes: The size in bytes from which a bucket is complete.
+        bucket_bytes: The size in bytes at which a bucket is complete.
 
     Returns:
-        Buckets of one dtype and device each, and each in the reverse order of the model.
+        The buckets. Each has one dtype and one device, and the reverse order of the model.
     """
     kinds: dict[tuple[torch.dtype, torch.device], list[tuple[int, nn.Parameter]]] = {}
     for position, parameter in enumerate(reversed(parameters)):
@@ -223,34 +229,35 @@ def assign(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> list[list[n
             if num_bytes >= limit or position == members[-1][0]:
                 buckets.append((position, bucket))
                 bucket, num_bytes, limit = [], 0, bucket_bytes
-    # A bucket is complete when its last member is.
+    # A bucket is complete when its last parameter is.
     return [bucket for _, bucket in sorted(buckets, key=lambda positioned: positioned[0])]
 
 
 class Bucket(ABC):
-    """Some parameters of one dtype on one device, whose gradients are reduced as one flat tensor.
+    """Parameters of one dtype on one device, whose gradients are reduced as one flat tensor.
 
-    The tensor exists from :meth:`launch` to :meth:`finish`: the elements of all gradients, and one number per parameter
-    that is not 0 where this rank has a gradient.
+    The tensor exists from :meth:`launch` to :meth:`finish`. It contains the elements of all gradients, and one number
+    per parameter, which is not 0 if this rank has the gradient.
 
     Args:
         parameters: The parameters, in the order in which their gradients should arrive.
 
     Attributes:
-        missing: The positions of those whose gradient this rank has not, or does not have yet.
+        missing: The positions of the parameters without a gradient on this rank so far.
         work: The collective in flight; ``None`` if there is none.
     """
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         self.parameters = parameters
-        # A gradient has the strides that autograd would give it (channels last, say): optimizers are faster that way.
+        # Gradients have the strides that autograd would use (channels last, for example), which makes optimizers
+        # faster.
         local = [to_local(parameter) for parameter in parameters]
         self._shapes = [tensor.shape for tensor in local]
         self._strides = [torch.empty_like(tensor, device="meta").stride() for tensor in local]
         self._clear()
 
     def _clear(self) -> None:
-        """No gradient has arrived yet."""
+        """Reset the bucket to the state without gradients."""
         self.missing = set(range(len(self.parameters)))
         self.work: Pending | None = None
         self._flat: Tensor | None = None
@@ -258,16 +265,16 @@ class Bucket(ABC):
 
     @torch.no_grad()
     def launch(self, group: ProcessGroup, scale: float, mask_group: ProcessGroup | None = None) -> None:
-        """Pack what is in ``.grad``, free it, and start the sum over the group.
+        """Pack the gradients in ``.grad``, free them, and start the sum over the group.
 
-        One copy for all of a bucket: a copy per gradient would cost more time than it saves memory, as the peak, all
-        gradients and one bucket, is the same.
+        All gradients of a bucket are copied at once. One copy per gradient would take more time, and would not reduce
+        the peak memory, which is the size of all gradients and one bucket.
 
         Args:
             group: The ranks.
             scale: The factor.
-            mask_group: The ranks again, over a backend for the host, if they shall tell each other there which
-                gradients they have.
+            mask_group: The same ranks with a backend for the host, to exchange which gradients they have; ``None`` for
+                no exchange.
 
         Raises:
             TypeError: If a gradient has another dtype or device than its parameter.
@@ -279,7 +286,7 @@ class Bucket(ABC):
         has_gradient = torch.ones(len(self.parameters), dtype=_gradient_dtype(first), device=first.device)
         self.missing = {index for index, parameter in enumerate(self.parameters) if parameter.grad is None}
         for index in self.missing:
-            has_gradient[index].zero_()  # to assign a number would copy it there, and make the host wait
+            has_gradient[index].zero_()  # assigning a number would copy it from the host, which would wait
         gradients = map(_flatten_gradient, self.parameters, self._shapes, self._strides)
         flat = self._pack(gradients, has_gradient, group.size())
         if scale != 1.0:
@@ -292,22 +299,23 @@ class Bucket(ABC):
             self._mask = mask, start_all_reduce(mask, mask_group, dist.ReduceOp.MAX)
 
     def wait(self) -> None:
-        """Wait for the sum: the host on CPU, the current stream on CUDA."""
+        """Wait for the sum: the host waits on CPU, and the current stream waits on CUDA."""
         assert self.work is not None
         self.work.wait()
 
     def finish(self) -> None:
-        """Give the gradients, after :meth:`wait`.
+        """Set the gradients, after :meth:`wait`.
 
         Raises:
-            RuntimeError: If a parameter got another gradient in the meantime.
+            RuntimeError: If a parameter received another gradient in the meantime.
         """
         assert self._flat is not None
         sums: list[float] = []
         if self._mask is not None:
             self._mask[1].wait()
             sums = self._mask[0].tolist()
-        elif self.missing:  # reading waits for the device; nobody else's gradient matters to a rank that has all
+        # Reading waits for the device; a rank with all gradients needs no information about other ranks.
+        elif self.missing:
             sums = self._flat[-len(self.parameters) :].tolist()
         for parameter in self.parameters:
             if parameter.grad is not None:
@@ -318,19 +326,19 @@ class Bucket(ABC):
 
     @abstractmethod
     def _pack(self, gradients: Iterator[Tensor], has_gradient: Tensor, num_ranks: int) -> Tensor:
-        """Make one tensor of flat gradients, and of the numbers that say which of them this rank has."""
+        """Return one tensor with the flat gradients, and the numbers that mark the gradients of this rank."""
 
     @abstractmethod
     def _reduce(self, flat: Tensor, group: ProcessGroup) -> tuple[Tensor, Pending]:
-        """Start the sum; return where it will be, with the numbers at its end."""
+        """Start the sum, and return the tensor that will contain it, with the numbers at its end."""
 
     @abstractmethod
     def _unpack(self, flat: Tensor, used: Sequence[bool]) -> None:
-        """Give parameters that some rank has used their gradients."""
+        """Set the gradients of parameters that a rank has used."""
 
 
 class AllReduceBucket(Bucket):
-    """A bucket of which every rank gets the same sum; gradients become views into it."""
+    """A bucket whose sum every rank receives; gradients become views of it."""
 
     def _pack(self, gradients: Iterator[Tensor], has_gradient: Tensor, num_ranks: int) -> Tensor:
         return torch.cat([*gradients, has_gradient])
@@ -350,7 +358,7 @@ class AllReduceBucket(Bucket):
 
 
 def _flatten_gradient(parameter: nn.Parameter, shape: torch.Size, stride: tuple[int, ...]) -> Tensor:
-    """The elements of a parameter's gradient in the order of memory, as a view if possible; zeros if there is none."""
+    """Return the elements of a parameter's gradient in memory order, as a view if possible; zeros if there is none."""
     gradient = local_gradient(parameter) if isinstance(parameter, DTensor) else parameter.grad
     dtype = _gradient_dtype(parameter)
     if gradient is None:
@@ -362,7 +370,7 @@ def _flatten_gradient(parameter: nn.Parameter, shape: torch.Size, stride: tuple[
             " it has the dtype and device of the parameter. Cast the gradient in a hook on the parameter. [LH810]"
         )
     if gradient.layout is not torch.strided:
-        gradient = gradient.to_dense()  # ranks use different rows of an embedding: only the dense sizes are equal
+        gradient = gradient.to_dense()  # ranks use different rows of an embedding, so only the dense sizes are equal
     if gradient.stride() != stride:
         gradient = torch.empty_strided(gradient.shape, stride, dtype=gradient.dtype, device=gradient.device).copy_(
             gradient
@@ -371,12 +379,12 @@ def _flatten_gradient(parameter: nn.Parameter, shape: torch.Size, stride: tuple[
 
 
 def _gradient_dtype(parameter: nn.Parameter) -> torch.dtype:
-    """The dtype in which a parameter's gradient is added up and reduced."""
+    """Return the dtype in which a parameter's gradient is accumulated and reduced."""
     return parameter.grad_dtype or parameter.dtype
 
 
 def late_gradient_error(parameter: Tensor) -> RuntimeError:
-    """The error of a gradient that comes after its bucket has been launched."""
+    """Return the error for a gradient that arrives after its bucket was launched."""
     return RuntimeError(
         f"A parameter of shape {tuple(parameter.shape)} received a second gradient in one step, after the reduction of"
         " its bucket had started. Reentrant checkpointing causes this for parameters that are used more than once. Pass"

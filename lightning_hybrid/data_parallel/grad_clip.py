@@ -1,4 +1,4 @@
-"""Gradient norm and clipping over the model group, each parameter counted once; and what is not finite on a rank."""
+"""Gradient norms and clipping over the model group, with each parameter counted once; detection of NaN and infinity."""
 
 from __future__ import annotations
 
@@ -22,25 +22,26 @@ def total_norm(
     counts: Callable[[nn.Parameter], bool] = lambda parameter: True,
     device: torch.device | None = None,
 ) -> Tensor:
-    r"""The norm of the gradients of a model whose parameters are spread over a group.
+    r"""Return the norm of the gradients of a model whose parameters are distributed over a group.
 
     .. math:: \lVert g \rVert_p = \bigl\lVert (\lVert g_1 \rVert_p, \ldots, \lVert g_n \rVert_p) \bigr\rVert_p
 
-    The norm of a vector is the norm of the norms of its pieces. Ranks exchange theirs in one collective (gathered, not
-    summed as powers, so that every ``norm_type`` takes the same way), and all of them get the same bits. The host does
-    not wait for the device.
+    The norm of a vector is the norm of the norms of its parts. Ranks gather these norms in one collective, and all
+    ranks get bitwise equal results. (A sum of powers would not work for every ``norm_type``.) The host does not wait
+    for the device.
 
     Args:
-        parameters: This rank's parameters; none is fine, but every rank of the group must call.
+        parameters: This rank's parameters, possibly none. Every rank of the group must call this function.
         norm_type: The exponent p > 0, or ``float("inf")``.
-        group: The ranks that together hold the model; ``None`` if this one holds all of it.
-        counts: Whether this rank counts a parameter. Of copies of a parameter, one must be counted.
-        device: Where ranks communicate; needed where a rank may have no gradient. Default: where the first gradient is.
+        group: The ranks that together hold the model; ``None`` if this rank holds all of it.
+        counts: Returns True if this rank counts a parameter. Exactly one copy of each parameter must be counted.
+        device: The device for communication, required if a rank may have no gradient. Default: the first gradient's
+            device.
 
     Returns:
-        A float64 scalar on ``device``. Norms of single gradients are taken in float32 at least.
+        A float64 scalar on ``device``. The norm of each gradient is computed in float32 or higher precision.
     """
-    # Of a sharded parameter each rank counts its shard.
+    # Each rank counts its shard of a sharded parameter.
     local = [local_gradient(parameter) for parameter in parameters if counts(parameter)]
     gradients = [gradient for gradient in local if gradient is not None and gradient.numel() > 0]
     if device is None:
@@ -63,20 +64,21 @@ def parameter_norms(
     counts: Callable[[nn.Parameter], bool] = lambda parameter: True,
     device: torch.device | None = None,
 ) -> list[Tensor | None]:
-    """Return the gradient norm of each parameter, on every rank of a group, by one collective.
+    """Return the gradient norm of each parameter on every rank of a group, with one collective.
 
     Args:
-        parameters: The parameters of the whole model, in the same order on every rank; a rank does not count those it
-            does not hold.
+        parameters: The parameters of the whole model, in the same order on every rank. A rank must not count parameters
+            that it does not hold.
         norm_type: The exponent p > 0, or ``float("inf")``.
-        group: The ranks that together hold the model; ``None`` if this one holds all of it.
-        counts: Whether this rank counts a parameter. Of copies of a parameter, one must be counted.
-        device: Where ranks communicate; needed where a rank may have no gradient.
+        group: The ranks that together hold the model; ``None`` if this rank holds all of it.
+        counts: Returns True if this rank counts a parameter. Exactly one copy of each parameter must be counted.
+        device: The device for communication, required if a rank may have no gradient.
 
     Returns:
-        Scalars in float64 on ``device``; ``None`` for a parameter without a gradient on any rank.
+        Float64 scalars on ``device``; ``None`` for a parameter without a gradient on any rank.
     """
-    found = torch.zeros(2, len(parameters), dtype=torch.float64, device=device)  # norms, and whether there is one
+    # The norms, and 1 for each existing gradient.
+    found = torch.zeros(2, len(parameters), dtype=torch.float64, device=device)
     for index, parameter in enumerate(parameters):
         gradient = local_gradient(parameter) if counts(parameter) else None
         if gradient is not None:
@@ -102,23 +104,25 @@ def clip_by_total_norm(
     counts: Callable[[nn.Parameter], bool] = lambda parameter: True,
     device: torch.device | None = None,
 ) -> Tensor:
-    """Scales this rank's gradients, in place, such that the norm over the group is at most ``max_norm``.
+    """Scale this rank's gradients in place, so that the norm over the group is at most ``max_norm``.
 
     Args:
-        parameters: This rank's parameters, counted or not: every copy of a parameter is scaled.
+        parameters: This rank's parameters, counted or not, because every copy of a parameter is scaled.
         max_norm: The largest norm.
         norm_type: The exponent p > 0, or ``float("inf")``.
-        group: The ranks that together hold the model; ``None`` if this one holds all of it.
-        counts: Whether this rank counts a parameter.
-        device: Where ranks communicate; needed where a rank may have no gradient. Default: where the first gradient is.
+        group: The ranks that together hold the model; ``None`` if this rank holds all of it.
+        counts: Returns True if this rank counts a parameter.
+        device: The device for communication, required if a rank may have no gradient. Default: the first gradient's
+            device.
 
     Returns:
-        The norm before clipping, as :func:`total_norm` gives it.
+        The norm before clipping, as in :func:`total_norm`.
     """
     parameters = list(parameters)
     norm = total_norm(parameters, norm_type, group=group, counts=counts, device=device)
-    # One call per dtype, with a norm of that dtype: `foreach` is fast only then, and copies of one parameter are scaled
-    # by the same factor whatever else their ranks hold. Half precision would spoil the factor; float32 it is there.
+    # One call per dtype, with a norm of that dtype, for two reasons: `foreach` is fast only then, and copies of a
+    # parameter are scaled by the same factor, whatever else their ranks hold. For half precision, the norm is float32,
+    # because a half-precision factor would be inaccurate.
     for dtype in dict.fromkeys(parameter.dtype for parameter in parameters):
         alike = [local_view(parameter) for parameter in parameters if parameter.dtype == dtype]
         clip_grads_with_norm_(alike, max_norm, norm.to(_norm_dtype(dtype)))
@@ -127,15 +131,16 @@ def clip_by_total_norm(
 
 @torch.no_grad()
 def find_nonfinite(parameters: Iterable[nn.Parameter]) -> list[tuple[list[nn.Parameter], Tensor]]:
-    """Find out which gradients of this rank are not finite, on their device: the host does not wait.
+    """Find the gradients of this rank that are not finite, on their device, so that the host does not wait.
 
-    The sum of the magnitudes tells it: to look for the largest one takes ten times as long on a CPU.
+    The test uses the sum of absolute values, because a search for the maximum takes ten times as long on a CPU.
 
     Args:
-        parameters: This rank's parameters. Sparse gradients are passed over.
+        parameters: This rank's parameters. Sparse gradients are skipped.
 
     Returns:
-        For each device and dtype the parameters that have a gradient, and a flag for each: a bool tensor on the device.
+        For each device and dtype, the parameters with a gradient, and a flag for each of them, in a bool tensor on the
+        device: True if the gradient is not finite.
     """
     alike: dict[tuple[torch.device, torch.dtype], tuple[list[nn.Parameter], list[Tensor]]] = {}
     for parameter in parameters:
@@ -148,13 +153,14 @@ def find_nonfinite(parameters: Iterable[nn.Parameter]) -> list[tuple[list[nn.Par
 
 
 def _norm_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype to take norms in: at least float32, because squares of float16 overflow."""
+    """Return the dtype for norms, which is at least float32, because squares of float16 numbers overflow."""
     return torch.float64 if dtype in (torch.float64, torch.complex128) else torch.float32
 
 
 def _norms(gradients: Sequence[Tensor], norm_type: float) -> list[Tensor]:
-    """The norms of the gradients of each device and dtype, one tensor for each."""
-    # One kernel for many tensors, where torch has it; `get_total_norm` uses it too but rounds to the gradients' dtype.
+    """Return the norms of the gradients, in one tensor for each device and dtype."""
+    # This uses one kernel for many tensors, if torch has it. `get_total_norm` does, too, but rounds to the gradients'
+    # dtype.
     foreach = getattr(torch, "_foreach_norm", None)
     norms: list[Tensor] = []
     for device, dtype in dict.fromkeys((gradient.device, gradient.dtype) for gradient in gradients):

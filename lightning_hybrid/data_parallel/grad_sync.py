@@ -1,4 +1,4 @@
-"""Gradients and values that ranks share: summed over holders, averaged over replicas, equal at start."""
+"""Synchronization of gradients and values: summed over holders, averaged over replicas, equal at the start."""
 
 from __future__ import annotations
 
@@ -33,34 +33,35 @@ from lightning_hybrid.pipeline_parallel.stage_map import TensorStages
 
 
 class GradientSync:
-    """What this rank has in common with others: with the replicas of its stages, and with stages that share a tensor.
+    """The synchronization of this rank's gradients with the replicas of its stages, and with other stages.
 
     ::
 
         parameter of one stage              buckets of that stage    over data parallel; start in its last backward
-        of many stages of this rank         buckets of these         over data parallel; start when all is done
-        of many ranks (tied, outside        buckets for each set     over (holders x data parallel): summed over the
-        of the body)                        of holders               holders, averaged over the replicas, in one go
+        of several stages of this rank      buckets of these         over data parallel; start after all backwards
+        of several ranks (tied, outside     buckets for each set     over (holders x data parallel): sum over holders,
+        of the body)                        of holders               mean over replicas, in one collective
 
-    Ranks that share their sequences are averaged as replicas are: data parallel means both. A parameter that replicas
-    shard has the same place, but each replica gets its rows of the gradient: over replicas first, and what comes to
-    rows that more than one stage holds is then summed over these, and averaged over the ranks that share sequences.
+    Context-parallel ranks are averaged like replicas: data parallel means both in this table. A parameter that replicas
+    shard has the same place, but each replica receives its rows of the gradient. These gradients are first reduced over
+    the replicas. Rows that several stages hold are then summed over these stages, and averaged over the
+    context-parallel ranks.
 
-    Every rank of the world must make this with the same module (apart from placeholders) and stages:
-    groups are made.
+    Every rank of the world must construct this object with the same module (apart from placeholders) and stages,
+    because the constructor makes process groups.
 
     Args:
         parameters: The places of the module's tensors.
         sync_batch_norm: If True, batch norm takes its statistics over all replicas, until :meth:`remove`.
         adds_up: The names of parameters whose gradients are parts of a sum over the tensor-parallel ranks.
         make_zero: Makes the object that unshards parameters that replicas shard.
-        float32_gradients: Whether gradients of parameters in half precision are added up, and reduced, in float32.
-        rounds_gradients: Whether these are rounded for the optimizer, once they are final.
+        float32_gradients: If True, gradients of half-precision parameters are accumulated and reduced in float32.
+        rounds_gradients: If True, these gradients are rounded for the optimizer when they are final.
 
     Attributes:
         zero: Unshards parameters that replicas shard.
-        has_sync_batch_norm: Whether replicas meet in forwards, for statistics over all of them.
-        reduces: Whether the last backward of a stage starts to reduce its gradients; otherwise they are accumulated.
+        has_sync_batch_norm: True if replicas communicate in forwards, for statistics over all of them.
+        reduces: If True, the last backward of a stage starts to reduce its gradients; otherwise they are accumulated.
     """
 
     def __init__(
@@ -97,12 +98,12 @@ class GradientSync:
             raise
 
     def _attach(self) -> None:
-        """Make the buckets and groups for the tensors that this rank shares with others."""
+        """Make the buckets and groups for the tensors that this rank and other ranks hold."""
         mesh, self.zero = self._mesh, self._make_zero()
         self.zero.follow(self._optimizers)
         parameters, self._buffers = self._map.parameters(), self._map.buffers()
         holders = sorted({each.ranks for each in (*parameters, *self._buffers) if len(each.ranks) > 1})
-        # Of what stages share, each stage lacks gradients in every step.
+        # Each stage lacks gradients of parameters of several stages in every step.
         on_device = mesh.device_mesh.device_type != "cpu"
         self._mask_groups = {
             (ranks, of_replica): mesh.shared_parameter_group(ranks, of_replica=of_replica, backend="gloo")
@@ -115,30 +116,30 @@ class GradientSync:
             for ranks in holders
         }
         self._shared_by = [ranks for ranks, (group, _) in groups.items() if group is not None]
-        # Placeholders are passed over here and not in each step: there may be thousands of them.
+        # Placeholders are filtered out once here instead of in each step, because there may be thousands.
         self._parameters = [location for location in parameters if self._map.is_local(location)]
         own_buffers = (location.tensor for location in self._buffers if self._map.is_local(location))
         self._floating_buffers = [buffer for buffer in own_buffers if buffer.is_floating_point()]
         self._counted = {id(each.tensor) for each in self._parameters if self._map.is_owner(each)}
         self._by_stage, self._after_backward, self._over_holders = {}, [], []
         self._each_backward: set[int] = set()
-        self._parts: list[nn.Parameter] = []  # their gradients are summed over the tensor-parallel ranks
-        self._summed_parts: set[int] = set()  # of these, the ids of parameters whose gradient is the sum already
+        self._parts: list[nn.Parameter] = []  # the parameters whose gradients are summed over the tensor-parallel ranks
+        self._summed_parts: set[int] = set()  # the ids of parameters in `_parts` whose gradient is the sum already
         self._float32 = [Float32Gradients(self.local_parameters())] if self._has_float32 else []
         named = dict(self._map.module.named_parameters(remove_duplicate=False))
         self._make_buckets(named[name] for name in self._adds_up)
 
     def follow(self, optimizers: Sequence[Optimizer]) -> None:
-        """Use the new values of parameters after a step of these optimizers, also in the middle of a training step."""
+        """Use the new values of parameters after a step of these optimizers, even in the middle of a training step."""
         self._optimizers = optimizers
         self.zero.follow(optimizers)
 
     def local_parameters(self) -> list[Tensor]:
-        """The parameters of this rank, of sharded ones both forms."""
+        """Return the parameters of this rank; both forms of parameters that replicas shard."""
         return [*(location.tensor for location in self._parameters), *self.zero.tensors()]
 
     def optimized_parameters(self) -> dict[int, nn.Parameter]:
-        """Return what optimizers step of this rank's parameters, by identity; a shard also by its unsharded form."""
+        """Return this rank's parameters as optimizers know them, by identity; a shard also by its unsharded form."""
         parameters = (each.tensor for each in self._parameters if isinstance(each.tensor, nn.Parameter))
         return {id(parameter): parameter for parameter in parameters} | self.zero.shards()
 
@@ -176,7 +177,14 @@ class GradientSync:
         stage: int | None = None,
         ranks: tuple[int, ...] = (),
     ) -> list[GradientBuckets]:
-        """Of what replicas do not shard, summed over a group; of the rest, each replica its rows."""
+        """Return buckets that average gradients over a group. If replicas shard a parameter, each gets its rows.
+
+        Args:
+            locations: The places of the parameters.
+            group: The ranks that hold the parameters, with all replicas.
+            stage: The only stage of the parameters, if there is one.
+            ranks: The pipeline ranks that hold the parameters, if there are several.
+        """
         parameters = [location.tensor for location in locations if isinstance(location.tensor, nn.Parameter)]
         has_mask = bool(self._mask_groups and ranks) and self._mesh.num_replicas > 1
         among_replicas = self._mesh.data_control_group if has_mask else None
@@ -185,7 +193,8 @@ class GradientSync:
             self._each_backward |= set(map(id, made))
         unsharded = [parameter for parameter in parameters if not is_shard(parameter)]
         if unsharded:
-            # Replicas that use different layers would start these at different times: after all that has one order.
+            # Replicas that use different layers would start these at different times, so they start after the ordered
+            # collectives.
             overlap = stage is not None and not made
             mask_group, scale = self._mask_groups.get((ranks, False)), 1 / self._mesh.gradient_group_size
             made.append(GradientBuckets(unsharded, group, scale=scale, overlap=overlap, mask_group=mask_group))
@@ -199,7 +208,7 @@ class GradientSync:
         *,
         averages: bool = False,
     ) -> list[GradientBuckets]:
-        """Summed over a group, and averaged over its ranks that share sequences if they have not been."""
+        """Return buckets that sum gradients over a group, and if requested average them over context-parallel ranks."""
         parameters = [tensor for tensor in tensors if isinstance(tensor, nn.Parameter)]
         if not parameters:
             return []
@@ -207,16 +216,16 @@ class GradientSync:
         return [GradientBuckets(parameters, group, scale=scale, overlap=False, mask_group=mask_group)]
 
     def counts_in_norm(self, parameter: nn.Parameter) -> bool:
-        """Return whether this rank counts the parameter, or its shard of it, in the gradient norm."""
+        """Return True if this rank counts the parameter, or its shard of the parameter, in the gradient norm."""
         return id(parameter) in self._counted and self.zero.counts_in_norm(parameter)
 
     @contextmanager
     def step(self, *, evaluates: bool = False, is_cut: bool = True) -> Iterator[None]:
-        """During a step layers find unsharded parameters.
+        """Let layers use unsharded parameters during a step.
 
         Args:
-            evaluates: Whether it is one of an evaluation, during which parameters stay the same.
-            is_cut: Whether its batch is split into microbatches; in an evaluation, as each replica can.
+            evaluates: True for a step of an evaluation, in which parameters do not change.
+            is_cut: True if the batch is split into microbatches; in an evaluation, replicas may have different numbers.
         """
         if not self.zero.is_active:
             yield
@@ -233,7 +242,7 @@ class GradientSync:
 
     @property
     def backward_hooks(self) -> dict[str, Callable[[int, bool], None]]:
-        """The two below as arguments of :meth:`~.Engine.run`; none where nothing is done at a backward."""
+        """Return the next two methods as arguments of :meth:`~.Engine.run`; empty if nothing is done at a backward."""
         if not (self._float32 or self._by_stage or self.zero.is_active):
             return {}
         return {"backward_begins": self.backward_begins, "backward_ends": self.backward_ends}
@@ -241,8 +250,9 @@ class GradientSync:
     def keep_sums(self) -> None:
         """Divide gradients that were summed after an earlier backward, so that the next sum counts them once.
 
-        Call it before a backward that adds to these gradients. A mean over ranks keeps equal values; a sum multiplies
-        them by the number of ranks. Without manual optimization gradients are zeroed in between.
+        The caller must call this before a backward that adds to these gradients. A mean over ranks keeps equal values,
+        but a sum multiplies them by the number of ranks. Without manual optimization, gradients are zeroed between
+        steps.
         """
         for parameter in self._parts:
             gradient = local_gradient(parameter)
@@ -253,12 +263,12 @@ class GradientSync:
                 self._summed_parts.discard(id(parameter))
 
     def backward_begins(self, stage: int, is_last: bool) -> None:
-        """A backward of this stage begins.
+        """Prepare for a backward of a stage.
 
         Args:
             stage: The stage.
-            is_last: Whether it is the stage's last one of this step: then the gradients that come are final, unless
-                they are accumulated over steps.
+            is_last: True for the stage's last backward of this step. Its gradients are final, unless they are
+                accumulated over several steps.
         """
         for float32 in self._float32:
             float32.begin()
@@ -269,7 +279,7 @@ class GradientSync:
                 buckets.arm()
 
     def backward_ends(self, stage: int, is_last: bool) -> None:
-        """All gradients of this backward are there; arguments as for :meth:`backward_begins`."""
+        """Reduce the gradients of a backward that is complete; the arguments are as for :meth:`backward_begins`."""
         if self.zero.is_active:
             self.zero.backward_ends(stage, is_last=is_last)
         for buckets in self._by_stage.get(stage, ()):
@@ -280,19 +290,19 @@ class GradientSync:
 
     @property
     def is_reducing(self) -> bool:
-        """Return whether gradients of this step are already being reduced."""
+        """Return True if gradients of this step are already being reduced."""
         return any(buckets.is_launched for of_stage in self._by_stage.values() for buckets in of_stage)
 
     @property
     def reduces_early(self) -> bool:
-        """Return whether gradients are reduced during a step, and not only at its end."""
+        """Return True if gradients are reduced during a step, and not only at its end."""
         return bool(self._by_stage)
 
     def finish(self, *, scale: Tensor | float | None = None) -> None:
-        """All gradients of this rank are there: start what is left, and wait for everything.
+        """Start the remaining reductions after all backwards of this rank, and wait for all of them.
 
         Args:
-            scale: What the gradients are multiplied by, a number or of shape ``()``; the same on every rank.
+            scale: The factor for the gradients, a number or a tensor of shape ``()``; the same on every rank.
         """
         for buckets in self._after_backward:
             buckets.launch_rest()
@@ -316,12 +326,12 @@ class GradientSync:
                 float32.end()
 
     def discard(self) -> None:
-        """Drop the gradients, after :meth:`finish`: nothing has a loss, so that the optimizer is to change nothing."""
+        """Delete the gradients after :meth:`finish` if nothing has a loss, so that the optimizer changes nothing."""
         for location in self._parameters:
             location.tensor.grad = None
 
     def broadcast_parameters(self) -> None:
-        """Give every tensor the values of its first holder on the first replica."""
+        """Set every tensor to the values of its first holder on the first replica."""
         own = [*self._parameters, *filter(self._map.is_local, self._buffers)]
         if self._mesh.sizes.tensor > 1:
             alike = [to_local(each.tensor) for each in own if not is_tensor_parallel(each.tensor)]
@@ -340,13 +350,13 @@ class GradientSync:
             broadcast_tensors(shards, self._group(ranks, of_replica=True))
 
     def parameters_changed(self) -> None:
-        """Parameters have other values than in the evaluation step before."""
+        """Record that parameters may have changed since the last evaluation step."""
         self._has_evaluated = False
 
     def broadcast_buffers(self) -> None:
-        """Give floating-point buffers the values of the first replica, as `DistributedDataParallel` does.
+        """Set floating-point buffers to the values of the first replica, as `DistributedDataParallel` does.
 
-        To be called before each training step and each evaluation.
+        The caller must call this before each training step and each evaluation.
         """
         self.parameters_changed()
         if self._mesh.num_replicas > 1 and self._floating_buffers:
@@ -357,7 +367,7 @@ class GradientSync:
         return [*itertools.chain(*self._by_stage.values()), *self._after_backward, *self._over_holders]
 
     def abandon(self) -> None:
-        """Let go of collectives in flight, after a failure."""
+        """Drop collectives in flight after a failure."""
         for buckets in self._all:
             buckets.abandon()
 
@@ -370,22 +380,22 @@ class GradientSync:
         self.zero.remove()
 
     def take_parameters(self, placeholders: Mapping[int, Tensor]) -> None:
-        """Make buckets and groups again, after parameters have moved; see :class:`Follower`."""
+        """Make buckets and groups again after parameters have moved; see :class:`Follower`."""
         self._attach()
 
     def remove(self) -> None:
-        """Remove the hooks from the parameters, and put the user's layers back."""
+        """Remove the hooks from the parameters, and restore the user's layers."""
         for undo in self._undo:
             undo()
         self.release_parameters()
 
 
 class Rest(NamedTuple):
-    """The share of an optimizer step that has a loss.
+    """The effect of missing losses on an optimizer step.
 
     Attributes:
         scale: The factor for the gradients; 0 if nothing has a loss.
-        has_loss: If True, a replica has a loss for the last batch.
+        has_loss: True if a replica has a loss for the last batch.
     """
 
     scale: float
@@ -395,19 +405,19 @@ class Rest(NamedTuple):
 class LeftOut:
     """The batches of one optimizer step, in which microbatches and replicas may have no loss.
 
-    A microbatch for which `training_step` returns ``None`` weighs nothing, and its samples do not count. What it would
-    have weighed is known to all replicas only when the gradients have been averaged, so these are scaled then::
+    A microbatch for which `training_step` returns ``None`` has weight 0, and its samples do not count. The replicas
+    know its original weight only after the gradients have been averaged, so the gradients are scaled then::
 
         scale = sum(weight of batch i) / sum(weight in batch i of what has a loss)      over the batches i with a loss
 
-    So one batch is a mean over what has a loss, as in one process without the rest. A batch for which no replica has a
-    loss leaves the others as they are, as in one process: Lightning divides them by `accumulate_grad_batches` all the
-    same. Several batches of which parts have no loss are one mean over what is left of all of them.
+    So one batch is a mean over the samples with a loss, as in a single process without the other samples. A batch for
+    which no replica has a loss does not affect the other batches, as in a single process: Lightning still divides these
+    by `accumulate_grad_batches`. Several batches with missing losses form one mean over all samples with a loss.
 
-    In an ordinary step replicas send one number, between hosts, while backward runs.
+    In an ordinary step, replicas send a single number between their hosts while backward runs.
 
     Args:
-        mesh: The ranks. One rank of each replica takes part, at the same place in each.
+        mesh: The mesh. One rank of each replica takes part, at the same place in each replica.
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -416,27 +426,28 @@ class LeftOut:
         self.begin()
 
     def begin(self) -> None:
-        """Begin an optimizer step."""
+        """Start an optimizer step."""
         self._is_whole = True
-        self._weights: list[tuple[float | Tensor, float | Tensor]] = []  # of what has a loss, and of all
+        # For each batch, the weight with a loss, and the total weight.
+        self._weights: list[tuple[float | Tensor, float | Tensor]] = []
 
     def add(self, kept: float | Tensor, total: float | Tensor, *, is_whole: bool) -> None:
-        """Note a batch.
+        """Record a batch.
 
         Args:
-            kept: The weight of what has a loss.
-            total: The weight of all.
-            is_whole: Whether everything has a loss.
+            kept: The weight of the microbatches with a loss.
+            total: The weight of all microbatches.
+            is_whole: True if all microbatches have a loss.
         """
         self._is_whole &= is_whole
         self._weights.append((kept, total))
 
     def ask(self, *, waits: bool = False) -> None:
-        """Ask the other replicas whether they leave out something.
+        """Start to ask the other replicas if they have missing losses.
 
         Args:
-            waits: Whether to wait for the answer here: before this replica sends anything else, which others that wait
-                for it in `self.log` would take for what they log.
+            waits: True to wait for the answer before this replica sends anything else. Otherwise, replicas that wait
+                for this replica in `self.log` could receive its next message as a logged value.
         """
         is_whole = torch.tensor(self._is_whole, dtype=torch.uint8)
         work = None
@@ -446,7 +457,7 @@ class LeftOut:
         self._pending = is_whole, work
 
     def settle(self) -> Rest | None:
-        """Return what is left, after :meth:`ask`; ``None`` if no replica leaves out anything."""
+        """Return the effect of missing losses, after :meth:`ask`; ``None`` if no replica has any."""
         assert self._pending is not None
         is_whole, work = self._pending
         self._pending = None

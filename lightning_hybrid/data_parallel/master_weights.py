@@ -1,4 +1,4 @@
-"""Parameters compute in half precision, and optimizers work on copies of them in float32."""
+"""Master weights: parameters compute in half precision, and optimizers work on float32 copies of them."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from lightning_hybrid.distributed.dtensor import give_gradient, local_gradient, 
 
 
 class _Master:
-    """A parameter, and its value in float32.
+    """A parameter and its float32 value.
 
     Args:
-        parameter: Not yet in half precision.
+        parameter: The parameter, before it is converted to half precision.
 
     Attributes:
-        is_open: Whether the parameter is its master.
+        is_open: True while the parameter holds the float32 value.
     """
 
     def __init__(self, parameter: nn.Parameter) -> None:
@@ -31,19 +31,20 @@ class _Master:
         self._grad_dtype: torch.dtype | None = None
 
     def open(self) -> None:
-        """The parameter is its master, and its gradient float32."""
+        """Set the parameter to its float32 value, and convert its gradient to float32."""
         self.is_open = True
         self._half = half = to_local(self.parameter)
-        # Whoever has changed the parameter meanwhile (a callback that swaps weights, a limit on them) means it.
+        # If other code has changed the parameter meanwhile (a callback that swaps or clamps weights), the change is
+        # kept.
         is_changed = half != self.value.to(half.dtype)
         self.value.copy_(torch.where(is_changed, half, self.value))
         self._grad_dtype = self.parameter.grad_dtype
         self._put(self.value, torch.float32)
 
     def close(self) -> None:
-        """The parameter is in half precision, where it was before, with its master's value rounded."""
+        """Set the parameter to its rounded value in half precision, in the same memory as before."""
         self.is_open = False
-        self.value = to_local(self.parameter).to(torch.float32)  # some replace the memory of a parameter
+        self.value = to_local(self.parameter).to(torch.float32)  # some code replaces the memory of a parameter
         self._half.copy_(self.value)
         self._put(self._half, self._grad_dtype)
 
@@ -51,32 +52,32 @@ class _Master:
         parameter, gradient = self.parameter, local_gradient(self.parameter)
         parameter.grad = None
         put_data(parameter, value)
-        if parameter.grad_dtype != grad_dtype:  # which follows the parameter's, until it is set
+        if parameter.grad_dtype != grad_dtype:  # it equals the parameter's dtype until it is set
             parameter.grad_dtype = grad_dtype
         if gradient is not None:
             give_gradient(parameter, gradient.to(grad_dtype or value.dtype))
 
 
 class MasterWeights:
-    """Parameters in half precision have a master copy in float32, on which optimizers work.
+    """The float32 copies of half-precision parameters, on which optimizers work.
 
-    A parameter stays the same object, with the same hooks, wherever it is found. What changes is its memory, and its
-    dtype with it::
+    A parameter stays the same object, with the same hooks. Only its memory and its dtype change::
 
-                                          parameter            gradient      beside it
-        forwards and backwards            half precision       half          master
-        open() ... close()                master, in float32   in float32    half precision; frozen ones stay closed
-        opened()                          likewise, all of them
-        after :meth:`remove`              master, in float32
+                                          parameter            gradient      stored separately
+        forwards and backwards            half precision       half          master weight
+        open() ... close()                float32              float32       half precision (frozen ones stay closed)
+        opened()                          as with open(), for all parameters
+        after :meth:`remove`              float32
 
-    It is open while optimizers are made, hooks and clipping see gradients, and optimizers step; and while checkpoints
-    are written or read, which therefore have the masters under the parameters' names. Where replicas shard parameters
-    (ZeRO) a master is that of a shard, as the optimizer's states are.
+    Master weights are open while optimizers are made, while hooks and clipping use gradients, and while optimizers
+    step. They are also open while checkpoints are written or read, so that checkpoints contain the master weights under
+    the parameters' names. If replicas shard parameters (ZeRO), master weights are sharded like the optimizer states.
 
     From *Mixed Precision Training* (Micikevicius et al., 2018, https://arxiv.org/abs/1710.03740).
 
     Args:
-        module: The user's module, divided, before it is converted to half precision: nothing has been rounded yet.
+        module: The user's module, parallelized, before it is converted to half precision, so that nothing is rounded
+            yet.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -85,21 +86,21 @@ class MasterWeights:
         self._masters = [_Master(each) for each in module.parameters() if each.is_floating_point() and not each.is_meta]
 
     def to(self, device: torch.device) -> None:
-        """Move the masters to where the parameters have been moved."""
+        """Move the master weights to the new device of the parameters."""
         for master in self._masters:
             master.value = master.value.to(device)
 
     def open(self) -> None:
-        """Parameters that an optimizer may step are their masters from here on."""
+        """Set the parameters that an optimizer may step to their master weights."""
         _open(each for each in self._masters if each.parameter.requires_grad or each.parameter.grad is not None)
 
     def close(self) -> None:
-        """Parameters are in half precision from here on."""
+        """Set the parameters to their half-precision values."""
         _close(self._masters)
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Inside, all parameters are their masters."""
+        """Set all parameters to their master weights inside the context."""
         closed = [master for master in self._masters if not master.is_open]
         _open(closed)
         try:
@@ -109,37 +110,37 @@ class MasterWeights:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Around the step of an optimizer, in which they are opened after the backward."""
+        """Close the master weights after the step of an optimizer; they are opened after its backward."""
         try:
             yield
         finally:
             self.close()
 
     def follow(self, optimizers: Iterable[Optimizer]) -> None:
-        """Whoever steps one of these in the middle of a step, as by `optimizer.step()` of torch, steps masters.
+        """Let these optimizers use the master weights if user code steps them in the middle of a training step.
 
-        What follows is computed in half precision.
+        After the step, the forward continues in half precision.
         """
         for optimizer in optimizers:
             self._handles.append(optimizer.register_step_pre_hook(lambda *_: self.open()))
             self._handles.append(optimizer.register_step_post_hook(lambda *_: self.close()))
 
     def release_parameters(self) -> None:
-        """Do nothing: masters belong to the parameters themselves."""
+        """Do nothing, because master weights belong to the parameters themselves."""
 
     def take_parameters(self, placeholders: Mapping[int, Tensor]) -> None:
-        """Drop the masters of parameters that have left this rank; see :class:`Follower`."""
+        """Drop the master weights of parameters that have left this rank; see :class:`Follower`."""
         self._masters = [master for master in self._masters if id(master.parameter) not in placeholders]
 
     def remove(self) -> None:
-        """Leave the module in float32, as it was before: nothing of what was trained is rounded."""
+        """Convert the module back to float32, without rounding the trained values."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
         _open(self._masters)
         self._masters.clear()
         with moving(self._module):
-            self._module.float()  # buffers, and what stands for parameters of other stages
+            self._module.float()  # buffers, and placeholders for parameters of other stages
 
 
 @torch.no_grad()
@@ -157,7 +158,7 @@ def _close(masters: Iterable[_Master]) -> None:
 
 
 class NoMasterWeights:
-    """In the place of :class:`MasterWeights` where optimizers work on the parameters themselves."""
+    """The replacement of :class:`MasterWeights` if optimizers work on the parameters themselves."""
 
     opened = step = nullcontext
 

@@ -1,4 +1,4 @@
-"""The places of a module's tensors on the ranks: found once, and changed in one place."""
+"""The places of a module's tensors on the ranks, determined once, and changed in one place."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Follower(Protocol):
     """A part of a run that depends on the places of parameters."""
 
     def release_parameters(self) -> None:
-        """Let go of all parameters, before some of them move to other stages."""
+        """Release all parameters, before some of them move to other stages."""
 
     def take_parameters(self, placeholders: Mapping[int, Tensor]) -> None:
         """Use the parameters in their new places.
@@ -34,7 +34,8 @@ class Follower(Protocol):
 class ParameterMap:
     """The stages, ranks and owner of each parameter and buffer of a module.
 
-    The map changes once, if at all: the first training batch shows which stages use a parameter outside the layers.
+    The map changes at most once, after the first training batch has shown which stages use a parameter outside the
+    layers.
 
     ::
 
@@ -42,7 +43,7 @@ class ParameterMap:
                                          |           checkpoints, weights, gathering    owners, stored names
                                          |           step program                       stage_map
                                          |
-        first training batch --------> move(): every follower releases its parameters, placeholders take their places,
+        first training batch --------> move(): every follower releases its parameters, placeholders replace them, and
                                        every follower takes the parameters that this rank has now
 
     Names are read from the module at each call, because users may replace parameters.
@@ -50,12 +51,12 @@ class ParameterMap:
     Args:
         module: The user's module, with placeholders for the tensors of other stages.
         stage_map: The stages of its tensors.
-        mesh: The ranks.
+        mesh: The mesh.
 
     Attributes:
         module: The module.
-        mesh: The ranks.
-        stage_map: The stages of its tensors now.
+        mesh: The mesh.
+        stage_map: The current stages of its tensors.
     """
 
     def __init__(self, module: nn.Module, stage_map: StageMap, mesh: Mesh) -> None:
@@ -65,7 +66,7 @@ class ParameterMap:
     # -- places of tensors ---------------------------------------------------------------------------------------------
 
     def parameters(self) -> list[TensorStages]:
-        """Return the place of each parameter, in an order that is the same on every rank."""
+        """Return the place of each parameter, in the same order on every rank."""
         return locate(self.module.named_parameters(remove_duplicate=False), self.stage_map)
 
     def buffers(self) -> list[TensorStages]:
@@ -77,11 +78,11 @@ class ParameterMap:
         return [place for each in named for place in locate([each], self.stage_map)]
 
     def is_local(self, place: TensorStages) -> bool:
-        """Return whether this rank has the values of a tensor."""
+        """Return True if this rank has the values of a tensor."""
         return self.mesh.pipeline_rank in place.ranks and not is_placeholder(place.tensor)
 
     def is_owner(self, place: TensorStages) -> bool:
-        """Return whether this rank is the first of its replica that has a parameter, or this shard of it."""
+        """Return True if this rank is the first rank of its replica with a parameter, or with the same shard of it."""
         parameter = place.tensor
         is_first = is_first_copy(parameter) if is_tensor_parallel(parameter) else self.mesh.tensor_rank == 0
         return place.ranks[0] == self.mesh.pipeline_rank and self.mesh.context_rank == 0 and is_first
@@ -105,8 +106,8 @@ class ParameterMap:
     def owners(self, names: Iterable[str]) -> dict[str, int]:
         """Return the pipeline rank whose value is saved, by name.
 
-        This is the first rank that has a parameter, as its holders agree. Of a buffer it is the last rank, where all of
-        the user's step runs.
+        For a parameter, this is the first rank that holds it, because all holders have equal values. For a buffer, this
+        is the last rank, which runs all of the user's step.
         """
         ranks_of = cache(self.stage_map.ranks_of)
         parameters = dict(self.module.named_parameters(remove_duplicate=False))
@@ -117,11 +118,11 @@ class ParameterMap:
         return {name: first[id(parameters[name])] if name in parameters else max(ranks_of(name)) for name in names}
 
     def parameter_owners(self) -> dict[str, int]:
-        """Return the pipeline rank whose value is saved of each parameter, by its first name."""
+        """Return the pipeline rank whose value of each parameter is saved, by the parameter's first name."""
         return self.owners(name for name, _ in self.module.named_parameters())
 
     def owned_part(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the entries of a state dict of the module that this pipeline rank saves; one for tied tensors."""
+        """Return the entries of a state dict of the module that this pipeline rank saves, one for tied tensors."""
         owners, stored = self.owners(state), self.stored_names(state)
         own = (name for name in state if owners[name] == self.mesh.pipeline_rank and stored[name] == name)
         return {name: state[name] for name in own}
@@ -130,11 +131,11 @@ class ParameterMap:
         """Return the parameters and buffers, or their placeholders, by all their names."""
         return dict(named_tensors(self.module))
 
-    # -- a change of places --------------------------------------------------------------------------------------------
+    # -- changes of places ---------------------------------------------------------------------------------------------
 
     @contextmanager
     def followed_by(self, *followers: Follower) -> Iterator[None]:
-        """While entered, tell these followers of each move, in this order."""
+        """Notify these followers of each move, in this order, inside the context."""
         self._followers += followers
         try:
             yield

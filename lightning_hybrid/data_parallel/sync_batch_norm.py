@@ -1,4 +1,4 @@
-"""Batch norm whose statistics are those of all replicas."""
+"""Batch norm with statistics over all replicas."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ _BatchNorm = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d
 
 
 def synchronize_batch_norm(module: nn.Module, group: ProcessGroup) -> Callable[[], None]:
-    """Put torch's `SyncBatchNorm` in the place of every batch norm; parameters and buffers stay the same.
+    """Replace every batch norm by torch's `SyncBatchNorm`. The parameters and buffers stay the same.
 
-    The replicas of a stage run the same layers in the same order, so their collectives meet.
+    The replicas of a stage run the same layers in the same order, so their collectives match.
 
     Args:
-        module: The whole module; changed in place.
+        module: The user's module, which is changed in place.
         group: The replicas.
 
     Returns:
-        A function that puts the user's layers back.
+        A function that restores the user's layers.
     """
     reference = GroupRef(group)
     replaced = [
@@ -45,7 +45,7 @@ def synchronize_batch_norm(module: nn.Module, group: ProcessGroup) -> Callable[[
 
 
 class _Synchronized(nn.SyncBatchNorm):
-    """`SyncBatchNorm` over a group, with the parameters and buffers of another layer: their dictionaries are shared."""
+    """A `SyncBatchNorm` over a group that shares the parameter and buffer dictionaries of another layer."""
 
     def __init__(self, layer: _BatchNorm, group: GroupRef) -> None:
         super().__init__(layer.num_features, layer.eps, layer.momentum, layer.affine, layer.track_running_stats)
@@ -55,9 +55,9 @@ class _Synchronized(nn.SyncBatchNorm):
 
     @property
     def process_group(self) -> ProcessGroup | None:
-        """The replicas; torch's layer looks here."""
+        """Return the replicas, for torch's layer."""
         return self._group() if self._group.is_alive else None
 
     @process_group.setter
     def process_group(self, group: Any) -> None:
-        """Torch's layer sets it to ``None`` when it is made."""
+        """Ignore the value; torch's constructor sets ``None``."""

@@ -16,7 +16,8 @@ ERRORS = {
     "LH803": Entry(
         "LBFGS does not work with a pipeline, several microbatches, `microbatch_weight`, tensor parallelism or context"
         " parallelism, because it needs the gradient of the full model and computes the loss several times per step.",
-        "Use AdamW or SGD. Alternatively, use only data parallelism, with one microbatch and without `microbatch_weight`.",
+        "Use AdamW or SGD. Alternatively, use only data parallelism, with one microbatch and without"
+        " `microbatch_weight`.",
     ),
     "LH804": Entry(
         "The strategy replaced the parameters of a layer when it sharded the layer, but the optimizer still has the"

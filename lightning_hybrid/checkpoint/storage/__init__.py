@@ -1,1 +1,1 @@
-"""Checkpoints on the disk: what appears under its name is complete."""
+"""Storage of checkpoints on disks and object stores, where only complete checkpoints are visible."""

@@ -1,13 +1,14 @@
-"""Files and directories that are replaced atomically: a reader finds the old one or the new one, complete.
+"""Atomic replacement of files and directories: a reader finds either the old or the new version, complete.
 
 ::
 
     path                the old checkpoint ----------------.  commit: exchanged in one operation of the file system
-    .path.unfinished    the new one, being written --------'          (where it has none: two renames)
+    .path.unfinished    the new one, being written --------'          (or in two renames if it has no such operation)
     .path.discarded     the old one, being removed
 
-A process that is killed leaves files with these hidden names, never half of a checkpoint under its own. `resolve` and
-`recover` find the one that is complete between two renames; `rollback` removes what is unfinished.
+A process that is killed leaves files with these hidden names, but never an incomplete checkpoint under its own name.
+If it was killed between two renames, `resolve` and `recover` find the complete checkpoint. `rollback` removes
+incomplete files.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux, <fcntl.h> and <linux/fs.h>
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # constants of Linux, from <fcntl.h> and <linux/fs.h>
 
 _SOME_MORE = 1 << 20  # bytes
-_LOOKS = 9  # at what another machine has written, for 5 seconds
+_LOOKS = 9  # the number of attempts to see files of another node, for 5 seconds
 MARK = ".metadata"  # a directory that has this file is complete
 
 
 def unfinished(path: Path) -> Path:
-    """Where what :func:`commit` puts at this path is written."""
+    """Return the path to which the new version is written, before :func:`commit` moves it to this path."""
     return path.with_name(f".{path.name}.unfinished")
 
 
@@ -43,15 +44,15 @@ def new_file(path: Path) -> Iterator[Path]:
     """Write a file under its hidden name, and commit it when it is complete and on the disk.
 
     Args:
-        path: Where it shall be; what is there stays until then, and for good if writing fails.
+        path: The final path. An existing file is kept until then, or forever if writing fails.
 
     Yields:
-        Where to write.
+        The path to write to.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     recover(path)
     new = unfinished(path)
-    _remove(new)  # which may be a directory
+    _remove(new)  # it may be a directory
     try:
         yield new
         with new.open("rb") as file:
@@ -64,13 +65,13 @@ def new_file(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def telling_why(file: Path) -> Iterator[None]:
-    """Around a writer that says that it could not write, but not why: the system is asked by writing some more.
+    """Replace the error of a writer that does not report the cause by the system's error, found by writing more bytes.
 
     Args:
         file: The file.
 
     Raises:
-        OSError: As the system says it, such as that the disk is full.
+        OSError: The system's error, such as a full disk.
     """
     try:
         yield
@@ -83,13 +84,13 @@ def telling_why(file: Path) -> Iterator[None]:
 
 
 def reserve(file: Path) -> None:
-    """Take the room on the disk for all bytes of a file: where there is none, writing through a map ends the process.
+    """Allocate disk space for all bytes of a file, because writing to a memory map on a full disk kills the process.
 
     Args:
-        file: Of the length that it shall have; a part of it may not be on the disk yet.
+        file: The file, with its final length, whose bytes may not be allocated yet.
 
     Raises:
-        OSError: If there is no room.
+        OSError: If there is not enough space.
     """
     length = file.stat().st_size
     if not length or not hasattr(os, "posix_fallocate"):
@@ -98,7 +99,7 @@ def reserve(file: Path) -> None:
         try:
             os.posix_fallocate(opened.fileno(), 0, length)
         except OSError as error:
-            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):  # a file system that cannot
+            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):  # the file system does not support this
                 raise
 
 
@@ -107,7 +108,7 @@ def new_directory(path: Path) -> Iterator[Path]:
     """Fill a directory under its hidden name, and commit it when its files are complete and on the disk.
 
     Args:
-        path: Where it shall be; what is there stays until then, and for good if writing fails.
+        path: The final path. An existing directory is kept until then, or forever if writing fails.
 
     Yields:
         The directory to fill.
@@ -127,10 +128,10 @@ def new_directory(path: Path) -> Iterator[Path]:
 
 
 def commit(path: Path) -> None:
-    """Move what :func:`unfinished` names, a file or a directory, to its path; what was there is removed.
+    """Move the file or directory at :func:`unfinished` to its path, and remove the old version.
 
     Args:
-        path: Where it shall be.
+        path: The final path.
     """
     new, old = unfinished(path), _discarded(path)
     _remove(old)
@@ -147,7 +148,7 @@ def commit(path: Path) -> None:
 
 
 def rollback(path: Path) -> None:
-    """Remove what is unfinished, as far as that is possible."""
+    """Remove incomplete files, as far as possible."""
     new = unfinished(path)
     if new.is_dir():
         shutil.rmtree(new, ignore_errors=True)
@@ -157,10 +158,10 @@ def rollback(path: Path) -> None:
 
 
 def discard(path: Path) -> None:
-    """Remove a file or a directory; nobody sees half of it under its name.
+    """Remove a file or a directory atomically.
 
     Args:
-        path: Where it is; nothing need be there.
+        path: The path, which need not exist.
     """
     rollback(path)
     old = _discarded(path)
@@ -171,10 +172,10 @@ def discard(path: Path) -> None:
 
 
 def wait_for(is_there: Callable[[], bool]) -> bool:
-    """Whether something that another machine has written comes into sight: a shared disk may take a moment to show it.
+    """Return True once files of another node are visible, which may take a moment on a shared disk, else False.
 
     Args:
-        is_there: Looks.
+        is_there: Returns True if the files are visible.
     """
     for attempt in range(_LOOKS):
         if attempt:
@@ -185,19 +186,19 @@ def wait_for(is_there: Callable[[], bool]) -> bool:
 
 
 def resolve(path: Path) -> Path:
-    """Where the directory of this name is: between the two renames of :func:`commit` it has its hidden name."""
+    """Return the current path of a directory, which is the hidden name between the two renames of :func:`commit`."""
     new = unfinished(path)
     return new if not path.exists() and (new / MARK).is_file() else path
 
 
 def recover(path: Path) -> None:
-    """Finish a :func:`commit` that was killed between its two renames: the directory may be the only one left."""
+    """Finish a :func:`commit` that was killed between its two renames; the directory may be the only one left."""
     if resolve(path) != path:
         unfinished(path).rename(path)
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Whether the file system has exchanged the two, which both exist, in one operation."""
+    """Exchange two existing paths in one operation; return False if the file system does not support this."""
     if not sys.platform.startswith("linux"):
         return False
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)

@@ -1,4 +1,4 @@
-"""Jobs that run in the background of training, one after the other."""
+"""Background jobs during training, which run one after the other."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 
 class BackgroundWriter:
-    """A thread that runs jobs in the order of their submission; a failure is raised to whoever waits for them.
+    """A thread that runs jobs in the order of their submission. The caller of :meth:`wait` receives a failure.
 
     Attributes:
-        jobs: Those whose outcome nobody has waited for.
+        jobs: The jobs whose outcomes have not been waited for.
     """
 
     def __init__(self) -> None:
@@ -18,11 +18,11 @@ class BackgroundWriter:
         self.jobs: list[Future[None]] = []
 
     def submit(self, job: Callable[[], None], *, if_all_succeeded: bool = False) -> None:
-        """Run a job after those before it.
+        """Run a job after all earlier jobs.
 
         Args:
             job: The job.
-            if_all_succeeded: Whether it is left out if one of those before it has failed.
+            if_all_succeeded: If True, the job is skipped if an earlier job has failed.
         """
         before = list(self.jobs)
 
@@ -38,7 +38,7 @@ class BackgroundWriter:
         """Wait until all jobs are done.
 
         Returns:
-            The first failure among them, if any.
+            The first failure, or ``None``.
         """
         jobs, self.jobs = self.jobs, []
         error = next((error for error in [job.exception() for job in jobs] if error is not None), None)

@@ -1,12 +1,12 @@
-"""The checksums of what is in a checkpoint. Those of `torch.save` it writes itself, and never looks at them.
+"""Checksums of the content of a checkpoint. `torch.save` writes them into its files, but `torch.load` ignores them.
 
-Such a file is a zip archive, with a record for each storage, and the archive has the CRC-32 of every record::
+Such a file is a zip archive with a record for each storage, and the archive contains the CRC-32 of every record::
 
     x.ckpt    data.pkl | data/0 | data/1 | ... | names, places and CRC-32s of the records
 
-In a directory of `torch.distributed.checkpoint` each tensor of a file is such an archive; the index is a pickle and has
-a checksum behind it, where whoever unpickles it does not look. Sums are taken of what is mapped into memory, at 4 GB/s
-on one core (measured); where several processes read one file, each takes a part of it.
+In a directory of `torch.distributed.checkpoint`, each tensor in a file is such an archive. The index is a pickle,
+followed by a checksum, which readers of the pickle ignore. Checksums are computed from memory-mapped files, at 4 GB/s
+on one core (measured). If several processes read one file, each process verifies a part of it.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from typing import Any
 
 from lightning_hybrid.checkpoint.storage.unpickle import record_names
 
-_BEGINS = b"PK\x03\x04"  # of a zip archive
-_SUM = struct.Struct("<8sI")  # behind an index: a mark, and the CRC-32 of all that is before
+_BEGINS = b"PK\x03\x04"  # the first bytes of a zip archive
+_SUM = struct.Struct("<8sI")  # follows an index: a mark, and the CRC-32 of all bytes before it
 _MARK = b"\0crc-32\0"
-_HEADER = 30  # bytes of a record's header before its name
+_HEADER = 30  # the size in bytes of a record's header before its name
 _CHANGED = "Copy the checkpoint again, or use another checkpoint."
-_PICKLE = "data.pkl"  # the record that says which tensors are in the others
+_PICKLE = "data.pkl"  # the record that maps tensors to the other records
 
 
 def verify(
@@ -38,19 +38,19 @@ def verify(
     share: tuple[int, int] = (0, 1),
     holds: str | None = None,
 ) -> None:
-    """Make sure that a file holds what was written.
+    """Check that a file contains what was written.
 
-    What has no checksums, because it is no zip archive or was written without them, passes.
+    Content without checksums (it is not a zip archive, or was written without them) passes.
 
     Args:
         file: The file.
-        offset: Where the archive begins in it, in bytes.
-        length: Of the archive, in bytes; by default all that follows.
-        share: (number, count): of so many equal parts of the archive, which one is looked at.
-        holds: What the archive holds; by default the names of tensors are found in it.
+        offset: The start of the archive in the file, in bytes.
+        length: The length of the archive, in bytes; by default, the rest of the file.
+        share: (number, count): the part to verify, out of equally large parts of the archive.
+        holds: A description of the content; by default, the names of the tensors are found in the archive.
 
     Raises:
-        ValueError: If a record is not what was written, with the names of its tensors.
+        ValueError: If a record differs, with the names of its tensors.
     """
     length = file.stat().st_size - offset if length is None else length
     aligned = offset - offset % mmap.ALLOCATIONGRANULARITY
@@ -66,12 +66,12 @@ def verify(
 
 
 def verify_content(content: bytes, file: Any, holds: str) -> None:
-    """Make sure that an archive which has been read is what was written.
+    """Check that an archive that has been read is what was written.
 
     Args:
         content: The archive.
-        file: Where it was read, as text or as something that has one.
-        holds: What it holds.
+        file: The place of the archive, as text or as an object that can be formatted.
+        holds: A description of the content.
 
     Raises:
         ValueError: If it is not.
@@ -81,16 +81,16 @@ def verify_content(content: bytes, file: Any, holds: str) -> None:
 
 
 def checksum_of(index: bytes) -> bytes:
-    """What is written behind an index, for :func:`verify_index`."""
+    """Return the bytes that follow an index, for :func:`verify_index`."""
     return _SUM.pack(_MARK, zlib.crc32(index))
 
 
 def verify_index(content: bytes, file: Any) -> None:
-    """Make sure that an index is what was written; one that has no checksum passes, as torch writes it.
+    """Check that an index is what was written. An index without a checksum, as torch writes it, passes.
 
     Args:
-        content: All that is in its file.
-        file: Where it was read, as text or as something that has one.
+        content: The content of the file.
+        file: The place of the file, as text or as an object that can be formatted.
 
     Raises:
         ValueError: If it is not.
@@ -104,10 +104,11 @@ def verify_index(content: bytes, file: Any) -> None:
 
 
 class _Reader(io.RawIOBase):
-    """Reads memory as a file, without a copy.
+    """A file object that reads memory without a copy.
 
-    An archive has to begin where its file begins. Python looks for the end of an archive where it would be then, before
-    it asks what is in front (seen in Ubuntu's 3.12.3), and finds the end of another archive there, of equal length.
+    An archive has to start at the beginning of its file. Otherwise, Python looks for the end of the archive at a
+    position that ignores the bytes before the archive (seen in Ubuntu's 3.12.3), and finds the end of another archive
+    of equal length there.
     """
 
     def __init__(self, view: memoryview) -> None:
@@ -138,7 +139,7 @@ class _Reader(io.RawIOBase):
 
 
 def _verify(view: memoryview, file: Any, share: tuple[int, int], holds: str | None) -> None:
-    """Look at the archive that a view of memory is."""
+    """Verify the archive in a view of memory."""
     if view[: len(_BEGINS)] != _BEGINS:
         return
     try:
@@ -149,7 +150,7 @@ def _verify(view: memoryview, file: Any, share: tuple[int, int], holds: str | No
             what = holds or _tensors_of(archive, view, damaged)
     except zipfile.BadZipFile as error:
         if holds is None:
-            return  # torch cannot read it either, and says so
+            return  # torch cannot read it either, and raises an error
         damaged, what = str(error), holds
     raise ValueError(
         f"{file} is damaged: {what} failed the CRC-32 check ({damaged}), so the file changed after it was written."
@@ -158,27 +159,28 @@ def _verify(view: memoryview, file: Any, share: tuple[int, int], holds: str | No
 
 
 def _damaged(archive: zipfile.ZipFile, view: memoryview, share: tuple[int, int]) -> Iterator[str]:
-    """The records of a share that are not what was written."""
+    """Yield the names of the damaged records in a part of the archive."""
     number, count = share
     for record in archive.infolist():
         if record.header_offset * count // len(view) != number or record.compress_type != zipfile.ZIP_STORED:
             continue
         with _content(view, record) as written:
-            found = zlib.crc32(written) if record.CRC else 0  # without checksums, as torch can be asked to write
+            found = zlib.crc32(written) if record.CRC else 0  # a file without checksums, which torch can write
         if found != record.CRC:
             yield record.filename.partition("/")[2]
 
 
 def _content(view: memoryview, record: zipfile.ZipInfo) -> memoryview:
-    """The bytes of a record, which follow its header."""
+    """Return the bytes of a record, which follow its header."""
     header = view[record.header_offset : record.header_offset + _HEADER]
-    lengths = (int.from_bytes(header[place : place + 2], "little") for place in (26, 28))  # of name and extra field
+    # The lengths of the name and the extra field.
+    lengths = (int.from_bytes(header[place : place + 2], "little") for place in (26, 28))
     begin = record.header_offset + _HEADER + sum(lengths)
     return view[begin : begin + record.file_size]
 
 
 def _tensors_of(archive: zipfile.ZipFile, view: memoryview, record: str) -> str:
-    """The names of the tensors in a record, as text."""
+    """Return the names of the tensors in a record, as text."""
     number = record.rpartition("/")[2]
     pickled = next((each for each in archive.infolist() if each.filename.endswith(f"/{_PICKLE}")), None)
     if pickled is None or not record.startswith("data/"):

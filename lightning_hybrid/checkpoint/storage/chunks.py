@@ -1,4 +1,4 @@
-"""What a rank holds of a tensor: chunks, which are rectangles, each with its offset in the full tensor."""
+"""The chunks of a tensor on a rank: rectangles, each with its offset in the full tensor."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from lightning_hybrid.distributed.dtensor import to_local
 
 
 def local_chunks(tensor: Tensor) -> Iterator[tuple[torch.Size, Tensor]]:
-    """The chunks of a tensor that live on this rank.
+    """Yield the chunks of a tensor that are on this rank.
 
-    A plain tensor is one. The shard of a packed projection, whose blocks are sharded one by one, falls into as many as
-    there are blocks::
+    A plain tensor is one chunk. The shard of a packed projection, whose blocks are sharded separately, has one chunk
+    for each block::
 
         rows       q q q q k k k k v v v v
         rank 1         q q     k k     v v      three chunks, at rows 2, 6 and 10
 
     Args:
-        tensor: Of any shape; plain, or sharded over any mesh.
+        tensor: A plain tensor, or a tensor that is sharded over any mesh; any shape.
 
     Yields:
-        The offset of each chunk in the full tensor, and a view of it.
+        The offset of each chunk in the full tensor, and a view of the chunk.
     """
     if not isinstance(tensor, DTensor):
         yield torch.Size([0] * tensor.dim()), tensor.detach()
@@ -42,17 +42,18 @@ def local_chunks(tensor: Tensor) -> Iterator[tuple[torch.Size, Tensor]]:
         yield torch.Size([first for first, _, _ in rectangle]), view
 
 
-@lru_cache(maxsize=4096)  # layers are alike, and each parameter has states of its own shape
+@lru_cache(maxsize=4096)  # many layers are alike, and optimizer states have the shapes of their parameters
 def _runs_of(
     shape: torch.Size, placements: tuple[Placement, ...], coordinate: tuple[int, ...], sizes: tuple[int, ...]
 ) -> list[list[tuple[int, int, int]]]:
-    """For each dimension the runs of a shard; see :func:`_runs`.
+    """Return the runs of a shard in each dimension; see :func:`_runs`.
 
-    Of the mesh's axes the outermost shards first; `chunk` is how torch shards what cannot be divided evenly.
+    The outermost axis of the mesh shards first. `chunk` splits uneven sizes like torch's sharding.
     """
-    indices: dict[int, Tensor] = {}  # in the full tensor, of what the shard has in each sharded dimension, in its order
+    # For each sharded dimension, the indices in the full tensor of the shard's entries, in the shard's order.
+    indices: dict[int, Tensor] = {}
     for placement, rank, size in zip(placements, coordinate, sizes, strict=True):
-        dim = getattr(placement, "dim", None)  # a replica has none
+        dim = getattr(placement, "dim", None)  # a replicated placement has none
         if dim is not None:
             blocks = indices.get(dim, torch.arange(shape[dim])).chunk(getattr(placement, "split_factor", 1))
             shards = [block.chunk(size) for block in blocks]
@@ -61,7 +62,7 @@ def _runs_of(
 
 
 def _runs(indices: Tensor) -> list[tuple[int, int, int]]:
-    """Neighbours in the full tensor that are neighbours in the shard: (first index there, first here, length)."""
+    """Return runs that are adjacent in the full tensor and in the shard: (first index there, first here, length)."""
     if indices.numel() == 0:
         return []
     breaks = ((indices[1:] - indices[:-1]) != 1).nonzero().flatten() + 1

@@ -1,15 +1,16 @@
-"""A checkpoint in a directory: every rank writes what it holds, and reads what it needs, of whatever was written.
+"""Reading of checkpoints in directories: each rank reads the values that it needs, whichever ranks wrote them.
 
-The format is that of `torch.distributed.checkpoint`, arranged as Lightning's own strategies do::
+The format is `torch.distributed.checkpoint`, arranged as in Lightning's own strategies::
 
     step=100.ckpt/
-        .metadata         names, shapes, and which bytes of which file hold which rectangle; written last
-        __0_0.distcp      what rank 0 wrote
-        __1_0.distcp      what rank 1 wrote
-        meta.pt           everything that is no tensor of the model or an optimizer
+        .metadata         names, shapes, and the place of each chunk in the files; written last
+        __0_0.distcp      values that rank 0 wrote
+        __1_0.distcp      values that rank 1 wrote
+        meta.pt           everything except tensors of the model and of optimizers
 
-So it can be opened with torch alone: `torch.distributed.checkpoint.format_utils.dcp_to_torch_save`. Where nothing can
-be renamed, all but `.metadata` is in a folder below: see :mod:`lightning_hybrid.checkpoint.storage.remote`.
+So torch alone can open it: `torch.distributed.checkpoint.format_utils.dcp_to_torch_save`. On stores without renames,
+    all
+files but `.metadata` are in a subfolder: see :mod:`lightning_hybrid.checkpoint.storage.remote`.
 """
 
 from __future__ import annotations
@@ -46,17 +47,17 @@ from lightning_hybrid.checkpoint.storage.remote import Place, RemotePath, fetche
 from lightning_hybrid.checkpoint.storage.unpickle import read_harmless
 from lightning_hybrid.distributed.pytree import TreePath
 
-MODEL, OPTIMIZERS = "state_dict", "optimizer_states"  # what Lightning calls them in a checkpoint
+MODEL, OPTIMIZERS = "state_dict", "optimizer_states"  # Lightning's keys in a checkpoint
 
 EXTRA = "meta.pt"
-_MODEL_OF_FSDP = "model"  # what Lightning's FSDP strategy calls the state of the module in a directory
+_MODEL_OF_FSDP = "model"  # the key of the module's state in directories of Lightning's FSDP strategy
 
 
 def sizes_at_least(places: Iterable[Any]) -> dict[str, int]:
-    """The sizes that files have at least, by name.
+    """Return the minimum sizes of files in bytes, by name.
 
     Args:
-        places: Where values are, as torch says it: a file, and the first byte and the number of bytes in it.
+        places: The places of values in torch's format: a file, the first byte, and the number of bytes.
     """
     sizes: dict[str, int] = {}
     for place in places:
@@ -66,7 +67,7 @@ def sizes_at_least(places: Iterable[Any]) -> dict[str, int]:
 
 @contextmanager
 def _reading(file: Place) -> Iterator[None]:
-    """Inside, whatever a store or unpickling raises says which file it is about."""
+    """Turn any error of a store or of unpickling inside the context into a `ValueError` that names the file."""
     try:
         yield
     except Exception as error:
@@ -78,17 +79,16 @@ class DistributedCheckpoint:
 
     Args:
         path: The directory.
-        load_value: Reads a value that is no tensor, which `torch.save` has written. By default what no code of the
-            checkpoint is run for.
+        load_value: Reads a non-tensor value that `torch.save` has written. The default runs no code of the checkpoint.
 
     Attributes:
-        entries: For each path of the tree the shape and dtype of a tensor, or nothing for another value.
+        entries: For each path of the tree, the shape and dtype of a tensor; ``None`` for another value.
         module_root: The first key of the paths of the module's state.
-        optimizer_roots: Those of the optimizers' states, in their order.
+        optimizer_roots: The first keys of the paths of the optimizers' states, in the order of the optimizers.
 
     Raises:
-        FileNotFoundError: If there is nothing.
-        ValueError: If it is no checkpoint, or not a complete one.
+        FileNotFoundError: If the directory does not exist.
+        ValueError: If it is not a checkpoint, or is incomplete.
     """
 
     def __init__(self, path: Place, *, load_value: Callable[[BinaryIO], Any] = torch.load) -> None:
@@ -123,10 +123,10 @@ class DistributedCheckpoint:
         self.optimizer_roots = [f"optimizer_{number}" for number in numbers]
 
     def check_files(self) -> None:
-        """Make sure that all is there before anything is read.
+        """Check that all files are complete, before anything is read.
 
         Raises:
-            ValueError: If files are missing, or shorter than they were.
+            ValueError: If files are missing, or are too short.
         """
         found = self.file_sizes()
         for name, size in sorted(sizes_at_least(self._metadata.storage_data.values()).items()):
@@ -142,25 +142,25 @@ class DistributedCheckpoint:
                 )
 
     def file_sizes(self) -> dict[str, int]:
-        """The sizes of all files, by their names in the directory."""
+        """Return the sizes of all files in bytes, by their names in the directory."""
         if not isinstance(self.path, Path):
             return self.path.sizes()
         files = (file for file in self.path.rglob("*") if file.is_file())
         return {file.relative_to(self.path).as_posix(): file.stat().st_size for file in files}
 
     def below(self, root: str) -> dict[TreePath, TensorStorageMetadata | None]:
-        """The entries whose paths begin with this key, by the rest of the path."""
+        """Return the entries whose paths start with a key, by the rest of the path."""
         return {path[1:]: entry for path, entry in self.entries.items() if path[0] == root}
 
     def read_extra(self, read: Callable[[Path], Any]) -> dict[str, Any]:
-        """What is no tensor of the model or an optimizer.
+        """Return everything except tensors of the model and of optimizers.
 
         Args:
             read: Reads a file that `torch.save` has written.
         """
         save_id = getattr(getattr(self._metadata, "storage_meta", None), "save_id", None)
         extra = self.path / EXTRA
-        if not extra.is_file() and save_id is not None:  # as where nothing can be renamed, or a copy of that
+        if not extra.is_file() and save_id is not None:  # in a store without renames, or a copy of its files
             extra = self.path / save_id / EXTRA
         if not extra.is_file():
             return {}
@@ -170,17 +170,17 @@ class DistributedCheckpoint:
         return found
 
     def read(self, targets: Mapping[TreePath, Tensor | None]) -> dict[TreePath, Any]:
-        """Read values; each rank on its own.
+        """Read values. This is not a collective.
 
         Args:
-            targets: For each path the tensor to read into, of the shape that was written and sharded in any way;
-                ``None`` for a value that is no tensor.
+            targets: For each path, the tensor to read into, with the saved shape and any sharding; ``None`` for a value
+                that is not a tensor.
 
         Returns:
-            The values by path, tensors too.
+            The values by path, including tensors.
 
         Raises:
-            ValueError: If something of it is not what was written.
+            ValueError: If a value differs from what was written.
         """
         named = {self._names[path]: target for path, target in targets.items()}
         planner = _LoadPlanner(named, self._metadata, self._load_value)
@@ -201,7 +201,7 @@ class DistributedCheckpoint:
         reader.read_data(plan, planner).wait()
 
     def _read_remote(self, path: RemotePath, plan: LoadPlan, planner: _LoadPlanner) -> None:
-        """As torch reads, but each chunk and value once, with its checksums compared: it has to come from far."""
+        """Read chunks like torch, but download each chunk and value only once, and verify its checksums."""
         items: dict[MetadataIndex, list[ReadItem]] = {}
         for item in plan.items:
             items.setdefault(item.storage_index, []).append(item)
@@ -222,13 +222,13 @@ class DistributedCheckpoint:
 
 
 def _described(index: MetadataIndex) -> str:
-    """What a place in a directory holds."""
+    """Return a description of a stored value for messages."""
     offset = list(index.offset or ())
     return f"{index.fqn!r}{f' from {offset}' if any(offset) else ''}"
 
 
 class _LoadPlanner(LoadPlanner):
-    """Reads the local chunks of every target, whichever chunks were written."""
+    """A planner that reads the local chunks of every target, from any chunks that were written."""
 
     def __init__(
         self, targets: Mapping[str, Tensor | None], metadata: Metadata, load_value: Callable[[BinaryIO], Any]
@@ -238,10 +238,10 @@ class _LoadPlanner(LoadPlanner):
         self.values: dict[str, Any] = {}
 
     def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
-        """Nothing: the targets were given when this was made."""
+        """Do nothing, because the constructor received the targets."""
 
     def create_local_plan(self) -> LoadPlan:
-        """What to read from which file."""
+        """Return the items to read, each with its file."""
         return LoadPlan([item for name, target in self._targets.items() for item in self._items(name, target)])
 
     def _items(self, name: str, target: Tensor | None) -> list[ReadItem]:
@@ -256,23 +256,23 @@ class _LoadPlanner(LoadPlanner):
         return create_read_items_for_chunk_list(name, entry, chunks)
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """As they are: ranks read on their own."""
+        """Return the plans unchanged, because ranks read independently."""
         return global_plan
 
     def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        """As it is."""
+        """Return the plan unchanged."""
         return central_plan
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Take a value that is no tensor."""
+        """Store a value that is not a tensor."""
         self.values[read_item.dest_index.fqn] = self._load_value(value)
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        """The part of a chunk that is read from one file."""
+        """Return the part of a chunk that is read from one file."""
         chunk = self._chunks[read_item.dest_index]
         for dim, (begin, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
             chunk = chunk.narrow(dim, begin, length)
         return chunk
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """Nothing: it was read in place."""
+        """Do nothing, because the tensor was read in place."""

@@ -1,6 +1,7 @@
-"""Writing a checkpoint into a directory: every rank writes what it holds, and it appears when all have written.
+"""Writing of checkpoints into directories: every rank writes its values, and then the directory becomes visible.
 
-On a disk it is renamed then; elsewhere `.metadata`, which names the files that count, is written last.
+On a disk, the directory is renamed at the end. On other stores, `.metadata`, which lists the valid files, is written
+last.
 """
 
 from __future__ import annotations
@@ -38,14 +39,14 @@ from lightning_hybrid.distributed.pytree import TreePath
 
 
 def write_directory(path: Place, entries: Mapping[TreePath, Any], extra: Any, group: dist.ProcessGroup) -> None:
-    """Write a directory that appears under its name when it is complete; called by every rank of the group.
+    """Write a directory that becomes visible when it is complete; called by every rank of the group.
 
     Args:
-        path: Where; what is there, a file or a directory, stays until then.
-        entries: What this rank has; values of different ranks under one name are equal, or shards of one tensor, and
-            are written once.
-        extra: What goes into ``meta.pt``; only the first rank's counts.
-        group: The ranks, over a backend that takes tensors of the host.
+        path: The path. A file or directory at this path is kept until the new directory is complete.
+        entries: The values of this rank. Values of different ranks under one name are equal, or are shards of one
+            tensor, and are written once.
+        extra: The content of ``meta.pt``; only the first rank's value is used.
+        group: The ranks, with a backend for tensors on the host.
 
     Raises:
         OSError: If a rank could not write; on every rank.
@@ -54,7 +55,7 @@ def write_directory(path: Place, entries: Mapping[TreePath, Any], extra: Any, gr
     flat = {name: entries[tree_path] for name, tree_path in names.items()}
     writer = _DiskWriter(path, extra) if isinstance(path, Path) else _RemoteWriter(path, extra)
     try:
-        # Under one name: of every name at the top torch makes a note in its log.
+        # Under a single name, because torch writes a log message for each top-level name.
         save({"": flat}, storage_writer=writer, planner=_SavePlanner(names), process_group=group)
     except CheckpointException as error:
         if dist.get_rank(group) == 0:
@@ -73,50 +74,50 @@ def write_directory(path: Place, entries: Mapping[TreePath, Any], extra: Any, gr
 
 
 class NotAnsweredError(OSError):
-    """A store may have taken what says that a checkpoint counts, or not."""
+    """Raised if it is unknown whether a store has received the file that makes a checkpoint valid."""
 
 
 class _Writer(FileSystemWriter):
-    """Knows the hosts of ranks, and begins on the first one, whose part is done where torch waits for it.
+    """A writer that knows the hosts of ranks, and prepares on the first rank, inside torch's planning phase.
 
-    What fails there fails on every rank.
+    A failure of the first rank there is raised on every rank.
     """
 
     def __init__(self, folder: str | Path, extra: Any) -> None:
         super().__init__(folder)
         self._extra = extra
         self._is_first = False
-        self._hosts: list[str] = []  # by rank
+        self._hosts: list[str] = []  # the host of each rank
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Begin: no rank writes before the first one has made its plan."""
+        """Prepare for writing. No rank writes before the first rank has made its plan."""
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
         self._is_first = is_coordinator
         if is_coordinator:
             self._begin()
 
     def _begin(self) -> None:
-        """On the first rank, before any of them writes."""
+        """Prepare on the first rank, before any rank writes."""
 
     @abstractmethod
     def rollback(self) -> None:
-        """Remove what is unfinished, as far as that is possible."""
+        """Remove incomplete files, as far as possible."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """The plan, with the name of this rank's host in ``storage_data``, which the first rank takes out again.
+        """Return the plan with the name of this rank's host in ``storage_data``, which the first rank removes again.
 
-        Torch's own is not called: it makes the directory, which may be one that the first rank is just removing.
+        Torch's method is not called, because it makes the directory, which the first rank may be removing.
         """
         return dataclasses.replace(plan, storage_data=socket.gethostname())
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Torch's own, which puts the names of files into ``storage_data``; keep the hosts."""
+        """Record the hosts, and call torch's method, which puts the names of files into ``storage_data``."""
         self._hosts = [plan.storage_data for plan in plans]
         return super().prepare_global_plan([dataclasses.replace(plan, storage_data=None) for plan in plans])
 
 
 class _DiskWriter(_Writer):
-    """Writes into a hidden directory, which the first rank makes and renames when all have written."""
+    """Writes into a hidden directory, which the first rank creates, and renames when all ranks have written."""
 
     def __init__(self, path: Path, extra: Any) -> None:
         super().__init__(unfinished(path), extra)
@@ -128,25 +129,25 @@ class _DiskWriter(_Writer):
         self._new.mkdir(parents=True, exist_ok=True)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's part; what is no tensor before it, so that the disk has it by the time it is asked for.
+        """Write this rank's part. Non-tensor values come first, so that they are on the disk before they are synced.
 
         Raises:
-            OSError: If there is not the directory that the first rank has made.
+            OSError: If this rank does not see the directory that the first rank has made.
         """
         if not wait_for(self._new.is_dir):
             raise FileNotFoundError(
                 f"{socket.gethostname()} does not see the folder {str(self._new)!r} that rank 0 created. {NOT_SHARED}"
             )
         if self._is_first:
-            with (self._new / EXTRA).open("wb") as file:  # whose errors say what is wrong
+            with (self._new / EXTRA).open("wb") as file:  # `open` raises clearer errors than torch's writer
                 torch.save(self._extra, file)
         return super().write_data(plan, planner)
 
     def finish(self, metadata: Metadata, results: Any) -> None:
-        """End, on the first rank, after all have written.
+        """Complete the directory on the first rank, after all ranks have written.
 
         Raises:
-            OSError: If what another rank has written is not here.
+            OSError: If this rank does not see the files of another rank.
         """
         for host, parts in zip(self._hosts, results, strict=True):
             for name, size in sizes_at_least(part.storage_data for part in parts).items():
@@ -161,26 +162,26 @@ class _DiskWriter(_Writer):
         commit(self._path)
 
     def rollback(self) -> None:
-        """Remove what is unfinished, as far as that is possible."""
+        """Remove incomplete files, as far as possible."""
         rollback(self._path)
 
 
 class _RemoteWriter(_Writer):
-    """Writes beside what is there, under names of its own, and last of all what says that these names count."""
+    """Writes into a new subfolder next to existing files, and then writes the file that makes new files valid."""
 
     def __init__(self, path: RemotePath, extra: Any) -> None:
         super().__init__(path.url, extra)
         self.fs, self.path, self.sync_files = _RemoteFiles(), str(path), False
         self._place = path
-        self._may_count = False  # whether what says that these files count may have been written
+        self._may_count = False  # True if the file that makes these files valid may have been written
 
     @property
     def _folder(self) -> RemotePath:
-        """Of the first rank's save, the files."""
+        """Return the folder of the files of the first rank's save."""
         return self._place / self.save_id
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Let all ranks write into the folder of the first one."""
+        """Let all ranks write into the folder of the first rank."""
         return [
             dataclasses.replace(
                 plan,
@@ -199,10 +200,10 @@ class _RemoteWriter(_Writer):
         return super().write_data(plan, planner)
 
     def finish(self, metadata: Metadata, results: Any) -> None:
-        """End, on the first rank, after all have written.
+        """Complete the checkpoint on the first rank, after all ranks have written.
 
         Raises:
-            OSError: If what another rank has written is not here, or the store does not answer.
+            OSError: If files of another rank are missing, or the store does not respond.
         """
         seen = self._place.sizes()
         for host, parts in zip(self._hosts, results, strict=True):
@@ -213,12 +214,20 @@ class _RemoteWriter(_Writer):
         metadata.storage_meta = self.storage_meta()
         index = pickle.dumps(metadata)
         self._write_mark(index + checksum_of(index))
-        with suppress(Exception):  # of the store's own kind: the checkpoint is complete, and the next save tries again
+        # Errors have the store's own class; the checkpoint is complete, and the next save tries again.
+        with suppress(Exception):
             self._place.remove()
             self._place.remove_below(keep=(MARK, self.save_id))
 
     def _write_mark(self, content: bytes) -> None:
-        """Let the files of this save be the checkpoint; it is one if the store has taken this and not answered, too."""
+        """Write the file that makes this save valid. If the store raises an error, check if it has the file anyway.
+
+        Args:
+            content: The content of the file.
+
+        Raises:
+            NotAnsweredError: If the store cannot confirm that it has the file.
+        """
         mark, self._may_count = self._place / MARK, True
         try:
             mark.write(content)
@@ -231,14 +240,14 @@ class _RemoteWriter(_Writer):
                 raise NotAnsweredError(f"{mark}: {type(error).__name__}: {error}") from error
 
     def rollback(self) -> None:
-        """Remove what is unfinished, unless it may count: the next save removes what does not."""
+        """Remove incomplete files, unless they may be valid. The next save removes invalid files."""
         with suppress(Exception):
             if not self._may_count:
                 self._folder.remove_below()
 
 
 class _RemoteFiles(FileSystem):
-    """How torch's writer makes files that are not on a disk."""
+    """The file operations of torch's writer for stores that are not disks."""
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[io.IOBase]:
@@ -247,12 +256,12 @@ class _RemoteFiles(FileSystem):
             yield stream
 
     def concat_path(self, path: Any, suffix: str) -> str:
-        """A place in a folder."""
+        """Return the path of a file in a folder."""
         return f"{path}/{suffix}"
 
 
 def _check_seen(file: Path, size: int, host: str) -> None:
-    """Make sure that what a host has written can be read here."""
+    """Check that this host can read what another host has written."""
     if not wait_for(lambda: file.is_file() and file.stat().st_size >= size):
         raise FileNotFoundError(_not_seen(file, size, host))
 
@@ -262,21 +271,21 @@ def _not_seen(file: Place, size: int, host: str) -> str:
 
 
 class _SavePlanner(DefaultSavePlanner):
-    """Writes the local chunks of every tensor; torch's own planner writes one rectangle per shard."""
+    """A planner that writes the local chunks of every tensor; torch's planner writes only one rectangle per shard."""
 
     def __init__(self, names: dict[str, TreePath]) -> None:
-        super().__init__(flatten_state_dict=True)  # that is, the plan has the path of each name
+        super().__init__(flatten_state_dict=True)  # adds the path of each name to the plan
         self.mappings = names
 
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: Any = None, is_coordinator: bool = False
     ) -> None:
-        """Take what is to be written."""
+        """Store the values to write."""
         self.state_dict, self.is_coordinator = state_dict[""], is_coordinator
         self._chunks: dict[MetadataIndex, Tensor] = {}
 
     def create_local_plan(self) -> SavePlan:
-        """One item for each chunk, and for each value that is no tensor."""
+        """Return a plan with one item for each chunk, and for each value that is not a tensor."""
         items = [item for name, value in self.state_dict.items() for item in self._items(name, value)]
         self.plan = SavePlan(items, planner_data=self.mappings)
         return self.plan
@@ -294,5 +303,5 @@ class _SavePlanner(DefaultSavePlanner):
         return items
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        """The chunk, or the value."""
+        """Return the chunk or the value of an item."""
         return self._chunks[index] if index in self._chunks else self.state_dict[index.fqn]

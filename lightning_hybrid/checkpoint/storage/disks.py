@@ -1,4 +1,4 @@
-"""Machines with disks of their own: found before training, and sent the files that others have."""
+"""Nodes that do not share a disk: detected before training, and supplied with files of other nodes."""
 
 from __future__ import annotations
 
@@ -28,27 +28,27 @@ NOT_SHARED = (
     " save_distributed_checkpoint=False, so that only rank 0 writes a file. [LH916]"
 )
 
-_MESSAGE = 1 << 24  # bytes
-_BLOCK = 1 << 30  # bytes between two moments at which all ranks meet, so that none of them waits too long for another
+_MESSAGE = 1 << 24  # the size of a message in bytes
+_BLOCK = 1 << 30  # the number of bytes between two barriers, which limits the time that a rank waits for another rank
 
 
 # -- before training ---------------------------------------------------------------------------------------------------
 
 
 def check_shared(folders: Sequence[Path], hosts: Sequence[str], group: dist.ProcessGroup) -> None:
-    """Make sure that all machines share the folders into which each rank is going to write; called by every rank.
+    """Check that all nodes share the folders into which each rank will write; called by every rank.
 
-    The first rank of each machine writes an empty file into each, and rank 0 looks for all of them. It takes one gather
-    and one decision; on one machine nothing.
+    The first rank of each node writes an empty file into each folder, and rank 0 looks for all of these files. This
+    takes one gather and one agreement; on a single node, it does nothing.
 
     Args:
-        folders: The same on every rank; they are made.
-        hosts: The machine of each rank.
-        group: All ranks, over a backend that takes tensors of the host.
+        folders: The folders, equal on every rank. They are created.
+        hosts: The host of each rank.
+        group: All ranks, with a backend for tensors on the host.
 
     Raises:
-        ValueError: If rank 0 does not see what another machine has written; on every rank.
-        OSError: If a machine cannot write there; on every rank.
+        ValueError: If rank 0 does not see the files of another node; on every rank.
+        OSError: If a node cannot write there; on every rank.
     """
     if len(set(hosts)) == 1 or not folders:
         return
@@ -75,7 +75,13 @@ def _failure_of_writing(marks: Sequence[Path]) -> str | None:
 
 
 def _look_for(found: Sequence[tuple[str | None, str | None]], folders: Sequence[Path], hosts: Sequence[str]) -> None:
-    """On rank 0: for each rank the name of its file, if it has written one, and why it could not, if so."""
+    """Look for the files of all nodes, on rank 0.
+
+    Args:
+        found: For each rank, the name of its file, and the error of writing; each may be ``None``.
+        folders: The folders.
+        hosts: The host of each rank.
+    """
     for host, (_, failure) in zip(hosts, found, strict=True):
         if failure is not None:
             raise OSError(f"{host} cannot write to the checkpoint folder: {failure} [LH911]")
@@ -90,7 +96,7 @@ def _look_for(found: Sequence[tuple[str | None, str | None]], folders: Sequence[
 
 
 def _unseen(folder: Path, names: Mapping[str, str]) -> list[str]:
-    """The machines whose files are not in a folder."""
+    """Return the hosts whose files are not in a folder."""
     return [host for host, name in names.items() if not (folder / name).exists()]
 
 
@@ -99,13 +105,13 @@ def _unseen(folder: Path, names: Mapping[str, str]) -> list[str]:
 
 @dataclass(frozen=True)
 class _View:
-    """What a rank sees of a checkpoint, and where it would put a copy.
+    """The files that a rank sees of a checkpoint, and the folder for a copy.
 
     Attributes:
-        folder: Where it would put one.
-        file: The file, if it sees one.
-        content: What tells it from another one: its size, and a checksum.
-        is_directory: Whether it sees a directory.
+        folder: The folder for a copy.
+        file: The file, if the rank sees one.
+        content: The size and a checksum of the file, to compare it with files of other nodes.
+        is_directory: True if the rank sees a directory.
     """
 
     folder: Path
@@ -116,26 +122,26 @@ class _View:
 
 @contextmanager
 def at_hand(place: Place, hosts: Sequence[str], group: dist.ProcessGroup) -> Iterator[Place]:
-    """Inside, a checkpoint that is one file is on a disk of this machine; called by every rank of the group.
+    """Make a checkpoint in one file available on a disk of this node; called by every rank of the group.
 
-    What is on no disk is fetched once by each machine. A file that is on the disks of other machines only is handed on
-    from one machine to the next, in messages that fit into memory::
+    Each node downloads a checkpoint on a remote store once. A file that is only on the disks of some nodes is sent from
+    node to node, in messages that fit into memory::
 
         node1   last.ckpt --.
-        node2   a copy    <-'--.      for as long as it is read
+        node2   a copy    <-'--.      inside the context
         node3   a copy    <----'
 
     Args:
-        place: Where the checkpoint is said to be; it need not be there, and may be a directory.
-        hosts: The machine of each rank.
-        group: All ranks, over a backend that takes tensors of the host.
+        place: The given place of the checkpoint, which need not exist, and may be a directory.
+        hosts: The host of each rank.
+        group: All ranks, with a backend for tensors on the host.
 
     Yields:
-        Where this rank finds it: there, or in a copy.
+        The place where this rank can read it: the given place, or a copy.
 
     Raises:
-        ValueError: If some machines see a directory there and others do not; on every rank.
-        OSError: If there is no room for a copy; on every rank.
+        ValueError: If some nodes have a directory at this place and others do not; on every rank.
+        OSError: If there is not enough space for a copy; on every rank.
     """
     if isinstance(place, Path) and len(set(hosts)) == 1:
         yield place
@@ -155,12 +161,12 @@ def at_hand(place: Place, hosts: Sequence[str], group: dist.ProcessGroup) -> Ite
 
 
 def _look(place: Place, folder: Path, *, fetches: bool) -> _View:
-    """What this rank sees.
+    """Return the files that this rank sees.
 
     Args:
-        place: Where.
-        folder: For a copy.
-        fetches: Whether this rank makes one of what is on no disk.
+        place: The place of the checkpoint.
+        folder: The folder for a copy.
+        fetches: If True, this rank downloads a checkpoint that is not on a disk.
     """
     if is_directory(place):
         return _View(folder, is_directory=True)
@@ -173,7 +179,7 @@ def _look(place: Place, folder: Path, *, fetches: bool) -> _View:
 
 
 def _checksum(file: Path) -> int:
-    """Of the contents; of an archive, as checkpoints are, of its table, which has checksums of all that is in it."""
+    """Return a checksum of a file; for a zip archive, a checksum of its table, which has checksums of all records."""
     if zipfile.is_zipfile(file):
         with zipfile.ZipFile(file) as archive:
             entries = [(entry.filename, entry.file_size, entry.CRC) for entry in archive.infolist()]
@@ -199,7 +205,7 @@ def _check_directories(place: Place, views: Sequence[_View], hosts: Sequence[str
 
 
 def _hand_on(place: Place, views: Sequence[_View], hosts: Sequence[str], source: int, group: dist.ProcessGroup) -> Path:
-    """Send the file of a rank to the machines that lack it; where it is for this rank."""
+    """Send a rank's file to the nodes that do not have it, and return the path for this rank."""
     content, rank = views[source].content, dist.get_rank()
     files: dict[str, Path] = {}
     for host, view in zip(hosts, views, strict=True):
@@ -220,7 +226,7 @@ def _hand_on(place: Place, views: Sequence[_View], hosts: Sequence[str], source:
 
 
 def _send(file: Path, size: int, ranks: Sequence[int], group: dist.ProcessGroup) -> None:
-    """From the first of these ranks to the second, from there to the third, and so on; called by all of the group."""
+    """Send a file from the first of these ranks to the second, from there to the third, and so on; a collective."""
     rank = dist.get_rank()
     place = ranks.index(rank) if rank in ranks else None
     data = agree(lambda: None if place is None else _mapped(file, size, new=place > 0))
@@ -235,10 +241,10 @@ def _send(file: Path, size: int, ranks: Sequence[int], group: dist.ProcessGroup)
 
 
 def _mapped(file: Path, size: int, *, new: bool) -> Tensor:
-    """The bytes of a file; of a new one the room is taken first, as writing through a map says nothing of it.
+    """Return the bytes of a file as a tensor. Space for a new file is allocated first; memory maps raise no error.
 
     Raises:
-        OSError: If there is no room.
+        OSError: If there is not enough space.
     """
     if new:
         try:

@@ -1,12 +1,12 @@
-"""Places on file systems that are not mounted, such as ``s3://bucket/name``: what counts there is written last.
+"""Paths on file systems that are not mounted, such as ``s3://bucket/name``.
 
-An object store renames nothing, but replaces an object in one operation. So the files of each save have names of their
-own, and `.metadata`, which names them, is written last::
+An object store cannot rename files, but replaces a file in one operation. So the files of each save have unique names,
+and `.metadata`, which lists them, is written last::
 
-    s3://bucket/last.ckpt/.metadata            names the files of 5c1e...: they are the checkpoint
+    s3://bucket/last.ckpt/.metadata            lists the files of 5c1e...: they are the checkpoint
     s3://bucket/last.ckpt/5c1e.../__0_0.distcp
     s3://bucket/last.ckpt/5c1e.../meta.pt
-    s3://bucket/last.ckpt/a07b.../__0_0.distcp  of a save that is under way, or was broken off
+    s3://bucket/last.ckpt/a07b.../__0_0.distcp  of a save that is running, or was interrupted
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from lightning_hybrid.checkpoint.storage.atomic import MARK, resolve
 
 @dataclass(frozen=True)
 class RemotePath:
-    """A place on a file system of fsspec, with as much of `pathlib.Path` as checkpoints need.
+    """A path on a file system of fsspec, with the methods of `pathlib.Path` that checkpoints need.
 
     Args:
-        url: With a protocol, and without a slash at its end.
+        url: The URL, with a protocol, and without a slash at its end.
     """
 
     url: str
@@ -41,79 +41,79 @@ class RemotePath:
 
     @property
     def name(self) -> str:
-        """The last part."""
+        """Return the last part of the URL."""
         return self.url.rpartition("/")[2]
 
     def _find(self) -> tuple[Any, str]:
-        """The file system, which remembers nothing of what others have changed since, and the place there."""
+        """Return the file system, without cached information that others may have changed, and the path in it."""
         files, path = fsspec.core.url_to_fs(self.url)
         files.invalidate_cache()
         return files, path
 
     def exists(self) -> bool:
-        """Whether there is something."""
+        """Return True if the path exists."""
         files, path = self._find()
         return bool(files.exists(path))
 
     def is_file(self) -> bool:
-        """Whether there is a file."""
+        """Return True if the path is a file."""
         files, path = self._find()
         return bool(files.isfile(path))
 
     def is_dir(self) -> bool:
-        """Whether there are files below, and none of this name, which object stores allow beside them."""
+        """Return True if there are files below the path, and no file at it; object stores allow both."""
         files, path = self._find()
         return bool(not files.isfile(path) and files.isdir(path))
 
     def open(self, mode: str) -> Any:
-        """The file, for reading or writing; what is written is there when it is closed."""
+        """Open the file for reading or writing. Written content is visible after the file was closed."""
         files, path = self._find()
         try:
             return files.open(path, mode)
         except FileNotFoundError:
             if mode != "wb":
                 raise
-            files.makedirs(path.rpartition("/")[0], exist_ok=True)  # of a file system that has folders
+            files.makedirs(path.rpartition("/")[0], exist_ok=True)  # needed on file systems with folders
             return files.open(path, mode)
 
     def read(self, offset: int, length: int) -> bytes:
-        """A part of the file."""
+        """Return a part of the file."""
         files, path = self._find()
         return bytes(files.cat_file(path, start=offset, end=offset + length))
 
     def write(self, content: bytes) -> None:
-        """Make or replace the file: object stores do it in one operation."""
+        """Make or replace the file, which object stores do in one operation."""
         files, path = self._find()
         files.pipe_file(path, content)
 
     def fetch(self, file: Path) -> None:
-        """Copy the file to a disk; it need not fit into memory."""
+        """Download the file to a disk. It need not fit into memory."""
         files, path = self._find()
         files.get_file(path, str(file))
 
     def sizes(self) -> dict[str, int]:
-        """The sizes of all files below, by their names from here."""
+        """Return the sizes of all files below the path in bytes, by their relative names."""
         files, path = self._find()
         found = files.find(path, detail=True).items()
         return {name[len(path) + 1 :]: info["size"] for name, info in found if name.startswith(f"{path}/")}
 
     def remove(self) -> None:
-        """Remove the file, if there is one."""
+        """Remove the file, if it exists."""
         files, path = self._find()
         if files.isfile(path):
             files.rm_file(path)
 
     def remove_folder(self) -> None:
-        """Remove the folder that has become empty, of a file system that has folders."""
+        """Remove the empty folder at this path, on file systems with folders."""
         files, path = self._find()
         if not files.isfile(path) and files.isdir(path):
             files.rmdir(path)
 
     def remove_below(self, *, keep: Collection[str] = ()) -> None:
-        """Remove all files below.
+        """Remove all files below the path.
 
         Args:
-            keep: The names, directly below, of files and folders that stay.
+            keep: The names of files and folders, directly below the path, that are kept.
         """
         files, path = self._find()
         names = {name.partition("/")[0] for name in self.sizes()}.difference(keep)
@@ -121,43 +121,43 @@ class RemotePath:
             files.rm([f"{path}/{name}" for name in sorted(names)], recursive=True)
 
 
-#: Where a checkpoint is.
+#: The place of a checkpoint.
 Place = Path | RemotePath
 
 
 def place_of(path: Any) -> Place:
-    """A place that is given in any way that Lightning knows; what :func:`dated` gives is what it was given."""
+    """Return the place for a path in any form that Lightning accepts, or for a result of :func:`dated`."""
     if fsspec.utils.get_protocol(str(path)) == "file":
         return Path(fsspec.core.url_to_fs(str(path))[1])
     return RemotePath(str(path).rstrip("/").removesuffix(f"/{MARK}"))
 
 
 def is_directory(place: Place, *, or_unfinished: bool = True) -> bool:
-    """Whether there is a checkpoint that is a directory, or was going to be one.
+    """Return True if there is a checkpoint directory.
 
     Args:
-        place: Where.
-        or_unfinished: Whether one that is not complete counts too.
+        place: The place.
+        or_unfinished: If True, incomplete directories count, too.
     """
     found = resolve(place) if isinstance(place, Path) else place
     return (found / MARK).is_file() or (or_unfinished and found.is_dir())
 
 
 def remove_directory(place: RemotePath) -> None:
-    """Remove a directory, if there is one; what says that it is complete goes first."""
+    """Remove a directory, if it exists. The file that makes it complete is removed first."""
     (place / MARK).remove()
     place.remove_below()
     place.remove_folder()
 
 
 def dated(url: str) -> str | None:
-    """What has the time at which the checkpoint at this URL was written: itself, or the file that is written last.
+    """Return the URL of the file with the time of a checkpoint: the checkpoint, or the file that is written last.
 
     Args:
-        url: Not of a disk.
+        url: The URL of the checkpoint, not on a disk.
 
     Returns:
-        Its URL; ``None`` if there is no complete checkpoint.
+        The URL of the file; ``None`` if there is no complete checkpoint.
     """
     place = RemotePath(url)
     return next((str(file) for file in (place / MARK, place) if file.is_file()), None)
@@ -165,13 +165,13 @@ def dated(url: str) -> str | None:
 
 @contextmanager
 def fetched(file: Place) -> Iterator[Path]:
-    """Inside, a file is on a disk.
+    """Make a file available on a disk inside the context.
 
     Args:
-        file: Where it is.
+        file: The file.
 
     Yields:
-        Where it is, or a copy of it.
+        The file itself, or a copy of it.
     """
     if isinstance(file, Path):
         yield file

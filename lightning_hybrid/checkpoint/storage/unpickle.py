@@ -1,7 +1,7 @@
-"""Pickles of checkpoints, read where the classes of their objects are not there, or are not to be called.
+"""Reading pickles of checkpoints without the classes of their objects, or without calling these classes.
 
-A pickle names functions and calls them, and whoever wrote it chooses which. A harmless reader gives it those of which
-tensors and plain containers are made, and a stand-in for every other name, which does nothing whatever is done to it.
+A pickle can call any function that its author has chosen. A harmless reader provides only the functions that construct
+tensors and plain containers. It replaces every other name by a dummy class without any effects.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from lightning_hybrid.distributed.pytree import TreePath, flatten_with_path
 
 _PLAIN = ("bool", "bytearray", "bytes", "complex", "dict", "float", "frozenset", "int", "list", "set", "str", "tuple")
 _NAMES = {
-    "__builtin__": _PLAIN,  # what Python 2 called it, and so do pickles of the second protocol, which torch writes
+    "__builtin__": _PLAIN,  # Python 2's name, which is also used in pickles with protocol 2, as torch writes them
     "builtins": _PLAIN,
-    "_codecs": ("encode",),  # bytes in these
+    "_codecs": ("encode",),  # encodes bytes in these pickles
     "collections": ("Counter", "OrderedDict", "defaultdict", "deque"),
     "lightning.fabric.utilities.data": ("AttributeDict",),
     "torch": ("Size", "Tensor", "device"),
@@ -55,24 +55,24 @@ _CONSTANTS = (torch.dtype, torch.layout, torch.memory_format, torch.qscheme)
 
 
 def read_harmless(file: BinaryIO) -> Any:
-    """What a pickle holds."""
+    """Return the content of a pickle without running code of other classes."""
     return _Unpickler(file).load()
 
 
 def load_lenient(file: Path | BinaryIO, *, mmap: bool | None = None, trusted: bool = False) -> Any:
-    """What a file holds that `torch.save` has written; its tensors are on the host.
+    """Return the content of a `torch.save` file, with tensors on the host.
 
     Args:
         file: The file.
         mmap: As for `torch.load`.
-        trusted: Whether its objects are made where their classes are there; otherwise all of them have stand-ins.
+        trusted: If True, objects are constructed if their classes exist; otherwise all of them are replaced by dummies.
     """
     module = SimpleNamespace(Unpickler=_TrustingUnpickler if trusted else _Unpickler, __name__="pickle")
     return torch.load(file, map_location="cpu", mmap=mmap, weights_only=False, pickle_module=module)
 
 
 class _StandIn:
-    """An object of a class that is not called, whatever its pickle does to it."""
+    """A dummy for an object whose class is not called; its pickle can do anything to it without effect."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
@@ -94,12 +94,12 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _Record(str):
-    """The name of the record in which a storage is, in the place of what is made of it."""
+    """The name of the record with a storage, used in place of the tensors with this storage."""
 
 
 class _RecordUnpickler(_Unpickler):
     def persistent_load(self, identity: Any) -> Any:
-        """A storage: ``("storage", class, name of its record, device, number of elements)``."""
+        """Return the record of a storage: ``("storage", class, name of its record, device, number of elements)``."""
         return _Record(identity[2])
 
     def find_class(self, module: str, name: str) -> Any:
@@ -107,16 +107,16 @@ class _RecordUnpickler(_Unpickler):
 
 
 def _record_among(*arguments: Any) -> Any:
-    """The record among what a tensor is made of, or of which the tensor is that another one is made of."""
+    """Return the record in the arguments from which a tensor is rebuilt, including the arguments of an inner tensor."""
     flat = [each for one in arguments for each in (one if isinstance(one, tuple) else (one,))]
     return next((each for each in flat if isinstance(each, _Record)), None)
 
 
 def record_names(file: BinaryIO) -> list[tuple[TreePath, str]]:
-    """For the tensors of a pickle of `torch.save` the records that they are in.
+    """Return the path and the record name of each tensor in a pickle of `torch.save`.
 
     Args:
-        file: The pickle alone.
+        file: The pickle only, without the records.
     """
     return [
         (path, str(leaf)) for path, leaf in flatten_with_path(_RecordUnpickler(file).load()) if type(leaf) is _Record
@@ -136,17 +136,17 @@ def _stand_in(module: str, name: str) -> type:
 
 
 def _without_attributes(rebuild: Callable[..., Any], kind: Any, arguments: tuple[Any, ...], state: Any) -> Any:
-    """Of a tensor of a class of its own, or with attributes, the tensor."""
+    """Rebuild a tensor with its own class or attributes as a plain tensor."""
     return rebuild(*arguments)
 
 
 def _without_state(tensor: Any, requires_grad: bool, hooks: Any, state: Any) -> Any:
-    """Of a parameter with attributes, the parameter."""
+    """Rebuild a parameter with attributes as a plain parameter."""
     return torch.nn.Parameter(tensor, requires_grad)
 
 
 def _member(owner: Any, name: str) -> Any:
-    """Of an enumeration, a member: Python 3.11.0 to 3.11.3 pickle one as ``getattr(ENUMERATION, NAME)``."""
+    """Return a member of an enumeration, which Python 3.11.0 to 3.11.3 pickle as ``getattr(ENUMERATION, NAME)``."""
     return owner[name] if isinstance(owner, EnumMeta) else _StandIn()
 
 

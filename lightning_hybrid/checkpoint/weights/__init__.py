@@ -1,1 +1,1 @@
-"""Weights of another training, or of a model of Hugging Face: where they come from, and which rank reads what."""
+"""Weights of an earlier training or of a Hugging Face model: finding them, and reading the part of each rank."""

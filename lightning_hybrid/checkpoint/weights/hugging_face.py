@@ -1,4 +1,4 @@
-"""A folder of Hugging Face: which tensors it has, and which part of a module they are for."""
+"""Hugging Face folders: the tensors in a folder, and the part of a module that they match."""
 
 from __future__ import annotations
 
@@ -16,30 +16,31 @@ from lightning_hybrid.checkpoint.weights.tensor_files import TensorFile, open_te
 from lightning_hybrid.distributed.module_names import join_names, named_tensors
 
 WEIGHTS = "model.safetensors"
-INDEX_SUFFIX = ".index.json"  # behind the name of a file that was split
+INDEX_SUFFIX = ".index.json"  # the suffix of the index of a file that was split
 CONFIG = "config.json"
 
-#: What holds the weights, as `from_pretrained` looks for it: the first one that is there.
+#: The files with weights in the order of `from_pretrained`, which uses the first existing file.
 _FILES = (WEIGHTS, f"{WEIGHTS}{INDEX_SUFFIX}", "pytorch_model.bin", f"pytorch_model.bin{INDEX_SUFFIX}")
 
-#: Where a model says which names of older folders it has no use for; and a table that all models make themselves now.
+#: The attribute with the names of older folders that a model ignores; and a table that all models compute themselves
+#: now.
 _IGNORED, _TABLE = "_keys_to_ignore_on_load_unexpected", r"rotary_emb\.inv_freq"
 
 
 class HuggingFaceFolder:
-    """The weights of a folder that `save_pretrained` has written: one file, or several with an index.
+    """The weights in a folder that `save_pretrained` has written: one file, or several files with an index.
 
     Args:
         path: The folder.
 
     Attributes:
         path: The folder.
-        files: Those of it that have tensors.
-        shapes: What is in it, by name.
+        files: The files with tensors.
+        shapes: The shapes of the tensors, by name.
 
     Raises:
-        FileNotFoundError: If a file that the index names is not there.
-        ValueError: If something is damaged.
+        FileNotFoundError: If a file in the index does not exist.
+        ValueError: If a file is damaged.
     """
 
     def __init__(self, path: Path) -> None:
@@ -71,28 +72,28 @@ class HuggingFaceFolder:
 
     @staticmethod
     def is_at(path: Path) -> bool:
-        """Whether there is a folder with files of these names."""
+        """Return True if the path is a folder with one of these files."""
         return any((path / name).is_file() for name in _FILES)
 
     def read(self, name: str) -> Tensor:
-        """A tensor of the folder, mapped into memory."""
+        """Return a tensor of the folder, mapped into memory."""
         return self._files[name].read(name)
 
     def names_in(self, module: nn.Module) -> tuple[str, dict[str, str]]:
-        """Which part of a module the folder is for: the one that has most of its tensors, and least beside them.
+        """Find the part of a module that has most of the folder's tensors, and the fewest other tensors.
 
-        A module keeps a model in an attribute, and the folder may be of a model without the head that the module has:
-        so ``layers.0.weight`` is looked for as ``model.layers.0.weight``, ``model.model.layers.0.weight``, and so on.
+        A module holds a model in an attribute, and the folder may belong to a model without the module's head. So
+        ``layers.0.weight`` may match ``model.layers.0.weight``, ``model.model.layers.0.weight``, and so on.
 
         Args:
-            module: The user's module; it may have placeholders for what lives elsewhere.
+            module: The user's module, possibly with placeholders for tensors of other stages.
 
         Returns:
-            The dotted name of the part, and for the names that the folder's tensors have in the module the folder's
-            own. Tensors that the part computes itself are not among them.
+            The dotted name of the part; and for each name in the module, the name of the folder's tensor. Tensors that
+            the part computes itself are excluded.
 
         Raises:
-            ValueError: If there is no such part, or several.
+            ValueError: If no part matches, or several parts match equally well.
         """
         tensors = dict(named_tensors(module))
         alike: Counter[str] = Counter()
@@ -137,7 +138,7 @@ def _read_index(path: Path) -> dict[str, str]:
 
 
 def _cuts(name: str) -> Iterator[tuple[str, str]]:
-    """A dotted name, divided at each dot and before its beginning."""
+    """Yield each split of a dotted name into a prefix and the rest, starting with an empty prefix."""
     parts = name.split(".")
     for count in range(len(parts)):
         yield ".".join(parts[:count]), ".".join(parts[count:])

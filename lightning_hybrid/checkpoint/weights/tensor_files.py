@@ -1,4 +1,4 @@
-"""Files of tensors by name, mapped into memory: nothing of a tensor is read before it is used."""
+"""Files of named tensors, which are mapped into memory: a tensor is read only when it is used."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ SAFETENSORS = ".safetensors"
 
 @dataclass(frozen=True)
 class TensorFile:
-    """A file, of which nothing but names and shapes was read.
+    """A file from which only names and shapes have been read.
 
     Attributes:
-        shapes: What is in it, by name.
-        read: Gives the tensor of a name.
+        shapes: The shapes of its tensors, by name.
+        read: Returns the tensor with a name.
     """
 
     shapes: dict[str, torch.Size]
@@ -30,13 +30,13 @@ class TensorFile:
 
 
 def open_tensors(path: Path) -> TensorFile:
-    """Open a ``.safetensors`` file, or one of `torch.save` with a dictionary of tensors.
+    """Open a ``.safetensors`` file, or a `torch.save` file with a dictionary of tensors.
 
     Args:
         path: The file.
 
     Raises:
-        ValueError: If it is neither, or damaged.
+        ValueError: If the file has neither format, or is damaged.
     """
     if path.suffix != SAFETENSORS:
         found = read_torch(path)
@@ -54,13 +54,13 @@ def open_tensors(path: Path) -> TensorFile:
 
 
 def read_torch(path: Path) -> Any:
-    """What a file of `torch.save` holds; with ``weights_only=True``, so it runs no code of the file.
+    """Return the content of a `torch.save` file, read with ``weights_only=True``, so that no code of the file runs.
 
     Args:
         path: The file.
 
     Raises:
-        ValueError: If it holds anything but weights, or is damaged.
+        ValueError: If it contains other objects than weights, or is damaged.
     """
     try:
         return torch.load(path, "cpu", mmap=zipfile.is_zipfile(path) or None, weights_only=True)

@@ -1,4 +1,4 @@
-"""Weights of another training: of a file, a directory or a state dict, each rank loads its part."""
+"""Weights of an earlier training, from a file, a directory or a state dict. Each rank loads its part."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from lightning_hybrid.data_parallel.parameter_map import ParameterMap
 from lightning_hybrid.distributed.module_names import fold_numbered
 from lightning_hybrid.error_codes.entry import without_code
 
-#: What a user may give: a path, or the state dict of an undivided module.
+#: The types of a source of weights: a path, or the state dict of a full module.
 Source = str | Path | Mapping[str, Any]
 
 
 class Weights:
-    """The weights of an undivided module, found but not read: files are mapped into memory.
+    """The weights of a full module, which were found but not read yet: files are mapped into memory.
 
     Args:
-        source: A state dict; a file of `torch.save` with one, alone or in a checkpoint of Lightning; a ``.safetensors``
-            file; a folder of Hugging Face; or a directory that `save_distributed_checkpoint=True` or another strategy
-            of Lightning has written.
+        source: A state dict; a `torch.save` file with a state dict, alone or in a Lightning checkpoint; a
+            ``.safetensors`` file; a Hugging Face folder; or a directory that `save_distributed_checkpoint=True` or
+            another Lightning strategy has written.
 
     Raises:
-        FileNotFoundError: If there is nothing.
-        ValueError: If it is no such thing, or is damaged.
+        FileNotFoundError: If there is no such file or directory.
+        ValueError: If its content is something else, or is damaged.
     """
 
     def __init__(self, source: Source) -> None:
@@ -50,33 +50,34 @@ class Weights:
         self._files = self._folder.files if self._folder else [path] if path is not None and path.is_file() else []
 
     def shapes(self, module: nn.Module) -> dict[str, torch.Size]:
-        """What there is, by the names that it has in a module.
+        """Return the shapes of the available tensors, by their names in a module.
 
         Raises:
-            ValueError: If a folder of Hugging Face is for no part of the module, or for several.
+            ValueError: If a Hugging Face folder matches no part of the module, or several parts.
         """
         if self._folder is not None:
             _, names = self._folder.names_in(module)
             return {name: self._folder.shapes[source] for name, source in names.items()}
         if self._directory is None:
             return {name: value.shape for name, value in self._state.items() if isinstance(value, Tensor)}
-        from lightning_hybrid.checkpoint.storage.dcp import DistributedCheckpoint  # torch's part takes time to import
+        from lightning_hybrid.checkpoint.storage.dcp import DistributedCheckpoint  # importing torch's part takes time
 
         directory = DistributedCheckpoint(self._directory)
         return {path[0]: entry.size for path, entry in directory.below(directory.module_root).items() if entry}
 
     def load(self, module: LightningModule, parameters: ParameterMap, *, share: tuple[int, int] = (0, 1)) -> None:
-        """Give the module its values.
+        """Load the weights into a module.
 
         Args:
-            module: The user's module, parallelized. Its `strict_loading` says whether names may differ.
+            module: The user's module, parallelized. Its `strict_loading` determines if names may differ.
             parameters: The places of its tensors.
-            share: (number, count): which of so many equal parts of files is compared with its checksums here.
+            share: (number, count): the part of each file, out of equally large parts, whose checksums this rank
+                verifies.
 
         Raises:
-            ValueError: If a folder of Hugging Face is for no part of the module, or for several; or if something is not
-                what was written, where the format has checksums.
-            RuntimeError: If names or shapes do not fit; nothing is loaded then.
+            ValueError: If a Hugging Face folder matches no part of the module, or several parts; or if the content does
+                not match its checksums, in formats with checksums.
+            RuntimeError: If names or shapes do not match. Nothing is loaded then.
         """
         for file in self._files:
             verify(file, share=share)
@@ -86,16 +87,16 @@ class Weights:
         if self._directory is None:
             load_module_state(module, _with_ties(self._state, module), strict=module.strict_loading)
             return
-        from lightning_hybrid.checkpoint.sharded import ShardedCheckpoint  # as there
+        from lightning_hybrid.checkpoint.sharded import ShardedCheckpoint  # imported late for the same reason
 
         checkpoint = ShardedCheckpoint(module, parameters, OptimizerStates(module))
         checkpoint.load(self._directory, strict=module.strict_loading, read_extra=lambda path: {})
 
 
 def _load_folder(folder: HuggingFaceFolder, module: LightningModule) -> None:
-    """Load the part of a module that a folder is for: parameters that are not in it are missing in that part alone.
+    """Load the part of a module that a folder matches. Parameters of this part that the folder lacks are missing.
 
-    A buffer that the folder lacks is one that the model makes itself.
+    Buffers that the folder lacks are not, because the model computes such buffers itself.
     """
     prefix, names = folder.names_in(module)
     own, saved = module.state_dict(), {name: folder.shapes[source] for name, source in names.items()}
@@ -120,7 +121,7 @@ def _load_folder(folder: HuggingFaceFolder, module: LightningModule) -> None:
 
 
 def _tied_names(module: nn.Module) -> list[list[str]]:
-    """The names of each parameter."""
+    """Return the names of each parameter."""
     names: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -128,8 +129,8 @@ def _tied_names(module: nn.Module) -> list[list[str]]:
 
 
 def _with_ties(state: Mapping[str, Any], module: nn.Module) -> Mapping[str, Any]:
-    """Of tied parameters many files have one name: the others have its value."""
-    completed: Any = copy.copy(state)  # with the versions of layers
+    """Return a state dict with all names of tied parameters, because many files contain only one name of each."""
+    completed: Any = copy.copy(state)  # keeps the versions of layers
     for tied in _tied_names(module):
         known = next((name for name in tied if name in state), None)
         if known is not None:

@@ -1,1 +1,1 @@
-"""ZeRO: replicas shard optimizer states (1), gradients (2) and parameters (3)."""
+"""ZeRO: optimizer states (stage 1), gradients (2) and parameters (3) sharded over replicas."""

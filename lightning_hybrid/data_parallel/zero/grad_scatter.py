@@ -1,4 +1,4 @@
-"""Gradients of unsharded parameters, of which each replica gets the mean of its rows."""
+"""Gradients of unsharded parameters, of which each replica receives the mean of its rows."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from lightning_hybrid.distributed.process_group import reduce_scatter_single
 
 
 class ReduceScatterBucket(Bucket):
-    """A bucket of which each rank gets its rows.
+    """A bucket of which each rank receives its rows.
 
     ::
 
         on each rank    rank 0's rows | 1 1 || rank 1's rows | 1 1 ||     the sum goes to rank 0 || to rank 1 ||
 
-    The numbers behind the bar say which gradients this rank had, as in :class:`AllReduceBucket`. What arrives is added
-    to the gradient of the shard: earlier microbatches may have left something there.
+    The numbers after the bar mark the gradients of this rank, as in :class:`AllReduceBucket`. The sum is added to the
+    gradient of the shard, because earlier microbatches may have set it.
 
     Args:
         parameters: The parameters, in the order in which the gradients of their unsharded forms should arrive.
@@ -59,7 +59,7 @@ class ReduceScatterBucket(Bucket):
 
 
 def _fill(shards: Tensor, gradient: Tensor, parameter: ShardedParameter) -> None:
-    """Lay a flat gradient out as padded shards, ``(ranks, padded shard)``; the padding is zero."""
+    """Copy a flat gradient into padded shards, ``(ranks, padded shard)``, with zeros as padding."""
     size = parameter.rows.padded_numel
     full = parameter.rows.numel // size
     shards[:full].copy_(gradient[: full * size].view(full, size))
@@ -78,14 +78,15 @@ def _add(shard: nn.Parameter, gradient: Tensor) -> None:
 
 
 class ZeroGradients:
-    """Puts gradients into buckets, and says when these are reduced.
+    """Puts gradients into buckets, and starts their reduction.
 
     Args:
         groups: The parameters of the layers of each stage of this rank.
-        root: The parameters that are in none of them.
-        zero_stage: With 1 gradients are reduced once in a step, by size, otherwise after each backward, layer by layer.
-        reshard_after_forward: Whether parameters are gathered in backward too: then gradients are reduced at fixed
-            places of that order.
+        root: The parameters outside these layers.
+        zero_stage: With stage 1, gradients are reduced once per step, in buckets by size; with other stages after each
+            backward, layer by layer.
+        reshard_after_forward: If True, parameters are also gathered in backward, and gradients are reduced at fixed
+            points in the order of these gathers.
     """
 
     def __init__(
@@ -103,17 +104,18 @@ class ZeroGradients:
         self._by_unsharded = {id(each.unsharded): each for each in self._by_shard.values()}
         self._group_of = {id(each): group for group in (root, *layers) for each in group.parameters}
         self._backward_order = [*reversed(layers), root]
-        self._prefetched: dict[int, GradientBuckets] = {}  # by stage: those whose layers are gathered in backward
+        # By stage: the buckets of stages whose layers are gathered in backward.
+        self._prefetched: dict[int, GradientBuckets] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ZeroGradients:
-        """A copy of the module reduces no gradients, and unsharded parameters may have no memory to copy."""
+        """Return the object itself: a copy of the module reduces no gradients, and memory may not be allocated."""
         return self
 
     def find(self, parameter: Tensor) -> tuple[ShardedParameter, ParameterGroup] | None:
-        """Return a sharded parameter, given in any form, and those that are unsharded with it; else ``None``.
+        """Return a sharded parameter and its group; ``None`` for other tensors.
 
         Args:
-            parameter: Any tensor.
+            parameter: Any tensor; a sharded parameter in either form.
         """
         found = self._by_unsharded.get(id(parameter)) or self._by_shard.get(id(parameter))
         return None if found is None else (found, self._group_of[id(found)])
@@ -121,10 +123,11 @@ class ZeroGradients:
     def buckets(
         self, stage: int | None, shards: Sequence[Tensor], group: ProcessGroup, mask_group: ProcessGroup | None
     ) -> GradientBuckets:
-        """The gradients of some parameters.
+        """Return the buckets for the gradients of some parameters.
 
         Args:
-            stage: The stage that alone holds them, if one does: then they are reduced while its backward runs.
+            stage: The only stage with these parameters, if there is one. Their gradients are then reduced while its
+                backward runs.
             shards: The parameters, in the order of the model.
             group: The replicas.
             mask_group: As for :class:`GradientBuckets`.
@@ -143,13 +146,18 @@ class ZeroGradients:
         return buckets
 
     def launch_behind(self, stage: int, index: int) -> None:
-        """A backward has reached a layer: those behind it have their gradients."""
+        """Reduce the gradients of the layers after a layer that a backward has reached, because these are final.
+
+        Args:
+            stage: The stage.
+            index: The index of the layer.
+        """
         if stage in self._prefetched:
             behind = self._groups[stage][index + 1 :]
             self._prefetched[stage].launch_complete({id(p.unsharded) for group in behind for p in group.parameters})
 
     def _make_buckets(self, parameters: Sequence[nn.Parameter]) -> list[Bucket]:
-        """Put unsharded parameters into buckets: by size if they are reduced once, otherwise layer by layer."""
+        """Put unsharded parameters into buckets: by size if they are reduced once per step, otherwise by layer."""
         layers = [list(parameters)]
         if self._zero_stage > 1:
             keys = {id(parameter) for parameter in parameters}

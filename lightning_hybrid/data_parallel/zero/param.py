@@ -1,4 +1,4 @@
-"""A parameter that replicas shard: the rows that a rank holds between steps, and the unsharded one of a step."""
+"""A parameter that replicas shard: the rows of a rank between steps, and the unsharded parameter during a step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning_hybrid.distributed.dtensor import all_gather_zero, copy_attribute
 Owner = tuple[nn.Module, str]
 """The module in which a parameter is registered, and the name of the parameter in this module."""
 
-_UNSHARDED = "_unsharded"  # the attribute by which a shard knows what it was cut from
+_UNSHARDED = "_unsharded"  # the attribute of a shard that describes the original parameter
 
 
 # -- rows --------------------------------------------------------------------------------------------------------------
@@ -26,13 +26,13 @@ _UNSHARDED = "_unsharded"  # the attribute by which a shard knows what it was cu
 
 @dataclass(frozen=True)
 class RowShards:
-    """Each rank has equally many rows of a tensor, but the last ones may have fewer, or none.
+    """A division of a tensor's rows over ranks: equally many on each rank, but the last ranks may have fewer, or none.
 
     ::
 
-        7 rows over 4 ranks     0 1 | 2 3 | 4 5 | 6 -     as if there were 8: with padding, all shards are equally large
+        7 rows over 4 ranks     0 1 | 2 3 | 4 5 | 6 -     padded to 8 rows, so that all shards have the same size
 
-    Rows lie along the first dimension that has more than one of them, so those of one rank are neighbours in memory.
+    Rows are along the first dimension whose size is not 1, so the rows of a rank are contiguous in memory.
 
     Attributes:
         shape: The shape of the tensor.
@@ -46,27 +46,27 @@ class RowShards:
 
     @classmethod
     def of(cls, shape: torch.Size, num_ranks: int) -> RowShards | None:
-        """The rows of a tensor of this shape; ``None`` if there are not two of them."""
+        """Return the division of a tensor of this shape; ``None`` if it has fewer than two rows."""
         dim = next((dim for dim, size in enumerate(shape) if size != 1), None)
         return None if dim is None or shape[dim] == 0 else cls(shape, dim, num_ranks)
 
     @property
     def numel(self) -> int:
-        """Elements of the tensor."""
+        """Return the number of elements of the tensor."""
         return self.shape.numel()
 
     @property
     def rows_per_rank(self) -> int:
-        """Rows of a full shard, as `torch.chunk` divides."""
+        """Return the number of rows of a full shard, as in `torch.chunk`."""
         return -(-self.shape[self.dim] // self.num_ranks)
 
     @property
     def padded_numel(self) -> int:
-        """Elements of a shard with its padding: of a full one."""
+        """Return the number of elements of a shard with its padding, which is the size of a full shard."""
         return self.rows_per_rank * (self.numel // self.shape[self.dim])
 
     def shard_shape(self, rank: int) -> torch.Size:
-        """The shape of one rank's shard."""
+        """Return the shape of one rank's shard."""
         size = self.shape[self.dim]
         begin = min(rank * self.rows_per_rank, size)
         sizes = list(self.shape)
@@ -74,17 +74,17 @@ class RowShards:
         return torch.Size(sizes)
 
     def shard(self, flat: Tensor, rank: int) -> Tensor:
-        """One rank's shard, as a view into all padded shards one after the other.
+        """Return one rank's shard, as a view of the concatenated padded shards.
 
         Args:
-            flat: Of ``num_ranks * padded_numel`` elements.
+            flat: The concatenated padded shards, with ``num_ranks * padded_numel`` elements.
             rank: The rank.
         """
         shape = self.shard_shape(rank)
         return flat.narrow(0, rank * self.padded_numel, shape.numel()).view(shape)
 
     def unsharded(self, flat: Tensor) -> Tensor:
-        """The tensor, as a view into all padded shards one after the other."""
+        """Return the tensor, as a view of the concatenated padded shards."""
         return flat.narrow(0, 0, self.numel).view(self.shape)
 
 
@@ -92,7 +92,7 @@ class RowShards:
 
 
 def find_owners(module: nn.Module) -> dict[int, list[Owner]]:
-    """Where each parameter is found, under all its names, by the parameter's identity."""
+    """Return the modules and names under which each parameter is registered, by the parameter's identity."""
     owners: dict[int, list[Owner]] = {}
     for part in module.modules():
         for name, parameter in part._parameters.items():
@@ -102,9 +102,9 @@ def find_owners(module: nn.Module) -> dict[int, list[Owner]]:
 
 
 def set_parameter(parameter: nn.Parameter, owners: Iterable[Owner]) -> None:
-    """Let a parameter be found in these modules, under these names."""
+    """Register a parameter in these modules, under these names."""
     for part, name in owners:
-        if hasattr(part, "_flat_weights"):  # of recurrent layers of torch, which keep a list of their own
+        if hasattr(part, "_flat_weights"):  # torch's recurrent layers also keep their parameters in a list
             setattr(part, name, parameter)
         else:
             part._parameters[name] = parameter
@@ -115,12 +115,12 @@ def set_parameter(parameter: nn.Parameter, owners: Iterable[Owner]) -> None:
 
 @dataclass(frozen=True)
 class _Unsharded:
-    """What a parameter was before replicas sharded it.
+    """A description of a parameter before replicas sharded it.
 
     Attributes:
-        shape: The shape on this rank: of all of it, or of its part of a layer that tensor-parallel ranks share.
-        mesh: The ranks that share the layer; ``None`` if none do.
-        placements: How it is sharded over these.
+        shape: The local shape, of the whole parameter or of its tensor-parallel shard.
+        mesh: The tensor-parallel ranks; ``None`` if the parameter is not tensor-parallel.
+        placements: The placements over the tensor-parallel ranks.
     """
 
     shape: torch.Size
@@ -128,7 +128,7 @@ class _Unsharded:
     placements: tuple[Placement, ...]
 
     def parameter(self, local: Tensor, shard: nn.Parameter) -> nn.Parameter:
-        """A parameter with these values, and with the attributes of its shard."""
+        """Return a parameter with these values, and with the attributes of its shard."""
         if self.mesh is not None:
             local = from_shard(local, self.mesh, self.placements, shard)
         parameter = nn.Parameter(local, shard.requires_grad)
@@ -138,12 +138,12 @@ class _Unsharded:
 
 
 def is_shard(parameter: object) -> bool:
-    """Whether :func:`shard` has made this parameter: replicas have different rows of it."""
+    """Return True if :func:`shard` has made this parameter, so that replicas have different rows of it."""
     return isinstance(parameter, DTensor) and _UNSHARDED in vars(parameter)
 
 
 def unsharded_shape(parameter: Tensor) -> torch.Size:
-    """The shape that a parameter has on this rank where replicas do not shard it."""
+    """Return the local shape of a parameter without the sharding over replicas."""
     before: _Unsharded | None = vars(parameter).get(_UNSHARDED)
     if before is not None:
         return before.shape
@@ -152,16 +152,17 @@ def unsharded_shape(parameter: Tensor) -> torch.Size:
 
 @torch.no_grad()
 def shard(parameter: nn.Parameter, mesh: DeviceMesh, rank: int, num_ranks: int) -> nn.Parameter:
-    """One replica's shard of a parameter.
+    """Return one replica's shard of a parameter.
 
     Args:
-        parameter: Plain, or sharded over the tensor-parallel ranks.
-        mesh: The tensor-parallel ranks, if there is more than one, times the replicas.
-        rank: Of this replica.
+        parameter: A plain parameter, or a parameter that is sharded over the tensor-parallel ranks.
+        mesh: The tensor-parallel ranks, if there are several, times the replicas.
+        rank: The rank of this replica.
         num_ranks: The number of replicas.
 
     Returns:
-        A parameter with the same shape, of which this rank has some rows; the same one if it has too few.
+        A parameter with the same global shape, of which this rank has some rows; the given parameter if it has fewer
+        than two rows.
     """
     local = to_local(parameter)
     rows = RowShards.of(local.shape, num_ranks)
@@ -183,7 +184,7 @@ def shard(parameter: nn.Parameter, mesh: DeviceMesh, rank: int, num_ranks: int) 
 
 
 def full_parameter(value: Tensor, parameter: nn.Parameter) -> nn.Parameter:
-    """Return a plain parameter with these values, and with the attributes of one that may be a shard."""
+    """Return a plain parameter with these values, and with the attributes of a parameter that may be a shard."""
     full = nn.Parameter(value, parameter.requires_grad)
     copy_attributes(parameter, full)
     vars(full).pop(_UNSHARDED, None)
@@ -192,7 +193,7 @@ def full_parameter(value: Tensor, parameter: nn.Parameter) -> nn.Parameter:
 
 @torch.no_grad()
 def unshard(shard: nn.Parameter) -> nn.Parameter:
-    """The parameter that :func:`shard` was given; a collective of the replicas."""
+    """Return a parameter like the original argument of :func:`shard`; a collective of the replicas."""
     before: _Unsharded = vars(shard)[_UNSHARDED]
     return before.parameter(all_gather_zero(shard), shard)
 
@@ -200,20 +201,21 @@ def unshard(shard: nn.Parameter) -> nn.Parameter:
 class ShardedParameter:
     """A parameter in its two forms: this rank's shard, and the unsharded parameter that layers compute with.
 
-    The unsharded one lies in a flat tensor of the shards of all ranks, so that what was gathered is copied at once::
+    The unsharded parameter is in a flat tensor with the shards of all ranks, so that gathered values are copied at
+    once::
 
         flat        rank 0's rows | rank 1's rows | rank 2's rows and padding
         unsharded   ------------------------------------------       a view
-        sharded                   ---------------                    on rank 1: a view too, or memory of its own
+        sharded                   ---------------                    on rank 1: also a view, or separate memory
 
     Args:
-        sharded: What :func:`shard` made.
-        owners: Where it is found.
-        rank: Of this replica.
-        aliased: Whether the shard is a view into the flat tensor, which then always has memory.
+        sharded: The result of :func:`shard`.
+        owners: The modules and names under which it is registered.
+        rank: The rank of this replica.
+        aliased: If True, the shard is a view of the flat tensor, which then always has memory.
 
     Attributes:
-        is_written: Whether a step has written the unsharded parameter, so that the shard is out of date.
+        is_written: True if a step has written the unsharded parameter, so that the shard is out of date.
     """
 
     def __init__(self, sharded: nn.Parameter, owners: Sequence[Owner], rank: int, *, aliased: bool) -> None:
@@ -226,7 +228,8 @@ class ShardedParameter:
         self.is_written = False
         own = to_local(sharded)
         self.flat = own.new_zeros(rows.num_ranks * rows.padded_numel)
-        # Of a version counter of its own: what arrives while a graph needs the parameter is what the graph has saved.
+        # `.data` gives it a separate version counter. Gathering into it while a graph needs it is safe, because
+        # gathered values equal the values that the graph has saved.
         self.unsharded = before.parameter(rows.unsharded(self.flat.data), sharded)
         if aliased:
             view = rows.shard(self.flat, rank)
@@ -236,68 +239,78 @@ class ShardedParameter:
             self.free()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedParameter:
-        """The same of the copied shard, which is no view; the flat tensor, which may have no memory, is not copied."""
+        """Return a parameter with the two forms of the copied shard, which is not a view.
+
+        The flat tensor is not copied, because it may have no memory.
+        """
         made = object.__new__(ShardedParameter)
-        memo[id(self)] = made  # hooks of the modules in which it is found know it
+        memo[id(self)] = made  # hooks of the owner modules refer to it
         sharded, owners = copy.deepcopy(self.sharded, memo), copy.deepcopy(self.owners, memo)
         made.__init__(sharded, owners, self._rank, aliased=False)  # type: ignore[misc]
         memo[id(self.unsharded)] = made.unsharded
         return made
 
     def all_gather_input(self) -> Tensor:
-        """What this rank gives to the others: its shard with padding, flat."""
+        """Return the flat shard with padding, which this rank sends to the other ranks."""
         own = to_local(self.sharded)
         if self._is_aliased(own):
             return self.flat.narrow(0, self._rank * self.rows.padded_numel, self.rows.padded_numel)
         return torch.nn.functional.pad(own.reshape(-1), (0, self.rows.padded_numel - own.numel()))
 
     def _is_aliased(self, own: Tensor) -> bool:
-        """Whether the shard is a view of the flat tensor; in a copy of the module, which copies both, it is not."""
+        """Return True if the shard is a view of the flat tensor; False in a copy of the module, which copies both."""
         address = self.flat.untyped_storage().data_ptr()
         return address != 0 and own.untyped_storage().data_ptr() == address
 
     def copy_out(self, shards: Tensor) -> None:
-        """Copy the gathered shards of all ranks, ``(ranks, padded shard)``, to where the unsharded parameter lies."""
+        """Copy the gathered shards of all ranks, ``(ranks, padded shard)``, into the unsharded parameter."""
         storage = self.flat.untyped_storage()
         if storage.size() != self.flat.nbytes:
             storage.resize_(self.flat.nbytes)
         flat = self.flat.view(self.rows.num_ranks, self.rows.padded_numel)
-        if self._is_aliased(to_local(self.sharded)):  # own rows are there, and may be newer than what was gathered
+        # The local rows are already there, and may be newer than the gathered rows.
+        if self._is_aliased(to_local(self.sharded)):
             flat[: self._rank].copy_(shards[: self._rank])
             flat[self._rank + 1 :].copy_(shards[self._rank + 1 :])
         else:
             flat.copy_(shards)
 
     def update_shard(self) -> None:
-        """Give the shard what a step has written into the unsharded parameter."""
+        """Copy values that a step has written into the unsharded parameter to the shard."""
         if self.is_written:
             self.is_written = False
             with torch.no_grad():
                 to_local(self.sharded).copy_(self.rows.shard(self.flat, self._rank))
 
     def free(self) -> None:
-        """Free the memory of the unsharded parameter, to which graphs refer: it comes back in the same place."""
+        """Free the memory of the unsharded parameter.
+
+        The tensor stays, because graphs refer to it, and receives memory again when it is gathered.
+        """
         self.flat.untyped_storage().resize_(0)
 
     def to_unsharded(self) -> None:
-        """Let layers find the unsharded parameter."""
+        """Register the unsharded parameter, for layers."""
         self.sync_requires_grad()
         set_parameter(self.unsharded, self.owners)
 
     def to_sharded(self) -> None:
-        """Let everybody else find the shard."""
+        """Register the shard, for all other code."""
         self.sync_requires_grad()
         set_parameter(self.sharded, self.owners)
 
     def sync_requires_grad(self) -> None:
-        """Both need gradients, or neither: users change the shard between steps, the unsharded parameter in a step."""
+        """Give both forms the same `requires_grad`.
+
+        Users change it on the shard between steps, and on the unsharded parameter during a step.
+        """
         changed = self.unsharded if self.unsharded.requires_grad != self._requires_grad else self.sharded
         self._requires_grad = changed.requires_grad
         self.unsharded.requires_grad_(self._requires_grad)
         self.sharded.requires_grad_(self._requires_grad)
 
     def remove(self) -> None:
-        """Leave the module with the shard, in memory of its own."""
+        """Leave the shard in the module, in separate memory."""
         self.to_sharded()
         own = to_local(self.sharded)
         if self._is_aliased(own):

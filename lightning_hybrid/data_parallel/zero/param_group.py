@@ -1,4 +1,4 @@
-"""Parameters that are unsharded together: one all-gather for those of a layer."""
+"""Parameters that are unsharded together, such as the parameters of a layer, with one all-gather."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from lightning_hybrid.distributed.process_group import GroupRef, all_gather_sing
 
 
 class ParameterGroup:
-    """The parameters of a layer, which are unsharded or are not.
+    """The parameters of a layer, which are either all unsharded or all sharded.
 
     ::
 
-        unshard_async()         all-gather                      not waited for: the layer before computes
-        wait_for_unshard()      the shards are there, and are copied out
-        release()               not needed for now              resharded, unless memory stays
+        unshard_async()         starts the all-gather           does not wait: the previous layer computes meanwhile
+        wait_for_unshard()      waits for the shards, and copies them into the unsharded parameters
+        release()               not needed for now              resharded, unless memory is kept
         reshard()               out of date
 
     Args:
         parameters: The parameters.
         group: The replicas.
-        keeps_memory: Whether unsharded parameters have memory all the time, or only while they are needed; only then
-            layers can find them.
+        keeps_memory: If True, unsharded parameters always have memory; otherwise only while they are needed, and only
+            then layers can find them.
 
     Attributes:
-        keeps_memory: Whether unsharded parameters have memory all the time.
-        is_unsharded: Whether what layers find is up to date.
-        in_backward: Whether a backward goes through the layer.
+        keeps_memory: True if unsharded parameters always have memory.
+        is_unsharded: True if the unsharded values are up to date.
+        in_backward: True while a backward passes through the layer.
     """
 
     copies_out: ClassVar[bool] = False
@@ -51,7 +51,7 @@ class ParameterGroup:
 
     @torch.no_grad()
     def unshard_async(self) -> None:
-        """Start to gather shards, unless that was done, or the parameters are unsharded."""
+        """Start to gather the shards, unless the gather has started, or the parameters are unsharded."""
         if self.is_unsharded or self._in_flight:
             return
         group = self._group()
@@ -63,7 +63,7 @@ class ParameterGroup:
 
     @torch.no_grad()
     def wait_for_unshard(self) -> None:
-        """Have all values in place."""
+        """Wait until all values are in place."""
         if self.is_unsharded:
             return
         self.unshard_async()
@@ -82,32 +82,32 @@ class ParameterGroup:
             self.to_unsharded()
 
     def release(self) -> None:
-        """The values are not needed for now: free memory that does not stay."""
+        """Free memory that is not kept, because the values are not needed for now."""
         self.in_backward = False
         if not self.keeps_memory:
             self.reshard()
 
     def reshard(self) -> None:
-        """The values are not needed any more, or out of date."""
+        """Mark the values as not needed or out of date, and free memory that is not kept."""
         if self._in_flight:  # no layer has waited for them
             self.wait_for_unshard()
         if self.is_unsharded and not self.keeps_memory:
-            self.to_sharded()  # what has no memory must not be found
+            self.to_sharded()  # a parameter without memory must not be found
             for parameter in self.parameters:
                 parameter.update_shard()
                 parameter.free()
         self.is_unsharded = False
 
     def to_unsharded(self) -> None:
-        """Let layers find unsharded parameters."""
+        """Register the unsharded parameters, for layers."""
         for parameter in self.parameters:
             parameter.to_unsharded()
 
     def to_sharded(self) -> None:
-        """Let everybody else find shards."""
+        """Register the shards, for all other code."""
         for parameter in self.parameters:
             parameter.to_sharded()
 
     def abandon(self) -> None:
-        """Let go of collectives in flight, after a failure."""
+        """Drop collectives in flight after a failure."""
         self._in_flight.clear()

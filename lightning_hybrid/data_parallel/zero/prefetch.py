@@ -1,4 +1,4 @@
-"""The order in which layers are unsharded: the same on every replica, whichever layers it uses."""
+"""The order in which layers are unsharded, which is the same on every replica, whichever layers it uses."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from lightning_hybrid.distributed.pytree import flatten, unflatten
 
 
 class Prefetcher:
-    """Unshards layers one after the other, each while the one before it computes.
+    """Unshards layers one after the other, each while the layer before it computes.
 
-    Collectives of a group have one order on all ranks. So a layer that this replica skips is unsharded all the same,
-    and resharded at once; and what else a backward sends is sent at fixed places of that order::
+    Collectives of a group must have the same order on all ranks. So a layer that this replica skips is still unsharded,
+    and then resharded at once. Other collectives of a backward are started at fixed points in this order::
 
         layers used here            2           0
-        of another replica          2     1     0
+        on another replica          2     1     0
         backward, on both           gather 2, gather 1, [scatter 2], gather 0, [scatter 1], and after it [scatter 0]
 
     Args:
         groups: The parameters of each layer, in the order of the model.
-        keeps_unsharded: Whether layers stay unsharded until they are resharded from elsewhere; then each step goes
-            through them once.
-        on_unshard: Called in a backward with the index of each layer that is reached: those behind it are done, if
-            layers are used in their order.
+        keeps_unsharded: If True, layers stay unsharded until other code reshards them, so each step gathers each layer
+            once.
+        on_unshard: Called in a backward with the index of each layer that is reached. If layers are used in their
+            order, the gradients of later layers are final.
 
     Attributes:
-        is_in_order: Whether they have been: each at most once. To be set when a step begins.
+        is_in_order: True if each layer was used at most once, in order. The caller sets it at the start of a step.
     """
 
     def __init__(
@@ -45,11 +45,11 @@ class Prefetcher:
         self._on_unshard = on_unshard
         self._is_backward = False
         self.is_in_order = True
-        self._pending: list[int] = []  # not gathered yet, in order
-        self._in_flight: int | None = None  # being gathered, and not asked for
+        self._pending: list[int] = []  # layers that are not gathered yet, in order
+        self._in_flight: int | None = None  # the layer that is being gathered, but was not requested yet
 
     def begin(self, *, is_backward: bool = False) -> None:
-        """A forward or a backward begins; the one before is over."""
+        """Start a forward or a backward, after finishing the previous one."""
         self.finish()
         self._is_backward = is_backward
         self._pending = list(range(len(self._groups)))
@@ -60,7 +60,8 @@ class Prefetcher:
         """Unshard a layer.
 
         Args:
-            index: Of the layer. If it was passed already, the layers run again, as they may outside of training.
+            index: The index of the layer. If the order is already past it, the order starts again, because layers may
+                run several times outside of training.
         """
         group = self._groups[index]
         if group.is_unsharded:
@@ -75,17 +76,17 @@ class Prefetcher:
         self._prefetch()
 
     def finish(self) -> None:
-        """This replica uses no more layers: take part in what is left."""
+        """Take part in the remaining collectives, because this replica uses no more layers."""
         while self._prefetch() is not None:
             self._skip()
 
     def abandon(self) -> None:
-        """Something failed: nothing is waited for."""
+        """Drop everything after a failure, without waiting."""
         self._pending.clear()
         self._in_flight = None
 
     def _prefetch(self) -> int | None:
-        """Start to gather the next layer, unless one is in flight."""
+        """Start to gather the next layer, unless a layer is in flight; return the layer in flight."""
         if self._in_flight is None and self._pending:
             self._in_flight = self._pending.pop(0)
             self._groups[self._in_flight].unshard_async()
@@ -97,7 +98,7 @@ class Prefetcher:
             self._on_unshard(index)
 
     def _skip(self) -> None:
-        """This replica does not use the layer in flight."""
+        """Pass the layer in flight, which this replica does not use."""
         index = self._in_flight
         assert index is not None
         self._reach(index)
@@ -108,7 +109,12 @@ class Prefetcher:
 
 
 def post_backward_hook(tree: Any, hook: Callable[[], None]) -> Any:
-    """The inputs of a layer; `hook` is called when the gradients of all of them have been computed."""
+    """Return the inputs of a layer, with a hook that is called when the gradients of all inputs have been computed.
+
+    Args:
+        tree: The inputs.
+        hook: The hook.
+    """
     leaves, spec = flatten(tree)
     indices = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
     if not indices or not torch.is_grad_enabled():
@@ -120,7 +126,7 @@ def post_backward_hook(tree: Any, hook: Callable[[], None]) -> Any:
 
 
 class _PostBackward(torch.autograd.Function):
-    """The identity, where a backward leaves a layer: its nodes run after all of the layer's own, which are younger."""
+    """The identity at the inputs of a layer. Autograd runs its node after all nodes of the layer, which are younger."""
 
     @staticmethod
     def forward(ctx: Any, hook: Callable[[], None], *leaves: Tensor) -> tuple[Tensor, ...]:

@@ -1,4 +1,4 @@
-"""A module's parameters sharded over replicas, and unsharded again."""
+"""Sharding of a module's parameters over replicas, and its reversal."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from lightning_hybrid.distributed.mesh import Mesh
 
 
 def shard_module(module: nn.Module, mesh: Mesh, device: torch.device) -> None:
-    """Let each replica keep its shard of every parameter; the first one's values count.
+    """Shard every parameter over the replicas, with the values of the first replica.
 
-    Parameter by parameter, so that a device never has more than one that is not sharded. Parameters that were sharded
-    in an earlier run, or by the user, stay as they are.
+    Parameters are sharded one by one, so that a device never holds more than one unsharded parameter. Parameters that
+    an earlier run or the user has sharded are skipped.
 
     Args:
-        module: The module, with placeholders for what lives elsewhere.
-        mesh: The ranks.
-        device: Where the shards go.
+        module: The module, with placeholders for tensors of other stages.
+        mesh: The mesh.
+        device: The device for the shards.
     """
     if mesh.num_replicas == 1:
         return
@@ -49,12 +49,12 @@ def unshard_module(module: nn.Module) -> None:
 
 @torch.no_grad()
 def take_places(module: nn.Module, earlier: Mapping[str, nn.Parameter]) -> None:
-    """Make the shards of an earlier run the parameters again, with the values that the module has now.
+    """Register the shards of an earlier run as parameters again, with the current values of the module.
 
-    Optimizers and callbacks know the earlier shards.
+    Optimizers and callbacks refer to these earlier shards.
 
     Args:
-        module: The module, divided as it was then.
+        module: The module, parallelized as in the earlier run.
         earlier: The shards of the earlier run, by all their names.
     """
     owners = find_owners(module)
@@ -79,7 +79,7 @@ def _lie_alike(one: Any, other: Any) -> bool:
 
 
 def listed_layers(module: nn.Module) -> Iterator[nn.Module]:
-    """The layers of a module: what is in its outermost lists and sequences of modules, in order."""
+    """Yield the layers of a module: the entries of its outermost module lists and sequences, in order."""
     for child in module.children():
         if isinstance(child, (nn.Sequential, *_LISTS)):
             yield from _entries(child)
@@ -88,7 +88,7 @@ def listed_layers(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _entries(container: nn.Module) -> Iterator[nn.Module]:
-    """What is in a list of modules; a list in it cannot be called, so what is in that counts."""
+    """Yield the entries of a module list. A nested list cannot be called, so its entries are yielded instead."""
     for entry in container.children():
         if isinstance(entry, _LISTS):
             yield from _entries(entry)
@@ -102,15 +102,15 @@ _LISTS = (nn.ModuleList, nn.ModuleDict)
 def own_parameters(
     members: Sequence[nn.Module], layers: Mapping[int, Sequence[nn.Module]], owners: Mapping[int, Sequence[Owner]]
 ) -> Iterator[list[int]]:
-    """The parameters that are in each layer and nowhere else; none of a layer that comes more than once.
+    """Yield the parameters that are in each layer and nowhere else; none for a layer that occurs more than once.
 
     Args:
         members: The layers.
         layers: All layers of this rank, by stage.
-        owners: Where each parameter of the module is found, by identity.
+        owners: The modules and names of each parameter of the module, by the parameter's identity.
 
     Yields:
-        The identities of the parameters of each of the members.
+        The identities of the parameters of each member.
     """
     counts = Counter(id(layer) for layers_of_stage in layers.values() for layer in layers_of_stage)
     for layer in members:

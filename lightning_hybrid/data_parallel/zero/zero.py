@@ -1,4 +1,4 @@
-"""ZeRO: what every replica would hold is sharded over them, and unsharded where it is needed."""
+"""ZeRO: parameters, gradients and optimizer states sharded over replicas, and unsharded where they are needed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from lightning_hybrid.distributed.pytree import flatten
 
 @dataclass
 class _Unfollowed:
-    """A hook that is no part of the user's step, for those who follow the calls of that; copied with its module."""
+    """A hook that is not part of the user's step, and hidden from tracing. It is copied with its module."""
 
     hook: Callable[..., Any]
 
@@ -42,8 +42,8 @@ class _Layer:
     Attributes:
         group: Its parameters.
         stage: Its stage.
-        index: Among the layers of the stage that have parameters.
-        position: Among those of all stages of this rank.
+        index: Its index among the layers of the stage that have parameters.
+        position: Its index among all such layers of this rank.
     """
 
     group: ParameterGroup
@@ -55,15 +55,15 @@ class _Layer:
 class ZeroParameters:
     """The parameters of this rank, sharded over replicas, and unsharded for each step.
 
-    Between steps everybody finds shards: optimizers, callbacks, checkpoints. During a step layers find unsharded
+    Between steps, optimizers, callbacks and checkpoints find shards in the module. During a step, layers find unsharded
     parameters::
 
         stage   gradients                            unsharded parameters
-        1       unsharded until the step's last      always have memory; the rows of others are gathered layer by layer
-                backward, then each rank its rows    while the first forward of a step runs
-        2       each rank its rows after each        likewise
+        1       unsharded until the step's last      always have memory; the rows of other ranks are gathered layer by
+                backward, then rows of each rank     layer while the first forward of a step runs
+        2       rows of each rank, after each        the same
                 layer of each backward
-        3       likewise                             have memory from a layer's first forward to its last backward; or,
+        3       the same                             have memory from a layer's first forward to its last backward; or,
                                                      with `reshard_after_forward`, in each forward and each backward
 
     The sequence of collectives is the same on every replica, whichever layers it uses: see :class:`Prefetcher`.
@@ -72,18 +72,18 @@ class ZeroParameters:
     https://arxiv.org/abs/1910.02054).
 
     Args:
-        module: The user's module, with shards in the place of parameters.
-        layers: Of each stage of this rank the layers, in order, by stage; parameters that lie in more than one of them,
-            or in none, are unsharded together when a step begins: the root group.
+        module: The user's module, with shards instead of parameters.
+        layers: The layers of each stage of this rank, in order, by stage. Parameters in several layers, or in none,
+            form the root group, and are unsharded together at the start of a step.
         group: The replicas.
         zero_stage: 1, 2 or 3.
-        reshard_after_forward: Whether stage 3 reshards a layer after each forward, and after each backward.
+        reshard_after_forward: If True, stage 3 reshards a layer after each forward, and after each backward.
 
     Attributes:
-        parameters: The parameters that are sharded, by the identity of the shard.
-        reduces_each_backward: Whether gradients are reduced after each backward, and not only after the last one of a
-            step; replicas have to run equally many microbatches then.
-        is_open: Whether layers find unsharded parameters: during a step.
+        parameters: The sharded parameters, by the identity of the shard.
+        reduces_each_backward: True if gradients are reduced after each backward, and not only after the last backward
+            of a step. Replicas must then run equally many microbatches.
+        is_open: True while layers find unsharded parameters, during a step.
     """
 
     is_active, is_open = True, False
@@ -144,7 +144,7 @@ class ZeroParameters:
         ]
 
     def tensors(self) -> list[Tensor]:
-        """Both forms of all parameters."""
+        """Return both forms of all parameters."""
         return [form for parameter in self.parameters.values() for form in (parameter.sharded, parameter.unsharded)]
 
     def shards(self) -> dict[int, nn.Parameter]:
@@ -153,7 +153,7 @@ class ZeroParameters:
         return {id(form): shard for form, shard in both}
 
     def counts_in_norm(self, parameter: nn.Parameter) -> bool:
-        """Whether this replica counts a parameter, or its rows of it, in the gradient norm."""
+        """Return True if this replica counts a parameter, or its rows of the parameter, in the gradient norm."""
         return self._is_first or is_shard(parameter)
 
     def gradient_buckets(
@@ -163,10 +163,10 @@ class ZeroParameters:
         group: ProcessGroup,
         mask_group: ProcessGroup | None,
     ) -> list[GradientBuckets]:
-        """The gradients of those of some parameters that are sharded.
+        """Return buckets for the gradients of the sharded parameters among some parameters.
 
         Args:
-            stage: The stage that alone holds the parameters, if one does.
+            stage: The only stage with the parameters, if there is one.
             parameters: The parameters, in the order of the model.
             group: The replicas.
             mask_group: As for :class:`GradientBuckets`.
@@ -177,12 +177,12 @@ class ZeroParameters:
     # -- steps ---------------------------------------------------------------------------------------------------------
 
     def open(self, *, unchanged: bool = False, reshard_after_forward: bool = True) -> None:
-        """A step begins: layers find unsharded parameters.
+        """Start a step: let layers find unsharded parameters.
 
         Args:
-            unchanged: Whether parameters are the same as in the step before.
-            reshard_after_forward: Whether layers may be resharded after each use in this step: replicas have to run
-                equally many microbatches then.
+            unchanged: True if parameters have not changed since the previous step.
+            reshard_after_forward: True if layers may be resharded after each use in this step. Replicas must then run
+                equally many microbatches.
         """
         if self.is_open:
             return
@@ -200,7 +200,7 @@ class ZeroParameters:
             self._prefetcher.begin()
 
     def follow(self, optimizers: Iterable[Optimizer]) -> None:
-        """Whoever steps one of these in the middle of a step finds new values in what follows."""
+        """Gather the parameters again after one of these optimizers has stepped in the middle of a step."""
         for optimizer in optimizers:
             self._handles.append(optimizer.register_step_post_hook(lambda *_: self._reopen()))
 
@@ -210,7 +210,7 @@ class ZeroParameters:
             self.open()
 
     def close(self) -> None:
-        """A step ends: everybody finds shards."""
+        """End a step: let all code find shards."""
         if not self.is_open:
             return
         self.is_open = False
@@ -221,7 +221,7 @@ class ZeroParameters:
             group.to_sharded()
 
     def abandon(self) -> None:
-        """End a step in which something failed: nothing is waited for."""
+        """End a step after a failure, without waiting for collectives."""
         self.is_open = False
         for prefetcher in (self._prefetcher, *self._stage_prefetchers.values()):
             prefetcher.abandon()
@@ -234,26 +234,26 @@ class ZeroParameters:
         return (self._root, *self._groups)
 
     def forward_begins(self, stage: int) -> None:
-        """The layers of a stage are about to run, for one microbatch."""
+        """Start to gather the layers of a stage, which are about to run for one microbatch."""
         if self._reshards_now and stage in self._stage_prefetchers:
             self._stage_prefetchers[stage].begin()
 
     def forward_ends_early(self, stage: int) -> None:
-        """The layers of a stage do not run for this microbatch: take part now in what replicas wait for that do."""
+        """Take part in the collectives of other replicas: this replica does not run a stage for this microbatch."""
         if not self._reshards_now:
             self._prefetcher.finish()
         elif stage in self._stage_prefetchers:
             self._stage_prefetchers[stage].finish()
 
     def backward_begins(self, stage: int) -> None:
-        """A backward of a stage begins."""
+        """Prepare for a backward of a stage."""
         if not self._reshards_now:
             self._prefetcher.finish()  # gradients are reduced from now on
         elif stage in self._stage_prefetchers:
             self._stage_prefetchers[stage].begin(is_backward=True)
 
     def backward_ends(self, stage: int, *, is_last: bool) -> None:
-        """A backward of a stage is over; after the last one of a step its layers are not needed any more."""
+        """End a backward of a stage. After the last backward of a step, the stage's layers are not needed any more."""
         if self._reshards_now and stage in self._stage_prefetchers:
             self._stage_prefetchers[stage].finish()
         if is_last or self._reshards_now:
@@ -263,21 +263,21 @@ class ZeroParameters:
     # -- layers --------------------------------------------------------------------------------------------------------
 
     def unshard_layers(self) -> None:
-        """Have the parameters of all layers in place, for code around the layers that uses them."""
+        """Gather the parameters of all layers, for code around the layers that uses them."""
         for position, group in enumerate(self._groups):
             if not group.is_unsharded:
                 _Unfollowed(self._prefetcher.unshard)(position)
 
     @property
     def is_unsharded(self) -> bool:
-        """Return whether the parameters of all layers are gathered."""
+        """Return True if the parameters of all layers are gathered."""
         return all(group.is_unsharded for group in self._groups)
 
     def unsharded(self, parameter: Tensor) -> Tensor | None:
-        """Return the unsharded form of a parameter, given in any form, with its values in place.
+        """Return the unsharded form of a parameter, with its values in place; ``None`` for other tensors.
 
         Args:
-            parameter: Any tensor; ``None`` is returned for one that is not sharded.
+            parameter: Any tensor; a sharded parameter in either form.
         """
         found = self._gradients.find(parameter)
         if found is None:
@@ -288,10 +288,10 @@ class ZeroParameters:
         return sharded.unsharded
 
     def note_write(self, parameter: Tensor) -> None:
-        """Note that the step writes the unsharded form of a parameter, of which replicas keep their rows.
+        """Record that the step writes the unsharded form of a parameter, so that replicas keep their rows of it.
 
         Args:
-            parameter: The parameter in any form; all replicas write it.
+            parameter: The parameter in either form. All replicas write it.
         """
         found = self._gradients.find(parameter)
         if found is not None and not self.keeps_layers:
@@ -306,7 +306,10 @@ class ZeroParameters:
         ]
 
     def _hook_owners(self, layer_of: Mapping[int, _Layer]) -> None:
-        """Parts of layers may be called by themselves, and parts outside of them freeze and thaw in a step."""
+        """Add hooks to all modules with sharded parameters.
+
+        Modules inside layers may be called directly, and modules outside of layers may freeze parameters during a step.
+        """
         owned: dict[nn.Module, list[ShardedParameter]] = {}
         for parameter in self.parameters.values():
             for owner, _ in parameter.owners:
@@ -334,7 +337,7 @@ class ZeroParameters:
         group = layer.group
         for parameter in group.parameters:
             parameter.sync_requires_grad()
-        if group.in_backward and self._reshards_now:  # what is recomputed belongs to it
+        if group.in_backward and self._reshards_now:  # recomputation belongs to the backward
             return None
         self._unshard(layer)
         return post_backward_hook((args, kwargs), group.release) if self._reshards_now else None
@@ -355,7 +358,7 @@ class ZeroParameters:
         self._close_for(module)
 
     def _open_for(self, module: nn.Module, *_: Any) -> None:
-        """Outside of steps a layer, or the module, can be called too."""
+        """Open the parameters for a call outside of a step, of a layer or of the module."""
         for parameter in self._root.parameters:
             parameter.sync_requires_grad()
         if not self.is_open:
@@ -370,7 +373,7 @@ class ZeroParameters:
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def remove(self) -> None:
-        """Leave the module with shards that lie in memory of their own, and without hooks."""
+        """Leave the shards in the module, in separate memory, and remove all hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -384,21 +387,21 @@ class ZeroParameters:
 
 
 class NoZero:
-    """In the place of :class:`ZeroParameters` where replicas shard nothing."""
+    """The replacement of :class:`ZeroParameters` if replicas shard nothing."""
 
     is_active = reduces_each_backward = is_open = False
     keeps_layers = is_unsharded = True
 
     def tensors(self) -> list[Tensor]:
-        """None."""
+        """Return an empty list."""
         return []
 
     def shards(self) -> dict[int, nn.Parameter]:
-        """Return no shard."""
+        """Return an empty dict."""
         return {}
 
     def counts_in_norm(self, parameter: nn.Parameter) -> bool:
-        """Each replica counts everything, and finds the norm by itself."""
+        """Return True, because each replica counts every parameter and computes the norm alone."""
         return True
 
     def gradient_buckets(
@@ -408,17 +411,17 @@ class NoZero:
         group: ProcessGroup,
         mask_group: ProcessGroup | None,
     ) -> list[GradientBuckets]:
-        """None."""
+        """Return an empty list."""
         assert not any(map(is_shard, parameters))
         return []
 
     def unsharded(self, parameter: Tensor) -> None:
-        """No parameter is sharded."""
+        """Return ``None``, because no parameter is sharded."""
 
     def _nothing(self, *_: Any, **__: Any) -> None:
         pass
 
     open = close = abandon = follow = remove = unshard_layers = note_write = _nothing
 
-    # Not called in a step, where even nothing takes time: see `is_active`.
+    # Not called in a step, because even an empty call takes time: see `is_active`.
     forward_begins = forward_ends_early = backward_begins = backward_ends = _nothing

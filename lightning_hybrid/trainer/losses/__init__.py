@@ -1,1 +1,1 @@
-"""Losses over microbatches: what they are of their batch, and what each microbatch counts."""
+"""Losses over microbatches: how they relate to the loss of the full batch, and the weight of each microbatch."""

@@ -1,16 +1,17 @@
-"""Finds out by experiment why microbatches change a loss, with forwards that run only after a difference was found.
+"""Experiments that find out why microbatches change a loss.
 
-::
+:class:`~.microbatch_comparison.MicrobatchComparison` runs the experiments only after it has found a difference. ::
 
-    router losses without their coefficient     no difference is left      a router loss
-    a number of the batch as the weight         no difference is left      a mean over that number (:mod:`.divisors`)
-    the rows of all tensors in another order    another loss               rows are not samples, or their order counts
-      ... of all but one tensor                 the same loss              the rows of that tensor are not samples
-      ... along the second dimension            the same loss              samples lie along that one
-    pairs of four microbatches                  weights that agree         a ratio of two sums over samples
-    otherwise                                                              the samples are coupled
+    experiment                                result                   cause
+    router losses without their coefficient   no difference is left    a router loss
+    a number of the batch as the weight       no difference is left    a mean over that number (:mod:`.divisors`)
+    all tensors with their rows reordered     another loss             rows are not samples, or their order counts
+      ... all tensors but one                 the same loss            the rows of that tensor are not samples
+      ... along the second dimension          the same loss            the second dimension is the batch dimension
+    pairs of four microbatches                weights that agree       a ratio of two sums over samples
+    otherwise                                                          the samples are coupled
 
-No batch of an experiment is larger than those of the step or the comparison, so it fits in memory.
+No batch of an experiment is larger than the batches of the step or the comparison, so it fits in memory.
 """
 
 from __future__ import annotations
@@ -42,20 +43,20 @@ __all__ = [
     "warning_text",
 ]
 
-#: The largest number of tensors for which each is left in its order once.
+#: The largest number of tensors with rows for which each tensor is left in its order once.
 _MOST_LEAVES = 6
 _BLOCKS = "ABCD"
 _PAIRS = ("AB", "CD", "AC", "BD")
-#: The largest relative error of the weights of blocks with which a ratio is judged.
+#: The largest relative error of the weights of blocks at which a ratio is still judged.
 _MOST_ERROR = 0.01
 
 
 class Cause(NamedTuple):
-    """Why microbatches change a loss.
+    """The reason why microbatches change a loss.
 
     Attributes:
-        text: The cause, a clause about the loss: "it couples the samples of a batch".
-        remedy: The change by which the user keeps microbatches.
+        text: The cause, as a clause about the loss: "it couples the samples of a batch".
+        remedy: The change to the user's code that allows microbatches.
     """
 
     text: str
@@ -89,13 +90,14 @@ _NOT_FINITE = Cause(
 
 
 class Finding(NamedTuple):
-    """The result of the experiments on one rank, or on all.
+    """The result of the experiments on one rank, or the common result of all ranks.
 
     Attributes:
         divisors: The divisors that explain all pairs of microbatches.
-        order: Whether the loss is the ``"same"`` in another order of rows, or ``"changes"``.
-        place: The path of the tensor whose rows are not samples, or the dimension along which samples lie.
-        is_ratio: Whether the loss is a ratio of two sums over samples; ``None`` if the losses do not tell.
+        order: The effect of another order of rows on the loss: ``"same"`` or ``"changes"``; ``"unknown"`` if not
+            tested.
+        place: The path of the tensor whose rows are not samples, or the number of the real batch dimension.
+        is_ratio: True if the loss is a ratio of two sums over samples; ``None`` if the losses do not show this.
     """
 
     divisors: tuple[Divisor, ...] = ()
@@ -105,17 +107,19 @@ class Finding(NamedTuple):
 
 
 class Experiments:
-    """Batches whose losses tell a cause, made of the rows of one batch; none where something else than rows is split.
+    """Batches made of the rows of one batch, whose losses show the cause of a difference.
+
+    There are no such batches if the split of the batch involves more than the rows of tensors.
 
     Args:
-        batch: Of the training step.
+        batch: The batch of the training step.
         num_microbatches: The number of its microbatches.
-        largest: The number of samples of the largest batch that has been compared.
+        largest: The number of samples of the largest batch that was compared.
 
     Attributes:
-        batches: By name: ``"A"`` to ``"D"`` are microbatches, ``"AB"`` two of them joined, ``"rows"`` the largest
-            batch, ``"order"`` the same in another order, and so on.
-        counts: Their numbers of samples.
+        batches: The batches by name: ``"A"`` to ``"D"`` are microbatches, ``"AB"`` is two of them joined, ``"rows"`` is
+            the largest batch, ``"order"`` is the same batch in another order, and so on.
+        counts: The number of samples of each batch, by name.
     """
 
     def __init__(self, batch: Any, num_microbatches: int, largest: int) -> None:
@@ -130,12 +134,12 @@ class Experiments:
             return
         if len(counts) >= len(_BLOCKS) and len(set(counts[: len(_BLOCKS)])) == 1:
             self._add_blocks(counts[0], largest)
-        # Sequences may have to be sorted by their lengths.
+        # Users may require sequences that are sorted by length, so sorted rows keep their order.
         if largest % 2 == 0 and not any(_is_sorted(self._leaves[number], largest) for number in self._rows):
             self._add_orders(largest)
 
     def _add(self, name: str, count: int, change: Callable[[Tensor], Tensor], *, but: int | None = None) -> None:
-        """Add a batch of as many samples, made by a change of all tensors that have rows, or of all but one."""
+        """Add a batch of `count` samples, made by changing all tensors with rows, or all of them but one."""
         leaves = list(self._leaves)
         for number in self._rows:
             leaf = leaves[number] if number == but else change(leaves[number])
@@ -167,12 +171,12 @@ class Experiments:
         class_weights: Mapping[str, Tensor],
         rounding: float,
     ) -> Finding:
-        """Return what the losses of the batches show.
+        """Return the finding that follows from the losses of the batches.
 
         Args:
-            losses: By the name of the batch.
-            candidates: The numbers that explain the pairs that were compared before.
-            class_weights: From :func:`~.divisors.find_class_weights`.
+            losses: The losses by the name of the batch.
+            candidates: The divisors that explain the pairs that were compared before.
+            class_weights: The result of :func:`~.divisors.find_class_weights`.
             rounding: The relative error of a loss.
         """
         bound = rounding * max((abs(loss) for loss in losses.values() if math.isfinite(loss)), default=0.0)
@@ -195,14 +199,14 @@ class Experiments:
 
 
 def _is_ratio(losses: Mapping[str, float], bound: float) -> bool | None:
-    """Return whether a loss is ``N / D`` with sums over samples, from the losses of four blocks and of pairs of them.
+    """Return True if a loss is ``N / D`` with sums over samples, from the losses of four blocks and of their pairs.
 
-    Where the blocks seem to count the same, they do not tell: they would if samples that are coupled are in others.
-
-    A pair XY tells ``D(X) / D(Y)``. Around the cycle A, B, D, C these ratios have the product 1.
+    The loss of a pair XY gives ``D(X) / D(Y)``. Around the cycle A, B, D, C, the product of these ratios is 1. The
+    result is ``None`` if all blocks seem to have equal weights, because this also happens if coupled samples are in
+    different blocks.
 
     Args:
-        losses: By the name of the batch.
+        losses: The losses by the name of the batch.
         bound: The error of a loss.
     """
     ratios, error = dict[str, float](), 0.0
@@ -246,8 +250,8 @@ def find_cause(finding: Finding, verdict: Verdict) -> Cause:
     """Return the cause of a difference.
 
     Args:
-        finding: Of all replicas.
-        verdict: Of kind ``"other"``.
+        finding: The common finding of all replicas.
+        verdict: The verdict, of kind ``"other"``.
     """
     if finding.divisors:
         divisor = finding.divisors[0]
@@ -270,10 +274,10 @@ def find_cause(finding: Finding, verdict: Verdict) -> Cause:
 
 
 def structure_text(signature: Any) -> str:
-    """Return the warning for a batch of a structure that was not compared.
+    """Return the warning about a batch with a structure that was not compared.
 
     Args:
-        signature: The signature of a microbatch of it.
+        signature: The signature of one of its microbatches.
     """
     return (
         f"For microbatches like {signature_text(signature)}, the loss is not compared with the loss of the full batch."
@@ -284,7 +288,7 @@ def structure_text(signature: Any) -> str:
 
 
 def small_text(verdict: Verdict, cause: Cause) -> str:
-    """Return the note on a difference that is accepted."""
+    """Return the note about a difference that is accepted."""
     return (
         f"The loss of the same samples is {verdict.joined:.6g} if they form one microbatch, but {verdict.expected:.6g}"
         f" (mean) if they form two, a difference of {100 * verdict.difference:.2g}%. The reason is that {cause.text},"
@@ -293,10 +297,10 @@ def small_text(verdict: Verdict, cause: Cause) -> str:
 
 
 def warning_text(verdict: Verdict, number: int, cause: Cause, *, switches: bool, num_stages: int) -> str:
-    """Return the warning for a loss that microbatches change.
+    """Return the warning about a loss that microbatches change.
 
     Args:
-        verdict: Of kind ``"other"``.
+        verdict: The verdict, of kind ``"other"``.
         number: The number of microbatches.
         cause: The cause.
         switches: If True, the step continues with one microbatch.
@@ -332,7 +336,7 @@ def _has_rows(leaf: Any, total: int) -> bool:
 
 
 def _is_unsplit(leaf: Any) -> bool:
-    """Return whether a leaf that has no rows goes whole to every microbatch."""
+    """Return True if a leaf without rows is passed to every microbatch without being split."""
     if isinstance(leaf, Tensor):
         return not is_irregular(leaf) and (leaf.ndim == 0 or len(leaf) == 1)
     return leaf is None or isinstance(leaf, (bool, int, float))
@@ -354,7 +358,7 @@ def _narrowed(leaf: Tensor, first: int, size: int) -> Tensor:
 
 
 def _pair(leaf: Tensor, size: int, pair: str) -> Tensor:
-    """Return two of the blocks ABCD, by operators that leave a lazy tensor as it is."""
+    """Return two of the blocks ABCD of a tensor, using only operators that keep a lazy tensor lazy."""
     if pair not in _BLOCKS:
         rows = leaf.narrow(0, 0, 4 * size)
         leaf = rows.reshape(2, 2, size, *rows.shape[1:]).transpose(0, 1).reshape(rows.shape)
@@ -362,7 +366,7 @@ def _pair(leaf: Tensor, size: int, pair: str) -> Tensor:
 
 
 def _shuffled(leaf: Tensor, count: int, dim: int) -> Tensor:
-    """Return the first entries of a dimension in another order, in which neighbors are others."""
+    """Return the first `count` entries of a dimension in an order in which each entry has other neighbors."""
     rows = leaf.narrow(dim, 0, count).transpose(0, dim)
     halves = rows.reshape(2, count // 2, *rows.shape[1:]).transpose(0, 1).reshape(rows.shape)
     return halves.flip(0).transpose(0, dim)

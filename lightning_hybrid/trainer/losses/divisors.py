@@ -1,4 +1,4 @@
-"""Finds the number by which a loss is divided: counted targets, elements of masks, lengths, or class weights.
+"""Search for the number by which a loss is divided: counted targets, elements of masks, lengths, or class weights.
 
 A mean over something other than samples is ``N / D``, where both are sums over samples. The loss of two joined
 microbatches is then the mean of their losses weighted by ``D``. The search tries every ``D`` that a batch offers.
@@ -24,20 +24,20 @@ __all__ = ["Divisor", "find_class_weights", "fits", "named_leaves", "sizes_of"]
 
 #: Common values of padding and of ignored classes, the most common first.
 _IGNORED = (-100, 0, -1, 1, 255)
-#: In a leaf with more distinct values, one of them would fit by chance.
+#: The largest number of distinct values of a leaf: with more values, one of them would fit by chance.
 _MOST_VALUES = 64
 
 
 class Divisor(NamedTuple):
-    """A number of a batch by which its loss may be divided.
+    """A number that can be computed from a batch, by which its loss may be divided.
 
     Attributes:
         path: The path of a leaf of the batch, such as ``batch['labels']``.
-        key: The key of that leaf for `count_tokens`; ``None`` for the batch itself, or a nested leaf.
+        key: The key of that leaf for `count_tokens`; ``None`` if the leaf is the batch itself, or is nested.
         kind: ``"count"``: the number of elements other than `ignored`; ``"sum"``: the sum of the elements;
-            ``"weights"``: the sum of the weights of their classes.
+            ``"weights"``: the sum of the class weights of the elements.
         ignored: The value that is not counted.
-        shift: Whether the first position of each sequence is left out.
+        shift: True if the first position of each sequence is left out.
         weights: The path of the class weights in the module.
     """
 
@@ -50,12 +50,12 @@ class Divisor(NamedTuple):
 
     @property
     def is_usual(self) -> bool:
-        """Return whether this is one of the few common candidates, which do not fit by chance."""
+        """Return True if this is one of the few common candidates, which rarely fit by chance."""
         return self.kind != "count" or self.ignored in _IGNORED
 
     @property
     def text(self) -> str:
-        """A noun phrase for messages."""
+        """Return a noun phrase for messages."""
         place = f"`{self.path}`" + " (without the first position of each sequence)" * self.shift
         if self.kind == "count":
             return f"the number of elements that are not {self.ignored} in {place}"
@@ -65,7 +65,7 @@ class Divisor(NamedTuple):
 
     @property
     def remedy(self) -> str:
-        """The code that the user adds to the module."""
+        """Return the code that the user should add to the module, as a clause for messages."""
         if self.kind == "count" and (self.key is not None or self.path == "batch"):
             arguments = [repr(self.key)] if self.key is not None else []
             arguments += [f"ignore_index={self.ignored}"] * (self.ignored != -100) + ["shift=True"] * self.shift
@@ -80,7 +80,7 @@ class Divisor(NamedTuple):
 
 
 def find_class_weights(module: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors of a module that may be weights of classes, by path: buffers and attributes with a dimension.
+    """Return the tensors of a module that may be class weights, by path: one-dimensional buffers and attributes.
 
     Args:
         module: The user's module.
@@ -99,14 +99,14 @@ def find_class_weights(module: nn.Module) -> dict[str, Tensor]:
 
 
 def sizes_of(batches: Sequence[Any], class_weights: Mapping[str, Tensor]) -> dict[Divisor, tuple[float, ...]]:
-    """Return all numbers by which the losses of some batches may be divided, the likely ones first.
+    """Return all numbers by which the losses of some batches may be divided, the likely numbers first.
 
     Args:
         batches: Batches of the same structure.
-        class_weights: From :func:`find_class_weights`.
+        class_weights: The result of :func:`find_class_weights`.
 
     Returns:
-        The number of each batch, by divisor.
+        For each divisor, its value for each batch.
     """
     found: dict[Divisor, tuple[float, ...]] = {}
     keys = _keys(batches[0])
@@ -119,12 +119,12 @@ def sizes_of(batches: Sequence[Any], class_weights: Mapping[str, Tensor]) -> dic
 
 
 def fits(losses: Sequence[float], sizes: Sequence[float], bound: float) -> bool:
-    """Return whether a loss is the mean of its parts weighted by some sizes; parts of size 0 are left out.
+    """Return True if a loss is the mean of its parts, weighted by their sizes. Parts of size 0 are left out.
 
     Args:
-        losses: The loss of two batches joined, and of each alone.
+        losses: The loss of two batches joined, and the loss of each batch alone.
         sizes: The size of each part.
-        bound: The allowed difference.
+        bound: The allowed absolute difference.
     """
     joined, *parts = losses
     if not math.isfinite(joined):
@@ -134,7 +134,7 @@ def fits(losses: Sequence[float], sizes: Sequence[float], bound: float) -> bool:
 
 
 def _keys(batch: Any) -> dict[str, str | int]:
-    """Return the keys for `count_tokens` of the direct members of a batch, by path."""
+    """Return the keys of the direct members of a batch for `count_tokens`, by path."""
     keys = list(batch) if isinstance(batch, Mapping) else []
     found = enumerate(children(batch, "batch"))
     named = {path: keys[number] if keys else name or number for number, (path, name, _) in found}
@@ -142,7 +142,7 @@ def _keys(batch: Any) -> dict[str, str | int]:
 
 
 def named_leaves(tree: Any, path: str = "batch") -> Iterator[tuple[str, Any]]:
-    """Return the leaves of a batch, as `flatten` does, with their paths such as ``batch['labels']``."""
+    """Return the leaves of a batch in the order of `flatten`, with their paths such as ``batch['labels']``."""
     if flatten(tree)[1].kind is None:
         yield path, tree
         return

@@ -1,16 +1,18 @@
-"""Losses that are made of means over targets: recognized in the step, and counted in the batch from then on.
+"""Losses that consist of means over targets: recognized in the first steps, then weighted by the targets of each batch.
 
-In three forwards of a step (see :mod:`.verdict`) every call of a mean cross entropy is a *term* of the loss::
+During some forwards of a step (see :mod:`.verdict`), each call of a mean cross entropy is a *term* of the loss::
 
     loss = a1 * term1 + a2 * term2 + ... + rest
 
-The coefficients are derivatives: each term is taken out of the graph, so only what the step does after it is recorded.
-Replicas that take a batch whole find them in the graph of their first step, and compare. Where targets are a leaf of
-the batch, or one without its first position (causal models shift their labels), they are counted before each forward::
+The coefficients are derivatives. Each term is detached from the graph, so only the code after the term is recorded.
+Replicas with one microbatch each find the coefficients in the graph of their first step, and compare them. If the
+targets are a leaf of the batch, or a leaf without its first position (causal models shift their labels), they are
+counted before each later forward::
 
-    no rest, and all terms count the same targets    microbatches weigh by these (LabelCount)
-    anything else                                    microbatches weigh by their samples, and each term is multiplied
-                                                     by its share of targets over its share of samples (TermCounts)
+    no rest, and all terms count the same targets    microbatches are weighted by these targets (LabelCount)
+    anything else                                    microbatches are weighted by their samples, and each term is
+                                                     multiplied by its fraction of the targets divided by its
+                                                     fraction of the samples (TermCounts)
 """
 
 from __future__ import annotations
@@ -46,23 +48,24 @@ __all__ = [
     "with_copied_classes",
 ]
 
-#: Batches of a pair that are compared: samples together, and each half of them.
+#: The number of batches that are compared for a pair: the samples together, and each half of them.
 PAIR = 3
 
-_EXACT = 1e-6  # coefficients that are equal, relative; they are products of few numbers
+_EXACT = 1e-6  # the relative difference at which coefficients, which are products of few numbers, count as equal
 
 
 @dataclass(frozen=True)
 class LabelCount:
-    """A `microbatch_weight` that was recognized: the weights of the targets that count.
+    """A `microbatch_weight` that was recognized: the sum of the class weights of the targets that count.
 
     Attributes:
         leaf: The position of the targets among the leaves of a batch.
         shift: If True, the first position of each sequence does not count.
         ignore_index: The class that does not count.
-        weight: Of all classes, on the host; ``None`` for 1 each.
-        length_of: The leaf whose second dimension is the class that does not count, as its end is the first position
-            outside; targets beyond it do not count either. ``None`` for `ignore_index`.
+        weight: The weights of all classes; ``None`` for 1 each.
+        length_of: The leaf whose second dimension is the class that does not count, because targets are positions and
+            this is the first position after the end. Targets beyond it do not count either. ``None`` to use
+            `ignore_index`.
     """
 
     leaf: int
@@ -72,7 +75,7 @@ class LabelCount:
     length_of: int | None = None
 
     def __call__(self, microbatch: Any) -> Tensor:
-        """Return the weight of a microbatch, shape ``()``; its samples if it has another structure, without targets."""
+        """Return the weight of a microbatch, shape ``()``; its number of samples if it has no such targets."""
         found = self.find_targets(flatten(microbatch)[0])
         if found is None:
             return torch.tensor(find_batch_size(microbatch) or 1)
@@ -81,7 +84,7 @@ class LabelCount:
         return normalizer_of(labels, weight, ignore_index)
 
     def find_targets(self, leaves: Sequence[Any]) -> tuple[Tensor, int] | None:
-        """Return the targets in the leaves of a batch, and the class that does not count; ``None`` without targets."""
+        """Return the targets among the leaves of a batch and the class that does not count, or ``None``."""
         labels = leaves[self.leaf] if self.leaf < len(leaves) else None
         if not _are_classes(labels, shift=self.shift):
             return None
@@ -97,10 +100,10 @@ class LabelCount:
 
 @dataclass(frozen=True)
 class TermCounts:
-    """How the targets of terms are counted in a loss that is not a mean over one set of targets.
+    """The way to count the targets of each term, in a loss that is not a mean over one set of targets.
 
     Attributes:
-        counts: The number of a call of a mean over classes in a forward, and how its targets are counted; terms without
+        counts: Pairs of the number of a cross-entropy call in a forward and the way to count its targets. Terms without
             an entry are means over samples.
     """
 
@@ -109,7 +112,7 @@ class TermCounts:
 
 @lru_cache(maxsize=16)
 def _weights_on(weight: tuple[float, ...], device: torch.device) -> Tensor:
-    """Return the weights of classes on a device; the host waits for the copy once."""
+    """Return class weights on a device. The host waits for the copy only once, because the result is cached."""
     return torch.tensor(weight, dtype=torch.float64, device=device)
 
 
@@ -121,7 +124,7 @@ class _Term:
     ignore_index: int
     is_in_graph: bool
     value: Tensor = field(init=False)
-    factor: Tensor = field(init=False)  # of its gradient
+    factor: Tensor = field(init=False)  # multiplies the value and its gradient
     coefficient: float = 0.0
 
     def __post_init__(self) -> None:
@@ -134,11 +137,11 @@ class HasFactor(Protocol):
 
     @property
     def factor(self) -> Tensor:
-        """The factor."""
+        """Return the factor."""
 
 
 class _TimesFactor(torch.autograd.Function):
-    """A product that saves no tensors: checkpoints that compute a loss again, without it, still save as many."""
+    """A product that saves no tensors, so activation checkpointing can recompute a loss without this product."""
 
     @staticmethod
     def forward(ctx: Any, mean: Tensor, term: HasFactor) -> Tensor:
@@ -151,11 +154,11 @@ class _TimesFactor(torch.autograd.Function):
 
 
 def times_factor(mean: Tensor, term: HasFactor) -> Tensor:
-    """Return a mean times the factor of a term; a mean of nothing, which is 0 / 0, times 0 is 0.
+    """Return a mean multiplied by the factor of its term. A mean over no targets, which is 0 / 0, times 0 is 0.
 
     Args:
-        mean: Shape ``()``.
-        term: The term; backward reads its factor again.
+        mean: The mean, shape ``()``.
+        term: The term. The backward reads its factor again.
     """
     product: Tensor = _TimesFactor.apply(mean, term)  # type: ignore[no-untyped-call]
     return product
@@ -163,17 +166,17 @@ def times_factor(mean: Tensor, term: HasFactor) -> Tensor:
 
 @dataclass(frozen=True)
 class TargetMean:
-    """A term of the loss of one forward, whose coefficient is not zero.
+    """A term of the loss of one forward, with a coefficient other than zero.
 
     Attributes:
-        call: The number of the call in the forward.
-        ways: Those of counting its targets that its batch allows, the preferred one first.
+        call: The number of the cross-entropy call in the forward.
+        ways: The ways to count its targets that are possible for its batch, the preferred way first.
         coefficient: Its factor in the loss.
         value: Its value; 0 without targets.
-        number: What it is divided by.
-        share: The number of targets for each sample.
-        is_uneven: Whether targets are ignored, or classes have weights.
-        is_in_graph: Whether backward passes through it as it was computed.
+        number: The number by which it is divided.
+        share: The number of targets per sample.
+        is_uneven: True if targets are ignored, or classes have weights.
+        is_in_graph: True if the computed term requires a gradient.
     """
 
     call: int
@@ -187,19 +190,19 @@ class TargetMean:
 
     @property
     def tells(self) -> bool:
-        """Return whether the term has targets and a finite value."""
+        """Return True if the term has targets and a finite value."""
         return self.number > 0 and math.isfinite(self.value)
 
 
 @dataclass(frozen=True)
 class TargetMeans:
-    """The finding of one forward whose loss has means over targets; other ranks may be told of it.
+    """The findings in one forward whose loss contains means over targets. Ranks can send them to each other.
 
     Attributes:
         terms: The means, in the order of their calls.
-        has_rest: Whether something else is in the loss.
+        has_rest: True if the loss contains something else.
         loss: The loss, in which terms without targets are 0.
-        names: Those of logged values that are the loss, or one of its terms, with or without its coefficient.
+        names: The names of logged values that equal the loss or a term, with or without its coefficient.
     """
 
     terms: tuple[TargetMean, ...]
@@ -210,14 +213,14 @@ class TargetMeans:
 
 @dataclass
 class LossTerms:
-    """The terms of the loss of one forward.
+    """The terms of the loss of one forward, found by observing its cross-entropy calls.
 
     Attributes:
-        in_step: Whether the forward is that of a step, whose backward follows; otherwise terms are taken out of the
+        in_step: True if the forward belongs to a step, whose backward follows. Otherwise, terms are detached from the
             graph.
-        terms: Those that the loss depends on.
+        terms: The terms that the loss depends on.
         loss: The loss, in which terms without targets are 0.
-        rest: The part of the loss that is in none of them.
+        rest: The part of the loss that is in none of the terms.
     """
 
     in_step: bool = False
@@ -228,12 +231,12 @@ class LossTerms:
     _is_open: bool = True
 
     def observe(self, mean: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
-        """Record a term of the loss: an observer of class losses.
+        """Record a term of the loss, and return the value to use instead; this is an `Observer` of class losses.
 
-        Terms inside a transform of `torch.func`, which has graphs of its own, are ignored. A mean over no targets,
-        which is NaN, becomes 0, so that the rest of the loss can be computed.
+        Terms inside a transform of `torch.func`, which has its own graphs, are ignored. A mean over no targets, which
+        is NaN, becomes 0, so that the rest of the loss can be computed.
         """
-        if not self._is_open:  # a checkpoint computes its loss again
+        if not self._is_open:  # a checkpoint recomputes the loss
             return mean
         call, self._num_calls = self._num_calls, self._num_calls + 1
         try:
@@ -247,12 +250,13 @@ class LossTerms:
             term.value = times_factor(mean, term)
         else:
             term.value = weighted_sum([alone.detach()], [term.factor]).requires_grad_()
-            torch.set_grad_enabled(True)  # the caller's `no_grad` ends it
+            torch.set_grad_enabled(True)  # the end of the caller's `no_grad` context resets this
         self.terms.append(term)
-        return term.value.clone()  # steps add to their loss in place, which would change the term, and a leaf refuses
+        # A step may add to its loss in place. This would change the term, and it is an error for a leaf.
+        return term.value.clone()
 
     def close(self, loss: Tensor) -> None:
-        """Find the coefficients, once the loss is there."""
+        """Compute the coefficients of the terms from the finished loss."""
         self._is_open = False
         gradients: Sequence[Tensor | None] = [None] * len(self.terms)
         if loss.requires_grad and self.terms:
@@ -269,7 +273,7 @@ class LossTerms:
 
     @property
     def is_empty(self) -> bool:
-        """Whether a term has no targets, so that the loss is NaN for the user."""
+        """Return True if a term has no targets, so that the loss is NaN in the user's code."""
         return any(float(term.number) == 0 for term in self.terms)
 
     def find_means(
@@ -281,7 +285,7 @@ class LossTerms:
             batch: The batch.
             count: Its number of samples.
             rounding: The relative error of a loss.
-            numbers: What the forward logged, by name.
+            numbers: The numbers that the forward logged, by name.
         """
         if not self.terms:
             return None
@@ -313,14 +317,14 @@ class LossTerms:
 
 
 def common_count(found: Sequence[TargetMeans | None]) -> LabelCount | None:
-    """Return how targets are counted where a loss is a mean over them, from the findings of several forwards.
+    """Return the common way to count targets if the losses of several forwards are means over targets.
 
     Args:
-        found: One for each forward; ``None`` where the loss is something else.
+        found: The findings in each forward; ``None`` if its loss contains no such means.
 
     Returns:
-        ``None`` if one of the losses is something else, or has a rest, or terms that count other targets; or if all
-        samples have equally many targets, which all count.
+        ``None`` if a loss has no terms, or has a rest, or has terms with different targets; or if all samples have
+        equally many targets, all of which count.
     """
     by_call = _terms_by_call(found)
     if by_call is None or any(means is None or means.has_rest for means in found):
@@ -330,13 +334,13 @@ def common_count(found: Sequence[TargetMeans | None]) -> LabelCount | None:
 
 
 def common_terms(found: Sequence[TargetMeans | None]) -> TermCounts | None:
-    """Return how the targets of each term are counted, from the findings of several forwards.
+    """Return the common way to count the targets of each term, from the findings in several forwards.
 
     Args:
         found: As for :func:`common_count`.
 
     Returns:
-        ``None`` if the losses do not have the same terms, or targets of one are not in the batch; or if all terms are
+        ``None`` if the losses have different terms, or the targets of a term are not in the batch; or if all terms are
         means over samples.
     """
     by_call, counts = _terms_by_call(found) or {}, []
@@ -344,7 +348,7 @@ def common_terms(found: Sequence[TargetMeans | None]) -> TermCounts | None:
         return None
     for call, terms in by_call.items():
         way = _common_way(terms) if all(term.is_in_graph for term in terms) else None
-        if way is not None:  # if these are even, those of a later batch may not be
+        if way is not None:  # equal numbers of targets per sample may become unequal later
             counts.append((call, way))
         elif not _are_even(terms):
             return None
@@ -352,19 +356,19 @@ def common_terms(found: Sequence[TargetMeans | None]) -> TermCounts | None:
 
 
 def joined_terms(found: Sequence[TermCounts | None]) -> set[TermCounts]:
-    """Return the counts of all terms that one of several replicas counts; several if these contradict each other."""
+    """Return the union of the counts of several replicas as one element; all their counts if these contradict."""
     several = {terms for terms in found if terms is not None}
     counts = sorted({entry for terms in several for entry in terms.counts}, key=lambda entry: entry[0])
     return several if len(dict(counts)) < len(counts) or not counts else {TermCounts(tuple(counts))}
 
 
 def as_weighed(found: Sequence[TargetMeans | None], counts: Sequence[int], terms: TermCounts | None) -> list[float]:
-    """Return the losses of batches and their parts, with the terms of parts multiplied by what they count.
+    """Return the losses of batches and their parts, in which the terms of each part have the weights of their targets.
 
     Args:
-        found: What the forwards of three batches for each pair of parts tell: of both joined, and of each alone.
-        counts: Their numbers of samples.
-        terms: How the targets of terms are counted, if the loss is not a mean over them.
+        found: The findings in three forwards for each pair: both parts joined, and each part alone.
+        counts: The number of samples in each batch.
+        terms: The ways to count the targets of terms; ``None`` if losses need no change.
     """
     losses = [math.nan if means is None else means.loss for means in found]
     of_calls = dict(terms.counts) if terms is not None else {}
@@ -381,7 +385,7 @@ def as_weighed(found: Sequence[TargetMeans | None], counts: Sequence[int], terms
 
 
 def tells_enough(found: Sequence[TargetMeans | None]) -> bool:
-    """Return whether forwards tell what a loss is: each of its terms has targets in one of them."""
+    """Return True if forwards show what a loss is: a forward has no terms, or each term has targets in some forward."""
     terms = [term for means in found if means is not None for term in means.terms]
     if None in found or not terms:
         return None in found
@@ -389,12 +393,12 @@ def tells_enough(found: Sequence[TargetMeans | None]) -> bool:
 
 
 def common_names(found: Sequence[TargetMeans | None]) -> frozenset[str]:
-    """Return the names of the logged values that are means over targets, from the findings of several forwards."""
+    """Return the names of the logged values that are means over targets in all of several forwards."""
     return frozenset.intersection(*(each.names for each in found if each is not None))
 
 
 def with_copied_classes(batch: Any) -> Any:
-    """Return a batch whose whole numbers are copies: a step may write into its labels."""
+    """Return a batch with copies of its integer tensors, because a step may write into its labels."""
     leaves, spec = flatten(batch)
     copies = [leaf.clone() if type(leaf) is Tensor and not leaf.is_floating_point() else leaf for leaf in leaves]
     return unflatten(copies, spec)
@@ -405,14 +409,14 @@ def _is_close(a: float, b: float) -> bool:
 
 
 def _are_classes(labels: Any, *, shift: bool) -> TypeGuard[Tensor]:
-    """Return whether a leaf of a batch may be targets; those that are shifted are sequences."""
+    """Return True if a leaf of a batch may hold targets. Targets that are shifted must be sequences."""
     if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.dtype == torch.bool:
         return False
     return labels.ndim > int(shift)
 
 
 def _terms_by_call(found: Sequence[TargetMeans | None]) -> dict[int, list[TargetMean]] | None:
-    """Return the terms of forwards by their calls; ``None`` if forwards have others, or in other proportions."""
+    """Return the terms of forwards by their calls; ``None`` if forwards have other terms or other coefficients."""
     by_call: dict[int, list[TargetMean]] = {}
     for means in found:
         for term in () if means is None else means.terms:
@@ -426,7 +430,7 @@ def _terms_by_call(found: Sequence[TargetMeans | None]) -> dict[int, list[Target
 
 
 def _are_even(terms: Sequence[TargetMean]) -> bool:
-    """Return whether all samples have equally many targets, which all count."""
+    """Return True if all samples have equally many targets, all of which count."""
     return len({term.share for term in terms}) == 1 and not any(term.is_uneven for term in terms)
 
 
@@ -435,7 +439,7 @@ def _common_way(terms: Sequence[TargetMean]) -> LabelCount | None:
 
 
 def _ways(term: _Term, leaves: Sequence[Any]) -> Iterator[LabelCount]:
-    """Yield the ways of counting the targets of a term in a batch, the preferred one first."""
+    """Yield the possible ways to count the targets of a term in a batch, the preferred way first."""
     weight = None if term.weight is None else tuple(term.weight.detach().double().tolist())
     kept = term.target[term.target != term.ignore_index].sort().values
     lengths: list[int | None] = [
@@ -453,5 +457,5 @@ def _ways(term: _Term, leaves: Sequence[Any]) -> Iterator[LabelCount]:
 
 
 def _holds(labels: Tensor, targets: Tensor) -> bool:
-    """Return whether labels are the sorted targets of a term, in any order."""
+    """Return True if labels, in any order, are the sorted targets of a term."""
     return labels.shape == targets.shape and torch.equal(labels.sort().values, targets.to(labels))

@@ -1,4 +1,4 @@
-"""What losses count: a microbatch in its batch, a batch among replicas, and in a window of accumulated gradients."""
+"""Weights of losses: of a microbatch in its batch, of a batch among replicas, and of a batch in accumulation."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from torch import Tensor, nn
 from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.distributed.tensor_bytes import move
 
-_LOOKS = 4  # batches, from the first one on
+_LOOKS = 4  # the number of batches to examine, from the first batch on
 _IGNORED = -100  # the `ignore_index` of torch's cross-entropy
 
 
 @dataclass(frozen=True)
 class LossWeights:
-    """What the module's `microbatch_weight` says of a batch, so that losses are those of one process on the joined one.
+    """The weights that the module's `microbatch_weight` returns for a batch, with which losses match a single process.
 
     Attributes:
-        each: Of each microbatch of this replica, shape ``(microbatches,)``, float64.
+        each: The weight of each microbatch of this replica, shape ``(microbatches,)``, float64.
         total: The sum over the microbatches of all replicas, shape ``()``, float64.
         num_replicas: The data-parallel size.
     """
@@ -36,13 +36,13 @@ class LossWeights:
     def of(
         cls, weigh: Callable[[Any], float | Tensor], microbatches: Sequence[Any], mesh: Mesh, device: torch.device
     ) -> LossWeights:
-        """Weigh the microbatches of a batch; every replica does at the same time.
+        """Return the weights of the microbatches of a batch; a collective over the replicas.
 
         Args:
             weigh: The module's `microbatch_weight`.
-            microbatches: Of this replica.
-            mesh: The ranks.
-            device: Where this rank computes.
+            microbatches: The microbatches of this replica.
+            mesh: The mesh.
+            device: The device of this rank.
         """
         [weights] = cls.of_each([weigh], microbatches, mesh, device)
         return weights
@@ -55,11 +55,11 @@ class LossWeights:
         mesh: Mesh,
         device: torch.device,
     ) -> list[LossWeights]:
-        """Weigh the microbatches of a batch in several ways, and tell the replicas of all at once; see :meth:`of`."""
+        """Return the weights of microbatches for several such functions, with one all-reduce; see :meth:`of`."""
         found = [
             torch.as_tensor(weigh(each), dtype=torch.float64).reshape(()) for weigh in weighs for each in microbatches
         ]
-        # What is on the host moves in one go, and the host does not wait for it.
+        # Weights on the host are copied together, and the host does not wait for the copy.
         if len({weight.device for weight in found}) > 1:
             found = [move(weight, device) for weight in found]
         each = move(torch.stack(found), device).view(len(weighs), len(microbatches))
@@ -70,31 +70,31 @@ class LossWeights:
 
     @property
     def sum(self) -> Tensor:
-        """Of the batch of this replica, shape ``()``."""
+        """Return the weight of the batch of this replica, shape ``()``."""
         return self.each.sum()
 
     @property
     def shares(self) -> Sequence[Tensor]:
-        """What each microbatch counts in the loss of this replica: together 1, or 0 if all weigh nothing."""
+        """Return each microbatch's fraction of the loss of this replica. The sum is 1, or 0 if all weights are 0."""
         return (self.each / self.each.sum()).nan_to_num().unbind()
 
     def factors(self, total: Tensor | None = None) -> Sequence[Tensor]:
-        """What the loss of each microbatch is multiplied by, before gradients are averaged over the replicas.
+        """Return the factors of the losses of microbatches, before gradients are averaged over the replicas.
 
         Args:
-            total: What stands for the weight of all; by default :attr:`total`.
+            total: The weight to use instead of :attr:`total`.
         """
         total = self.total if total is None else total
         return (self.each * (self.num_replicas / total)).nan_to_num().unbind()
 
     @property
     def replica_factor(self) -> Tensor:
-        """What a mean of this replica is multiplied by, so that the mean over replicas is the one of all."""
+        """Return the factor of a mean of this replica, so that the mean over replicas is the mean over all samples."""
         return (self.each.sum() * (self.num_replicas / self.total)).nan_to_num()
 
 
 class AccumulationWindow:
-    """The batches of one optimizer step, whose weight is known only when the last of them is there.
+    """The batches of one optimizer step, whose total weight is known only after the last batch.
 
     ::
 
@@ -102,48 +102,50 @@ class AccumulationWindow:
         a loss is multiplied by      w n / W1 k     w n / W1 k          w n / W1 k
         then the gradients by                                           k W1 / (W1 + W2 + ... + Wk)
 
-    with the weight w of a microbatch, n replicas, and the weight W of a batch over all replicas. So a loss is about as
-    large as it would be if all batches weighed the same, which is the range that fp16 has its scale for, and gradients
-    need one multiplication at the end. The first batch that weighs anything is the one that the others are measured by.
+    Here w is the weight of a microbatch, n is the number of replicas, and W is the weight of a batch over all replicas.
+    A loss is about as large as if all batches had equal weights, which is the range that the loss scale of fp16 is made
+    for. The gradients need only one multiplication at the end. W1 is the weight of the first batch whose weight is not
+    0.
 
     Args:
-        device: Where this rank computes.
+        device: The device of this rank.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._first = self._sum = torch.zeros((), dtype=torch.float64, device=device)
 
     def add(self, total: Tensor) -> Tensor:
-        """A batch is about to run.
+        """Record the weight of the next batch, before it runs.
 
         Args:
             total: Its weight over all replicas, shape ``()``.
 
         Returns:
-            The weight to divide by, before `accumulate_grad_batches`.
+            The weight by which the losses are divided, in addition to `accumulate_grad_batches`.
         """
         self._first = torch.where(self._first > 0, self._first, total)
         self._sum = self._sum + total
         return self._first
 
     def close(self, num_batches: int) -> Tensor:
-        """The window ends.
+        """End the window, and return the factor of the gradients.
 
         Args:
-            num_batches: `accumulate_grad_batches`, by which every loss was divided, however many batches there were.
+            num_batches: `accumulate_grad_batches`, by which each loss was divided, even if the window had fewer
+                batches.
 
         Returns:
-            What the gradients are multiplied by, shape ``()``, float64.
+            The factor, shape ``()``, float64.
         """
         return (num_batches * self._first / self._sum).nan_to_num()
 
 
 def weighted_sum(values: Sequence[Tensor], weights: Sequence[float | Tensor]) -> Tensor:
-    """The sum of numbers times their weights; what weighs nothing adds nothing, also where it is 0 / 0.
+    """Return the sum of numbers times their weights. A number with weight 0 adds nothing, even if it is 0 / 0.
 
     Args:
-        values: Floating-point tensors of one shape.
-        weights: As many numbers, at least 0, or tensors of shape ``()``.
+        values: Floating-point tensors of equal shapes.
+        weights: Equally many numbers, at least 0, or tensors of shape ``()``.
     """
     parts = [_part(value, weight) for value, weight in zip(values, weights, strict=True)]
     return sum(parts[1:], parts[0])
@@ -155,16 +157,16 @@ def _part(value: Tensor, weight: float | Tensor) -> Tensor:
 
 
 def weighted(value: Tensor, weight: float | Tensor) -> Tensor:
-    """A floating-point tensor times a weight, in the tensor's precision."""
+    """Return a floating-point tensor times a weight, in the tensor's precision."""
     if isinstance(weight, Tensor):
         return value * weight.to(value.dtype)
     return value if weight == 1.0 else value * weight
 
 
 class LabelWatch:
-    """Warns once of a loss that is likely to be a mean over something else than samples.
+    """Warns once about a loss that is probably a mean over something other than samples.
 
-    Only the first batches are looked at, and only on the host, which would have to wait for a device.
+    It examines only the first batches, and only tensors on the host, because the host would have to wait for a device.
 
     Args:
         module: The user's module.
@@ -175,14 +177,14 @@ class LabelWatch:
         self._looks = _LOOKS
 
     def __call__(self, microbatches: Sequence[Any], counts: Sequence[int]) -> bool:
-        """Look at a batch.
+        """Examine a batch.
 
         Args:
-            microbatches: Of the batch.
-            counts: Their numbers of samples.
+            microbatches: The microbatches of the batch.
+            counts: The number of samples of each microbatch.
 
         Returns:
-            Whether the next one is to be looked at too.
+            True if the next batch should be examined, too.
         """
         if len(counts) == 1 or getattr(self._module, "microbatch_weight", None) is not None:
             return True
@@ -201,13 +203,13 @@ class LabelWatch:
 
 
 def unequal_labels(microbatches: Sequence[Any], counts: Sequence[int]) -> object | None:
-    """Where a batch has labels that cross-entropy ignores, in shares that are not those of the samples.
+    """Return the place of labels in a batch whose numbers of non-ignored labels are not proportional to the samples.
 
-    A loss that is a mean over the other labels counts other than samples do, which only the module can say.
+    A loss that is a mean over non-ignored labels then needs other weights, which only the module can provide.
 
     Args:
-        microbatches: Of a batch.
-        counts: Their numbers of samples.
+        microbatches: The microbatches of a batch.
+        counts: The number of samples of each microbatch.
 
     Returns:
         The key of a mapping, or the index in a tuple or list; ``None`` if there are no such labels.

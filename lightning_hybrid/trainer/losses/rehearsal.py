@@ -1,4 +1,4 @@
-"""A forward of the user's step that leaves no trace: no gradients, no random numbers, nothing written."""
+"""Forwards of the user's step without side effects: no gradients, no random numbers, no changes to the module."""
 
 from __future__ import annotations
 
@@ -29,31 +29,32 @@ from lightning_hybrid.pipeline_parallel.frame.stage_states import Copies, contai
 __all__ = ["GraphNeeded", "Untouched", "graph_without_values", "takes_from_iterators", "untouched_attributes"]
 
 aten = torch.ops.aten
-#: What a draw of floating-point numbers gives in a rehearsal.
+#: The value that replaces random floating-point numbers in a rehearsal.
 _DRAWN = 0.5
-#: Attributes of a module that Lightning owns.
+#: Attributes of a module that belong to Lightning.
 _LIGHTNINGS = frozenset({"_trainer", "_fabric"})
 
 
 class Untouched:
-    """Operators whose results depend on their inputs alone, and that leave the module's tensors as they were.
+    """A mode in which results depend only on the inputs of operators, and the module's tensors are restored at the end.
 
     ::
 
-        dropout                     the identity
-        a single number             as drawn: a path may depend on it
-        other draws                 constants: 0.5, the lowest integer, positions in their order
-        batch norm in training      normalizes by its running statistics, which stay
-        a write to a tensor         keeps a copy before the first one, which `restore` puts back
+        dropout                     returns its input
+        a single random number      is drawn, because the path of the step may depend on it
+        other random numbers        are constants: 0.5, the lowest integer, or positions in order
+        batch norm in training      normalizes with its running statistics, and does not change them
+        a write to a tensor         first saves a copy, which `restore` writes back
 
-    So a step gives the same loss each time, and its loss over a batch is comparable with those over the parts of it.
+    So a step computes the same loss each time, and its loss over a batch can be compared with its losses over parts of
+    it.
 
     Args:
-        tensors: Returns parameters, buffers and tensors in attributes; called in the first run, as ZeRO moves those
-            when a step begins.
+        tensors: Returns parameters, buffers and tensors in attributes. It is called in the first run, because ZeRO
+            moves these tensors at the start of a step.
 
     Attributes:
-        has_drawn: Whether something has been drawn that has no constant in its place, and may be one of a sample.
+        has_drawn: True if random numbers without a constant replacement were drawn, which may belong to single samples.
     """
 
     def __init__(self, tensors: Callable[[], Iterable[Tensor]]) -> None:
@@ -67,7 +68,7 @@ class Untouched:
         """Run operators under this mode.
 
         Args:
-            restores: Whether the tensors are as they were at the end.
+            restores: If True, the tensors are restored at the end.
         """
         if not self._tensors:
             own = [to_local(tensor) for tensor in self._find() if not tensor.is_meta]
@@ -80,7 +81,7 @@ class Untouched:
                 self.restore()
 
     def restore(self) -> None:
-        """Put back the tensors that were written."""
+        """Restore the tensors that were written."""
         with torch.no_grad():
             for memory, value in self._before.items():
                 if _has_memory(self._tensors[memory]):
@@ -88,11 +89,11 @@ class Untouched:
         self._before.clear()
 
     def former(self, tensor: Tensor) -> Tensor | None:
-        """Return a copy of a tensor from before it was written; ``None`` if it was not."""
+        """Return the copy of a tensor from before it was written; ``None`` if it was not written."""
         return self._before.get(memory_of(tensor))
 
     def _call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Run an operator, or what stands for it."""
+        """Run an operator or its replacement."""
         if computes_only(func):
             with torch._C.DisableTorchFunction():
                 return func(*args, **kwargs)
@@ -100,7 +101,7 @@ class Untouched:
             memory = memory_of(to_local(tensor))
             if memory in self._tensors and memory not in self._before and _has_memory(self._tensors[memory]):
                 self._before[memory] = self._tensors[memory].detach().clone()
-        with torch._C.DisableTorchFunction():  # what autograd asks of a tensor is not an operator of the step
+        with torch._C.DisableTorchFunction():  # autograd may query tensors with functions that are not part of the step
             if func.overloadpacket in BATCH_NORMS and args[5]:
                 return _normalize(func, args)
             return self._draw(func, args, kwargs) if draws(func, args, kwargs) else func(*args, **kwargs)
@@ -136,12 +137,12 @@ class Untouched:
 
 
 def _has_memory(tensor: Tensor) -> bool:
-    """Return whether a tensor has its memory: ZeRO frees that of unsharded parameters, and gathers them again."""
+    """Return True if the memory of a tensor is allocated. ZeRO frees unsharded parameters, and gathers them again."""
     return tensor.untyped_storage().nbytes() >= tensor.numel() * tensor.element_size()
 
 
 def _normalize(func: Any, args: Any) -> Any:
-    """Normalize by running statistics, by mean 0 and variance 1 where there are none; instances by their own."""
+    """Normalize by running statistics, or by mean 0 and variance 1 without them; instance norm runs unchanged."""
     x, weight, bias, mean, variance, _, momentum, eps, *_ = args
     if mean is None:
         if x.shape[0] == 1:  # instance norm: a batch norm of (1, samples x channels, ...)
@@ -155,18 +156,18 @@ def _normalize(func: Any, args: Any) -> Any:
 def untouched_attributes(
     module: LightningModule, tensors: list[Tensor]
 ) -> Iterator[Callable[..., AbstractContextManager[None]]]:
-    """Let a step change attributes, containers, states of metrics and generators, and put them back at the end.
+    """Restore attributes, containers, metric states and generators that a step changes, at the end of the context.
 
-    What the step prints is not shown, and the Trainer does not stop on its behalf. Numbers in tensors are the business
-    of :class:`Untouched`. `SyncBatchNorm`, whose statistics are no operator, uses its running ones.
+    The output of prints is discarded, and the step cannot stop the Trainer. Values of tensors are restored by
+    :class:`Untouched`. `SyncBatchNorm`, whose statistics are not computed by an operator, uses its running statistics.
 
     Args:
         module: The user's module.
-        tensors: Gets the tensors in attributes, which are not copied: they may be as large as the host's memory.
+        tensors: Receives the tensors in attributes. These are not copied, because they may fill the host's memory.
 
     Yields:
-        A context for each of several runs of the step: all begin with equal generators, and with equal attributes
-        unless they are entered with ``restores=False``.
+        A function that makes a context for one of several runs of the step. All runs start with equal generators, and
+        with equal attributes unless the context is made with ``restores=False``.
     """
 
     def keep(tensor: Tensor) -> Tensor:
@@ -176,7 +177,8 @@ def untouched_attributes(
     owners, copies, trainer = list(find_owners([module]).values()), Copies(), module.trainer
     attributes = [(vars(owner), name, value) for owner in owners for name, value in vars(owner).items()]
     generators = [value for _, _, value in attributes if isinstance(value, GENERATORS)]
-    empty = [value for _, _, value in attributes if isinstance(value, dict) and not value]  # a dozen in each module
+    # Each module has about a dozen of these.
+    empty = [value for _, _, value in attributes if isinstance(value, dict) and not value]
 
     @cache
     def before() -> Preserved:
@@ -199,21 +201,21 @@ def untouched_attributes(
         yield one_run
 
 
-class GraphNeeded(Exception):  # noqa: N818  # it is no error, but asks for another run
-    """The step computes gradients itself, for which autograd must save tensors."""
+class GraphNeeded(Exception):  # noqa: N818  # not an error, but a request for another run
+    """Raised if the step computes gradients itself, for which autograd must save tensors."""
 
 
 @contextmanager
 def graph_without_values(keeps: Callable[[], bool]) -> Iterator[None]:
-    """Let autograd record operators without saving their tensors: a forward then holds no activations.
+    """Let autograd record operators without saving their tensors, so that a forward keeps no activations.
 
-    Whether results need gradients is as always, which a step may ask for.
+    Results require gradients as usual, because a step may check this.
 
     Args:
-        keeps: Whether tensors that autograd saves now are kept.
+        keeps: Returns True if tensors that autograd saves now are kept.
 
     Raises:
-        GraphNeeded: If a gradient is computed inside that needs a tensor which was not kept.
+        GraphNeeded: If a gradient is computed with tensors that were not kept, or a transform of `torch.func` is used.
     """
 
     def pack(tensor: Tensor) -> Tensor | None:
@@ -228,12 +230,12 @@ def graph_without_values(keeps: Callable[[], bool]) -> Iterator[None]:
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             yield
     except RuntimeError as error:
-        if "saved tensor hooks" not in str(error):  # transforms of `torch.func` refuse hooks
+        if "saved tensor hooks" not in str(error):  # transforms of `torch.func` do not allow hooks
             raise
         raise GraphNeeded from error
 
 
 def takes_from_iterators(module: nn.Module) -> bool:
-    """Return whether the module has an iterator as an attribute: what a rehearsal took from it would be gone."""
+    """Return True if an attribute of the module is an iterator: values that a rehearsal takes from it would be lost."""
     held = (value for owner in find_owners([module]).values() for value in vars(owner).values())
     return any(hasattr(type(value), "__next__") and not isinstance(value, io.IOBase) for value in held)

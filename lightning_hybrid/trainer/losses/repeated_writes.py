@@ -1,13 +1,13 @@
-"""State that a step writes whatever the batch is: once a step, however many microbatches it has.
+"""Module state that a step writes independently of the batch: it changes once per step, not once per microbatch.
 
 ::
 
     microbatch     begins with     writes     computes with
     0              s               f(s)       s before the write, f(s) after it
-    1              s, put back     f(s)       likewise
+    1              s, restored     f(s)       the same
 
-The teacher of a student, the singular vectors of spectral norm: each microbatch does the write of the first one again.
-Where the step is divided at layers that any code may call, the plan of the step says who writes, see
+Examples are the teacher of a student, and the singular vectors of spectral norm. Each microbatch repeats the write of
+the first microbatch. If steps are traced, the plan of the step determines which stages write, see
 :mod:`~lightning_hybrid.pipeline_parallel.frame.writes`.
 """
 
@@ -36,25 +36,25 @@ from lightning_hybrid.pipeline_parallel.frame.writes import call_each, is_foreac
 
 __all__ = ["ParameterWrites", "PowerIterations"]
 
-# Where `module.compile()` keeps what a call of the module runs instead.
+# The attribute in which `module.compile()` stores the function that a call of the module runs.
 _COMPILED = "_compiled_call_impl"
 
 
 class ParameterWrites:
-    """The parameters that a step writes: all microbatches begin with the values that the first one began with.
+    """The parameters that a step writes. All microbatches start with the values that the first microbatch started with.
 
-    So each computes with the values of one process, wherever in the step the write is. Where replicas have shards, the
-    step finds whole parameters, and each replica keeps its rows of what is written.
+    So each microbatch computes with the values of a single process, wherever in the step the write is. If parameters
+    are sharded over replicas, the step gets full parameters, and each replica keeps its rows of the new values.
 
-    Writes are looked for in modules with a teacher alone: to watch each function costs time, and a function that
-    `torch.compile` has made with ``fullgraph=True`` refuses to be watched.
+    Only modules with a teacher are checked for writes, because this takes time at each function call, and functions
+    compiled by `torch.compile` with ``fullgraph=True`` raise an error if a mode is active.
 
     Args:
-        module: The user's module, with the modules in it that are compiled now.
-        grad_sync: Knows the parameters that have values on this rank.
+        module: The user's module. Its compiled submodules are recorded at once.
+        grad_sync: Has the parameters with values on this rank.
 
     Attributes:
-        watches: Whether there is a teacher; otherwise steps need not be entered.
+        watches: True if there is a teacher. Otherwise, :meth:`around` is not needed.
     """
 
     def __init__(self, module: nn.Module, grad_sync: GradientSync) -> None:
@@ -69,12 +69,12 @@ class ParameterWrites:
 
     @contextmanager
     def around(self, microbatch: int, number: int, optimizers: Iterable[Optimizer] = ()) -> Iterator[None]:
-        """Enter the user's step.
+        """Record or repeat the writes of the user's step for one microbatch, inside the context.
 
         Args:
-            microbatch: The number of the microbatch.
-            number: How many there are.
-            optimizers: Optimizers that may step inside; their writes are not recorded.
+            microbatch: The index of the microbatch.
+            number: The number of microbatches.
+            optimizers: Optimizers that may step inside. Their writes are not recorded.
         """
         if microbatch > 0 and not (self._before or self._grad_sync.zero.is_active):
             yield
@@ -98,23 +98,23 @@ class ParameterWrites:
             self._before = []
 
     def _put_back(self, microbatch: int) -> None:
-        """Let a microbatch begin with the values that the first one began with."""
+        """Restore the values that the first microbatch started with."""
         if microbatch == 0:
             self._before = []
         for now, (parameter, value) in zip(self._values(), self._before, strict=True):
-            # Not seen by autograd: what a graph has saved of it, the step writes again.
+            # Autograd does not see this change. If a graph has saved the old value, the step writes that value again.
             now.data.copy_(value)
             self._grad_sync.zero.note_write(parameter)
 
     def _values(self) -> list[Tensor]:
-        """Return what this rank has of the parameters that the step writes, in place."""
+        """Return the local tensors of the parameters that the step writes, not copies."""
         if self._before:
             self._grad_sync.zero.unshard_layers()
         return [to_local(parameter) for parameter, _ in self._before]
 
     @contextmanager
     def _uncovered(self, writes: _Writes) -> Iterator[None]:
-        """Let compiled modules run outside of the mode, under which they would run as they were written."""
+        """Let compiled modules run outside the mode, because inside it they would run without compilation."""
         calls = [table[name] for table, name in self._compiled]
         try:
             for (table, name), call in zip(self._compiled, calls, strict=True):
@@ -137,17 +137,17 @@ class ParameterWrites:
 
 
 class _Writes:
-    """Notes which parameters are written, with the values that they had before.
+    """A recorder of the parameters that are written, with the values before the write.
 
-    What is assigned to `data` of a parameter is copied: shards and buckets know its memory. Where ZeRO has not gathered
-    a parameter yet, the call is given the whole one.
+    A tensor that is assigned to `data` of a parameter is copied instead, because shards and buckets refer to the memory
+    of the parameter. If ZeRO has not gathered a parameter yet, the call receives the full parameter.
 
     Args:
-        grad_sync: As of :class:`ParameterWrites`.
+        grad_sync: As for :class:`ParameterWrites`.
 
     Attributes:
-        mode: Notes writes while entered.
-        before: The parameters, each with a copy, by their memory.
+        mode: The mode that records writes while it is entered.
+        before: The written parameters, each with a copy of its old value, by their memory.
     """
 
     def __init__(self, grad_sync: GradientSync) -> None:
@@ -159,7 +159,7 @@ class _Writes:
 
     @contextmanager
     def leaving_out(self, optimizers: Iterable[Optimizer]) -> Iterator[None]:
-        """Record nothing while one of these optimizers steps."""
+        """Record nothing during the steps of these optimizers."""
         with ExitStack() as undo:
             for optimizer in optimizers:
                 undo.callback(optimizer.register_step_pre_hook(lambda *_: self._pause(True)).remove)
@@ -170,7 +170,7 @@ class _Writes:
         self._is_paused = is_paused
 
     def call_outside(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a function in which nothing is noted."""
+        """Call a function without recording its writes."""
         self.mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         try:
             return function(*args, **kwargs)
@@ -196,7 +196,11 @@ class _Writes:
         return func(*args, **kwargs)
 
     def _needs_whole(self, func: Any) -> bool:
-        """Return whether a call may need parameters that are not gathered yet; what a graph has saved must not go."""
+        """Return True if a call may need parameters that are not gathered yet.
+
+        ZeRO stage 3 frees parameters, so calls that are recorded in a graph, which may save the parameters, are
+        excluded.
+        """
         if self._zero.keeps_layers:
             return not self._zero.is_unsharded
         return not torch.is_grad_enabled() or func in DETACHES or func == SETS_DATA
@@ -210,7 +214,7 @@ class _Writes:
                 continue
             try:
                 memory = memory_of(to_local(leaf))
-            except NotImplementedError:  # sparse tensors, and those inside transforms of `torch.func`
+            except NotImplementedError:  # sparse tensors, and tensors inside transforms of `torch.func`
                 continue
             parameter = self._parameters.get(memory)
             if parameter is None or memory in self.before:
@@ -220,7 +224,7 @@ class _Writes:
 
 
 def _writes(function: Callable[..., Any]) -> bool:
-    """Return whether a function may write its first argument, by its name: `mul_`, `add_`, `__setitem__`."""
+    """Return True if a function may write its first argument, judged by its name: `mul_`, `add_`, `__setitem__`."""
     name = getattr(function, "__name__", "")
     if name.endswith("__"):
         return name == "__setitem__" or name.startswith("__i")
@@ -228,17 +232,17 @@ def _writes(function: Callable[..., Any]) -> bool:
 
 
 class PowerIterations:
-    """The singular vectors by which spectral norm divides weights: all microbatches of a step begin with the same ones.
+    """The singular vectors of spectral norm. All microbatches of a step start with the same vectors.
 
-    A forward in training mode iterates them (Miyato et al., "Spectral Normalization for Generative Adversarial
-    Networks", 2018). Each microbatch does the iteration of the first one again, so all have the weight of the first,
-    and so has a layer that is recomputed.
+    In training mode, each forward updates the vectors by a power iteration (Miyato et al., "Spectral Normalization for
+    Generative Adversarial Networks", 2018). Each microbatch repeats the iteration of the first microbatch, so all
+    microbatches and recomputed layers use the same weight.
 
     Args:
-        layers: By stage, where spectral norm is looked for.
+        layers: The layers to search for spectral norm, by stage.
 
     Attributes:
-        stages: Those that have some.
+        stages: The stages with such layers.
     """
 
     def __init__(self, layers: Mapping[int, Iterable[nn.Module]]) -> None:
@@ -249,7 +253,7 @@ class PowerIterations:
 
     @torch.no_grad()
     def begin(self, stage: int, microbatch: int) -> None:
-        """Let a forward of a stage begin with the vectors of the first microbatch."""
+        """Restore the vectors of the first microbatch before the forward of a stage."""
         if stage not in self._vectors:
             return
         if microbatch == 0:
@@ -260,7 +264,7 @@ class PowerIterations:
 
 
 def _vectors(layers: Iterable[nn.Module]) -> Iterator[Tensor]:
-    """Find the buffers of both implementations of torch: a parametrization, and a hook before forwards."""
+    """Yield the buffers of both implementations in torch: a parametrization, and a hook before forwards."""
     for part in (part for layer in layers for part in layer.modules()):
         if hasattr(part, "n_power_iterations"):
             yield from (vector for name in ("_u", "_v") if isinstance(vector := getattr(part, name, None), Tensor))

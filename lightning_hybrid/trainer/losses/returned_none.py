@@ -1,4 +1,4 @@
-"""Steps that return ``None``: found in the code of `training_step` before it runs."""
+"""Detection of steps that return ``None``, in the code of `training_step` before it runs."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ from lightning.pytorch import LightningModule
 
 
 def may_return_none(kind: type[Any]) -> bool:
-    """Return whether a ``return None``, or an end without a value, is written in the `training_step` of a class.
+    """Return True if the `training_step` of a class has a ``return None`` statement, or an end without a value.
 
-    Where it is only in a function that the step calls, or the value of a variable, it is not found.
+    A ``None`` that comes from a called function or from a variable is not found.
+
+    Args:
+        kind: The class of the user's module.
     """
     steps = [vars(base).get("training_step") for base in kind.__mro__ if base is not LightningModule]
     return any(_returns_none(inspect.unwrap(step)) for step in steps if step is not None)
@@ -25,7 +28,7 @@ def _returns_none(function: Any) -> bool:
     before = None
     for instruction in dis.get_instructions(function):
         is_constant = before is not None and before.opname == "LOAD_CONST" and before.argval is None
-        if instruction.opname == "RETURN_CONST" and instruction.argval is None:  # of Python 3.12 and 3.13
+        if instruction.opname == "RETURN_CONST" and instruction.argval is None:  # in Python 3.12 and 3.13
             return True
         if instruction.opname == "RETURN_VALUE" and is_constant:
             return True

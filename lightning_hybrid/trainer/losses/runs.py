@@ -1,4 +1,4 @@
-"""The results of the forwards that a comparison makes, and what they show about the loss."""
+"""The results of the forwards of a comparison, and the conclusions about the loss."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ __all__ = ["Run"]
 
 
 class Run(NamedTuple):
-    """The forwards of some batches.
+    """The results of the forwards of some batches.
 
     Attributes:
-        batches: The batches, as they were before.
-        counts: Their numbers of samples.
-        losses: Their losses.
+        batches: The batches, as they were before the forwards.
+        counts: The number of samples of each batch.
+        losses: The loss of each batch.
         terms: The terms of each loss.
         numbers: The numbers that each forward logged, by name.
         dtype: The coarsest dtype of the computation.
-        has_drawn: Whether something was drawn that may differ from forward to forward.
+        has_drawn: True if random numbers were drawn that may differ between forwards.
     """
 
     batches: Sequence[Any]
@@ -39,7 +39,7 @@ class Run(NamedTuple):
     has_drawn: bool
 
     def at(self, places: Sequence[int]) -> Run:
-        """Return the run of the batches at these places, of which some may be equal."""
+        """Return the run of the batches at these positions, which may repeat."""
         return self._replace(
             batches=[self.batches[place] for place in places],
             counts=[self.counts[place] for place in places],
@@ -55,7 +55,12 @@ class Run(NamedTuple):
         return [terms.find_means(batch, count, rounding, logged) for terms, batch, count, logged in forwards]
 
     def explain(self, verdicts: Sequence[Verdict], class_weights: Mapping[str, Tensor]) -> list[Verdict]:
-        """Return the verdicts on pairs, each with the divisors that explain its losses."""
+        """Return the verdicts on pairs, with the divisors that explain the losses of each pair.
+
+        Args:
+            verdicts: The verdict on each pair.
+            class_weights: The result of :func:`~.divisors.find_class_weights`.
+        """
         parts = [number for number in range(len(self.batches)) if number % PAIR]
         sizes = sizes_of([self.batches[number] for number in parts], class_weights)
         found = []

@@ -1,4 +1,4 @@
-"""Weights for terms of a loss that are means over targets, in a loss that also has means over samples.
+"""Weights for the terms of a loss that are means over targets, if the loss also contains means over samples.
 
 ::
 
@@ -6,7 +6,7 @@
     loss              n1/N (c1 term + rest)  + n2/N (c2 term + rest)        with  ci = (wi / W) / (ni / N)
                       = (w1 term + w2 term) / W  +  a mean over samples
 
-So microbatches and replicas are weighted by their samples, and so are logged values of a term.
+Microbatches and replicas are therefore weighted by their samples, and so are logged values of a term.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from lightning_hybrid.trainer.losses.loss_weights import LossWeights
 
 __all__ = ["TermWeights"]
 
-_EXACT = 1e-6  # weights of classes may be added up in another order
+_EXACT = 1e-6  # the relative difference that is allowed, because class weights may be summed in another order
 
 
 class _Factor(NamedTuple):
@@ -34,14 +34,14 @@ class _Factor(NamedTuple):
 
 
 class TermWeights:
-    """The factors of the terms of a loss, for each microbatch of a batch; a collective of all replicas.
+    """The factors of the terms of a loss for each microbatch of a batch. Construction is a collective over replicas.
 
     Args:
-        terms: How the targets of each term are counted.
+        terms: The ways to count the targets of each term.
         microbatches: The microbatches of this replica.
-        shares: The share of each microbatch in the samples of this replica's batch.
-        mesh: The ranks.
-        device: Where this rank computes.
+        shares: Each microbatch's fraction of the samples of this replica's batch.
+        mesh: The mesh.
+        device: The device of this rank.
     """
 
     def __init__(
@@ -55,9 +55,9 @@ class TermWeights:
 
     @contextmanager
     def of_microbatch(self, microbatch: int) -> Iterator[None]:
-        """Multiply the terms of the forward of a microbatch inside.
+        """Multiply the terms of the forward of a microbatch by their factors inside the context.
 
-        A call whose targets do not match the count, such as that of another task, stays a mean over samples.
+        A call whose targets do not match the count, such as a call of another task, stays a mean over samples.
         """
         calls = count()
 
@@ -75,6 +75,6 @@ class TermWeights:
 
 
 def _over(factors: Sequence[Tensor], shares: Sequence[float]) -> list[Tensor]:
-    """Return factors divided by shares; 0 for a share of nothing."""
+    """Return factors divided by fractions; 0 where the fraction is 0."""
     pairs = zip(factors, shares, strict=True)
     return [factor / share if share else torch.zeros_like(factor) for factor, share in pairs]

@@ -1,13 +1,13 @@
-"""The comparison of a loss over microbatches with the loss over their batch: two joined against the same two alone.
+"""The verdict on a loss: two microbatches joined are compared with the same two microbatches alone.
 
-The loss ``L(J)`` of two microbatches A and B joined to one batch J is compared with ``L(A)`` and ``L(B)``, with weights
-``w`` that add up to 1 (shares of the samples, or of `microbatch_weight`)::
+The loss ``L(J)`` of two microbatches A and B joined to one batch J is compared with ``L(A)`` and ``L(B)``. The weights
+``w`` have the sum 1, and are fractions of the samples or of `microbatch_weight`::
 
-    L(J) = w(A) L(A) + w(B) L(B)        a mean over samples: microbatches are averaged
-    L(J) = L(A) + L(B)                  a sum over samples: microbatches are summed
-    otherwise                           the loss couples the samples, or is a mean over something else (:mod:`.causes`)
+    L(J) = w(A) L(A) + w(B) L(B)        a mean over samples: losses of microbatches are averaged
+    L(J) = L(A) + L(B)                  a sum over samples: losses of microbatches are summed
+    otherwise                           the loss couples samples, or is a mean over something else (:mod:`.causes`)
 
-This module knows numbers and batches; :class:`~.microbatch_comparison.MicrobatchComparison` runs the forwards.
+This module handles only numbers and batches; :class:`~.microbatch_comparison.MicrobatchComparison` runs the forwards.
 """
 
 from __future__ import annotations
@@ -47,17 +47,18 @@ __all__ = [
     "structure_of",
 ]
 
-#: The relative difference that rounding explains, by the precision of the computation.
+#: The relative difference that rounding can explain, by the dtype of the computation.
 _ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4}
 HALF_ROUNDING = 2e-2
-#: A difference of a router loss up to this part of the loss is stated, and changes nothing.
+#: A router loss that causes a smaller relative difference leads only to a note.
 SMALL = 0.01
-#: With such a coefficient a loss is that of the routers, by and large.
+#: The coefficient with which a router loss dominates the whole loss.
 LARGE_COEFFICIENT = 10.0
-#: Losses over fewer samples may agree by chance: two samples that are both masked, or both not.
+#: The smallest number of samples to compare. Losses over fewer samples may agree by chance, for example if both of two
+#: samples are masked.
 ENOUGH = 8
-#: Microbatches of few samples are joined to :data:`ENOUGH` only if a sample has at most so many numbers. Where they are
-#: few because a sample is large, such a batch may not fit in memory.
+#: Small microbatches are joined to :data:`ENOUGH` samples only if a sample has at most this many numbers. Otherwise,
+#: microbatches may be small because samples are large, and then the joined batch may not fit in memory.
 _SMALL_SAMPLE = 4096
 
 Kind = Literal["mean", "sum", "other", "unknown"]
@@ -66,18 +67,19 @@ LogKind = Literal["mean", "weighted", "sum"]
 
 @dataclass(frozen=True)
 class Verdict:
-    """The finding of a comparison.
+    """The result of a comparison.
 
     Attributes:
-        kind: ``"mean"``, ``"sum"`` or ``"other"`` as above; ``"unknown"`` if the numbers do not tell, such as two
+        kind: ``"mean"``, ``"sum"`` or ``"other"`` as above; ``"unknown"`` if the numbers do not show it, as with two
             equal losses.
         joined: The loss of the samples of both parts together.
-        parts: The losses of each alone.
-        expected: The weighted mean of the parts.
-        labels: How targets are counted, if the loss is a mean over them.
-        logs: Logged values that are not means over samples, by name: ``"weighted"`` like the loss, or ``"sum"``.
-        terms: How targets are counted, if only parts of the loss are means over them.
-        divisors: The numbers of the batch by which the loss may be divided; ``None`` if nobody has looked.
+        parts: The loss of each part alone.
+        expected: The weighted mean of the losses of the parts.
+        labels: The way to count targets if the loss is a mean over them.
+        logs: The kinds of logged values that are not means over samples, by name: ``"weighted"`` like the loss, or
+            ``"sum"``.
+        terms: The ways to count targets if only terms of the loss are means over them.
+        divisors: The numbers of the batch by which the loss may be divided; ``None`` if no search was made.
     """
 
     kind: Kind
@@ -91,7 +93,7 @@ class Verdict:
 
     @property
     def difference(self) -> float:
-        """The difference of the loss, relative to the joined one; infinite if one of them is not finite."""
+        """Return the difference of the losses, relative to the joined loss; infinity if a loss is not finite."""
         gap = abs(self.joined - self.expected)
         if math.isnan(gap) or math.isinf(gap):
             return math.inf
@@ -99,10 +101,10 @@ class Verdict:
 
 
 def structure_of(signature: Any) -> Hashable:
-    """Return the kind of a batch: containers, dtypes and numbers of dimensions, without lengths.
+    """Return the structure of a batch: containers, dtypes and numbers of dimensions, without lengths.
 
     Args:
-        signature: From :func:`~.splitting.microbatch.signature`.
+        signature: The result of :func:`~.splitting.microbatch.signature`.
     """
     spec, leaves = signature
     return spec, tuple((len(leaf[0]), *leaf[1:]) if len(leaf) == 3 else leaf[:1] for leaf in leaves)
@@ -111,22 +113,25 @@ def structure_of(signature: Any) -> Hashable:
 def joined_parts(
     batch: Any, num_microbatches: int, user_split: Callable[[Any, int], Sequence[Any]] | None
 ) -> tuple[list[Any], list[int]]:
-    """Return samples together, and in two halves, as batches of their own; several times.
+    """Return samples of a batch together and in two halves, as separate batches, for several pairs of halves.
 
-    Of large microbatches each is halved: these halves have :data:`ENOUGH` samples, and no batch is larger than those of
-    the step. Otherwise one of half as many microbatches, which is two of them joined, is halved. So nothing has to be
-    joined, and a module's `split_batch` decides as it does in the step. Two pairs are taken if there are four
-    microbatches, and pairs until they have :data:`ENOUGH` samples; then so many samples in two halves: a loss that
-    couples samples of one class finds none in most pairs of two. Where these halves are the first two pairs, they are
-    the same objects, so that one forward serves both.
+    If each microbatch has at least twice :data:`ENOUGH` samples, microbatches are halved, so no batch is larger than
+    the batches of the step. Otherwise, the batch is split into half as many microbatches, each of which is two
+    microbatches of the step joined, and these are halved. So no tensors have to be joined, and a module's `split_batch`
+    splits as it does in the step.
+
+    If there are four microbatches, there are two pairs, and more pairs until they have :data:`ENOUGH` samples. A batch
+    of about this size and its halves may follow, because most pairs of two samples do not show that a loss couples the
+    samples of a class. If its halves are the same samples as the first two pairs, they are the same objects, so that
+    one forward serves both.
 
     Args:
         batch: The batch of a training step.
         num_microbatches: The number of microbatches in that step.
-        user_split: The module's `split_batch`, if it has one.
+        user_split: The module's `split_batch`; ``None`` if it has none.
 
     Returns:
-        Three batches for each pair, whose tensors are copies, and their numbers of samples.
+        Three batches for each pair, whose tensors are copies, and the number of samples in each batch.
     """
     found: tuple[list[Any], list[int]] = [], []
     number, pairs = num_microbatches, min(2, max(1, num_microbatches // 2))
@@ -144,13 +149,14 @@ def joined_parts(
         pairs_before = len(found[0]) // PAIR
         if _add_halves(found, batches[0], totals[0], user_split) and user_split is None and pairs_before > 1:
             firsts = (0, PAIR)
-            if found[1][-2:] == [found[1][first] for first in firsts]:  # a batch is cut in the order of its samples
+            # Batches are split in the order of their samples.
+            if found[1][-2:] == [found[1][first] for first in firsts]:
                 found[0][-2:] = [found[0][first] for first in firsts]
     return found
 
 
 def places_of_first(batches: Sequence[Any]) -> list[int]:
-    """Return for each batch the place of the first one that is the same object."""
+    """Return for each batch the index of the first batch that is the same object."""
     places: dict[int, int] = {}
     return [places.setdefault(id(batch), place) for place, batch in enumerate(batches)]
 
@@ -161,7 +167,7 @@ def _add_halves(
     total: int,
     user_split: Callable[[Any, int], Sequence[Any]] | None,
 ) -> int:
-    """Add a batch and its halves to those that are compared; return its samples, or 0 if it cannot be halved."""
+    """Add a batch and its halves to the batches to compare, and return its number of samples; 0 if it has no halves."""
     parts, counts = split_into(joined, 2, user_split)
     if len(parts) != 2 or 0 in counts:
         return 0
@@ -175,24 +181,24 @@ def _num_numbers(batch: Any) -> int:
 
 
 def copied(batch: Any) -> Any:
-    """Return a batch whose tensors are copies, apart from those that have not been read."""
+    """Return a batch with copies of its tensors, except lazy tensors that have not been read."""
     leaves, spec = flatten(batch)
     return unflatten([_copied_leaf(leaf) for leaf in leaves], spec)
 
 
 def _copied_leaf(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
-        return leaf if isinstance(leaf, LazyTensor) else leaf.clone()  # to copy it would be to read it
+        return leaf if isinstance(leaf, LazyTensor) else leaf.clone()  # a copy would read the tensor
     return copy.copy(leaf) if is_opaque(leaf) else leaf
 
 
 def judge(losses: Sequence[float], weights: Sequence[float], dtype: torch.dtype) -> Verdict:
-    """Tell what a loss is from three values.
+    """Return the verdict on a loss from three values.
 
     Args:
-        losses: Of the joined microbatches, and of each alone.
-        weights: Of each alone, which add up to 1.
-        dtype: Of the computation; rounding depends on it.
+        losses: The loss of the joined microbatches, and the loss of each microbatch alone.
+        weights: The weight of each microbatch alone; the sum is 1.
+        dtype: The dtype of the computation, which determines the rounding.
     """
     joined, first, second = losses
     expected = sum(weight * part for weight, part in zip(weights, (first, second), strict=True) if weight)
@@ -219,25 +225,26 @@ def judge_pairs(
     numbers: Sequence[Mapping[str, float]],
     dtype: torch.dtype,
 ) -> list[Verdict]:
-    """Judge each pair of microbatches.
+    """Return the verdict on each pair of microbatches.
 
     Args:
-        losses: Of three batches for each pair: joined, and each alone.
-        counts: Their numbers of samples.
-        sizes: The numbers by which they weigh.
-        labels: How their targets are counted, if the loss is a mean over them.
-        terms: How the targets of parts of the loss are counted, which are weighed in these losses already.
-        numbers: The numbers that each logged, by name.
-        dtype: Of the computation.
+        losses: The losses of three batches for each pair: both joined, and each alone.
+        counts: The number of samples of each batch.
+        sizes: The weight of each batch.
+        labels: The way to count targets if the loss is a mean over them.
+        terms: The ways to count targets if terms of the loss are means over them. The losses include these weights
+            already.
+        numbers: The numbers that each forward logged, by name.
+        dtype: The dtype of the computation.
     """
     verdicts = []
     for of_pair in (slice(first, first + PAIR) for first in range(0, len(losses), PAIR)):
         weights, shares = _parts(sizes[of_pair][1:]), _parts(counts[of_pair][1:])
         verdict = judge(losses[of_pair], weights, dtype)
         if labels is not None and (verdict.kind == "unknown" or verdict.difference <= HALF_ROUNDING):
-            verdict = replace(verdict, kind="mean")  # it is known by its terms
+            verdict = replace(verdict, kind="mean")  # the terms of the loss show this
         if terms is not None and verdict.kind == "unknown" and math.isfinite(verdict.joined):
-            verdict = replace(verdict, kind="mean")  # the rest of it is the same in all of them
+            verdict = replace(verdict, kind="mean")  # the rest of the loss is equal in all three
         if verdict.kind == "mean":
             verdict = replace(verdict, labels=labels, terms=terms)
         logs = judge_logs(numbers[of_pair], losses[of_pair], shares, weights, verdict, dtype)
@@ -246,12 +253,12 @@ def judge_pairs(
 
 
 def rounding_of(dtype: torch.dtype) -> float:
-    """Return the relative difference that rounding explains, for a computation in this precision."""
+    """Return the relative difference that rounding can explain, for a computation with this dtype."""
     return _ROUNDING.get(dtype, HALF_ROUNDING)
 
 
 def coarsest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
-    """Return the dtype with the largest rounding: that of a computation in several."""
+    """Return the dtype with the largest rounding errors, which determines the rounding of the whole computation."""
     return max(dtypes, key=rounding_of)
 
 
@@ -263,15 +270,18 @@ def judge_logs(
     verdict: Verdict,
     dtype: torch.dtype,
 ) -> dict[str, LogKind]:
-    """Tell which logged values are means over samples, weighted like the loss, or sums.
+    """Return the kind of each logged value: a mean over samples, weighted like the loss, or a sum.
 
     Args:
-        values: Logged numbers by name, of the joined microbatches and of each alone.
-        losses: Of the same.
-        shares: Of the samples of each alone.
-        weights: Of the loss of each alone.
-        verdict: Of the loss: a logged value that is the loss is like it.
-        dtype: Of the computation.
+        values: The logged numbers by name, of the joined microbatches and of each alone.
+        losses: The losses of the same batches.
+        shares: The fraction of the samples in each microbatch alone.
+        weights: The weight of each microbatch alone in the loss.
+        verdict: The verdict on the loss. A logged value that equals the loss is of the same kind.
+        dtype: The dtype of the computation.
+
+    Returns:
+        The kinds by name; names whose kind is ambiguous are left out.
     """
     kinds: dict[str, LogKind] = {}
     for name in values[0].keys() & values[1].keys() & values[2].keys():
@@ -294,7 +304,7 @@ def judge_logs(
 
 
 def joined_verdict(found: Sequence[Verdict]) -> Verdict:
-    """Return the verdict of several pairs: the one with the largest difference, if one of them is not a mean."""
+    """Return the verdict on several pairs: if a loss is not a mean, the verdict with the largest difference."""
     known = [verdict for verdict in found if verdict.kind != "unknown"]
     if not known:
         return Verdict("unknown", math.nan, (math.nan, math.nan), math.nan)
@@ -306,7 +316,7 @@ def joined_verdict(found: Sequence[Verdict]) -> Verdict:
         return replace(worst, kind="other")
     labels = {verdict.labels for verdict in known} - {None}
     terms = joined_terms([verdict.terms for verdict in known])
-    if len(labels) + len(terms) > 1:  # replicas whose losses are of different kinds
+    if len(labels) + len(terms) > 1:  # the losses of replicas are of different kinds
         return replace(worst, kind="other", labels=None, terms=None)
     logs: dict[str, set[LogKind]] = {}
     for verdict in known:
@@ -322,14 +332,14 @@ def joined_verdict(found: Sequence[Verdict]) -> Verdict:
 
 @contextmanager
 def router_losses_scaled(module: nn.Module, largest: float) -> Iterator[float | None]:
-    """Scale the coefficients of router losses of transformers' mixture-of-experts models inside.
+    """Scale the coefficients of router losses in mixture-of-experts models of transformers inside the context.
 
     Args:
         module: The user's module.
-        largest: What the largest coefficient becomes; with 0 there are no router losses.
+        largest: The new value of the largest coefficient; 0 to remove router losses.
 
     Yields:
-        By what they are multiplied; ``None`` if the module has none.
+        The factor of the coefficients; ``None`` if the module has no router losses.
     """
     routers = [part for part in module.modules() if getattr(part, "router_aux_loss_coef", 0)]
     before = [float(part.router_aux_loss_coef) for part in routers]  # type: ignore[arg-type]
@@ -344,5 +354,5 @@ def router_losses_scaled(module: nn.Module, largest: float) -> Iterator[float | 
 
 
 def _parts(sizes: Sequence[float]) -> list[float]:
-    """Return the shares of some sizes; zeros if there is nothing to share."""
+    """Return each size divided by the sum of sizes; zeros if the sum is 0."""
     return [size / sum(sizes) if sum(sizes) else 0.0 for size in sizes]

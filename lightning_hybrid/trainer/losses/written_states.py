@@ -2,13 +2,13 @@
 
 ::
 
-    samples in one microbatch       s --> s(J)
-    in two, each from the same s    s --> s(A),  s --> s(B)
-    one after the other             s --> s(A) --> s(AB), as in a step
+    samples in one microbatch          s --> s(J)
+    in two, each starting from s       s --> s(A),  s --> s(B)
+    in two, one after the other        s --> s(A) --> s(AB), as in a step
 
-If s(J) is s(A) and s(B), nothing is written from the batch. Otherwise s(AB) is computed, and must be s(J): as for a sum
-over samples, or the largest one. The loss of B must be the same after s(A) as after s: it is not where a step compares
-samples with a queue of earlier ones, and adds its own.
+If s(J) equals s(A) and s(B), the state does not depend on the batch. Otherwise, s(AB) is computed, and must equal s(J),
+which holds for a sum or a maximum over samples. The loss of B must be the same after s(A) as after s. It differs, for
+example, if a step compares samples with a queue of earlier samples.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from lightning_hybrid.pipeline_parallel.frame.stage_states import find_owners
 
 __all__ = ["Change", "Difference", "WrittenStates", "find_differences", "find_of_batch", "is_used", "state_text"]
 
-_ROUNDINGS = 16  # by which sums may differ
+_ROUNDINGS = 16  # the number of rounding errors by which sums may differ
 _MOST_NAMED = 4
 
 
@@ -35,16 +35,16 @@ class _Place(NamedTuple):
     path: str
     table: dict[str, Any]
     name: str
-    value: Tensor  # when it was found
+    value: Tensor  # the value at construction
 
 
 class Change(NamedTuple):
     """A state before and after a forward.
 
     Attributes:
-        before: float64.
-        after: float64, of the same shape.
-        epsilon: The rounding of its dtype; 0 for integers.
+        before: The old value, float64.
+        after: The new value, float64, with the same shape.
+        epsilon: The machine epsilon of the original dtype; 0 for integers.
     """
 
     before: Tensor
@@ -53,10 +53,10 @@ class Change(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """A state that ends elsewhere with microbatches.
+    """A state whose final value differs if there are microbatches.
 
     Attributes:
-        path: Of the buffer or attribute.
+        path: The path of the buffer or attribute.
         size: The largest difference of its numbers, relative to the largest change in a step.
     """
 
@@ -65,7 +65,7 @@ class Difference(NamedTuple):
 
 
 class WrittenStates:
-    """Buffers, and tensors in attributes, of a module and the objects in it; parameters and metrics are left out.
+    """Buffers and tensor attributes of a module and of the objects in it, except parameters and metrics.
 
     Args:
         module: The user's module.
@@ -82,10 +82,10 @@ class WrittenStates:
         ]
 
     def read(self, former: Callable[[Tensor], Tensor | None]) -> dict[str, Change]:
-        """Return the changes of those that have been written, or replaced by tensors of the same shape, by path.
+        """Return the changes of states that were written, or replaced by tensors of the same shape, by path.
 
         Args:
-            former: Returns the numbers that a tensor had before it was written in place, if it was.
+            former: Returns the old value of a tensor that was written in place; ``None`` for other tensors.
         """
         found = {}
         for place in self._places:
@@ -105,11 +105,12 @@ def _has_numbers(tensor: Tensor) -> bool:
 
 
 def find_of_batch(changes: Sequence[Mapping[str, Change]], rounding: float) -> list[str]:
-    """Return the paths of the states that are written from the batch.
+    """Return the paths of the states whose new values depend on the batch.
 
     Args:
-        changes: With samples in one microbatch, and with each of two, all from the same states.
-        rounding: The relative difference that rounding explains.
+        changes: The changes with all samples in one microbatch, and with each of two microbatches, from the same
+            states.
+        rounding: The relative difference that rounding can explain.
     """
     found = []
     for path in sorted({path for of_run in changes for path in of_run}):
@@ -121,12 +122,12 @@ def find_of_batch(changes: Sequence[Mapping[str, Change]], rounding: float) -> l
 
 
 def is_used(alone: float, after: float, rounding: float) -> bool:
-    """Return whether the loss of a microbatch depends on the state that an earlier microbatch of the step has written.
+    """Return True if the loss of a microbatch depends on the state that an earlier microbatch of the step has written.
 
     Args:
-        alone: Its loss with the state from before the step.
-        after: Its loss with the state after the earlier microbatch.
-        rounding: The relative difference that rounding explains.
+        alone: The loss of the microbatch with the state from before the step.
+        after: The loss of the microbatch with the state after the earlier microbatch.
+        rounding: The relative difference that rounding can explain.
     """
     if math.isnan(alone) or math.isnan(after):
         return math.isnan(alone) != math.isnan(after)
@@ -134,12 +135,12 @@ def is_used(alone: float, after: float, rounding: float) -> bool:
 
 
 def find_differences(joined: Mapping[str, Change], parts: Mapping[str, Change], rounding: float) -> list[Difference]:
-    """Return the states that are others after two microbatches than after both joined.
+    """Return the states whose values after two microbatches differ from the values after both joined.
 
     Args:
-        joined: The changes with both joined.
-        parts: The changes with one after the other.
-        rounding: The relative difference that rounding explains.
+        joined: The changes with both microbatches joined.
+        parts: The changes with one microbatch after the other.
+        rounding: The relative difference that rounding can explain.
     """
     found = []
     for path in sorted(joined.keys() & parts.keys()):
@@ -150,7 +151,7 @@ def find_differences(joined: Mapping[str, Change], parts: Mapping[str, Change], 
 
 
 def _bound(change: Change, rounding: float) -> float:
-    """Return the largest difference that rounding explains: of the change, and of its sum with the state before."""
+    """Return the largest difference that rounding can explain, in the change and in its sum with the old value."""
     before, after, epsilon = change
     return rounding * _gap(before, after) + _ROUNDINGS * epsilon * max(_size(before), _size(after))
 
@@ -169,11 +170,12 @@ def state_text(
     """Return the warning about states that microbatches change.
 
     Args:
-        found: The states that end elsewhere with microbatches.
-        used: The states that are written from the batch.
-        losses: Of the second microbatch, without the first one before it and with it, if they differ.
+        found: The states whose final values differ with microbatches.
+        used: The paths of the states whose new values depend on the batch.
+        losses: The loss of the second microbatch without and with the first microbatch before it; ``None`` if they are
+            equal.
         number: The number of microbatches.
-        switches: Whether batches run as one microbatch from now on.
+        switches: If True, batches run as one microbatch from now on.
     """
     paths = [each.path for each in found] or list(used)
     names = ", ".join(map(repr, paths[:_MOST_NAMED]))

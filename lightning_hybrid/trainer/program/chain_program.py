@@ -1,4 +1,4 @@
-"""The program of a chain of layers that the step calls once, as a whole: stages between the ends run only layers."""
+"""The step program for a chain of layers that the step calls once, as a whole: stages in between run only layers."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ from lightning_hybrid.trainer.program.frame_program import FrameProgram
 from lightning_hybrid.trainer.program.program import StepCall, StepPart, StepProgram, Trial
 from lightning_hybrid.trainer.program.step_context import StepContext
 
-# At most so many steps around a chain are traced, of a sanity check and the first training batch.
+# The most steps around a chain that are traced, in a sanity check and the first training batch.
 _MOST_USES = 16
 _OTHERWISE, _WRITES = "does not call {} exactly once as a whole", "changes parameters outside {}"
 
 
 class ChainProgram(StepProgram):
-    """The first and the last stage run the user's step around the chain, the stages between them only layers.
+    """A program in which the first and the last stage run the user's step around the chain; others run only layers.
 
-    In an evaluation step, code around the chain sees the whole batch, and the layers see microbatches::
+    In an evaluation step, code around the chain receives the whole batch, and the layers receive microbatches::
 
         first stage   step with the whole batch, until body(x) --> x is split --> layers, microbatch by microbatch
         middle        layers
         last stage    layers --> y is joined --> step with the whole batch, in which body(x) returns y
 
-    So metrics see what they see in one process. If x or y cannot be split without doubt, the batch runs as one
-    microbatch; the ranks agree on that at the first batch of each signature, and remember it.
+    So metrics receive the same values as in a single process. If it is ambiguous how to split x or y, the batch runs as
+    one microbatch. The ranks agree on this at the first batch of each signature, and remember it.
 
-    A step that turns out to call the layers in another way opens the chain: from then on the layers are units of a
-    :class:`FrameProgram`, on every rank of the model group. That is not undone.
+    If a step calls the layers in another way, the chain is opened: from then on, the layers are units of a
+    :class:`FrameProgram`, on every rank of the model group. The chain is never closed again.
 
     Args:
         context: The state that steps share.
@@ -71,10 +71,10 @@ class ChainProgram(StepProgram):
         stage_map = context.parameter_map.stage_map
         self._cut = BodyCut(body.name, body.chain, body.lists)
         self.places_parameters = stage_map.places_outside
-        # A chain that the user has named opens only for a step that writes parameters, such as those of a teacher.
+        # A chain that the user has named is opened only for a step that writes parameters (of a teacher, for example).
         self._can_open, self._opens_for_calls = can_open, can_open and body.is_found
         self._settled = set[str]()
-        self._unsettled: str | None = None  # the step that was not traced to its end, until it has run
+        self._unsettled: str | None = None  # the step that was not traced to its end; reset when it runs
         self._tracer: ChainUse | None = None
         self._uses: dict[Hashable, tuple[frozenset[str], ...]] = {}
         self._is_traceable = True
@@ -83,7 +83,7 @@ class ChainProgram(StepProgram):
             self._tracer = make_chain_use(
                 context.module, body, stage_map, context.device, around_discovery=context.around_discovery
             )
-        self._counts: dict[Hashable, tuple[int, ...]] = {}  # the samples of each microbatch in evaluation
+        self._counts: dict[Hashable, tuple[int, ...]] = {}  # the number of samples of each microbatch in evaluation
 
     def entered(self, *, repeats: bool) -> AbstractContextManager[None]:
         """Redirect calls of the chain to the cut; see :meth:`StepProgram.entered`."""
@@ -96,13 +96,13 @@ class ChainProgram(StepProgram):
         return super().unfollowed() if self._tracer is None else self._tracer.unfollowed()
 
     def has_code(self, stage: int) -> bool:
-        """Return whether a stage is the first or the last one."""
+        """Return True if a stage is the first or the last one."""
         return stage in (0, self._context.num_stages - 1)
 
-    # -- what is found out before a step runs ------------------------------------------------------------------------
+    # -- analysis before a step runs ---------------------------------------------------------------------------------
 
     def is_open(self, step: str) -> bool:
-        """Return whether it is still unknown how a step calls the chain.
+        """Return True if it is still unknown how a step calls the chain.
 
         Args:
             step: The name of the step.
@@ -116,19 +116,20 @@ class ChainProgram(StepProgram):
         ::
 
             x = self.body(x)                              the chain stays closed
-            two calls of it; for layer in self.body       the chain opens
-            parameters are written (a teacher)            the chain opens, also if the user has named it
+            two such calls; for layer in self.body        the chain is opened
+            parameters are written (a teacher)            the chain is opened, even if the user has named it
 
-        Parameters around the chain stay where they are; buffers are sent to all stages. Replicas may decide
-        differently, but the ranks of a model group decide together.
+        Parameters around the chain keep their stages; buffers are sent to all stages. Replicas may decide differently,
+        but the ranks of a model group decide together.
 
         Args:
             call: The step.
         """
         context, body = self._context, self._body
         self._settled.add(call.name)
-        found = torch.zeros(3, dtype=torch.int)  # calls it in another way, writes parameters, is not traced to its end
-        if context.mesh.pipeline_rank == 0:  # ranks between the ends lack what is around the chain
+        # True for: the step calls the chain in another way, writes parameters, is not traced to its end.
+        found = torch.zeros(3, dtype=torch.int)
+        if context.mesh.pipeline_rank == 0:  # other ranks may lack parameters around the chain
             context.streams.seed_user(*call.coordinates)
             calls = ChainCalls(context.module, body.names, self._chain, context.device, context.around_discovery)
             seed = context.streams.of_calls(*call.coordinates)
@@ -143,8 +144,8 @@ class ChainProgram(StepProgram):
         """Let any code call the layers from now on, on every rank of the model group, and return the new program.
 
         Args:
-            step: The name of the step that does.
-            why: The reason as a text, with a placeholder for the name of the chain.
+            step: The name of the step that requires it.
+            why: The reason, as a text with a placeholder for the name of the chain.
         """
         program = FrameProgram(
             self._context,
@@ -173,7 +174,7 @@ class ChainProgram(StepProgram):
         return stages_by_parameter(self._uses.values()) if self._is_traceable else None
 
     def _note_use(self, call: StepCall) -> None:
-        """Trace a step to find out which parameters around the chain it uses on which stage; once for each key."""
+        """Trace a step, once for each key, to find the stages that use each parameter around the chain."""
         key = call.name, call.key
         if self._tracer is None or key in self._uses or len(self._uses) == _MOST_USES:
             return
@@ -186,11 +187,11 @@ class ChainProgram(StepProgram):
             rank_zero_info(stays_text(call.name, error))
 
     def parameters_moved(self) -> None:
-        """Take note that parameters outside the chain have moved; see :meth:`StepProgram.parameters_moved`."""
+        """Update the program after parameters outside the chain moved; see :meth:`StepProgram.parameters_moved`."""
         self._find_code_before()
 
     def _find_code_before(self) -> None:
-        """Find out whether this rank, if it runs the step, lacks parameters around the chain."""
+        """Trace the code before the chain from now on if this rank runs the step but lacks parameters of it."""
         stage_map = self._context.parameter_map.stage_map
         stage = 0 if self._context.mesh.pipeline_rank == 0 else len(stage_map.stages) - 1
         lacks = any(stage not in stages for stages in stage_map.outside.values())
@@ -245,7 +246,7 @@ class ChainProgram(StepProgram):
         return y
 
     def _split(self, x: Any, total: int | None) -> tuple[list[Any], tuple[int, ...]]:
-        """Return the input of the chain in microbatches, and the number of samples of each."""
+        """Return the microbatches of the input of the chain, and the number of samples in each of them."""
         user_split = getattr(self._context.module, "split_body_input", None)
         if user_split is not None:
             parts = list(user_split(x, self._num_microbatches))
@@ -269,7 +270,7 @@ class ChainProgram(StepProgram):
             random = context.streams.layers(stage, *coordinates, microbatch)
             return context.run_layers(stage, random, parts[microbatch] if stage == 0 else inputs)
 
-        # Parts that the user's hook makes may differ in shape even if they have the same number of samples.
+        # The parts of the user's hook may differ in shape even if they have the same number of samples.
         marks = range(len(counts)) if getattr(context.module, "split_body_input", None) else counts
         keys = context.keys((key, counts), marks)
         schedule = build_forward(context.placement, len(counts), posts_early=context.may_post_early(keys))
@@ -282,13 +283,13 @@ class ChainProgram(StepProgram):
     # -- steps in lockstep -------------------------------------------------------------------------------------------
 
     def may_run_again(self, call: StepCall) -> bool:
-        """Return whether a step was not traced to its end, so that it may call the layers one by one after all."""
+        """Return True if a step was not traced to its end, so that it may call the layers one by one later."""
         is_possible = not torch.is_grad_enabled() and self._context.mesh.sizes.context == 1
         return is_possible and self._unsettled == call.name
 
 
 def _unchanged(x: Any) -> Any:
-    """Stand in for the layers, which run apart, for each microbatch."""
+    """Return the input; used instead of the layers, which run separately for each microbatch."""
     return x
 
 

@@ -1,4 +1,4 @@
-"""The program of steps that are traced: code of the user runs on every stage, around the layers of that stage."""
+"""The step program for traced steps: user code runs on every stage, around the layers of that stage."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ _CALLED_ONCE = (
 
 
 class FrameProgram(StepProgram):
-    """The user's step runs on every stage; layers of other stages return absent values.
+    """A program in which every stage runs the user's step. Layers of other stages return fake tensors.
 
     Args:
         context: The state that steps share.
         body: The layers that are divided into stages.
         grad_sync: Has the parameters that ZeRO shards.
         frees_early: True if the full parameters of a layer are freed after each call.
-        places_parameters: True if the first training batch decides where parameters outside the layers live.
+        places_parameters: True if the first training batch decides on which stages parameters outside the layers are.
         uses: The parameters that each stage uses in steps that were traced before; ``None`` if a step could not be
             traced.
     """
@@ -90,7 +90,7 @@ class FrameProgram(StepProgram):
         """Return a context for code that is not part of the user's step."""
         return self._cut.unfollowed()
 
-    # -- what is found out before a step runs ------------------------------------------------------------------------
+    # -- analysis before a step runs ---------------------------------------------------------------------------------
 
     def find_uses(
         self, calls: list[StepCall], precision: Callable[[], AbstractContextManager[None]]
@@ -99,16 +99,16 @@ class FrameProgram(StepProgram):
         plans, self.places_parameters = self.plan(calls, precision), False
         if self._uses is None:
             return None
-        known = [*plans, *self._cut.plans]  # an evaluation may have come before
+        known = [*plans, *self._cut.plans]  # an evaluation may have run before
         return stages_by_parameter([*self._uses, *(plan.parameters for plan in known)])
 
     def parameters_moved(self) -> None:
         """Use the new places of parameters; see :meth:`StepProgram.parameters_moved`."""
         self._cut.place_parameters(find_holders(self._module, self._map.stage_map))
-        self.share_buffers()  # placeholders have replaced them again
+        self.share_buffers()  # moving parameters has replaced the buffers by placeholders again
 
     def share_buffers(self) -> None:
-        """Send buffers that not all stages have to the others: after a chain was opened, every stage runs the step."""
+        """Send buffers that only some stages have to all stages, because in this program every stage runs the step."""
         mesh = self._mesh
         source = mesh.model_group_rank(0, 0)
         for name, buffer in list(self._module.named_buffers()):
@@ -116,7 +116,7 @@ class FrameProgram(StepProgram):
             if not self._map.stage_map.is_outside(name) or len(held) == mesh.sizes.pipeline:
                 continue
             is_source = mesh.model_group.rank() == source
-            # A tensor that is made like a placeholder would be a placeholder.
+            # `empty_like` of a placeholder would return a placeholder.
             value = buffer if is_source else torch.empty(buffer.shape, dtype=buffer.dtype, device=self._context.device)
             broadcast_tensors([value], mesh.model_group, source)
             if mesh.pipeline_rank not in held:
@@ -129,11 +129,12 @@ class FrameProgram(StepProgram):
         precision: Callable[[], AbstractContextManager[None]],
         choose: Callable[[int], int | None] | None = None,
     ) -> list[FramePlan]:
-        """Return the plan of each step, tracing those that are new; see :meth:`StepProgram.plan`."""
+        """Return the plan of each step, and trace steps without a plan; see :meth:`StepProgram.plan`."""
         plans: list[FramePlan] = []
         with precision():
             for number, call in enumerate(calls):
-                call = calls[number] = call.moved()  # tracing needs its values, and its forward comes soon
+                # Tracing needs the batch on the device, and its forward follows soon.
+                call = calls[number] = call.moved()
                 plan = self._find_plan(call, None if choose is None else choose(number))
                 if plan.computed_layers and not self._grad_sync.zero.keeps_layers:
                     raise WrongUseError(shard_text(plan.computed_layers))
@@ -150,8 +151,11 @@ class FrameProgram(StepProgram):
     def _compare_calls(self, calls: list[str]) -> None:
         """Check that a traced step makes the same calls on every rank of the model group.
 
+        Args:
+            calls: The names of the calls on this rank.
+
         Raises:
-            WrongUseError: If it does not.
+            DifferentStepsError: If the calls differ.
         """
         group = self._mesh.control_group
         digest = hashlib.sha256("\n".join(calls).encode()).hexdigest()
@@ -167,7 +171,7 @@ class FrameProgram(StepProgram):
         )
 
     def _agrees(self, number: int) -> bool:
-        """Return whether a number is the same on every rank of the model group."""
+        """Return True if a number is the same on every rank of the model group."""
         extremes = torch.tensor([number, -number])
         dist.all_reduce(extremes, dist.ReduceOp.MAX, group=self._mesh.control_group)
         return int(extremes.sum()) == 0
@@ -179,7 +183,7 @@ class FrameProgram(StepProgram):
         return [StepPart(plan, fetched, of_plan) for plan, of_plan in zip(plans, skipped, strict=True)]
 
     def _fetch_parameters(self, step: str, plans: Sequence[FramePlan], *, warns: bool) -> dict[str, Tensor]:
-        """Return values of parameters for stages before those that have them; only a step without gradients has any.
+        """Return parameter values for stages that use them before the stages that hold them; only without gradients.
 
         Args:
             step: The name of the step.
@@ -233,7 +237,7 @@ class FrameProgram(StepProgram):
             arguments,
             context.received(inputs),
             seed=streams.of_calls(*coordinates),
-            random=lambda number: streams.layers(0, *coordinates, number),  # the same numbers under every layout
+            random=lambda number: streams.layers(0, *coordinates, number),  # equal numbers under every layout
             fetched=part.fetched,
             skipped=part.skipped,
         )
@@ -241,7 +245,7 @@ class FrameProgram(StepProgram):
     def evaluate(self, call: StepCall, trial: Trial[Any]) -> Any:
         """Run an evaluation step, whose batch is one microbatch; see :meth:`StepProgram.evaluate`.
 
-        Parameters that the step writes keep their new values, also if replicas shard them.
+        Parameters that the step writes keep their new values, even if replicas shard them.
         """
         context = self._context
         if call.key in self._in_lockstep.get(call.name, ()):
@@ -250,7 +254,7 @@ class FrameProgram(StepProgram):
         if plan is None:
             return self.run_in_lockstep(call)
         if plan.graph.needed is None:
-            trial.state = None  # all of it is known
+            trial.state = None  # the whole path is known
         elif trial.state is not None:
             trial.state.keep_new()
         if plan.of_layers:
@@ -288,7 +292,7 @@ class FrameProgram(StepProgram):
         """
         try:
             return self._find_plan(call)
-        except Exception as error:  # of the user's code too, which without values may do anything
+        except Exception as error:  # includes any error of the user's code, which runs without values here
             if isinstance(error, DifferentStepsError) or is_transport(error) or not self.may_run_again(call):
                 raise
             self.microbatch = None
@@ -298,14 +302,14 @@ class FrameProgram(StepProgram):
     # -- steps in lockstep -------------------------------------------------------------------------------------------
 
     def may_run_again(self, call: StepCall) -> bool:
-        """Return whether steps may run in lockstep: they have no gradients, and sequences are not sharded."""
+        """Return True if steps may run in lockstep: they have no gradients, and sequences are not sharded."""
         return not torch.is_grad_enabled() and self._mesh.sizes.context == 1
 
     def run_in_lockstep(self, call: StepCall) -> Any:
         """Run an evaluation step in lockstep, now and whenever it has the same key, and return its result.
 
         Raises:
-            DifferentStepsError: If the ranks of the model group do different things.
+            DifferentStepsError: If the ranks of the model group make different calls.
         """
         if call.name not in self._in_lockstep:
             self._in_lockstep[call.name] = set()
@@ -319,7 +323,8 @@ class FrameProgram(StepProgram):
 
     def _lockstep(self, call: StepCall) -> Any:
         context, coordinates = self._context, call.coordinates
-        self._grad_sync.zero.unshard_layers()  # before layers wait for each other: replicas may call other ones
+        # Before layers wait for each other, because replicas may call other layers.
+        self._grad_sync.zero.unshard_layers()
         arguments = context.enter_user_code(call, keep=context.is_last)
         value = self._cut.run_in_lockstep(
             call.step,
@@ -358,13 +363,14 @@ def make_frame(module: nn.Module, body: Body, stage_map: StageMap, device: torch
 
 
 def find_holders(module: nn.Module, stage_map: StageMap) -> Mapping[str, Collection[int]]:
-    """Return the stages of parameters outside the layers that not all stages have, by name.
+    """Return the stages of parameters outside the layers that only some stages have, by name.
 
     Args:
         module: The user's module.
         stage_map: The stages of the module's tensors.
     """
     named = list(module.named_parameters(remove_duplicate=False))
-    stages = {id(found.tensor): found.stages for found in locate(named, stage_map)}  # of all names of a parameter
+    # The stages are equal for all names of a parameter.
+    stages = {id(found.tensor): found.stages for found in locate(named, stage_map)}
     outside = {name: stages[id(parameter)] for name, parameter in named if stage_map.is_outside(name)}
     return {name: held for name, held in outside.items() if len(held) < len(stage_map.stages)}

@@ -1,4 +1,4 @@
-"""The choice of the step program of a run, and of the tracer that finds the uses of parameters without other ranks."""
+"""The choice of the step program of a run, and the search for uses of parameters in a single process."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def make_program(
     frees_early: bool,
     can_open: bool,
 ) -> StepProgram:
-    """Return the program of the steps of a run.
+    """Return the step program of a run.
 
     Args:
         context: The state that steps share.
@@ -67,15 +67,15 @@ def find_uses(
     arguments: Sequence[Any],
     around_discovery: Callable[[], AbstractContextManager[object]],
 ) -> dict[str, set[int]]:
-    """Return the stages that use each parameter outside the layers in a step, in a process without other ranks.
+    """Return the stages that use each parameter outside the layers in a step, by name, in a single process.
 
     Args:
-        module: The user's module, whole.
+        module: The user's module, with all its parameters.
         body: The layers that are divided into stages.
         stage_map: The stages of the module's tensors.
         step: The user's step.
         arguments: Its arguments.
-        around_discovery: Makes the context of a step that is traced.
+        around_discovery: Makes the context in which a step is traced.
 
     Raises:
         NotFollowedError, WrongUseError: If the step cannot be traced.

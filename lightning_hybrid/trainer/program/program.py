@@ -3,12 +3,12 @@
 ::
 
                       stage 0                    stages between      last stage
-    whole model       all of the step
-    chain of layers   code until the chain       layers only         code around the chain, loss
-    traced frame      its units, code for them   the same            the same, and the rest of the step
+    whole model       the whole step
+    chain of layers   code before the chain      layers only         code around the chain, loss
+    traced frame      its layers, code for them  the same            the same, and the rest of the step
 
-A run makes one program. The training step, the evaluation step and the placement of parameters call it, and do not ask
-which kind it is.
+A run makes one program. The training step, the evaluation step and the placement of parameters call it, and do not
+depend on its kind.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class StepCall(NamedTuple):
         step: The user's step.
         batch: The first argument.
         others: The other arguments.
-        coordinates: The place of its random numbers: the kind of step, the number of the batch, and, in training, the
-            number of the microbatch.
-        key: The version of the module and the signatures of the arguments, which decide how the step is divided.
-        device: The device to which the batch moves when its values are needed; ``None`` if it is there.
+        coordinates: The coordinates of its random numbers: the kind of step, the number of the batch, and, in training,
+            the number of the microbatch.
+        key: The version of the module and the signatures of the arguments, which determine how the step is divided.
+        device: The device to which the batch moves when its values are needed; ``None`` if it does not have to move.
     """
 
     step: Callable[..., Any]
@@ -59,7 +59,7 @@ class StepCall(NamedTuple):
         return batch, *self.others
 
     def moved(self) -> StepCall:
-        """Return a call whose batch is on the device, and stays there for as long as the call is kept."""
+        """Return a call whose batch is on the device, and stays there as long as the call exists."""
         return self if self.device is None else self._replace(batch=self.arguments[0], device=None)
 
 
@@ -68,8 +68,8 @@ class StepPart(NamedTuple):
 
     Attributes:
         plan: The calls that each stage makes, and the tensors that it sends.
-        fetched: Values of parameters for stages before those that have them, by name.
-        skipped: Calls that write parameters and that another microbatch makes.
+        fetched: Values of parameters for stages that need them before the stages that hold them, by name.
+        skipped: The numbers of calls that write parameters, and that run only with another microbatch.
     """
 
     plan: FramePlan
@@ -94,8 +94,8 @@ class Trial(Generic[_State]):
         state: The state before the step; ``None`` if the step never runs again.
 
     Attributes:
-        state: The state before the step; a program sets it to ``None`` once it knows the whole path of the step.
-        error: On the last stage, why the step has to run again; ``None`` if it does not.
+        state: The state before the step. A program sets it to ``None`` once it knows the whole path of the step.
+        error: On the last stage, the reason why the step has to run again; ``None`` if it does not.
     """
 
     def __init__(self, state: _State | None) -> None:
@@ -108,7 +108,7 @@ class Trial(Generic[_State]):
             return part()
         try:
             return part()
-        except Exception as error:  # of the user's code too: it fails in lockstep again
+        except Exception as error:  # includes errors of the user's code, which occur again in lockstep
             if is_transport(error):
                 raise
             self.error = error
@@ -119,10 +119,10 @@ class StepProgram(ABC):
     """The division of the user's step among the stages.
 
     Attributes:
-        cut: The cut of traced steps; ``None`` if the program traces none.
+        cut: The cut of traced steps; ``None`` if the program does not trace steps.
         microbatch: The number of the microbatch whose step is being traced; ``None`` outside tracing.
         places_parameters: True until the first training batch has shown which stages use the parameters outside the
-            layers; False if these parameters stay where they are.
+            layers; False if these parameters do not move.
     """
 
     cut: FrameCut | None = None
@@ -144,21 +144,21 @@ class StepProgram(ABC):
         return nullcontext()
 
     def has_code(self, stage: int) -> bool:
-        """Return whether a stage runs code of the user's step, and not only layers."""
+        """Return True if a stage runs code of the user's step, and not only layers."""
         return True
 
-    # -- what is found out before a step runs ------------------------------------------------------------------------
+    # -- analysis before a step runs ---------------------------------------------------------------------------------
 
     def is_open(self, step: str) -> bool:
-        """Return whether it is still unknown how a step calls the layers.
+        """Return True if it is still unknown how a step calls the layers.
 
         Args:
             step: The name of the step.
         """
         return False
 
-    def settle(self, call: StepCall) -> None:  # noqa: B027  only a chain has something to find out
-        """Trace a step once to find out how it calls the layers; on every rank.
+    def settle(self, call: StepCall) -> None:  # noqa: B027  only a chain has to trace a step first
+        """Trace a step once to find out how it calls the layers; every rank calls this.
 
         Args:
             call: The step.
@@ -178,8 +178,8 @@ class StepProgram(ABC):
         """
         return {}
 
-    def parameters_moved(self) -> None:  # noqa: B027  one stage has all parameters
-        """Take note that the context's parameter map has changed."""
+    def parameters_moved(self) -> None:  # noqa: B027  a program with one stage has all parameters
+        """Update the program after a change of the context's parameter map."""
 
     def plan(
         self,
@@ -187,10 +187,10 @@ class StepProgram(ABC):
         precision: Callable[[], AbstractContextManager[None]],
         choose: Callable[[int], int | None] | None = None,
     ) -> list[FramePlan]:
-        """Return the plan of each step; an empty list if the program traces no steps.
+        """Return the plan of each step; an empty list if the program does not trace steps.
 
         Args:
-            calls: The steps of a batch; each is replaced by one whose batch is on the device.
+            calls: The steps of a batch. Each is replaced by a call whose batch is on the device.
             precision: The precision plugin's context.
             choose: Returns for a microbatch the number of its plan or ``FOLLOW``; ``None`` for the remembered plan.
 
@@ -200,12 +200,12 @@ class StepProgram(ABC):
         return []
 
     def parts(self, step: str, plans: Sequence[FramePlan], *, is_rehearsal: bool = False) -> Sequence[StepPart]:
-        """Return the parts of the steps of a batch that all stages agree on; nothing without plans.
+        """Return the parts of the steps of a batch that all stages agree on; an empty sequence without plans.
 
         Args:
             step: The name of the step.
             plans: The plan of each step.
-            is_rehearsal: True if each call is a step by itself, as in a comparison: each one writes parameters.
+            is_rehearsal: True if each call is a separate step, as in a comparison, so that each call writes parameters.
         """
         return ()
 
@@ -218,17 +218,17 @@ class StepProgram(ABC):
         Args:
             stage: The stage.
             call: The step.
-            inputs: The output of the stage before.
+            inputs: The output of the previous stage.
             part: The step's entry in the result of :meth:`parts`; ``None`` without plans.
 
         Returns:
-            A function that returns the output for the next stage, or on the last stage the result of the step. It is
-            not called here, because each frame between the engine and a layer is a line in the user's traceback.
+            A function that returns the output for the next stage, or on the last stage the result of the step. The
+            caller calls it, because each frame between the engine and a layer is a line in the user's traceback.
         """
 
     @abstractmethod
     def evaluate(self, call: StepCall, trial: Trial[Any]) -> Any:
-        """Run an evaluation step on the whole batch, and return its result; only the last stage's counts.
+        """Run an evaluation step on the whole batch, and return its result; only the last stage's result is used.
 
         Args:
             call: The step.
@@ -237,17 +237,17 @@ class StepProgram(ABC):
 
     @property
     def is_plain(self) -> bool:
-        """Return whether an evaluation step runs as it is, with nothing around it."""
+        """Return True if an evaluation step runs as it is, without any preparation."""
         return False
 
     # -- steps in lockstep -------------------------------------------------------------------------------------------
 
     def may_run_again(self, call: StepCall) -> bool:
-        """Return whether an evaluation step that fails may run again in lockstep: on all stages at once."""
+        """Return True if an evaluation step that fails may run again in lockstep, on all stages at once."""
         return False
 
     def opened(self, step: str) -> StepProgram:
-        """Return the program in which any code may call the layers; it becomes that of the run.
+        """Return the program in which any code may call the layers, and make it the program of the run.
 
         Args:
             step: The name of the step that needs it.

@@ -41,39 +41,39 @@ from lightning_hybrid.trainer.results.logging import Log, LogRecorder, pack_logs
 from lightning_hybrid.trainer.results.metrics import MetricsAcrossStages
 from lightning_hybrid.trainer.results.module_attributes import assign_scalars, pack_scalars, scalars
 
-_KEYS = count()  # channels outlive a run: what they have learnt for a key of one must not be taken for another's
+_KEYS = count()  # unique in the process: channels outlive a run, and must not confuse keys of different runs
 
 
 class StepContext:
-    """What a step through the pipeline needs; training and evaluation add the schedule and the weights.
+    """The objects that a step through the pipeline needs. Training and evaluation add the schedule and the weights.
 
     Args:
-        module: The user's module, with placeholders for what lives elsewhere.
-        body: What is divided into stages; ``None`` if there is one stage.
+        module: The user's module, with placeholders for parameters of other stages.
+        body: The layers that are divided into stages; ``None`` if there is one stage.
         parameters: The places of the module's tensors.
         streams: The random streams.
-        failures: Where failures are written.
-        abandon: Lets go of everything that is under way.
-        desync: Compares what ranks do.
-        device: Where this rank computes.
-        engine: Runs the schedules; outlives this object.
-        around_forwards: Around forwards: what layers keep for backward, and where.
-        context_parallel: Gives layers their share of a sequence; ``None`` if sequences are not shared.
-        remembers: Whether what is found out about a step holds for later ones with equal shapes.
+        failures: Receives failures.
+        abandon: Abandons all communication in flight.
+        desync: Compares the actions of ranks.
+        device: The device of this rank.
+        engine: Runs the schedules. It outlives this object.
+        around_forwards: Makes the context of forwards, which decides what layers keep for backward, and where.
+        context_parallel: Splits sequences over ranks; ``None`` without context parallelism.
+        remembers: True if findings about a step hold for later steps with equal shapes.
 
     Attributes:
         num_stages: The number of stages, over all ranks.
-        is_first: Whether this rank has the first stage.
-        is_last: Whether this rank has the last stage.
+        is_first: True if this rank has the first stage.
+        is_last: True if this rank has the last stage.
         program: The step program, which the run chooses before the first step.
         remembers: True if findings about a step hold for later steps with equal shapes.
         all_layers: The layers of all stages.
         shards_activations: True if layers may return activations that are sharded over ranks, see :meth:`plain`.
         layers: The layers of each stage of this rank.
-        desync: Compares what this rank does with others.
-        in_step: Whether a step runs that is cut, so that the user's code does not run on every rank.
-        is_following: Whether it is only followed.
-        recorder: Notes when the actions of a step begin and end; ``None`` where nobody asks.
+        desync: Compares the steps of this rank with other ranks.
+        in_step: True during a step that is divided into stages, in which the user's code does not run on every rank.
+        is_following: True while the step is only traced.
+        recorder: Records the start and end of each action in a step; ``None`` if no recording is requested.
         counts: The number of samples of each microbatch of the last training batch.
     """
 
@@ -129,7 +129,7 @@ class StepContext:
             plain=self.plain if self.shards_activations else None,
         )
         self._keys: defaultdict[Hashable, int] = defaultdict(_KEYS.__next__)
-        self._steps: set[Hashable] = set()  # that have been run, where that matters
+        self._steps: set[Hashable] = set()  # steps that have run, on devices where this matters
         self._parameters = list(module.parameters())
         self.all_layers = body.layers if body else ()
         own = self.placement.stages_of(mesh.pipeline_rank)
@@ -137,7 +137,7 @@ class StepContext:
             stage: [body.layers[index] for index in stage_map.stages[stage]] if body else [] for stage in own
         }
         own_layers = [layer for layers in self.layers.values() for layer in layers]
-        self._epoch: Any = None  # of which the metrics have been found
+        self._epoch: Any = None  # the epoch for which metrics were searched
         self._watch = BodyWatch(module, body, own_layers) if body else None
 
     def release_parameters(self) -> None:
@@ -149,39 +149,47 @@ class StepContext:
         self._parameters = list(self.module.parameters())
 
     def run_layers(self, stage: int, random: AbstractContextManager[None], x: Any) -> Any:
-        """Run the layers of a stage of a chain, which draw from a random stream of their own."""
+        """Return the output of the layers of a stage of a chain.
+
+        Args:
+            stage: The stage.
+            random: The context with the random stream of the layers.
+            x: The output of the previous stage.
+        """
         x = self.received(x)
         with random:
             for layer in self.layers[stage]:
                 x = layer(x)
         if stage < self.num_stages - 1:
             return self.plain(x, to_stage=True)
-        return to_plain_tensors(x) if self._has_shared_layers else x  # a sequence in shares stays so around the layers
+        # Sequences stay sharded in the code around the layers.
+        return to_plain_tensors(x) if self._has_shared_layers else x
 
     def received(self, value: Any) -> Any:
-        """What the stage before has sent, as layers take it."""
+        """Return the output of the previous stage in the form that layers take, with sequences sharded."""
         return value if self._context_parallel is None else self._context_parallel.enter(value)
 
     def plain(self, value: Any, *, to_stage: bool = False) -> Any:
-        """Plain tensors in the place of what shared layers return, or layers that share a sequence.
+        """Return a tree in which sharded activations of layers are replaced by plain tensors.
 
         Args:
             value: A tree.
-            to_stage: Whether it goes to the next stage.
+            to_stage: True if the value is sent to the next stage.
         """
         if self._context_parallel is not None:
             value = self._context_parallel.leave(value, to_stage=to_stage)
         return to_plain_tensors(value) if self._has_shared_layers else value
 
     def keys(self, version: Hashable, parts: Sequence[Hashable], plans: Sequence[FramePlan] = ()) -> list[int]:
-        """Numbers for what decides the shapes at stage boundaries: equal parts have equal numbers.
+        """Return a number for each microbatch: equal numbers mean equal shapes at stage boundaries.
 
-        Hashing a signature takes as long as a small layer, so it is done once a microbatch, and not at every message.
+        Hashing a signature takes as long as a small layer, so it is done once per microbatch instead of once per
+        message.
 
         Args:
-            version: As :meth:`version` gives it.
+            version: The result of :meth:`version`.
             parts: The signature of each microbatch.
-            plans: What stages do in the step of each, where steps are followed.
+            plans: The plan of each microbatch's step, if steps are traced.
         """
         if plans:
             parts = list(zip(parts, [plan.number for plan in plans], strict=True))
@@ -191,17 +199,19 @@ class StepContext:
         return numbers
 
     def may_post_early(self, keys: Sequence[int], *others: Hashable) -> bool:
-        """Whether receives may be posted before their messages are sent: not in the first step of a kind on a device.
+        """Return True if receives may be posted before their messages are sent.
 
-        There a posted receive is a kernel that runs until its message is there. To load another kernel, at its first
-        call, CUDA waits for all of those that run. One host that waits hangs nothing, by the order of the schedule; but
-        in a first step all of them load kernels, and wait for messages that another one has not come to send
-        (https://docs.nvidia.com/cuda/cuda-c-programming-guide/#lazy-loading). Ranks decide alike, as their keys are
-        equal. Where each message says its shapes, a receive cannot start before that is read, so none is ever early.
+        On a GPU, this is False in the first step of a kind. There, a posted receive is a kernel that runs until its
+        message arrives. Loading another kernel at its first call makes CUDA wait for all running kernels. If only one
+        host waits, the order of the schedule prevents a deadlock. But in a first step, all hosts load kernels, and wait
+        for messages that other hosts have not sent yet
+        (https://docs.nvidia.com/cuda/cuda-c-programming-guide/#lazy-loading). All ranks decide alike, because their
+        keys are equal. If messages contain their shapes, a receive cannot start before the shapes are read, so no
+        receive is posted early.
 
         Args:
-            keys: Of the microbatches, as :meth:`keys` gives them.
-            others: What else decides which kernels run.
+            keys: The keys of the microbatches, from :meth:`keys`.
+            others: Other values that determine which kernels run.
         """
         if not self.engine.posts_kernels:
             return True
@@ -216,14 +226,14 @@ class StepContext:
         return False
 
     def range(self, name: str) -> AbstractContextManager[None]:
-        """A range of what records this step, or else of the Trainer's profiler."""
+        """Return a named range of the recorder of this step, or of the Trainer's profiler if there is no recorder."""
         if self.recorder is not None:
             return self.recorder.range(name)
         return self._profiler.profile(f"[pipeline]{name}")
 
     @property
     def profile(self) -> Callable[[str], AbstractContextManager[None]] | None:
-        """Makes such ranges; ``None`` if nobody listens."""
+        """Return the function :meth:`range`; ``None`` if neither a recorder nor a profiler is active."""
         listens = self.recorder is not None or not isinstance(self._profiler, PassThroughProfiler)
         return self.range if listens else None
 
@@ -233,29 +243,29 @@ class StepContext:
         return profiler
 
     def version(self, *, gradients: bool) -> Hashable:
-        """What decides which tensors need gradients, beside the batch: equal on all ranks, placeholders included.
+        """Return a value that determines which tensors need gradients. It counts placeholders, so all ranks agree.
 
         Args:
-            gradients: Whether the schedule has a backward.
+            gradients: True if the schedule has a backward.
         """
-        with torch._C.DisableTorchFunctionSubclass():  # dispatch to placeholders takes 20 times as long
+        with torch._C.DisableTorchFunctionSubclass():  # dispatch to placeholders would take 20 times as long
             flags = hash(tuple([parameter.requires_grad for parameter in self._parameters]))
         return gradients, self.module.training, flags
 
     @contextmanager
     def step(self, *, num_microbatches: int, counts: Sequence[int] = ()) -> Iterator[list[list[Log]]]:
-        """While a step runs: the body is cut, logs are recorded, metrics are local, random numbers leave no trace.
+        """Prepare the module for a step: cut the body, record logs, keep metrics local, and protect the random state.
 
         Args:
-            num_microbatches: How often the user's step runs.
-            counts: The samples of each microbatch; nothing if the step runs once, with the whole batch.
+            num_microbatches: The number of runs of the user's step.
+            counts: The number of samples of each microbatch; empty if the step runs once, with the whole batch.
 
         Yields:
             The logs of each microbatch.
         """
         trainer = attached_trainer(self.module)
         epoch = None if trainer is None else (trainer.state.stage, trainer.current_epoch)
-        if epoch != self._epoch:  # its first step, after the hooks of its start
+        if epoch != self._epoch:  # the first step of the epoch, after the hooks of its start
             self._epoch = epoch
             with self.guard():
                 self.metrics.find()
@@ -283,7 +293,7 @@ class StepContext:
                 self.engine.retire()
 
     def forget_step(self) -> None:
-        """Search the module again for everything that a step has found in it: its state has been restored."""
+        """Search the module again for objects that a step has found in it, after its state was restored."""
         self._epoch = None
 
     def enter_user_code(self, call: StepCall, *, keep: bool) -> tuple[Any, ...]:
@@ -291,7 +301,7 @@ class StepContext:
 
         Args:
             call: The step that is about to run.
-            keep: True if its logs and metrics count; False on other stages than the last one.
+            keep: True if its logs and metrics count; False on other stages than the last stage.
         """
         if self.metrics.exist:
             if keep:
@@ -301,22 +311,22 @@ class StepContext:
         if self.is_last:
             self._recorder.next_microbatch(keep=keep)
         self.streams.seed_user(*call.coordinates)
-        # As `call.arguments`, without a further file between the engine and the step.
+        # Equivalent to `call.arguments`, but without another frame between the engine and the step.
         batch = call.batch if call.device is None else move_data_to_device(call.batch, call.device)
         return batch, *call.others
 
     @property
     def is_source(self) -> bool:
-        """Return whether this rank sends the result of the step to the others of its model group."""
+        """Return True if this rank sends the result of the step to the other ranks of its model group."""
         return self._results.is_source
 
     def unfollowed(self) -> AbstractContextManager[None]:
-        """Inside, nothing that runs is part of the user's step."""
+        """Return a context for code that is not part of the user's step."""
         return self.program.unfollowed()
 
     @contextmanager
     def around_discovery(self) -> Iterator[None]:
-        """Around a step that is followed: what it logs is seen, and comes nowhere; layers have full parameters."""
+        """Enter the context of a step that is traced: layers have full parameters, and logged values are discarded."""
         seen = self._recorder.only_seen(), self._logger_proxy.only_seen(), self.metrics.only_seen()
         whole = nullcontext() if self._context_parallel is None else self._context_parallel.paused()
         self.is_following = True
@@ -327,16 +337,17 @@ class StepContext:
             self.is_following = False
 
     def share(self, outputs: Callable[[], tuple[Any, list[Log]]], choice: Choice | None = None) -> Any:
-        """Give what the last stage returned and logged to every rank, and log it there.
+        """Send the output and the logs of the last stage to every rank of the model group, and log the values there.
 
-        Likewise what hooks may ask for: whether training shall stop, and the numbers that the step keeps in attributes.
+        The result also contains values that hooks may read: if training should stop, and numbers that the step has
+        stored in attributes.
 
         Args:
-            outputs: Makes (value of the step, merged logs); called on the last stage.
-            choice: On the last stage, how the step is done again; ``None`` if it is over.
+            outputs: Returns the value of the step and the merged logs; called on the last stage.
+            choice: On the last stage, the way to run the step again; ``None`` if the step is complete.
 
         Returns:
-            The value of the step; where it is done again, the choice.
+            The value of the step; the choice if the step runs again.
         """
         trainer = self.module.trainer
         self._num_shared += 1
@@ -374,12 +385,12 @@ class StepContext:
         if changed:
             tree["changed"] = changed
         if trainer.should_stop:
-            tree["stop"] = ()  # its presence says it, and costs no message
+            tree["stop"] = ()  # the key alone is the message, and an empty tuple adds no message
         return tree
 
     @contextmanager
     def unguarded(self) -> Iterator[None]:
-        """Let a failure inside be that of whoever catches it, and not end the run."""
+        """Let a failure inside the context reach the caller instead of ending the run."""
         before, self._is_guarded = self._is_guarded, True
         try:
             yield
@@ -388,7 +399,7 @@ class StepContext:
 
     @contextmanager
     def guard(self) -> Iterator[None]:
-        """Turn a failure in here into one of all ranks, with the text of the first; inside another guard, nothing."""
+        """Turn a failure inside the context into a failure of all ranks with its message, unless in another guard."""
         if self._is_guarded:
             yield
             return
@@ -411,9 +422,9 @@ class StepContext:
             self._is_guarded = False
 
     def _note_microbatch(self, error: Exception) -> None:
-        """Add to an error out of the user's code the microbatch with which it ran, if there are several.
+        """Add to an error from the user's code a note about its microbatch, if there are several microbatches.
 
-        Without it, an error about sizes or indices gives no hint that the code did not get the whole batch.
+        Without the note, an error about sizes or indices does not show that the code did not receive the whole batch.
         """
         about_memory = isinstance(error, torch.OutOfMemoryError)
         if len(self.counts) < 2 or about_memory or isinstance(error, WrongUseError) or is_transport(error):

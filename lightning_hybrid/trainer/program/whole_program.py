@@ -1,4 +1,4 @@
-"""The program of a module that is one stage: the user's step runs as it is, with each microbatch."""
+"""The step program for one stage: the user's step runs as it is, with each microbatch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning_hybrid.trainer.program.step_context import StepContext
 
 
 class WholeProgram(StepProgram):
-    """The only stage runs all of the user's step.
+    """A program whose only stage runs the whole user's step.
 
     Args:
         context: The state that steps share.
@@ -22,7 +22,7 @@ class WholeProgram(StepProgram):
 
     @property
     def is_plain(self) -> bool:
-        """Return whether an evaluation step runs as it is: no other rank of the model group takes part in it."""
+        """Return True if an evaluation step runs as it is, because the model group has no other rank."""
         return self._context.mesh.model_group.size() == 1
 
     def forward(self, stage: int, call: StepCall, inputs: Any, part: StepPart | None) -> Callable[[], Any]:

@@ -1,1 +1,1 @@
-"""What steps give back on one stage, made the same on every rank: logs, metrics, outputs, attributes, logger calls."""
+"""Results of steps that exist on one stage and are sent to every rank: logs, metrics, outputs, attributes."""

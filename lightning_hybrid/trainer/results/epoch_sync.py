@@ -1,4 +1,4 @@
-"""Outside of steps: what steps stored on the last stage, and what hooks log, is the same on every rank."""
+"""Synchronization outside of steps: attributes that steps stored on the last stage, and values that hooks log."""
 
 from __future__ import annotations
 
@@ -33,25 +33,26 @@ from lightning_hybrid.trainer.results.module_attributes import (
 )
 from lightning_hybrid.trainer.run_callback import RunCallback
 
-_WITHOUT_VALUE = Ellipsis  # instead of a value that was computed from placeholders
-_MESSAGE = 288  # bytes: what a logged number needs, with its name
-_COMPARED = 100  # values that hooks log, from the beginning of a run on, which are compared over the stages
-_EQUAL = 1e-5  # relative difference of numbers that stages compute alike
+_WITHOUT_VALUE = Ellipsis  # replaces a value that was computed from placeholders
+_MESSAGE = 288  # the size in bytes that a logged number needs, with its name
+_COMPARED = 100  # the number of values logged by hooks, from the start of a run, that are compared over the stages
+_EQUAL = 1e-5  # the relative difference up to which numbers that stages compute count as equal
 
 
 class EpochSync(RunCallback):
-    """A callback before the user's, and what `self.log` is outside of steps.
+    """A callback that runs before the user's callbacks, and the replacement of `self.log` outside of steps.
 
-    Before the first hook of an epoch's end, plain attributes and buffers of the module that changed during the epoch
-    (the common ``self.outputs.append(...)``, which happens on the last stage) get the last stage's values on all ranks,
-    also those of submodules outside the body. What hooks log gets the last stage's value too, since only that stage has
-    the weights and outputs that it may be computed from; where stages log other numbers, a warning says so.
+    Steps store results in plain attributes and buffers on the last stage, as with ``self.outputs.append(...)``. Before
+    the first hook at the end of an epoch, all ranks receive the last stage's values of the attributes and buffers that
+    changed during the epoch, also in submodules outside the body. Values that hooks log are also replaced by the last
+    stage's values, because only the last stage has the weights and outputs to compute them. If stages log different
+    numbers, a warning is shown.
 
     Args:
         module: The user's module.
-        control_group: The model group, over gloo.
-        source: The rank inside it that has the last stage.
-        layers: The layers of the body, whose attributes stay those of their own stage.
+        control_group: The gloo process group of the model group.
+        source: The rank in this group that has the last stage.
+        layers: The layers of the body, whose attributes are not synchronized.
     """
 
     def __init__(
@@ -73,11 +74,11 @@ class EpochSync(RunCallback):
 
     @contextmanager
     def installed(self, trainer: Trainer) -> Iterator[None]:
-        """While entered, replace `self.log`, as it is outside of steps, of the module and of callbacks."""
+        """Replace `self.log` of the module and of callbacks outside of steps, inside the context."""
         module = self._module
 
         def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-            if vars(module).get("log") is not log:  # in a step, by something that has taken this function
+            if vars(module).get("log") is not log:  # called in a step, by an object that has stored this function
                 return module.log(name, value, *args, **kwargs)
             arguments = log_arguments(args, kwargs)
             value = full_tensor(value)
@@ -91,7 +92,7 @@ class EpochSync(RunCallback):
             yield
 
     def _from_last_stage(self, name: str, value: Any, *, compares: bool = True) -> Any:
-        self._num_logged += 1  # on all ranks alike
+        self._num_logged += 1  # equal on all ranks
         compares &= self._num_logged <= _COMPARED
         described = (name, _described(value)) if self._is_source or compares else None
         *others, (received_name, received) = self._gather(described)
@@ -110,7 +111,7 @@ class EpochSync(RunCallback):
         return torch.tensor(number, dtype=dtype, device=self._module.device).reshape(shape)
 
     def _sync_forward_value(self, name: str, metric: Metric) -> None:
-        """What the metric's `forward` returned in a step is known on the last stage; Lightning logs it."""
+        """Send the value that the metric's `forward` returned in a step from the last stage to all ranks."""
         value = forward_value(metric)
         number = value if isinstance(value, Tensor) and value.numel() == 1 else None
         received = self._from_last_stage(name, number, compares=False)
@@ -118,11 +119,14 @@ class EpochSync(RunCallback):
             set_forward_value(metric, received)
 
     def _gather(self, described: tuple[str, Any] | None) -> list[tuple[str, Any]]:
-        """Return what the other ranks have, where it is short; and as the last one what the last stage has.
+        """Return the descriptions of the other ranks, as far as they are short, then the last stage's description.
 
-        One message of fixed size, as the values of logs are short; by a collective that nothing else does in this
-        group: where one rank logs alone, that is found. Of two gathers of different sizes gloo makes an end of the
-        process.
+        All ranks send one message of fixed size, because most logged values are short. No other code uses this
+        collective in this group, so if only one rank logs, the mismatch is detected. With two gathers of different
+        sizes, gloo would abort the process.
+
+        Args:
+            described: The name and the described value of this rank; ``None`` to send nothing.
         """
         group, message = self._group(), Message.make(b"" if described is None else encode(described), size=_MESSAGE)
         received = torch.empty(group.size() * _MESSAGE, dtype=torch.uint8)
@@ -134,7 +138,13 @@ class EpochSync(RunCallback):
         return [*short, broadcast_object(described, self._source, group) if is_long else of_source.value()]
 
     def _warn_of_differences(self, name: str, counted: Any, others: Sequence[tuple[str, Any]]) -> None:
-        """A number that hooks have computed from what a stage has, and that is another one on another stage."""
+        """Warn if a number that hooks computed from the values of their stage differs between stages.
+
+        Args:
+            name: The logged name.
+            counted: The described value of the last stage, which is used.
+            others: The names and described values of other ranks.
+        """
         numbers = [_number(described) for other, described in others if other == name]
         mine = _number(counted)
         different = [each for each in numbers if each is not None and mine is not None and not _is_equal(each, mine)]
@@ -148,7 +158,7 @@ class EpochSync(RunCallback):
             )
 
     def _sync_attributes(self) -> None:
-        """Give every rank the last stage's value of what changed on any rank and is not equal everywhere."""
+        """Send the last stage's values of attributes that changed on any rank, and are not equal, to every rank."""
         module, group = self._module, self._group()
         before, now = self._versions or {}, attribute_versions(module, self._layers)
         packed = {name: pack_attribute(module, name) for name in now if before.get(name) != now[name]}
@@ -165,7 +175,7 @@ class EpochSync(RunCallback):
             self._versions = attribute_versions(module, self._layers)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Remember the attributes; inside a training epoch, synchronise what training has stored so far."""
+        """Record the attributes; if an epoch is already running, synchronize the values stored so far."""
         if self._versions is None:
             self._versions = attribute_versions(self._module, self._layers)
         else:
@@ -174,14 +184,14 @@ class EpochSync(RunCallback):
     on_validation_epoch_start = on_test_epoch_start = on_predict_epoch_start = on_train_epoch_start
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Synchronise the attributes."""
+        """Synchronize the attributes."""
         self._sync_attributes()
 
     on_validation_epoch_end = on_test_epoch_end = on_predict_epoch_end = on_train_epoch_end
 
 
 def _described(value: Any) -> Any:
-    """A tensor with one element as (number, dtype, shape), which is short; anything else as it is, without a graph."""
+    """Return a tensor with one element as (number, dtype, shape), which is short; other values without a graph."""
     if not isinstance(value, Tensor):
         return value
     if value.is_meta:
@@ -190,7 +200,7 @@ def _described(value: Any) -> Any:
 
 
 def _number(described: Any) -> float | None:
-    """What :func:`_described` has made of a number."""
+    """Return the number in a result of :func:`_described`; ``None`` if it is not a number."""
     value = described[0] if isinstance(described, tuple) else described
     return float(value) if isinstance(value, Real) else None
 

@@ -1,4 +1,4 @@
-"""Pictures of steps that have run: what each rank did, and when."""
+"""A callback that draws steps after they have run: what each rank did, and when."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class HybridTimeline(Callback):
         strategy: Any = trainer.strategy
         mesh = strategy.mesh
         record = (mesh.pipeline_rank, mesh.data_rank, mesh.tensor_rank), recorder.ranges
-        # The first replica's schedule: another one may have fewer microbatches in this step.
+        # The schedule of the first replica, because other replicas may have fewer microbatches in this step.
         schedule = recorder.schedule if mesh.is_first else None
         is_shown = mesh.data_rank == mesh.tensor_rank == mesh.context_rank == 0
         told = all_gather_values((record, is_shown, schedule), mesh.decision_group)
@@ -121,13 +121,13 @@ class HybridTimeline(Callback):
 
 
 class _Records(Protocol):
-    """What is needed of a run of `HybridStrategy`."""
+    """The recording methods of a run of `HybridStrategy`."""
 
     def record(self) -> Recorder | None:
-        """Begin."""
+        """Start recording."""
 
     def stop_recording(self) -> None:
-        """End."""
+        """Stop recording."""
 
 
 def _run(trainer: Trainer) -> _Records:
@@ -137,7 +137,7 @@ def _run(trainer: Trainer) -> _Records:
 
 
 def _shares(timeline: Timeline, ranges: list[list[Range]]) -> dict[str, float]:
-    """Of the time of an average rank."""
+    """Return fractions of the time of an average rank, by their logged names."""
     begin = min(each.start for of_rank in ranges for each in of_rank if each.action is not None)
     whole = max(each.end for of_rank in ranges for each in of_rank) - begin
     shares = {"timeline/bubble": timeline.bubble}
@@ -148,7 +148,7 @@ def _shares(timeline: Timeline, ranges: list[list[Range]]) -> dict[str, float]:
 
 
 def _trace(records: Sequence[Any]) -> dict[str, Any]:
-    """In the Trace Event Format of Chrome: complete events in microseconds, one process for each rank."""
+    """Return records in Chrome's Trace Event Format: complete events in microseconds, one process per rank."""
     events: list[dict[str, Any]] = []
     for rank, ((pipeline, data, tensor), ranges) in enumerate(records):
         label = f"rank {rank} (pipeline {pipeline}, data {data}, tensor {tensor})"

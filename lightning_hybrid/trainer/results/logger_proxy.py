@@ -1,4 +1,4 @@
-"""Calls on `self.logger` and `self.print` inside a step: recorded on the last stage, made on rank 0."""
+"""Calls of `self.logger` and `self.print` inside a step: recorded on the last stage, and made on rank 0."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ class LoggerProxy:
         last stage    self.logger.experiment.add_image("x", image, 3)   --> (0, .experiment .add_image, ("x", ...))
         rank 0        loggers[0].experiment.add_image("x", image, 3)    <-- after the step
 
-    Loggers write on rank 0, but what is worth writing is known where the loss is. What a logger *is* (its class, its
-    directory, its version) is that of the real one; what a call returns is ``None``.
+    Loggers write on rank 0, but the values are known on the last stage. Attributes of a logger, such as its class, its
+    directory and its version, come from the real logger. Calls return ``None``.
 
     Args:
         module: The user's module.
-        recorder: Knows whether what the user's step does counts: code before the body also runs on the first stage,
-            where it does not.
-        is_source: Whether this rank is the one whose calls count: the last stage of the first replica.
-        unfollowed: Around what is no part of the user's step.
+        recorder: Knows if calls of the user's step count: code before the body also runs on the first stage, where its
+            calls do not count.
+        is_source: True if the calls of this rank count: on the last stage of the first replica.
+        unfollowed: Makes a context for code that is not part of the user's step.
 
     Attributes:
-        calls: Those of the step that runs or has just run.
+        calls: The calls of the current step, or of the step that has just run.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class LoggerProxy:
 
     @contextmanager
     def only_seen(self) -> Iterator[None]:
-        """Inside, calls do not count; their arguments stay alive."""
+        """Discard the calls inside the context, but keep their arguments alive."""
         self._seen = []
         try:
             yield
@@ -64,14 +64,14 @@ class LoggerProxy:
 
     @contextmanager
     def __call__(self) -> Iterator[list[LoggerCall]]:
-        """While this is entered, calls are recorded, or dropped."""
+        """Record or discard calls inside the context."""
         trainer, attributes = self._module.trainer, vars(self._module)
         loggers = trainer.loggers
         self.calls = []
         proxies: list[Any] = [_RecordingLogger(logger, self._recorder(i)) for i, logger in enumerate(loggers)]
         trainer.loggers = proxies
         record = self._recorder(None)
-        # A function, not a method: callbacks copy modules, and a method would take this object along.
+        # A function instead of a method: callbacks copy modules, and a method would copy this object, too.
         attributes["print"] = lambda *args, **kwargs: record((), tuple(map(str, args)), kwargs)
         try:
             yield self.calls
@@ -91,14 +91,14 @@ class LoggerProxy:
 
 
 class _RecordingLogger:
-    """A logger whose methods are recorded; everything else is the logger's."""
+    """A logger whose method calls are recorded. Other attributes are read from the real logger."""
 
     def __init__(self, logger: Logger, record: Callable[..., None]) -> None:
         self._logger, self._record = logger, record
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        """So that `isinstance(self.logger, TensorBoardLogger)` holds."""
+        """Return the class of the real logger, so that `isinstance(self.logger, TensorBoardLogger)` holds."""
         return type(self._logger)
 
     def __getattr__(self, name: str) -> Any:
@@ -109,7 +109,7 @@ class _RecordingLogger:
 
 
 class _RecordedPath:
-    """Something inside a logger that is not known here: what is called in the end is recorded."""
+    """An unknown object inside a logger. The call at the end of a chain of attributes and items is recorded."""
 
     def __init__(self, path: tuple[tuple[str, Any], ...], record: Callable[..., None]) -> None:
         self._path, self._record = path, record
@@ -136,19 +136,19 @@ class _RecordedPath:
             " from the logger itself, such as `self.logger.log_dir` or `self.logger.version`. [LH724]"
         )
 
-    # Text and paths would be nonsense; and with `__getitem__` alone, iterating would never end.
+    # Text and paths would be meaningless, and iteration, which falls back to `__getitem__`, would never end.
     __str__ = __fspath__ = __iter__ = __contains__ = _no_value
 
 
 def pack_calls(calls: Sequence[LoggerCall]) -> bytes:
-    """Calls as bytes.
+    """Return calls as bytes.
 
     Raises:
         TypeError: If an argument cannot be sent to rank 0.
     """
     try:
         return encode(list(calls))
-    except Exception as error:  # the pickle protocol lets classes raise anything
+    except Exception as error:  # the pickle protocol lets classes raise any error
         raise TypeError(
             "An argument of a call to `self.logger` or `self.print` cannot be sent to rank 0, because it cannot be"
             f" pickled ({error}). If a step contains such calls, rank 0 makes all of them. Pass tensors, arrays,"
@@ -157,10 +157,10 @@ def pack_calls(calls: Sequence[LoggerCall]) -> bytes:
 
 
 def make_calls(packed: bytes, module: LightningModule) -> None:
-    """Make the calls that were recorded, on rank 0.
+    """Make the recorded calls, on rank 0.
 
     Args:
-        packed: What :func:`pack_calls` made.
+        packed: The result of :func:`pack_calls`.
         module: The user's module.
     """
     for index, path, args, kwargs in decode(packed):

@@ -1,4 +1,4 @@
-"""What the user's code logged during a step: recorded on the last stage, merged, and replayed on every rank."""
+"""Values that the user's code logs during a step: recorded on the last stage, merged, and replayed on every rank."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from lightning_hybrid.pipeline_parallel.placeholders import without_value_text
 from lightning_hybrid.trainer.lightning_internals import attached_trainer, intercept_results, set_forward_value
 from lightning_hybrid.trainer.losses.loss_weights import LossWeights, weighted, weighted_sum
 
-# What can follow name and value in a call of `self.log`.
+# The names of the positional parameters of `self.log` after the name and the value.
 _POSITIONAL = tuple(inspect.signature(LightningModule.log).parameters)[3:]
 
 
 @dataclass
 class Log:
-    """One call of `self.log`.
+    """A call of `self.log`.
 
     Attributes:
         name: The key.
-        value: A number, or a tensor with one element; for a metric the value of this batch, ``None`` if it has none.
+        value: A number, or a tensor with one element. For a metric, the value of this batch; ``None`` if it has none.
         metric: The dotted name of the metric in the module, if a metric was logged.
         arguments: The other arguments of the call.
-        of_batch: For a tensor that a metric's ``forward`` returned: gives the one of the whole batch, once the batch
-            has run; ``None`` if there is no such value.
+        of_batch: For a tensor that a metric's ``forward`` returned: returns the value for the whole batch after the
+            batch has run; ``None`` if there is no such value.
     """
 
     name: str
@@ -63,13 +63,14 @@ class LogRecorder:
 
     @contextmanager
     def __call__(self) -> Iterator[list[list[Log]]]:
-        """While this is entered, calls of `self.log` are recorded: a list for each microbatch."""
+        """Record calls of `self.log` inside the context, in one list for each microbatch."""
         self._records, self._current, self._values = [], None, {}
         attributes, record = vars(self._module), self._record_of_step()
         outside = attributes.get("log")
         attributes["log"] = record
         try:
-            # What got hold of the method before (`Head(log=self.log)`) does not look there, and arrives at the results.
+            # Objects that stored the method earlier (`Head(log=self.log)`) bypass this attribute, and reach Lightning's
+            # results.
             with intercept_results(attached_trainer(self._module), record):
                 yield self._records
         finally:
@@ -80,14 +81,15 @@ class LogRecorder:
 
     @property
     def counts(self) -> bool:
-        """Whether what the microbatch that runs does counts."""
+        """Return True if the logs and calls of the current microbatch count."""
         return self._current is not None
 
     def next_microbatch(self, *, keep: bool) -> None:
-        """A microbatch begins.
+        """Start a new microbatch.
 
         Args:
-            keep: Whether its logs count. Code before the body also runs on the first stage, where they do not.
+            keep: True if its logs count. Code before the body also runs on the first stage, where its logs do not
+                count.
         """
         self._current = None
         if keep:
@@ -96,7 +98,7 @@ class LogRecorder:
 
     @contextmanager
     def only_seen(self) -> Iterator[None]:
-        """Inside, what is logged does not count; it stays alive."""
+        """Discard the values that are logged inside the context, but keep them alive."""
         outside, self._current = self._current, []
         try:
             yield
@@ -104,32 +106,32 @@ class LogRecorder:
             self._current = outside
 
     def remember_value(self, value: Any, of_batch: Callable[[], Any]) -> None:
-        """A metric's `forward` returned this in the step that runs.
+        """Remember a value that a metric's `forward` returned in the current step.
 
         Args:
-            value: If it is a tensor, it may be logged.
-            of_batch: Gives the same of the whole batch, once that has run; ``None`` if there is no such value.
+            value: The value. If it is a tensor, the user may log it.
+            of_batch: Returns the value for the whole batch after the batch has run; ``None`` if there is no such value.
         """
         if isinstance(value, Tensor):
-            self._values[id(value)] = value, of_batch  # the tensor too, so that no other one gets its id
+            self._values[id(value)] = value, of_batch  # keeps the tensor alive, so that no other tensor gets its id
 
     def _record_of_step(self) -> Callable[..., None]:
-        # A function, not a method: callbacks copy modules, and a method would take this object along.
+        # A function instead of a method: callbacks copy modules, and a method would copy this object, too.
         def record(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
             arguments = log_arguments(args, kwargs)
             metric, of_batch = None, None
             if isinstance(value, Metric):
                 metric = arguments.get("metric_attribute") or self._name_of(value)
             if metric is None and not isinstance(value, (Tensor, Number)):
-                type(self._module).log(self._module, name, value, **arguments)  # Lightning says what is wrong
+                type(self._module).log(self._module, name, value, **arguments)  # Lightning raises an error
             if metric is not None:
                 value = None
             elif isinstance(value, Tensor):
                 _, of_batch = self._values.get(id(value), (None, None))
-                # It may be changed in place later in the step.
+                # The step may change the tensor in place later.
                 value = (full_tensor(value) if isinstance(value, DTensor) else value).detach().clone()
             if self._current is not None:
-                if isinstance(value, Tensor) and value.is_meta:  # computed from placeholders, and so no number
+                if isinstance(value, Tensor) and value.is_meta:  # computed from placeholders, so it has no value
                     raise WrongUseError(without_value_text(f"the value logged as {name!r}"))
                 self._current.append(Log(name, value, metric, arguments, of_batch))
 
@@ -144,7 +146,7 @@ class LogRecorder:
 
 
 def log_arguments(args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of `self.log` after name and value, by their names."""
+    """Return the arguments of `self.log` after the name and the value, by name."""
     return dict(zip(_POSITIONAL, args, strict=False)) | kwargs
 
 
@@ -161,22 +163,22 @@ def merge_logs(
     weights: LossWeights | None = None,
     kinds: Mapping[str, str] | None = None,
 ) -> list[Log]:
-    """Merge what the microbatches of one batch logged.
+    """Merge the logs of the microbatches of one batch.
 
-    A mean is weighted by the number of samples, or by a ``batch_size`` that microbatches have of their own, or by what
-    the module says that their losses weigh; a sum is added, the least or greatest value is taken; so each is what one
-    process would have logged if the value is a mean, sum, minimum or maximum over samples (or over what is weighed).
+    A mean is weighted by the number of samples, by a ``batch_size`` that differs between microbatches, or by the
+    weights of the losses. A sum is added, and a minimum or maximum is taken. So each result equals the value of a
+    single process if the logged value is a mean, sum, minimum or maximum over samples (or over the weighted items).
 
     Args:
         records: The logs of each microbatch.
         counts: The number of samples of each microbatch.
-        num_microbatches: How many a full batch has; ``None`` for as many as this one.
-        weights: The weights of the losses, if they are not the numbers of samples.
-        kinds: Names of values that are ``"weighted"`` like losses, or a ``"sum"``; all others are means over samples.
-            ``None`` if the module says its weights itself: then they are for all values.
+        num_microbatches: The number of microbatches of a full batch; ``None`` if this batch is full.
+        weights: The weights of the losses, if these are not the numbers of samples.
+        kinds: For each name, ``"weighted"`` like losses, or ``"sum"``; all other values are means over samples.
+            ``None`` if the module defines the weights itself; then they apply to all values.
 
     Returns:
-        One log for each key, in the order of the first calls. Two calls with one key in a step stay two.
+        One log for each key, in the order of the first calls. Two calls with the same key in a step stay separate.
     """
     merged: dict[tuple[str, int], list[tuple[Log, int]]] = {}
     for microbatch, (logs, _) in enumerate(zip(records, counts, strict=True)):
@@ -216,21 +218,22 @@ def _merge(
 
 
 def _mean_by_weights(logs: list[Log], microbatches: list[int], weights: LossWeights, *, weighs_batches: bool) -> Log:
-    """Return the mean by the weights of the losses, as the loss itself: with ``sync_dist``, over all replicas.
+    """Return the mean weighted like the losses; with ``sync_dist``, over all replicas.
 
-    Lightning takes the plain mean over replicas of what is logged with ``sync_dist``, and weighs batches of an epoch by
-    their ``batch_size``, which here is the same on all replicas. So the value of a replica is multiplied by its share.
+    Lightning takes the plain mean over replicas of values that are logged with ``sync_dist``, and weights the batches
+    of an epoch by their ``batch_size``, which is equal on all replicas here. The value of a replica is therefore
+    multiplied by its fraction of the weights.
 
     Args:
-        logs: Of the microbatches.
-        microbatches: Their numbers.
-        weights: Of the losses.
-        weighs_batches: If True, batches of an epoch count by their weights; otherwise by their samples, as Lightning
-            has it.
+        logs: The logs of the microbatches.
+        microbatches: The numbers of these microbatches.
+        weights: The weights of the losses.
+        weighs_batches: If True, the batches of an epoch are weighted by their weights; otherwise by their samples, as
+            in Lightning.
     """
     tensors = [log.value for log in logs if isinstance(log.value, Tensor)]
     values = [torch.as_tensor(log.value, dtype=None if tensors else torch.float64) for log in logs]
-    # Plain numbers are merged in Python's precision, and then are what Lightning makes of numbers.
+    # Plain numbers are merged in Python's precision, and then converted to the dtype that Lightning uses for numbers.
     dtype = tensors[0].dtype if tensors and tensors[0].is_floating_point() else torch.get_default_dtype()
     each = torch.stack([weights.each[microbatch] for microbatch in microbatches])
     floating = [value if value.is_floating_point() else value.to(dtype) for value in values]
@@ -239,31 +242,32 @@ def _mean_by_weights(logs: list[Log], microbatches: list[int], weights: LossWeig
         value, batch_size = weighted(value, weights.replica_factor), weights.total
     if not weighs_batches:
         return Log(logs[0].name, value.to(dtype), None, logs[0].arguments)
-    # A number of tokens may be more than half precision can hold; Lightning adds up in float32 at least.
+    # Half precision may be too small for a number of tokens. Lightning adds numbers in float32 or higher precision.
     batch_size = batch_size.to(torch.promote_types(dtype, torch.get_default_dtype()))
     return Log(logs[0].name, value.to(dtype), None, {**logs[0].arguments, "batch_size": batch_size})
 
 
 def _weigh(sizes: list[Any], counts: list[int], num_microbatches: int) -> tuple[list[float], float | None]:
-    """The weights of the calls with one key, by the ``batch_size`` that each gave.
+    """Return the weights of the calls with one key, and the ``batch_size`` of the batch.
 
     ::
 
-        a batch of 2 + 2 + 1 samples; a full one has 4 microbatches
+        a batch of 2 + 2 + 1 samples; a full batch has 4 microbatches
 
         batch_size=None                     weights 2, 2, 1    of the batch  None
         batch_size=len(x)        2, 2, 1            2, 2, 1                  5
         batch_size=mask.sum()    7, 4, 9            7, 4, 9                  20
         batch_size=32            32, 32, 32         2, 2, 1                  4 * 32
 
-    One number for all belongs to the batch: the same for each batch, also for a last one with fewer microbatches.
-    It is not given once, as one process would, because a number of tokens may happen to be the same in all of a full
-    batch's microbatches, and then it must be their sum; the weights of batches are relative.
+    If all calls pass the same number, it belongs to the batch: it is the same for each batch, even for a last batch
+    with fewer microbatches. It is still multiplied by the number of microbatches, because a number of tokens may happen
+    to be equal in all microbatches of a full batch, and then the result must be their sum. Only relative weights of
+    batches matter.
 
     Args:
-        sizes: As they were given, ``None`` where they were not.
+        sizes: The ``batch_size`` of each call; ``None`` if the call had none.
         counts: The number of samples of each microbatch.
-        num_microbatches: How many a full batch has.
+        num_microbatches: The number of microbatches of a full batch.
     """
     if all(size is None for size in sizes):
         return list(counts), None
@@ -279,7 +283,7 @@ def _number(size: Any) -> float:
 
 
 def _reduction(log: Log) -> str:
-    """``"sum"``, ``"min"``, ``"max"``, or ``"mean"`` for everything else."""
+    """Return ``"sum"``, ``"min"``, ``"max"``, or ``"mean"`` for all other reductions."""
     fx = log.arguments.get("reduce_fx", "mean")
     name = fx.lower() if isinstance(fx, str) else getattr(fx, "__name__", "mean")
     return name if name in ("sum", "min", "max") else "mean"
@@ -288,28 +292,28 @@ def _reduction(log: Log) -> str:
 def _reduce(values: list[Any], weights: list[float], name: str) -> Any:
     if len(values) == 1:
         return values[0]
-    # Plain numbers are merged in Python's precision and stay plain numbers until they are logged.
+    # Plain numbers are merged in Python's precision, and stay plain numbers until they are logged.
     tensors = [torch.as_tensor(value, dtype=None if isinstance(value, Tensor) else torch.float64) for value in values]
     if name == "sum":
         merged = sum(tensors[1:], tensors[0])
     elif name in ("min", "max"):
         merged = getattr(torch.stack(tensors), name)()
-    else:  # what weighs nothing adds nothing, also where its own mean is 0 / 0
+    else:  # a value with weight 0 adds nothing, even if it is 0 / 0
         weighted = [(tensor, weight) for tensor, weight in zip(tensors, weights, strict=True) if weight]
         merged = weighted_mean(*zip(*weighted, strict=True))
     return merged if any(isinstance(value, Tensor) for value in values) else merged.item()
 
 
 def pack_logs(logs: Sequence[Log]) -> dict[Any, tuple[Any, ...]]:
-    """Logs as a tree of numbers: what was logged is in the keys, which are sent only when they are new.
+    """Return logs as a tree of numbers. The keys contain all other information, and are sent only if they are new.
 
     Args:
         logs: Merged logs.
 
     Returns:
-        For each log (position, name, metric, whether it has a value, whether it is a plain number, the type of a plain
-        ``batch_size``, arguments) and a tensor, with the ``batch_size`` if there is one: it may be another at each
-        step. Plain numbers are tensors on the host.
+        For each log, the key (position, name, metric, True if it has a value, True if it is a plain number, the type of
+        a plain ``batch_size``, arguments), and as the value a tensor, with the ``batch_size`` if there is one, because
+        it may change at each step. Plain numbers are tensors on the host.
     """
     packed: dict[Any, tuple[Any, ...]] = {}
     for position, log in enumerate(logs):
@@ -317,7 +321,7 @@ def pack_logs(logs: Sequence[Log]) -> dict[Any, tuple[Any, ...]]:
         arguments = dict(log.arguments)
         arguments.pop("sync_dist_group", None)
         size = arguments.pop("batch_size", None)
-        # A function (`torch.mean` and the like) is sent by its name.
+        # A function such as `torch.mean` is sent by its name.
         names = tuple((key, value.__name__ if callable(value) else value) for key, value in arguments.items())
         value = torch.tensor(0.0 if log.value is None else log.value, dtype=torch.float64) if plain else log.value
         size_type = type(size) if isinstance(size, (int, float)) else None
@@ -328,11 +332,11 @@ def pack_logs(logs: Sequence[Log]) -> dict[Any, tuple[Any, ...]]:
 
 
 def unpack_logs(packed: dict[Any, tuple[Any, ...]], device: torch.device) -> list[Log]:
-    """The inverse of :func:`pack_logs`.
+    """Return the logs that :func:`pack_logs` has packed.
 
     Args:
-        packed: The logs.
-        device: Where plain numbers shall be, as Lightning puts them there; the host does not wait for it.
+        packed: The packed logs.
+        device: The device for plain numbers, as in Lightning. The host does not wait for the copy.
     """
     numbers = [value for (*_, plain, _, _), (value, *_) in packed.items() if plain]
     if numbers:
@@ -349,14 +353,14 @@ def unpack_logs(packed: dict[Any, tuple[Any, ...]], device: torch.device) -> lis
 
 
 def replay(module: LightningModule, logs: Sequence[Log], *, alone: bool, on_epoch: bool) -> None:
-    """Log what was recorded, on every rank.
+    """Log recorded values, on every rank.
 
     Args:
         module: The user's module.
-        logs: Equal on all ranks of a model group.
-        alone: Whether there is one replica, so that nothing needs to be reduced. Lightning's advice to reduce what is
-            logged for an epoch is then followed in advance.
-        on_epoch: What Lightning takes for `on_epoch` where nobody has said it.
+        logs: The logs, equal on all ranks of a model group.
+        alone: True if there is one replica, so that no reduction is needed. Then ``sync_dist=True`` is set for values
+            of an epoch, which Lightning would otherwise recommend in a warning.
+        on_epoch: Lightning's default for `on_epoch`.
     """
     for entry in logs:
         said = entry.arguments.get("on_epoch")
@@ -366,17 +370,17 @@ def replay(module: LightningModule, logs: Sequence[Log], *, alone: bool, on_epoc
         if entry.metric is not None:
             metric = module.get_submodule(entry.metric)
             assert isinstance(metric, Metric)
-            set_forward_value(metric, value)  # Lightning reads the value of this batch there
+            set_forward_value(metric, value)  # Lightning reads the value of this batch from there
             value, arguments = metric, {**arguments, "metric_attribute": entry.metric}
         type(module).log(module, entry.name, value, **arguments)
 
 
 def weighted_mean(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """The mean of tensors of one shape.
+    """Return the weighted mean of tensors of equal shapes.
 
     Args:
         values: The tensors.
-        weights: What each counts.
+        weights: The weight of each tensor.
     """
     total = float(sum(weights))
     parts = [value * (weight / total) for value, weight in zip(values, weights, strict=True)]

@@ -1,4 +1,4 @@
-"""torchmetrics across stages: they live on the last stage, and every rank sees what they compute."""
+"""Metrics of torchmetrics across stages: updated on the last stage, with results on every rank."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from lightning_hybrid.trainer import lightning_internals as internals
 
 @dataclass
 class _Batch:
-    """The state of one batch, until the next one begins.
+    """The state of one batch, until the next batch begins.
 
     Attributes:
-        num_microbatches: How often the user's code runs.
-        weights: Of the microbatches.
-        counted: How many of them have begun.
-        weight: What the microbatch that runs counts in the batch; ``None`` for as much as any other call.
-        forwards: How often each metric's `forward` was called.
+        num_microbatches: The number of runs of the user's step.
+        weights: The weight of each microbatch.
+        counted: The number of microbatches that have started.
+        weight: The weight of the current microbatch in the batch; ``None`` for the weight of an ordinary call.
+        forwards: The number of calls of each metric's `forward`.
     """
 
     num_microbatches: int = 1
@@ -42,29 +42,33 @@ class _Batch:
 
 
 class MetricsAcrossStages:
-    """Makes the metrics of a module work when only the last stage updates them.
+    """Makes the metrics of a module work although only the last stage updates them.
 
-    - ``compute()`` runs on the last stage, over the data-parallel group, and its result is broadcast; so it must be
-      called on all ranks, as Lightning does and as hooks do.
-    - A metric's value of a *batch* (``forward``, logged with ``on_step=True``) would be that of the last microbatch. A
-      copy of the metric, its batch metric, is reset at each batch and updated with all of its microbatches.
-    - A `MeanMetric` of losses counts each of them once, and so each batch. A microbatch counts its part of that.
-    - Every metric synchronises over the data-parallel group, also one that belongs to a callback or that a hook has
-      made: the ranks of a pipeline see the same samples, and over WORLD each would count once for every stage.
+    - ``compute()`` runs on the last stage, over the data-parallel group, and its result is broadcast. So all ranks must
+      call it, as Lightning and hooks do.
+    - A metric's value of a *batch* (``forward``, logged with ``on_step=True``) would be the value of the last
+    microbatch.
+      Therefore a copy of the metric, its batch metric, is reset at each batch, and updated with all microbatches.
+    - A `MeanMetric` of losses counts each call as 1, and so counts each batch as 1. A microbatch counts as its fraction
+    of
+      the batch.
+    - Every metric synchronizes over the data-parallel group, even if it belongs to a callback or was made by a hook.
+    The
+      ranks of a pipeline have the same samples, and over WORLD each sample would count once for every stage.
 
     Args:
         module: The user's module.
         data_group: The replicas of this stage.
-        exchange: From the last stage to its model group.
-        remember_value: Called with each tensor that a metric's `forward` returned in a step, and with a function that
-            gives the same of the whole batch once it has run: the user may log the tensor.
-        is_last: Whether this rank has the last stage.
-        unfollowed: Around what is no part of the user's step.
-        plain: Makes ordinary tensors of those that ranks share, which a metric may keep until one of them computes;
-            ``None`` where there are none.
+        exchange: Sends values from the last stage to its model group.
+        remember_value: Called with each tensor that a metric's `forward` returned in a step, because the user may log
+            the tensor, and with a function that returns the value for the whole batch after the batch has run.
+        is_last: True if this rank has the last stage.
+        unfollowed: Makes a context for code that is not part of the user's step.
+        plain: Converts sharded tensors, which a metric may keep until it computes, to plain tensors; ``None`` if there
+            are none.
 
     Attributes:
-        exist: Whether the module has metrics.
+        exist: True if the module has metrics.
     """
 
     def __init__(
@@ -88,14 +92,14 @@ class MetricsAcrossStages:
         self._exchange = exchange
         self._remember_value = remember_value
         self._is_last = is_last
-        self._is_local = False  # whether `compute()` is this rank's own
+        self._is_local = False  # if True, `compute()` is local to this rank
         self._batch_metrics: dict[str, Metric] = {}
         self._logged_on_step: dict[str, bool] = {}
         self._batch = _Batch()
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """While entered, ``compute()`` of every metric is one of all ranks."""
+        """Make ``compute()`` of every metric an operation of all ranks inside the context."""
         with internals.sync_metrics_over(self._data_group):
             self.find()
             try:
@@ -107,7 +111,7 @@ class MetricsAcrossStages:
                 self._patched.clear()
 
     def find(self) -> None:
-        """Find the metrics: hooks make new ones (a `MetricTracker` does, at each of its increments)."""
+        """Find the metrics again, because hooks make new ones (a `MetricTracker` does at each increment)."""
         found = {name: metric for name, metric in _named_parts(self._module) if isinstance(metric, Metric)}
         self._batch_metrics = {
             name: metric for name, metric in self._batch_metrics.items() if found.get(name) is self._metrics[name]
@@ -119,7 +123,7 @@ class MetricsAcrossStages:
                 self._count_batches(metric)
                 self._patched.append(weakref.ref(metric))
 
-    # Functions, not methods: callbacks copy modules, and a method would take this object along.
+    # These are functions instead of methods: callbacks copy modules, and a method would copy this object, too.
 
     def _across_stages(self, name: str, compute: Callable[..., Any]) -> Callable[..., Any]:
         about = -zlib.crc32(name.encode())
@@ -130,7 +134,7 @@ class MetricsAcrossStages:
             self._exchange.about = about
             if not self._is_last:
                 return self._exchange.receive()
-            with self._local():  # metrics inside this metric are no affair of the other ranks
+            with self._local():  # other ranks do not take part in metrics inside this metric
                 value = compute(*args, **kwargs)
             return self._exchange(value)
 
@@ -146,15 +150,16 @@ class MetricsAcrossStages:
             self._is_local = False
 
     def _count_batches(self, metric: nn.Module) -> None:
-        """Let a `MeanMetric` count a number that has no weight by the part that its microbatch has in the batch."""
-        if getattr(type(metric), "update", None) is not MeanMetric.update:  # of a subclass's own nothing is known
+        """Let a `MeanMetric` weight a number without a weight by its microbatch's fraction of the batch."""
+        # A subclass with its own `update` may do something else.
+        if getattr(type(metric), "update", None) is not MeanMetric.update:
             self._keep_plain(metric)
             return
         assert isinstance(metric, MeanMetric)
         update = metric.update
 
         def updated(value: Any, weight: Any = None) -> None:
-            if weight is None and getattr(value, "ndim", 0) == 0:  # else it is one of samples
+            if weight is None and getattr(value, "ndim", 0) == 0:  # otherwise the value has one entry per sample
                 weight = self._batch.weight
             update(value) if weight is None else update(value, weight)
 
@@ -162,7 +167,7 @@ class MetricsAcrossStages:
         metric.update = updated  # type: ignore[method-assign]
 
     def _keep_plain(self, metric: nn.Module) -> None:
-        """Let a metric keep ordinary tensors in its lists: each is looked at once, when it has come."""
+        """Let a metric keep plain tensors in its list states. Each tensor is converted once, when it is added."""
         plain = self._plain
         if plain is None or not isinstance(metric, Metric):
             return
@@ -181,11 +186,11 @@ class MetricsAcrossStages:
 
     @contextmanager
     def step(self, *, num_microbatches: int, counts: Sequence[int] = ()) -> Iterator[None]:
-        """While a step runs: ``compute()`` is this rank's own, and batch metrics take part. For modules with metrics.
+        """Make ``compute()`` local, and update batch metrics, while a step of a module with metrics runs.
 
         Args:
-            num_microbatches: How often the user's code runs.
-            counts: The samples of each microbatch; nothing if they are not to be counted by them.
+            num_microbatches: The number of runs of the user's step.
+            counts: The number of samples of each microbatch; empty if microbatches have no weights.
         """
         for name in [name for name in self._batch_metrics if not self._logged_on_step.get(name, True)]:
             del self._batch_metrics[name]
@@ -193,7 +198,7 @@ class MetricsAcrossStages:
             metric.reset()
         batch = self._batch = _Batch(num_microbatches, [count / sum(counts) for count in counts])
         with ExitStack() as hooks, self._local():
-            hooks.callback(setattr, batch, "weight", None)  # what comes after the step belongs to no microbatch
+            hooks.callback(setattr, batch, "weight", None)  # calls after the step do not belong to a microbatch
             if self._is_last and num_microbatches > 1:
                 for name, metric in self._metrics.items():
                     if self._logged_on_step.get(name, True):
@@ -201,19 +206,19 @@ class MetricsAcrossStages:
                         hooks.enter_context(metric.register_forward_hook(self._remember(name, batch)))
             yield
         for name, metric in self._batch_metrics.items():
-            if batch.forwards[name]:  # also for hooks after the step, and for `self.log` in them
+            if batch.forwards[name]:  # read by hooks after the step, and by `self.log` in these hooks
                 with torch.no_grad():
                     internals.set_forward_value(self._metrics[name], metric.compute())
 
     def next_microbatch(self) -> None:
-        """Begin a microbatch on the last stage, where its metrics count."""
+        """Start a microbatch on the last stage, where its metrics count."""
         batch = self._batch
         batch.weight = batch.weights[batch.counted] if batch.counted < len(batch.weights) else None
         batch.counted += 1
 
     @contextmanager
     def only_seen(self) -> Iterator[None]:
-        """Inside, the user's step runs without values of what its metrics see."""
+        """Run the user's step inside the context, with metrics that receive tensors without values."""
         self.uncounted_microbatch()
         self._only_seen = True
         try:
@@ -222,11 +227,11 @@ class MetricsAcrossStages:
             self._only_seen = False
 
     def uncounted_microbatch(self) -> None:
-        """Begin a microbatch on another stage, where metrics do not count but must do the same."""
+        """Start a microbatch on another stage, where metrics do not count, but must run the same code."""
         self._batch.weight = self._batch.weights[0] if self._batch.weights else None
 
     def _update(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
-        """Before a metric's `forward`: its batch metric sees the same."""
+        """Return a hook before a metric's `forward` that updates its batch metric with the same arguments."""
 
         def update(metric: nn.Module, args: Any, kwargs: Any) -> None:
             assert isinstance(metric, Metric)
@@ -242,7 +247,7 @@ class MetricsAcrossStages:
         return update
 
     def _remember(self, name: str, batch: _Batch) -> Callable[[nn.Module, Any, Any], None]:
-        """After a metric's `forward`: what it returned may be logged."""
+        """Return a hook after a metric's `forward` that remembers the result, because the user may log it."""
 
         def remember(metric: nn.Module, args: Any, value: Any) -> None:
             if self._only_seen:
@@ -254,19 +259,19 @@ class MetricsAcrossStages:
         return remember
 
     def _leaf_of_batch(self, batch: _Batch, name: str, index: int) -> Any:
-        """For a tensor that ``forward`` returned, and the user logged: the same of the whole batch."""
+        """Return the value for the whole batch of a tensor that ``forward`` returned, and that the user logged."""
         self._logged_on_step[name] = True
-        if batch.forwards[name] > batch.num_microbatches:  # twice in a step; the batch metric has seen all of them
+        if batch.forwards[name] > batch.num_microbatches:  # twice in a step: the batch metric includes both calls
             return None
         return flatten(internals.forward_value(self._metrics[name]))[0][index]
 
     def batch_value(self, name: str, *, on_step: bool) -> Any:
-        """The value of the batch that has just run, for a metric that was logged.
+        """Return the value of a logged metric for the batch that has just run.
 
         Args:
             name: The dotted name of the metric.
-            on_step: Whether it was logged with ``on_step=True``. Metrics that never are, under any name, get no batch
-                metric any more.
+            on_step: True if it was logged with ``on_step=True``. A metric that is never logged so, under any name, gets
+                no batch metric in later steps.
 
         Returns:
             The value over all microbatches; ``None`` if the metric's ``forward`` was not called.
@@ -277,7 +282,7 @@ class MetricsAcrossStages:
 
 
 def _named_parts(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """A module's `named_modules`, and those that it or a part of it has in a plain dictionary, list or tuple."""
+    """Yield a module's `named_modules`, and modules in dictionaries, lists and tuples that its parts hold."""
     visited: set[nn.Module] = set()
     named = list(module.named_modules(visited))
     yield from named

@@ -1,4 +1,4 @@
-"""Plain attributes and buffers in which a module stores results: which have changed, and how they are sent."""
+"""Plain attributes and buffers in which a module stores results: detecting changes, and sending values."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from lightning_hybrid.pipeline_parallel.placeholders import sending_placeholders
 from lightning_hybrid.trainer.lightning_internals import lightning_attributes
 
 _IMMUTABLE = (bool, int, float, complex, str, bytes, type(None))
-_EXACT = 2**53  # the integers up to here are numbers of float64
+_EXACT = 2**53  # float64 represents integers up to this number exactly
 _SCALARS = frozenset([bool, int, float, str, type(None)])
 _PLAIN = (*_IMMUTABLE, Tensor, list, tuple, dict, set, deque, np.ndarray)
 
@@ -32,15 +32,15 @@ _METRICS = (Metric, MetricCollection, MetricTracker)
 
 
 def attribute_versions(module: LightningModule, layers: Iterable[nn.Module] = ()) -> dict[str, Any]:
-    """A version of each plain attribute, private ones too, and of each buffer; equal ones mean that nothing changed.
+    """Return a version of each plain attribute, also private ones, and each buffer. Equal versions mean no change.
 
-    Those of submodules count (a loss that has a history). Attributes that refer to parts of the module (a list of
-    layers, of parameters) are no data of their own.
+    Submodules are included (a loss may have a history). Attributes that refer to parts of the module, such as lists of
+    layers or parameters, are excluded.
 
     Args:
         module: The user's module.
-        layers: Layers of the body, which stay out of it: each stage has its own. So do metrics, which are exchanged
-            when they compute.
+        layers: Layers of the body. They are excluded, because each stage has its own layers. Metrics are also excluded,
+            because their results are exchanged when they compute.
 
     Returns:
         Versions by dotted name.
@@ -54,7 +54,7 @@ def attribute_versions(module: LightningModule, layers: Iterable[nn.Module] = ()
         for name, value in vars(part).items():
             if name in lightning:
                 continue
-            if type(value) in _SCALARS:  # nearly all are: to ask nothing else halves the time
+            if type(value) in _SCALARS:  # nearly all values, so an early exit halves the time
                 found[prefix + name] = type(value), value
                 continue
             if not isinstance(value, _PLAIN):
@@ -72,7 +72,7 @@ def attribute_versions(module: LightningModule, layers: Iterable[nn.Module] = ()
 
 
 def scalars(module: LightningModule) -> dict[str, Any]:
-    """The plain attributes of one value: numbers, text, ``None``.
+    """Return the plain attributes with a single value: numbers, text, ``None``.
 
     Args:
         module: The user's module.
@@ -82,14 +82,14 @@ def scalars(module: LightningModule) -> dict[str, Any]:
 
 
 def pack_scalars(before: dict[str, Any], now: dict[str, Any]) -> dict[Any, Any]:
-    """What has changed, as a tree: numbers as tensors of float64 on the host, which are sent in one message.
+    """Return the changed values as a tree. Numbers are float64 tensors on the host, which are sent in one message.
 
     Args:
-        before: What :func:`scalars` said at first.
-        now: What it says now.
+        before: An earlier result of :func:`scalars`.
+        now: The current result of :func:`scalars`.
 
     Returns:
-        Values by name and class.
+        The changed values by name and class.
     """
     return {
         (name, type(value)): _packed_scalar(value)
@@ -106,21 +106,21 @@ def _packed_scalar(value: Any) -> Any:
 
 
 def assign_scalars(module: LightningModule, packed: dict[Any, Any]) -> None:
-    """Set what :func:`pack_scalars` has packed.
+    """Set the attributes that :func:`pack_scalars` has packed.
 
     Args:
         module: The user's module.
-        packed: Of another rank.
+        packed: The packed attributes of another rank.
     """
     for (name, kind), value in packed.items():
         vars(module)[name] = None if kind is type(None) else kind(value)
 
 
 class _TensorVersion:
-    """A tensor is the same if it is the same object and nobody has written to it: its numbers are not read."""
+    """The version of a tensor, equal for the same object without a write in between. Values are not read."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self._reference = weakref.ref(tensor)  # a version keeps nothing alive
+        self._reference = weakref.ref(tensor)  # a version must not keep the tensor alive
         self._version = tensor._version
 
     def __eq__(self, other: object) -> bool:
@@ -133,14 +133,14 @@ class _TensorVersion:
 
 
 def _version_of(leaf: Any) -> Any:
-    """``None`` for what cannot be pickled."""
-    if isinstance(leaf, Tensor) and not leaf.is_inference():  # those have no version
+    """Return the version of a leaf; ``None`` if it cannot be pickled."""
+    if isinstance(leaf, Tensor) and not leaf.is_inference():  # inference tensors have no version
         return _TensorVersion(leaf)
     return (type(leaf), leaf) if isinstance(leaf, _IMMUTABLE) else digest(pack(leaf))
 
 
 def pack(value: Any) -> bytes | None:
-    """A value as bytes, without graphs; ``None`` if it cannot be pickled."""
+    """Return a value as bytes, without graphs; ``None`` if it cannot be pickled."""
     buffer = io.BytesIO()
     try:
         with sending_placeholders():
@@ -151,12 +151,13 @@ def pack(value: Any) -> bytes | None:
 
 
 def pack_attribute(module: nn.Module, name: str, *, whole: bool = False) -> bytes | None:
-    """The attribute or buffer of this dotted name, as :func:`pack` makes it.
+    """Return the attribute or buffer with this dotted name, packed by :func:`pack`.
 
     Args:
         module: The user's module.
         name: The name.
-        whole: Whether a buffer of which ranks have parts is made whole, by a collective of theirs; else it is the part.
+        whole: If True, a sharded buffer is gathered, which is a collective of its ranks; otherwise the local shard is
+            packed.
     """
     path, _, leaf = name.rpartition(".")
     value = getattr(module.get_submodule(path), leaf)
@@ -166,38 +167,38 @@ def pack_attribute(module: nn.Module, name: str, *, whole: bool = False) -> byte
 
 
 def unpack(packed: bytes, device: torch.device) -> Any:
-    """The inverse of :func:`pack`.
+    """Return the value that :func:`pack` has packed.
 
     Args:
-        packed: Of another rank of this job.
-        device: Where tensors shall be.
+        packed: The bytes from another rank of this job.
+        device: The device for tensors.
     """
     value = torch.load(io.BytesIO(packed), weights_only=False)
     return _map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, value)
 
 
 def _map(function: Callable[[Any], Any], value: Any) -> Any:
-    """`map_leaves`, also in deques, which are leaves there."""
+    """Apply `map_leaves`, which treats deques as leaves, also to the entries of deques."""
     if isinstance(value, deque):
         return deque([_map(function, entry) for entry in value], value.maxlen)
     return map_leaves(lambda leaf: _map(function, leaf) if isinstance(leaf, deque) else function(leaf), value)
 
 
 def _copied(leaf: Any) -> Any:
-    """A copy, for a view would take all of its storage along."""
+    """Return a copy of a leaf, because pickling a view would include its whole storage."""
     return leaf if isinstance(leaf, Tensor) and leaf.is_meta else to_host(leaf)
 
 
 def digest(packed: bytes | None) -> bytes | None:
-    """A fingerprint of what :func:`pack` made."""
+    """Return a hash of the result of :func:`pack`."""
     return None if packed is None else hashlib.blake2b(packed, digest_size=16).digest()
 
 
 def assign(module: nn.Module, name: str, value: Any) -> None:
     """Set an attribute or a buffer by its dotted name.
 
-    Buffers, lists, dictionaries and deques stay the objects that they are, as others may hold them too; placeholders
-    stay what they are.
+    Buffers, lists, dictionaries and deques are changed in place, because other objects may refer to them. Placeholders
+    are not changed.
     """
     path, _, name = name.rpartition(".")
     module = module.get_submodule(path)
@@ -214,7 +215,7 @@ def assign(module: nn.Module, name: str, value: Any) -> None:
 
 
 def _restore_factories(value: Any, present: Any) -> None:
-    """What a `defaultdict` makes new entries with need not be sent: the one that is there knows, or what it makes."""
+    """Restore the factories of `defaultdict` values, which are not sent, from the present value."""
     if not (isinstance(value, dict) and isinstance(present, dict)):
         return
     factory = getattr(present, "default_factory", None)

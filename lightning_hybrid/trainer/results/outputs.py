@@ -1,4 +1,4 @@
-"""What `training_step` returned for each microbatch, put together as if it had run once."""
+"""Outputs of `training_step` for the microbatches of a batch, merged as if the step had run once."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from lightning_hybrid.trainer.results.logging import weighted_mean
 
 
 def merge_outputs(outputs: Sequence[Any], counts: Sequence[int], loss: Tensor) -> Any:
-    """Merge what the user's `training_step` returned for each microbatch.
+    """Merge the outputs of the user's `training_step` for all microbatches.
 
     Args:
-        outputs: A loss tensor, or a dictionary with ``"loss"`` and extras, for each microbatch.
+        outputs: For each microbatch, a loss tensor, or a dictionary with ``"loss"`` and other entries.
         counts: The number of samples of each microbatch.
         loss: The loss of the whole batch, shape ``()``.
 
     Returns:
-        The loss, or the dictionary: tensors, arrays and lists that follow the number of samples are concatenated, other
-        floating-point tensors, arrays and numbers are averaged with the samples as weights, containers are merged entry
-        by entry, everything else is the first microbatch's.
+        The loss, or the dictionary. Tensors, arrays and lists whose length is the number of samples are concatenated.
+        Other floating-point tensors, arrays and numbers are averaged, weighted by samples. Containers are merged entry
+        by entry. For everything else, the value of the first microbatch is used.
     """
     if isinstance(outputs[0], Tensor):
         return loss
@@ -52,7 +52,7 @@ def _merge_extra(values: list[Any], counts: Sequence[int]) -> Any:
 
 
 def _merge_arrays(values: list[Any], counts: Sequence[int]) -> Any:
-    """Tensors or NumPy arrays."""
+    """Merge tensors or NumPy arrays."""
     first = values[0]
     is_tensor = isinstance(first, Tensor)
     if first.ndim > 0 and [len(value) for value in values if value.ndim > 0] == list(counts):

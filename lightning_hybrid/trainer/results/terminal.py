@@ -1,4 +1,4 @@
-"""Lines for the terminal of a run, which stand above progress bars and not inside of them.
+"""Printing of lines in the terminal of a run, above progress bars instead of inside them.
 
 ::
 
@@ -24,7 +24,7 @@ _SYNC_ADVICE = "It is recommended to use `self.log("
 
 
 class _BesideBars:
-    """A stream that writes what it is given where `sys.stderr` is then, with bars out of the way."""
+    """A stream that writes to the current `sys.stderr`, and clears progress bars while it writes."""
 
     def write(self, text: str) -> int:
         with tqdm.external_write_mode(file=sys.stderr):
@@ -36,14 +36,14 @@ class _BesideBars:
 
 @contextmanager
 def lines_beside_bars(mesh: Mesh) -> Iterator[None]:
-    """While this is entered, what Lightning and we log, and warnings, have lines of their own.
+    """Print warnings and log messages of Lightning and this package on separate lines inside the context.
 
-    Two kinds of warnings are left out. What is deprecated is said by the first rank: all run the same program. And
-    Lightning's advice to log with ``sync_dist=True`` is wrong where there is one replica: values are the same on all
-    ranks of it.
+    Two kinds of warnings are suppressed. Deprecation warnings are printed only by the first rank, because all ranks run
+    the same program. Lightning's advice to log with ``sync_dist=True`` is wrong if there is one replica, because then
+    the values are equal on all ranks.
 
     Args:
-        mesh: The ranks.
+        mesh: The mesh.
     """
     show, stream = warnings.showwarning, _BesideBars()
 
@@ -65,6 +65,6 @@ def lines_beside_bars(mesh: Mesh) -> Iterator[None]:
 
 
 def _console_handlers() -> list[logging.StreamHandler[TextIO]]:
-    """Those of Lightning that write to the terminal; where a user has put others, they are the user's."""
+    """Return Lightning's handlers that write to the terminal. Handlers of other classes belong to the user."""
     handlers = [handler for name in _LOGGERS for handler in logging.getLogger(name).handlers]
     return [each for each in handlers if type(each) is logging.StreamHandler and each.stream is sys.__stderr__]
