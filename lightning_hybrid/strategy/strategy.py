@@ -122,9 +122,9 @@ class HybridStrategy(ReplicaCollectives):
         sequence_parallel: If True, activations between tensor-parallel layers are sharded along the sequence dimension.
             The sharding applies only inside modules to which the plan assigns the style ``"sequence_region"``. The
             built-in plan assigns this style to torch's transformer layers.
-        context_parallel_size: Number of ranks over which each sequence is split in the layers of the body. The last
-            norm, the head and the loss also compute on sequence shards. All other code outside the body receives full
-            sequences.
+        context_parallel_size: Number of ranks over which each sequence is split in the layers of the body (see
+            ``body``). The last norm, the head and the loss also compute on sequence shards. All other code outside the
+            body receives full sequences.
         context_parallel: How context-parallel ranks communicate in attention (`F.scaled_dot_product_attention`).
             ``"ulysses"`` changes the sharding from positions to attention heads before attention, and back to positions
             after attention. ``"ring"`` passes blocks of keys and values from rank to rank. ``"all_gather"`` gathers all
