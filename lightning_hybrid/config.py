@@ -260,9 +260,9 @@ class Faults(_Group):
             and once as two microbatches. If the loss is a sum over samples, the losses of the microbatches are added.
             If the loss is a mean over targets, the losses of microbatches and replicas are weighted by their numbers of
             targets. If the loss is neither a sum nor a mean over samples or targets, ``num_microbatches="auto"``
-            selects one microbatch. For such a loss, the strategy keeps a number of microbatches that you set, but shows
-            a warning. If this argument is False, the losses of microbatches and replicas are averaged without a
-            comparison.
+            selects one microbatch. If you set a number of microbatches for such a loss, the strategy uses this number,
+            but shows a warning. If this argument is False, the losses of microbatches and replicas are averaged without
+            a comparison.
 
     Raises:
         ValueError, TypeError: If an argument is invalid.
@@ -336,23 +336,23 @@ class Tuning(_Group):
     """Settings that trade memory for speed or precision.
 
     Args:
-        extra_in_flight: Number of extra microbatches in flight at each stage boundary. Extra microbatches hide the
-            network latency between nodes. An int applies to all boundaries. A list contains one value for each boundary
-            between neighboring pipeline ranks. Each extra microbatch needs memory for its activations on the ranks
-            before the boundary. The training results are bitwise identical for all values. ``"auto"`` measures the
-            links between nodes in the first three steps. For each of these links, ``"auto"`` then uses the smallest
-            value that hides the latency. On CUDA devices, free memory limits this value. For links within a node,
-            ``"auto"`` uses 0.
+        extra_in_flight: Number of microbatches in flight at each stage boundary, in addition to the microbatches that
+            the schedule needs. Extra microbatches hide the network latency between nodes. An int applies to all
+            boundaries. A list contains one value for each boundary between neighboring pipeline ranks. Each extra
+            microbatch needs memory for its activations on the ranks before the boundary. The training results are
+            bitwise identical for all values. ``"auto"`` measures the links between nodes in the first three steps. For
+            each of these links, ``"auto"`` then uses the smallest value that hides the latency. On CUDA devices, free
+            memory limits this value. For links within a node, ``"auto"`` uses 0.
         reshard_after_forward: Determines when ZeRO stage 3 reshards the parameters of a layer. FSDP2 has an argument
-            with the same name and purpose. ``True`` means after each forward and backward pass of the layer, which
-            requires the least memory. ``False`` means after the last backward pass of the layer in a step, so that all
-            microbatches of the step use the same all-gather. ``"auto"`` means ``False`` if there are several
-            microbatches, and ``True`` otherwise.
+            with the same name and purpose. ``True`` reshards the parameters after each forward and backward pass of the
+            layer, which requires the least memory. ``False`` reshards the parameters only after the last backward pass
+            of the layer in a step, so that all microbatches of the step use the same all-gather. ``"auto"`` means
+            ``False`` if there are several microbatches, and ``True`` otherwise.
         float32_gradients: If True, gradients of half-precision parameters (``precision="bf16-true"``) are summed in
             float32 over microbatches and ranks.
-        memory_limit: Maximum memory per device for layouts that the layout search may choose. Pass a string such as
-            ``"80GiB"`` or ``"24GB"``, or a number of bytes. Default: all memory of a CUDA device, and no limit on the
-            CPU. Set the limit below the memory of the device, because libraries need memory too.
+        memory_limit: The layout search chooses only layouts that need at most this memory per device. Pass a string
+            such as ``"80GiB"`` or ``"24GB"``, or a number of bytes. Default: all memory of a CUDA device, and no limit
+            on the CPU. Set the limit below the memory of the device, because libraries need memory too.
 
     Raises:
         ValueError, TypeError: If an argument is invalid.

@@ -37,12 +37,12 @@ _MOST_SHOWN = 5
 
 @dataclass(frozen=True)
 class Experiment:
-    """An additional training run with one change, to find the cause of a difference.
+    """An additional training run in which one setting is changed, to find the cause of a difference.
 
     Attributes:
         change: Description of the change, such as ``"zero_stage=0"``.
         difference: The largest relative difference from training in one process; ``None`` if the run failed.
-        equal: True if ``difference`` is at most the largest difference at which two values still count as equal.
+        equal: True if ``difference`` is so small that the results count as equal.
         failure: The error, if the run failed.
     """
 
@@ -139,10 +139,10 @@ def check(
 ) -> CheckResult:
     """Train a module in one process, train it again under a layout, and compare the results.
 
-    Both runs train in float64 on the CPU and use the same batches from the loader. They run in forked copies of this
-    process. If a module stores its dropout probability in an attribute, ``check`` sets this probability to 0. Under the
-    layout, each replica trains on different batches. The single process trains on the batches of all replicas and
-    averages the gradients of these batches, as Lightning's DDP does.
+    Both runs train in float64 on the CPU and use the same batches from the loader. They run in forked copies of the
+    process that calls ``check``. If a module stores its dropout probability in an attribute, ``check`` sets this
+    probability to 0. Under the layout, each replica trains on a different part of these batches. The single process
+    trains on the batches of all replicas and averages the gradients of these batches, as Lightning's DDP does.
 
     Example::
 

@@ -122,17 +122,17 @@ class HybridStrategy(ReplicaCollectives):
         sequence_parallel: If True, activations between tensor-parallel layers are sharded along the sequence dimension.
             The sharding applies only inside modules to which the plan assigns the style ``"sequence_region"``. The
             built-in plan assigns this style to torch's transformer layers.
-        context_parallel_size: Number of ranks over which each sequence is split in the layers of the body. The last
-            norm, the head and the loss also compute on sequence shards. All other code outside the body receives full
-            sequences.
+        context_parallel_size: Number of ranks over which each sequence is split in the layers of the body (see
+            ``body``). The last norm, the head and the loss also compute on sequence shards. All other code outside the
+            body receives full sequences.
         context_parallel: How context-parallel ranks communicate in attention (`F.scaled_dot_product_attention`).
             ``"ulysses"`` changes the sharding from positions to attention heads before attention, and back to positions
             after attention. ``"ring"`` passes blocks of keys and values from rank to rank. ``"all_gather"`` gathers all
             keys and values on each rank.
         global_batch_size: Number of samples per optimizer step, summed over all replicas. Each replica accumulates
-            gradients over as many batches as this number requires. The number of samples therefore stays the same if a
-            job restarts with a different number of replicas. With ``None``, ``Trainer(accumulate_grad_batches=...)``
-            sets the number of accumulated batches.
+            gradients over as many batches as this number requires. The number of samples per step therefore stays the
+            same if a job restarts with a different number of replicas. With ``None``,
+            ``Trainer(accumulate_grad_batches=...)`` sets the number of accumulated batches.
         zero_stage: ZeRO stage, which determines what is sharded over replicas. Stage 0 shards nothing, and stage 1
             shards optimizer states. Stage 2 also shards gradients, and stage 3 also shards parameters.
         recompute: Layers to which activation checkpointing is applied. Their activations are not stored in the forward
@@ -162,7 +162,7 @@ class HybridStrategy(ReplicaCollectives):
             every rank has the full module. You can then save, call or export the module as you would after training
             with DDP. If False, the module stays sharded. ``"auto"`` gathers the module if each node has enough memory
             for three copies of the module per process. Otherwise, the module stays sharded, and a log message explains
-            how to gather it. The next run shards the module again.
+            how to gather it. If the module was gathered, the next run shards it again.
         initial_weights: Path of the initial weights. All formats that :meth:`load_weights` accepts are supported. A run
             that resumes from a checkpoint ignores this argument.
         timeout: Time after which an unfinished collective fails. For all arguments that set a time, a number means
@@ -173,16 +173,17 @@ class HybridStrategy(ReplicaCollectives):
             `num_microbatches`, `schedule`, `num_chunks`, `tuning.extra_in_flight`, `zero_stage` and `recompute`. If you
             set a list of sizes, the search tries only these sizes. All ranks measure the speed of their devices and of
             the links between them. Rank 0 estimates the step time of all layouts that fit within `tuning.memory_limit`,
-            and logs the fastest layout as arguments that you can copy. To search for only some arguments, do not set
-            `layout`. Instead, set `tensor_parallel_size`, `pipeline_parallel_size`, `schedule`, `num_chunks`,
-            `zero_stage` or `recompute` to ``"auto"``.
-        faults: Settings for detecting lost ranks, deadlocks, diverging ranks and non-finite gradients; see `Faults`.
-        launch: Settings that control how processes are started and how ranks are numbered; see `Launch`.
-        tuning: Settings that trade memory for speed or precision; see `Tuning`.
+            and logs the fastest layout as arguments that you can copy. To let the search choose only some arguments, do
+            not set `layout`. Instead, set one or more of `tensor_parallel_size`, `pipeline_parallel_size`, `schedule`,
+            `num_chunks`, `zero_stage` and `recompute` to ``"auto"``.
+        faults: A `Faults` object with settings for detecting lost ranks, deadlocks, diverging ranks and non-finite
+            gradients.
+        launch: A `Launch` object with settings that control how processes are started and how ranks are numbered.
+        tuning: A `Tuning` object with settings that trade memory for speed or precision.
 
     Attributes:
-        settings: The arguments of the strategy. Values such as ``num_microbatches="auto"`` are replaced by actual
-            values.
+        settings: The arguments of the strategy. In place of a value such as ``num_microbatches="auto"``, they contain
+            the value that the strategy chose.
         sizes: The parallel sizes, as the attributes `data`, `tensor`, `pipeline` and `context`. The sizes are available
             after the Trainer has been created. If the layout search chooses them, they are available only after a run
             has started.
@@ -285,9 +286,9 @@ class HybridStrategy(ReplicaCollectives):
     def distribute(self, tensor: Tensor, layout: str | Mapping[str, str]) -> DTensor:
         """Distribute a tensor over the ranks of this stage, and return it as a DTensor.
 
-        The operators of torch redistribute the DTensor when necessary. Use this method to shard tensors in your own
-        code, for example a buffer, an activation, or a parameter that `configure_model` creates. To shard a parameter
-        without changing the code, add its name to `tensor_parallel_plan`.
+        Torch operators redistribute the DTensor when necessary. Use this method to shard tensors in your own code, for
+        example a buffer, an activation, or a parameter that `configure_model` creates. To shard a parameter without
+        changing the code, add its name to `tensor_parallel_plan`.
 
         Args:
             tensor: The full tensor, of any dtype, with the same values on every rank of the stage. If you pass a
@@ -871,9 +872,9 @@ class HybridStrategy(ReplicaCollectives):
         Args:
             source: The state dict of the full module, or a path. The path can name a state dict or checkpoint that
                 `torch.save` wrote, a ``.safetensors`` file, a sharded checkpoint directory, or a Hugging Face folder.
-                The names in a Hugging Face folder must match a model that is an attribute of the module. In other
-                sources, all names must match the module's names, unless the module has ``strict_loading=False``. For
-                tied parameters, one of their names is sufficient.
+                The parameter names in a Hugging Face folder must match the names of a model that is an attribute of the
+                module. In other sources, all names must match the module's names, unless the module has
+                ``strict_loading=False``. For tied parameters, the source needs to contain only one of their names.
 
         Raises:
             FileNotFoundError, ValueError: If the source cannot be read, or if a Hugging Face folder matches no part or

@@ -13,10 +13,10 @@ def run(args: Sequence[str]) -> None:
     description = (
         "Train a few steps in one process and again under the layout of a configuration, and compare losses, logged"
         " values, gradients and weights. Both runs use float64 on the CPU of this machine. If values differ, print the"
-        " cause. In the printed table, < marks values with a relative difference above 1e-8, or above 1e-4 if the step"
-        " computes in float32. The exit status is 0 if all values are equal, 1 if values differ, and 2 if the values"
-        " could not be compared. With --dry, the command only runs the step on fake tensors, and parameters use no"
-        " memory. The exit status is then 0 if training can start, and 2 if it cannot."
+        " cause. In the printed table, < marks values with a relative difference above 1e-8, or above 1e-4 if code"
+        " in the step converts values to float32. The exit status is 0 if all values are equal, 1 if values differ, and"
+        " 2 if the values could not be compared. With --dry, the command only runs the step on fake tensors, and"
+        " parameters use no memory. The exit status is then 0 if training can start, and 2 if it cannot."
     )
     parser = ConfigParser("check", description, "--trainer.devices 2 --model.batch_size 4 --steps 3")
     group = parser.group("training")

@@ -15,8 +15,8 @@ from lightning_hybrid.strategy.auto_layout.machine import Machine
 _DESCRIPTION = (
     "Estimate the memory and step time of many layouts for a given number of ranks. Print the fastest layouts that fit"
     " in memory, and the reasons why other layouts were rejected. The command needs no GPU, because it runs the"
-    " training step on fake tensors, which have no values. The hardware options describe the devices and links. Their"
-    " defaults describe A100 GPUs with 80 GiB."
+    " training step on fake tensors, which have no values. The hardware options, from --nodes to --overlap, describe"
+    " the devices and links. Their defaults describe A100 GPUs with 80 GiB."
 )
 # The sizes of the configuration give way to those that are tried.
 _UNDIVIDED = {

@@ -26,11 +26,12 @@ class HybridTimeline(Callback):
     step. In the simulated step, each forward or backward pass takes its median measured time, and messages take no
     time.
 
-    The callback also logs fractions of time, averaged over the pipeline ranks of the first replica: ``timeline/bubble``
-    (neither forward nor backward), ``timeline/wait`` (waiting for messages), ``timeline/messages`` (sending and
-    receiving), ``timeline/reduce`` (reducing gradients without overlap with backward) and ``timeline/optimizer``
-    (optimizer step). The last four values are fractions of the time from the first computation or message to the end of
-    the batch.
+    The callback also logs which fraction of the time is spent on each activity, averaged over the pipeline ranks of the
+    first replica: ``timeline/bubble`` (neither forward nor backward), ``timeline/wait`` (waiting for messages),
+    ``timeline/messages`` (sending and receiving), ``timeline/reduce`` (reducing gradients without overlap with
+    backward) and ``timeline/optimizer`` (optimizer step). ``timeline/bubble`` is a fraction of the time from the first
+    computation or message to the last forward or backward pass. The other four values are fractions of the time from
+    the first computation or message to the end of the batch.
 
     All ranks synchronize before each recorded batch, so that they start recording at the same time. Other batches are
     not affected. During recorded batches, the Trainer's profiler does not record forward passes, backward passes and
