@@ -98,9 +98,10 @@ class HybridStrategy(ReplicaCollectives):
             layers remain, the last stages get one extra layer each. ``"parameters"`` minimizes the number of parameters
             of the largest stage, including the parameters of the embedding and the head. A list assigns the layers
             explicitly. It contains either the number of layers of each stage, such as ``[6, 7, 7, 4]``, or the stage
-            index of each layer. Stage indices start at 0 and follow the order in which a microbatch passes through the
-            stages of all ranks and chunks. You can also set the stage index as an attribute of a layer or of a
-            container of layers: ``layer.pipeline_stage = 1``.
+            index of each layer. Stages are numbered from 0 across all ranks, in the order in which a microbatch passes
+            through them. With `num_chunks` above 1, each of the several stages of a rank has its own index. You can
+            also set the stage index as an attribute of a layer or of a container of layers:
+            ``layer.pipeline_stage = 1``.
         body: Dotted name of the layers that the pipeline splits into stages, or a list of dotted names. A string names
             either one list of layers or one `nn.Sequential`, which `training_step` must call as a whole. A list of
             strings names layer lists and single layers in the order in which `training_step` calls them. Your code can
