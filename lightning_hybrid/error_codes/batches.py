@@ -26,7 +26,8 @@ ERRORS = {
     "LH705": Entry(
         "`training_step` returned None, although its code does not contain `return None`. The stages before the last"
         " one therefore did not know that a step can end without a loss.",
-        "Write `return None` in `training_step` itself, not in a function that it calls, or set `dynamic_shapes=True`.",
+        "Write `return None` in `training_step` itself, not in a function that it calls. Alternatively, set"
+        " `dynamic_shapes=True`.",
     ),
     "LH706": Entry(
         'Some gradients are infinite or NaN, and `faults.on_nonfinite="raise"` is set.',

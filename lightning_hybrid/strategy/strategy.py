@@ -103,9 +103,10 @@ class HybridStrategy(ReplicaCollectives):
             also set the stage index as an attribute of a layer or of a container of layers:
             ``layer.pipeline_stage = 1``.
         body: Dotted name of the layers that the pipeline splits into stages, or a list of dotted names. A string names
-            either one list of layers or one `nn.Sequential`, which `training_step` must call as a whole. A list of
-            strings names layer lists and single layers in the order in which `training_step` calls them. Your code can
-            call these layers individually. In a name, ``*`` matches any text between two dots. With ``None``, the
+            either one list of layers or one `nn.Sequential`, which `training_step` must call as a whole. If you
+            pass a list of strings, each string names a list of layers (such as an `nn.ModuleList`) or a single layer.
+            Put the names in the order in which `training_step` calls the layers. Your code can call these layers
+            individually. In a name, ``*`` matches any text between two dots. With ``None``, the
             strategy uses the module's ``pipeline_body`` if it is defined. Otherwise, the strategy uses the outermost
             `nn.Sequential` that contains more than half of the parameters. If there is no such `nn.Sequential`, the
             strategy uses the layer lists with the most parameters.
