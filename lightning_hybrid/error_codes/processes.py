@@ -62,7 +62,7 @@ ERRORS = {
     "LH222": Entry(
         "The process that hosts the store for messages between ranks has exited. This process is rank 0, or"
         " torchrun on the node of rank 0.",
-        "Read the output of the node that runs rank 0. See [debug a hang](../guides/debug-a-hang.md).",
+        "Read the output of the processes on the node that runs rank 0. See [debug a hang](../guides/debug-a-hang.md).",
     ),
     "LH223": Entry(
         "A rank has stopped sending heartbeats. Its process was suspended, its node has failed, or the"
