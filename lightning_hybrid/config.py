@@ -342,7 +342,8 @@ class Tuning(_Group):
             microbatch needs memory for its activations on the ranks before the boundary. The training results are
             bitwise identical for all values. ``"auto"`` measures the links between nodes in the first three steps. For
             each of these links, ``"auto"`` then uses the smallest value that hides the latency. On CUDA devices,
-            ``"auto"`` uses a smaller value if there is too little free memory for the activations. For links within a node, ``"auto"`` uses 0.
+            ``"auto"`` uses a smaller value if there is too little free memory for the activations. For links within a
+            node, ``"auto"`` uses 0.
         reshard_after_forward: Determines when ZeRO stage 3 reshards the parameters of a layer. FSDP2 has an argument
             with the same name and purpose. ``True`` reshards the parameters after each forward and backward pass of the
             layer, which requires the least memory. ``False`` reshards the parameters only after the last backward pass
