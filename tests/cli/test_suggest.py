@@ -14,10 +14,10 @@ from lightning_hybrid.cli.main import main
 from lightning_hybrid.cli.suggest.configured import Configured
 from lightning_hybrid.cli.suggest.report import as_text
 from lightning_hybrid.memory.account import MemoryUsage
-from lightning_hybrid.strategy.auto_layout.candidates import Layout, LoaderStep, Step
-from lightning_hybrid.strategy.auto_layout.cost_model import Cost
-from lightning_hybrid.strategy.auto_layout.machine import Machine
-from lightning_hybrid.strategy.auto_layout.search import Losers, Suggestions
+from lightning_hybrid.tuning.candidates import Layout, LoaderStep, Step
+from lightning_hybrid.tuning.cost_model import Cost
+from lightning_hybrid.tuning.machine import Machine
+from lightning_hybrid.tuning.search import Losers, Suggestions
 
 CONFIG = str(Path(__file__).parent.parent.parent / "configs" / "gpt_hybrid.yaml")
 

@@ -27,8 +27,8 @@ def run(args: Sequence[str]) -> None:
 
     from lightning_hybrid.cli.hybrid_cli import be_quiet, load_config, maker
     from lightning_hybrid.cli.progress import count_progress
-    from lightning_hybrid.strategy.auto_layout.dry_run.parameters import made_without_memory
     from lightning_hybrid.strategy.layout import describe, outline
+    from lightning_hybrid.tuning.dry_run.parameters import made_without_memory
 
     be_quiet()
     with count_progress("Reading the configuration") as progress:

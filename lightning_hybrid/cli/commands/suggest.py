@@ -10,7 +10,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from lightning_hybrid.cli.parser import ConfigParser, positive, print_json, quantity
-from lightning_hybrid.strategy.auto_layout.machine import Machine
+from lightning_hybrid.tuning.machine import Machine
 
 _DESCRIPTION = (
     "Estimate the memory and step time of many layouts for a given number of ranks. Print the fastest layouts that fit"
@@ -64,10 +64,11 @@ def run(args: Sequence[str]) -> None:
     from lightning_hybrid.cli.progress import count_progress
     from lightning_hybrid.cli.suggest.configured import find_configured
     from lightning_hybrid.cli.suggest.report import as_data, as_text
-    from lightning_hybrid.strategy.auto_layout.candidates import LoaderStep, Step
-    from lightning_hybrid.strategy.auto_layout.cost_model import CostModel
-    from lightning_hybrid.strategy.auto_layout.module_profile import ModuleProfile
-    from lightning_hybrid.strategy.auto_layout.search import FOUND_UNSEEN, SearchSpace, search
+    from lightning_hybrid.tuning.candidates import LoaderStep, Step
+    from lightning_hybrid.tuning.cost_model import CostModel
+    from lightning_hybrid.tuning.module_profile import ModuleProfile
+    from lightning_hybrid.tuning.search import FOUND_UNSEEN, search
+    from lightning_hybrid.tuning.search_space import SearchSpace
 
     be_quiet()
     overrides += ["--trainer.devices", "1", "--trainer.num_nodes", "1"]

@@ -10,7 +10,8 @@ import yaml
 
 from lightning_hybrid.cli.parser import wrapped
 from lightning_hybrid.cli.suggest.configured import Configured
-from lightning_hybrid.strategy.auto_layout.arguments import (
+from lightning_hybrid.strategy.summary import text_table
+from lightning_hybrid.tuning.arguments import (
     arguments,
     every_argument,
     in_words,
@@ -19,11 +20,10 @@ from lightning_hybrid.strategy.auto_layout.arguments import (
     recompute_text,
     schedule_text,
 )
-from lightning_hybrid.strategy.auto_layout.candidates import Layout, LoaderStep, Step
-from lightning_hybrid.strategy.auto_layout.cost_model import Cost
-from lightning_hybrid.strategy.auto_layout.machine import Machine
-from lightning_hybrid.strategy.auto_layout.search import DOES_NOT_FIT, Suggestions
-from lightning_hybrid.strategy.summary import text_table
+from lightning_hybrid.tuning.candidates import Layout, LoaderStep, Step
+from lightning_hybrid.tuning.cost_model import Cost
+from lightning_hybrid.tuning.machine import Machine
+from lightning_hybrid.tuning.search import DOES_NOT_FIT, Suggestions
 
 _TIGHT = 0.05  # a share of the memory: where less is free, the account is too rough to tell whether a layout fits
 _TIGHT_TEXT = (

@@ -15,10 +15,10 @@ from torch import ScriptObject, Tensor
 from lightning_hybrid.distributed.modes import OperatorMode
 from lightning_hybrid.distributed.pytree import flatten
 from lightning_hybrid.distributed.replaced import replaced_attributes
-from lightning_hybrid.strategy.auto_layout.machine import NO_MESSAGES, Messages, in_ring
 from lightning_hybrid.tensor_parallel.context_parallel.sharded_sequence import ShardedSequence
 from lightning_hybrid.tensor_parallel.mappings import TensorGroup
 from lightning_hybrid.tensor_parallel.sharded_activation import ShardedActivation
+from lightning_hybrid.tuning.machine import NO_MESSAGES, Messages, in_ring
 
 FLOPS: dict[Any, Callable[..., int]]
 try:

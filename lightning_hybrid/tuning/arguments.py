@@ -9,16 +9,16 @@ from typing import Any
 
 from lightning_hybrid.axes import ALWAYS
 from lightning_hybrid.config import HybridConfig
-from lightning_hybrid.strategy.auto_layout.candidates import Layout
+from lightning_hybrid.strategy.open_arguments import USUAL
+from lightning_hybrid.tuning.candidates import Layout
 
 _ALWAYS = (*(axis.argument for axis in ALWAYS), "num_microbatches")
-_USUAL = HybridConfig(schedule="1f1b")
 
 
 def arguments(layout: Layout) -> dict[str, Any]:
     """The arguments of `HybridStrategy` that make a layout, by name, without default values."""
     every = every_argument(layout).items()
-    return {name: value for name, value in every if name in _ALWAYS or value != attrgetter(name)(_USUAL)}
+    return {name: value for name, value in every if name in _ALWAYS or value != attrgetter(name)(USUAL)}
 
 
 def keywords(by_name: Mapping[str, Any]) -> dict[str, Any]:

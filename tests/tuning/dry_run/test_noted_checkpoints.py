@@ -17,12 +17,13 @@ from torch.utils.data import DataLoader
 
 from lightning_hybrid import HybridStrategy, axes
 from lightning_hybrid.memory.activation_checkpoint.checkpoint import ActivationCheckpointing
-from lightning_hybrid.strategy.auto_layout.candidates import RECOMPUTE, Layout
-from lightning_hybrid.strategy.auto_layout.dry_run import dry_run as dry_runs
-from lightning_hybrid.strategy.auto_layout.dry_run.dry_run import DryRunStrategy, dry_run
-from lightning_hybrid.strategy.auto_layout.dry_run.saved_tensors import saved_bytes
+from lightning_hybrid.strategy.open_arguments import RECOMPUTE
+from lightning_hybrid.tuning.candidates import Layout
+from lightning_hybrid.tuning.dry_run import dry_run as dry_runs
+from lightning_hybrid.tuning.dry_run.dry_run import DryRunStrategy, dry_run
+from lightning_hybrid.tuning.dry_run.saved_tensors import saved_bytes
 from tests import context_modules as zoo
-from tests.strategy.test_auto_layout_search import make_profile
+from tests.tuning.test_module_profile import make_profile
 
 WIDTH = 16
 

@@ -14,8 +14,8 @@ from torch import nn
 
 from lightning_hybrid import HybridStrategy
 from lightning_hybrid.axes import Sizes
-from lightning_hybrid.strategy.auto_layout.dry_run.dry_run import DryRun, dry_run
 from lightning_hybrid.tensor_parallel.context_parallel.attention import KINDS
+from lightning_hybrid.tuning.dry_run.dry_run import DryRun, dry_run
 from tests import context_modules as zoo
 from tests import tensor_modules
 from tests.training_jobs import Regression, loader

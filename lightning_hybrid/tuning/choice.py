@@ -21,17 +21,19 @@ from lightning_hybrid.config import Settings
 from lightning_hybrid.distributed.agreement import agree
 from lightning_hybrid.distributed.dtensor import copy_attributes
 from lightning_hybrid.error_codes.entry import without_code
-from lightning_hybrid.strategy.auto_layout.arguments import arguments, every_argument, in_words, keywords
-from lightning_hybrid.strategy.auto_layout.candidates import Layout, LoaderStep
-from lightning_hybrid.strategy.auto_layout.cost_model import Cost, CostModel
-from lightning_hybrid.strategy.auto_layout.machine import Machine
-from lightning_hybrid.strategy.auto_layout.measure import measure_machine, usable_memory
-from lightning_hybrid.strategy.auto_layout.module_profile import ModuleProfile
-from lightning_hybrid.strategy.auto_layout.process_copy import run_in_copy
-from lightning_hybrid.strategy.auto_layout.request import SIZES, search_space
-from lightning_hybrid.strategy.auto_layout.search import FOUND_UNSEEN, SearchSpace, Suggestions, search
+from lightning_hybrid.strategy.layout_search import ChooseLayout, ChosenLayout
+from lightning_hybrid.strategy.open_arguments import SIZES
 from lightning_hybrid.strategy.summary import text_table
 from lightning_hybrid.trainer.lightning_internals import training_data
+from lightning_hybrid.tuning.arguments import arguments, every_argument, in_words, keywords
+from lightning_hybrid.tuning.candidates import Layout, LoaderStep
+from lightning_hybrid.tuning.cost_model import Cost, CostModel
+from lightning_hybrid.tuning.machine import Machine
+from lightning_hybrid.tuning.measure import measure_machine, usable_memory
+from lightning_hybrid.tuning.module_profile import ModuleProfile
+from lightning_hybrid.tuning.process_copy import run_in_copy
+from lightning_hybrid.tuning.search import FOUND_UNSEEN, Suggestions, search
+from lightning_hybrid.tuning.search_space import SearchSpace, search_space
 
 #: Of the Trainer, what decides about a step.
 TRAINER = ("max_epochs", "max_steps", "accumulate_grad_batches", "limit_train_batches")
@@ -41,19 +43,6 @@ _BY_HAND = (
     "Set the layout yourself, for example HybridStrategy(pipeline_parallel_size=2). For help, see `lightning-hybrid"
     " suggest` and docs/start/choose-a-layout.md."
 )
-
-
-@dataclass(frozen=True)
-class ChosenLayout:
-    """What was found.
-
-    Attributes:
-        sizes: The number of ranks along each axis.
-        arguments: What else was open, by name.
-    """
-
-    sizes: Sizes
-    arguments: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -140,6 +129,9 @@ def choose_layout(
     if is_first:
         rank_zero_info(_text(suggestions, config, machine, time.monotonic() - start))
     return _chosen(suggestions.best[0].layout, config)
+
+
+_: ChooseLayout = choose_layout  # mypy checks that it implements the interface: the strategy loads it by its name
 
 
 def _chosen(layout: Layout, config: Settings) -> ChosenLayout:

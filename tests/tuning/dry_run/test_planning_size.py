@@ -17,9 +17,9 @@ from lightning_hybrid import HybridStrategy, axes
 from lightning_hybrid.cli.main import main
 from lightning_hybrid.memory.account import MemoryUsage
 from lightning_hybrid.pipeline_parallel.frame.alike import first_alike
-from lightning_hybrid.strategy.auto_layout.dry_run import parameters
-from lightning_hybrid.strategy.auto_layout.dry_run.dry_run import DryRunStrategy, dry_run
-from lightning_hybrid.strategy.auto_layout.dry_run.parameters import made_without_memory, parameters_without_memory
+from lightning_hybrid.tuning.dry_run import parameters
+from lightning_hybrid.tuning.dry_run.dry_run import DryRunStrategy, dry_run
+from lightning_hybrid.tuning.dry_run.parameters import made_without_memory, parameters_without_memory
 
 WIDTH = 16
 SIZES: list[int] = []  # of the layers that have run

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from lightning_hybrid.memory.account import MemoryUsage
-from lightning_hybrid.strategy.auto_layout.candidates import Layout
-from lightning_hybrid.strategy.auto_layout.dry_run.traces import Timing, Trace
 from lightning_hybrid.tensor_parallel.context_parallel.attention import KINDS
+from lightning_hybrid.tuning.candidates import Layout
+from lightning_hybrid.tuning.dry_run.traces import Timing, Trace
 
 #: A division of sequences: the context-parallel size, and how attention communicates.
 Share = tuple[int, str]

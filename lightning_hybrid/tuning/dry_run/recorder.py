@@ -17,14 +17,15 @@ from lightning_hybrid.pipeline_parallel.schedules import Placement
 from lightning_hybrid.pipeline_parallel.splitting.microbatch import find_batch_size, split_into
 from lightning_hybrid.pipeline_parallel.stage_map import StageMap
 from lightning_hybrid.strategy import layout as layouts
-from lightning_hybrid.strategy.auto_layout.candidates import MOST_CHUNKS, Layout, divisors
-from lightning_hybrid.strategy.auto_layout.dry_run.dry_run import DryRunStrategy, StopAfterFirstStepError
-from lightning_hybrid.strategy.auto_layout.dry_run.record import WHOLE, Cut, HeldBy, Record, Share
-from lightning_hybrid.strategy.auto_layout.dry_run.saved_tensors import merged
-from lightning_hybrid.strategy.auto_layout.dry_run.traces import Stopwatch, Timing, Trace, Watch
+from lightning_hybrid.strategy.open_arguments import MOST_CHUNKS
 from lightning_hybrid.strategy.summary import divided_share
 from lightning_hybrid.tensor_parallel.layers import ParallelLayer
 from lightning_hybrid.tensor_parallel.plan import Plan
+from lightning_hybrid.tuning.candidates import Layout, divisors
+from lightning_hybrid.tuning.dry_run.dry_run import DryRunStrategy, StopAfterFirstStepError
+from lightning_hybrid.tuning.dry_run.record import WHOLE, Cut, HeldBy, Record, Share
+from lightning_hybrid.tuning.dry_run.saved_tensors import merged
+from lightning_hybrid.tuning.dry_run.traces import Stopwatch, Timing, Trace, Watch
 
 _TIMED = 3  # forwards, of which the shortest counts
 _UNCUT = StageMap.uncut()

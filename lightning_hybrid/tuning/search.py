@@ -3,35 +3,20 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from itertools import product
 from math import inf
 from typing import Any
 
-from lightning_hybrid.distributed.arrangement import arrange
-from lightning_hybrid.strategy.auto_layout.candidates import (
-    MOST_CHUNKS,
-    RECOMPUTE,
-    Layout,
-    Step,
-    arrangements,
-    divisors,
-)
-from lightning_hybrid.strategy.auto_layout.cost_model import Cost, CostModel
-from lightning_hybrid.tensor_parallel.context_parallel.attention import KINDS
+from lightning_hybrid.tuning.candidates import Layout
+from lightning_hybrid.tuning.cost_model import Cost, CostModel
+from lightning_hybrid.tuning.search_space import EVERYTHING, SearchSpace, layouts
 
 DOES_NOT_FIT = "does not fit"
 #: How a layout is found that nobody looks at before it runs: an option that saves less of the time is not taken, as
 #: estimates are rougher than that, and so many layouts are compared by what is simple.
 FOUND_UNSEEN: dict[str, Any] = {"as_good": 0.05, "num_best": 12}
-#: Schedules, with the chunks of a rank.
-SCHEDULES_TRIED = (
-    ("1f1b", 1),
-    ("gpipe", 1),
-    *(("interleaved_1f1b", chunks) for chunks in range(2, MOST_CHUNKS + 1)),
-)
 
 
 @dataclass(frozen=True)
@@ -67,135 +52,6 @@ class Suggestions:
     losers: tuple[Losers, ...]
     num_layouts: int
     num_simulated: int
-
-
-@dataclass(frozen=True)
-class SearchSpace:
-    """What is tried: of each argument the values that it may have; ``None`` for all that there are.
-
-    Attributes:
-        data: Numbers of replicas.
-        tensor: Ranks that share a layer.
-        tensor_mode: How these are arranged: ``tensor_parallel_mode`` and ``tensor_parallel_depth``.
-        pipeline: Pipeline ranks.
-        context: Ranks that share a sequence.
-        context_kinds: How attention communicates between these.
-        num_microbatches: Gives the number of microbatches for so many pipeline ranks.
-        schedules: Schedules, with the chunks of a rank.
-        zero_stages: Stages of ZeRO, where there are replicas.
-        recompute: Kinds of recomputation.
-        some_layers: Whether to find also how few layers of each stage have to run again, where not all have to.
-    """
-
-    data: Collection[int] | None = None
-    tensor: Collection[int] | None = None
-    tensor_mode: tuple[str, int] | None = None
-    pipeline: Collection[int] | None = None
-    context: Collection[int] | None = None
-    context_kinds: Sequence[str] = KINDS
-    num_microbatches: Callable[[int], int] | None = None
-    schedules: Sequence[tuple[str, int]] | None = None
-    zero_stages: Sequence[int] = (0, 1, 2, 3)
-    recompute: Sequence[bool | str] = RECOMPUTE
-    some_layers: bool = False
-
-    def sizes(self, num_ranks: int, max_tensor: int, max_context: int) -> Iterator[tuple[int, int, int, int]]:
-        """(data, tensor, pipeline, context) parallel sizes of so many ranks.
-
-        Args:
-            num_ranks: Their product.
-            max_tensor: The most ranks that share a layer, unless it is said which.
-            max_context: The most ranks that share a sequence, likewise.
-        """
-        for tensor in divisors(num_ranks):
-            if tensor not in self.tensor if self.tensor is not None else tensor > max_tensor:
-                continue
-            for context in divisors(num_ranks // tensor):
-                if context not in self.context if self.context is not None else context > max_context:
-                    continue
-                for pipeline in divisors(num_ranks // tensor // context):
-                    data = num_ranks // tensor // context // pipeline
-                    if _is_in(pipeline, self.pipeline) and _is_in(data, self.data):
-                        yield data, tensor, pipeline, context
-
-    def kinds_of(self, context: int) -> Sequence[str]:
-        """How attention may communicate between so many ranks that share a sequence."""
-        return KINDS[:1] if context == 1 else self.context_kinds
-
-    def arrangements_of(self, tensor: int, context: int) -> Sequence[tuple[str, int]]:
-        """How so many ranks that share a layer may be arranged, beside so many that share a sequence."""
-        if self.tensor_mode is None:
-            return arrangements(tensor)[: 1 if context > 1 else None]
-        mode, depth = self.tensor_mode
-        try:
-            return [("1d", 1) if arrange(mode, tensor, depth).is_line else self.tensor_mode]
-        except ValueError:
-            return []
-
-    def schedules_of(self, pipeline: int) -> Sequence[tuple[str, int]]:
-        """Schedules of so many pipeline ranks, with the chunks of a rank."""
-        return SCHEDULES_TRIED[:1] if pipeline == 1 else self.schedules or SCHEDULES_TRIED
-
-
-EVERYTHING = SearchSpace()
-
-
-def _is_in(value: int, allowed: Collection[int] | None) -> bool:
-    return allowed is None or value in allowed
-
-
-def layouts(
-    num_ranks: int, step: Step, max_tensor: int, max_context: int, space: SearchSpace = EVERYTHING
-) -> Iterator[Layout]:
-    """Every layout.
-
-    Sizes whose product is the number of ranks; as many replicas as can do the step; microbatches ``p``, ``2 p``,
-    ``4 p``, ... up to one for each sample of a replica; 1F1B and GPipe with one chunk on a rank, interleaved 1F1B with
-    2 to 4; each stage of ZeRO where there are replicas; every kind of recomputation; where ranks share sequences every
-    way in which attention communicates, and where they share layers alone every arrangement that their number allows.
-
-    Args:
-        num_ranks: Of the run.
-        step: What is to be done.
-        max_tensor: The most ranks that may share a layer.
-        max_context: The most ranks that may share a sequence.
-        space: What is tried of all that.
-    """
-    for data, tensor, pipeline, context in space.sizes(num_ranks, max_tensor, max_context):
-        if not step.is_possible(data):
-            continue
-        batch = step.batch(data)
-        if space.num_microbatches is None:
-            numbers = microbatch_numbers(pipeline, batch)
-        else:
-            numbers = [min(space.num_microbatches(pipeline), batch)]
-        options = product(
-            numbers,
-            space.schedules_of(pipeline),
-            space.zero_stages if data > 1 else (0,),
-            space.recompute,
-            space.kinds_of(context),
-            space.arrangements_of(tensor, context),
-        )
-        for microbatches, (schedule, chunks), zero, recompute, kind, mode in options:
-            yield Layout(
-                data, tensor, pipeline, microbatches, schedule, chunks, zero, recompute, (), context, kind, *mode
-            )
-
-
-def microbatch_numbers(pipeline: int, samples: int) -> list[int]:
-    """Into how many microbatches a batch may be split: ``p``, ``2 p``, ... or all that there are.
-
-    Args:
-        pipeline: The pipeline ranks.
-        samples: Of the batch.
-    """
-    if samples < pipeline:
-        return [samples]
-    numbers = [pipeline]
-    while 2 * numbers[-1] <= samples:
-        numbers.append(2 * numbers[-1])
-    return numbers
 
 
 def search(

@@ -19,11 +19,11 @@ from lightning_hybrid.distributed.dtensor import to_local
 from lightning_hybrid.distributed.pytree import flatten
 from lightning_hybrid.memory.account import SavedTensorMeter
 from lightning_hybrid.pipeline_parallel.body import Body
-from lightning_hybrid.strategy.auto_layout.dry_run.operations import Counts, OperationCounter
-from lightning_hybrid.strategy.auto_layout.dry_run.saved_tensors import Saved
 from lightning_hybrid.tensor_parallel.context_parallel.division import sequence_dim_of
 from lightning_hybrid.tensor_parallel.context_parallel.sharded_sequence import ShardedSequence
 from lightning_hybrid.tensor_parallel.layers import ParallelLayer
+from lightning_hybrid.tuning.dry_run.operations import Counts, OperationCounter
+from lightning_hybrid.tuning.dry_run.saved_tensors import Saved
 
 
 @dataclass(frozen=True)

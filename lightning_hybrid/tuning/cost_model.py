@@ -79,9 +79,9 @@ from lightning_hybrid.memory.account import MemoryUsage
 from lightning_hybrid.pipeline_parallel.links.in_flight import choose_extra
 from lightning_hybrid.pipeline_parallel.links.link import Link, StepTimes
 from lightning_hybrid.pipeline_parallel.timeline import simulate
-from lightning_hybrid.strategy.auto_layout.candidates import Layout, Step
-from lightning_hybrid.strategy.auto_layout.machine import NO_MESSAGES, Machine, Messages, in_ring
-from lightning_hybrid.strategy.auto_layout.schedule_cache import most_saved, schedule_of
+from lightning_hybrid.tuning.candidates import Layout, Step
+from lightning_hybrid.tuning.machine import NO_MESSAGES, Machine, Messages, in_ring
+from lightning_hybrid.tuning.schedule_cache import most_saved, schedule_of
 
 _BACKWARD = 2.0  # forwards that a backward takes
 

@@ -8,10 +8,6 @@ from dataclasses import dataclass
 from lightning_hybrid.axes import Sizes
 from lightning_hybrid.distributed.sizes import accumulated_batches
 
-#: What is tried: stages on a rank, and what runs again in backward.
-MOST_CHUNKS = 4
-RECOMPUTE: tuple[bool | str, ...] = (False, "selective", True)
-
 
 def divisors(number: int) -> list[int]:
     """Return the divisors of a number, in ascending order."""

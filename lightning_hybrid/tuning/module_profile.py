@@ -16,18 +16,18 @@ from lightning_hybrid.axes import Sizes
 from lightning_hybrid.config import Settings
 from lightning_hybrid.distributed.arrangement import check_arrangement
 from lightning_hybrid.memory.account import MemoryUsage
-from lightning_hybrid.strategy.auto_layout.candidates import Layout
-from lightning_hybrid.strategy.auto_layout.cost_model import StageCost
-from lightning_hybrid.strategy.auto_layout.dry_run.dry_run import run_first_step
-from lightning_hybrid.strategy.auto_layout.dry_run.place_cost import PlaceCost, StagePart, cost_of_place
-from lightning_hybrid.strategy.auto_layout.dry_run.record import WHOLE, Record, Share
-from lightning_hybrid.strategy.auto_layout.dry_run.recorder import Recorder
-from lightning_hybrid.strategy.auto_layout.dry_run.saved_tensors import labels_of_stages
-from lightning_hybrid.strategy.auto_layout.dry_run.traces import Trace, value_at, value_between
-from lightning_hybrid.strategy.auto_layout.machine import Machine
-from lightning_hybrid.strategy.auto_layout.process_copy import Copies, num_processors
 from lightning_hybrid.tensor_parallel.context_parallel.attention import KINDS
 from lightning_hybrid.tensor_parallel.context_parallel.context_parallel import check_context_parallel
+from lightning_hybrid.tuning.candidates import Layout
+from lightning_hybrid.tuning.cost_model import StageCost
+from lightning_hybrid.tuning.dry_run.dry_run import run_first_step
+from lightning_hybrid.tuning.dry_run.place_cost import PlaceCost, StagePart, cost_of_place
+from lightning_hybrid.tuning.dry_run.record import WHOLE, Record, Share
+from lightning_hybrid.tuning.dry_run.recorder import Recorder
+from lightning_hybrid.tuning.dry_run.saved_tensors import labels_of_stages
+from lightning_hybrid.tuning.dry_run.traces import Trace, value_at, value_between
+from lightning_hybrid.tuning.machine import Machine
+from lightning_hybrid.tuning.process_copy import Copies, num_processors
 
 Sharing = tuple[int, str, int]  # of layers: see `Layout.sharing`
 _UNSHARED: Sharing = (1, "1d", 1)  # nobody shares layers
@@ -37,7 +37,7 @@ LEAST_SHARE = 1024
 
 
 class ModuleProfile:
-    """The :class:`~lightning_hybrid.strategy.auto_layout.cost_model.Profile` of a user's module.
+    """The :class:`~lightning_hybrid.tuning.cost_model.Profile` of a user's module.
 
     What is counted with two microbatches of different size is put on a line through both: operations, messages and
     activations grow with the samples. Seconds do not quite, because of caches and of what a call takes by itself: with
@@ -200,11 +200,11 @@ class ModuleProfile:
         return self._stages[key]
 
     def held(self, layout: Layout) -> Sequence[MemoryUsage]:
-        """As :class:`~lightning_hybrid.strategy.auto_layout.cost_model.Profile` says."""
+        """As :class:`~lightning_hybrid.tuning.cost_model.Profile` says."""
         return self._record(layout.sharing).held(layout, master_weights=self._config.master_weights)
 
     def weights(self, layout: Layout) -> Sequence[tuple[int, int]]:
-        """As :class:`~lightning_hybrid.strategy.auto_layout.cost_model.Profile` says."""
+        """As :class:`~lightning_hybrid.tuning.cost_model.Profile` says."""
         number = min(layout.num_microbatches, 2)
         key = layout.sharing, layout.pipeline, layout.num_chunks, layout.data, number
         if key not in self._weights:
@@ -214,7 +214,7 @@ class ModuleProfile:
         return self._weights[key]
 
     def num_layers(self, layout: Layout) -> Sequence[int]:
-        """As :class:`~lightning_hybrid.strategy.auto_layout.cost_model.Profile` says."""
+        """As :class:`~lightning_hybrid.tuning.cost_model.Profile` says."""
         return [len(positions) for positions in self._record(layout.sharing).division(layout).positions]
 
     def _stage_cost(self, content: _Content, samples: int) -> StageCost:

@@ -38,23 +38,7 @@ from lightning_hybrid.pipeline_parallel.links.step_schedules import find_schedul
 from lightning_hybrid.pipeline_parallel.splitting.microbatch import find_batch_size, split_into
 from lightning_hybrid.pipeline_parallel.stage_map import StageMap
 from lightning_hybrid.strategy import layout
-from lightning_hybrid.strategy.auto_layout.candidates import RECOMPUTE
-from lightning_hybrid.strategy.auto_layout.dry_run.noted_checkpoints import NotedCheckpoints, kinds_without
-from lightning_hybrid.strategy.auto_layout.dry_run.parameters import (
-    parameters_with_little_memory,
-    parameters_without_memory,
-)
-from lightning_hybrid.strategy.auto_layout.dry_run.repeated_layers import RepeatedLayers
-from lightning_hybrid.strategy.auto_layout.dry_run.saved_tensors import (
-    AFTER,
-    BEFORE,
-    Activations,
-    Saved,
-    labelled_layers,
-    labels_of_stages,
-    saved_bytes,
-)
-from lightning_hybrid.strategy.auto_layout.dry_run.sequence_shares import AloneContextParallel
+from lightning_hybrid.strategy.open_arguments import RECOMPUTE
 from lightning_hybrid.strategy.summary import plan_table
 from lightning_hybrid.tensor_parallel.context_parallel.hooks import Places
 from lightning_hybrid.tensor_parallel.context_parallel.mappings import ContextGroup
@@ -66,6 +50,22 @@ from lightning_hybrid.trainer.lightning_internals import set_device_mesh
 from lightning_hybrid.trainer.precision import keeps_gradients
 from lightning_hybrid.trainer.program.make_program import find_uses
 from lightning_hybrid.trainer.results.logging import LogRecorder
+from lightning_hybrid.tuning.dry_run.noted_checkpoints import NotedCheckpoints, kinds_without
+from lightning_hybrid.tuning.dry_run.parameters import (
+    parameters_with_little_memory,
+    parameters_without_memory,
+)
+from lightning_hybrid.tuning.dry_run.repeated_layers import RepeatedLayers
+from lightning_hybrid.tuning.dry_run.saved_tensors import (
+    AFTER,
+    BEFORE,
+    Activations,
+    Saved,
+    labelled_layers,
+    labels_of_stages,
+    saved_bytes,
+)
+from lightning_hybrid.tuning.dry_run.sequence_shares import AloneContextParallel
 
 Store: Any
 try:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from lightning_hybrid.distributed.agreement import all_gather_values
 from lightning_hybrid.distributed.process_group import device_backends
-from lightning_hybrid.strategy.auto_layout.machine import Machine
+from lightning_hybrid.tuning.machine import Machine
 
 _REPEAT = 7
 _SMALL_OPERATIONS = 200

@@ -7,11 +7,11 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lightning_hybrid.strategy.auto_layout.candidates import Layout
-from lightning_hybrid.strategy.auto_layout.dry_run.operations import Message
-from lightning_hybrid.strategy.auto_layout.dry_run.saved_tensors import saved_bytes
-from lightning_hybrid.strategy.auto_layout.dry_run.traces import Trace, value_at
-from lightning_hybrid.strategy.auto_layout.machine import NO_MESSAGES, Machine, Messages
+from lightning_hybrid.tuning.candidates import Layout
+from lightning_hybrid.tuning.dry_run.operations import Message
+from lightning_hybrid.tuning.dry_run.saved_tensors import saved_bytes
+from lightning_hybrid.tuning.dry_run.traces import Trace, value_at
+from lightning_hybrid.tuning.machine import NO_MESSAGES, Machine, Messages
 
 
 @dataclass(frozen=True)

@@ -1,23 +1,27 @@
-"""Which arguments of `HybridStrategy` are left open, to be found at the start, and what is tried for them."""
+"""Open arguments of `HybridStrategy`: a layout search chooses their values when a run starts."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any
 
-from lightning_hybrid.axes import AXES, CONTEXT, DATA, PIPELINE, TENSOR
-from lightning_hybrid.config import HybridConfig, Settings, choices, usual_microbatches
-from lightning_hybrid.strategy.auto_layout.candidates import MOST_CHUNKS, RECOMPUTE
-from lightning_hybrid.strategy.auto_layout.search import SCHEDULES_TRIED, SearchSpace
-from lightning_hybrid.tensor_parallel.context_parallel.attention import KINDS
+from lightning_hybrid.axes import CONTEXT, PIPELINE, TENSOR
+from lightning_hybrid.config import HybridConfig
 
+#: The arguments for the sizes of axes of which a user can allow several values.
 SIZES = (TENSOR.argument, PIPELINE.argument)
-#: All that say how many ranks do what: with one of them open, so is the number of replicas.
+#: The arguments for the sizes of all axes in a model group. If one of them is open, the number of replicas is open too.
 ALL_SIZES = (*SIZES, CONTEXT.argument)
+#: The largest number of chunks and the kinds of recomputation that a search supports.
+MOST_CHUNKS = 4
+RECOMPUTE: tuple[bool | str, ...] = (False, "selective", True)
+#: The arguments with their defaults, including the default schedule.
+USUAL = HybridConfig(schedule="1f1b")
+
 _CONTEXT = (CONTEXT.argument, "context_parallel")
 _ARRANGEMENT = ("tensor_parallel_mode", "tensor_parallel_depth")
-#: Arguments that may be left open.
+#: Arguments that may be open.
 _OPEN = (
     *SIZES,
     *_ARRANGEMENT,
@@ -29,11 +33,10 @@ _OPEN = (
     "zero_stage",
     "recompute",
 )
-#: Where these are not as by default, sequences cannot be shared, and ranks are in a line.
+#: Arguments that rule out context parallelism and grids of tensor-parallel ranks unless they have their defaults.
 _IN_A_LINE = ("sequence_parallel", "master_weights")
-#: What ``"auto"`` opens alone: with the others it means something else.
+#: Arguments that ``"auto"`` opens even without ``layout="auto"``. In all others, ``"auto"`` has another meaning.
 _ALONE = (*SIZES, "schedule", "num_chunks", "zero_stage", "recompute")
-_USUAL = HybridConfig(schedule="1f1b")
 
 
 def resolve_open(config: HybridConfig) -> tuple[HybridConfig, tuple[str, ...]]:
@@ -43,21 +46,21 @@ def resolve_open(config: HybridConfig) -> tuple[HybridConfig, tuple[str, ...]]:
         config: The arguments of `HybridStrategy`.
 
     Raises:
-        ValueError: If one of them does not go with what is open.
+        ValueError: If an argument cannot be combined with an open one.
     """
     if config.schedule is None:
         has_chunks = isinstance(config.num_chunks, int) and config.num_chunks > 1
         config = config.changed({"schedule": "interleaved_1f1b" if has_chunks else "1f1b"})
     searched = _open_arguments(config)
     _check_open(config, searched)
-    found = {name: attrgetter(name)(_USUAL) for name in searched}
+    found = {name: attrgetter(name)(USUAL) for name in searched}
     if "schedule" in found and config.num_chunks not in (1, "auto"):
         found["schedule"] = "interleaved_1f1b"
     return config.changed(found), searched
 
 
 def _open_arguments(config: HybridConfig) -> tuple[str, ...]:
-    """The arguments that are to be found at the start."""
+    """Return the names of the open arguments."""
     found = [name for name in _ALONE if getattr(config, name) == "auto"]
     if config.layout == "auto":
         closed = _closed(config)
@@ -71,13 +74,15 @@ def _closed(config: HybridConfig) -> set[str]:
     closed: set[str] = set()
     if not _is_usual(config, *_IN_A_LINE, *_ARRANGEMENT):
         closed.update(_CONTEXT)
-    if not _is_usual(config, *_IN_A_LINE, *_ARRANGEMENT, CONTEXT.argument):  # a mode that is given has its depth
+    if not _is_usual(
+        config, *_IN_A_LINE, *_ARRANGEMENT, CONTEXT.argument
+    ):  # the depth belongs to the mode that the user set
         closed.update(_ARRANGEMENT)
     return closed
 
 
 def _is_usual(config: HybridConfig, *names: str) -> bool:
-    return all(_is(attrgetter(name)(config), attrgetter(name)(_USUAL)) for name in names)
+    return all(_is(attrgetter(name)(config), attrgetter(name)(USUAL)) for name in names)
 
 
 def _is(value: Any, usual: Any) -> bool:
@@ -85,7 +90,7 @@ def _is(value: Any, usual: Any) -> bool:
 
 
 def _check_open(config: HybridConfig, searched: Sequence[str]) -> None:
-    """What is not open has to go with what is."""
+    """Check that the fixed arguments can be combined with the open ones."""
     if not searched:
         if config.tuning.memory_limit is not None:
             raise ValueError(
@@ -113,48 +118,3 @@ def _check_open(config: HybridConfig, searched: Sequence[str]) -> None:
             f"The search for {', '.join(searched)} does not support num_chunks={chunks}. Set num_chunks to at most"
             f" {MOST_CHUNKS}, or set the layout yourself. [LH124]"
         )
-
-
-def search_space(config: Settings, sizes: Mapping[str, Any]) -> SearchSpace:
-    """What is tried.
-
-    Args:
-        config: The arguments, with what stands for the open ones.
-        sizes: The sizes that the user set, by the labels of the axes.
-    """
-    searched = config.searched
-    data = sizes[DATA.label]
-    tried = {
-        axis: None if axis.argument in searched and not isinstance(size, (list, tuple)) else choices(size)
-        for axis, size in ((axis, sizes[axis.label]) for axis in AXES if axis is not DATA)
-    }
-    given_mode = config.tensor_parallel_mode, config.tensor_parallel_depth
-    given, has_extra = (config.schedule, config.num_chunks), any(config.extra_of_links(2))
-    schedules = [
-        pair
-        for pair in SCHEDULES_TRIED
-        if ("schedule" in searched or pair[0] == given[0]) and ("num_chunks" in searched or pair[1] == given[1])
-        if pair[0] != "gpipe" or not has_extra  # it has all in flight already
-    ]
-    return SearchSpace(
-        data=None if data == "auto" else (data,),
-        tensor=tried[TENSOR],
-        tensor_mode=None if "tensor_parallel_mode" in searched else given_mode,
-        pipeline=tried[PIPELINE],
-        context=tried[CONTEXT],
-        context_kinds=KINDS if "context_parallel" in searched else (config.context_parallel,),
-        num_microbatches=None if "num_microbatches" in searched else _numbers(config),
-        schedules=schedules or [given],
-        zero_stages=range(4) if "zero_stage" in searched else (config.zero_stage,),
-        recompute=RECOMPUTE if "recompute" in searched else (_weighed(config.recompute),),
-        some_layers="recompute" in searched,
-    )
-
-
-def _numbers(config: Settings) -> Any:
-    return usual_microbatches if config.auto_microbatches else lambda pipeline: config.num_microbatches
-
-
-def _weighed(recompute: Any) -> bool | str:
-    assert isinstance(recompute, (bool, str)), "others are refused"
-    return recompute
