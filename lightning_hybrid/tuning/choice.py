@@ -28,6 +28,7 @@ from lightning_hybrid.trainer.lightning_internals import training_data
 from lightning_hybrid.tuning.arguments import arguments, every_argument, in_words, keywords
 from lightning_hybrid.tuning.candidates import Layout, LoaderStep
 from lightning_hybrid.tuning.cost_model import Cost, CostModel
+from lightning_hybrid.tuning.dry_run.dry_run import step_arguments
 from lightning_hybrid.tuning.machine import Machine
 from lightning_hybrid.tuning.measure import measure_machine, usable_memory
 from lightning_hybrid.tuning.module_profile import ModuleProfile
@@ -35,8 +36,6 @@ from lightning_hybrid.tuning.process_copy import run_in_copy
 from lightning_hybrid.tuning.search import FOUND_UNSEEN, Suggestions, search
 from lightning_hybrid.tuning.search_space import SearchSpace, search_space
 
-#: Of the Trainer, what decides about a step.
-TRAINER = ("max_epochs", "max_steps", "accumulate_grad_batches", "limit_train_batches")
 _SHARE_OF_TIMEOUT = 0.8  # of the time that others wait for the first rank
 _MOST_SHOWN = 3
 _BY_HAND = (
@@ -56,7 +55,7 @@ class Problem:
         machine: What ranks run on.
         num_ranks: Of the run.
         precision: The precision plugin, for the host.
-        trainer: Other arguments of the Trainer: :data:`TRAINER`.
+        trainer: Other arguments of the Trainer, see :func:`step_arguments`.
     """
 
     make: Callable[[], tuple[LightningModule, Any]]
@@ -151,7 +150,7 @@ def _search(
         machine,
         dist.get_world_size(),
         _on_host(precision),
-        {name: getattr(trainer, name) for name in TRAINER},
+        step_arguments(trainer),
     )
     limit = _SHARE_OF_TIMEOUT * config.seconds_to_time_out
     try:
@@ -196,7 +195,7 @@ def _dtype(module: nn.Module, trainer: Trainer) -> torch.dtype:
 # -- what is said ------------------------------------------------------------------------------------------------------
 
 
-def by_hand(layout: Layout) -> str:
+def _by_hand(layout: Layout) -> str:
     """What to write for a layout."""
     return f"HybridStrategy({', '.join(f'{name}={value!r}' for name, value in keywords(arguments(layout)).items())})"
 
@@ -207,11 +206,11 @@ def _text(found: Suggestions, config: Settings, machine: Machine, seconds: float
     lines = [
         f"Found values for {', '.join(config.searched)} in {seconds:.1f} s. The search compared {found.num_layouts}"
         f" layouts. According to estimates, the layout below is the fastest one{limit}.",
-        f"To use it without a search: {by_hand(found.best[0].layout)}",
+        f"To use it without a search: {_by_hand(found.best[0].layout)}",
         _table(found.best[:_MOST_SHOWN]),
     ]
     lines += [
-        f"rejected: {group.reason} ({group.count}), such as {in_words(group.best)}: {_first_sentence(group.text)}"
+        f"rejected: {group.reason} ({group.count}), such as {in_words(group.best)}: {group.first_sentence}"
         for group in found.losers[:_MOST_SHOWN]
     ]
     lines.append(
@@ -240,7 +239,7 @@ def _table(best: tuple[Cost, ...]) -> str:
 def _nothing_fits(found: Suggestions, machine: Machine, name: str) -> str:
     reasons = [
         f"{group.count} {'was' if group.count == 1 else 'were'} rejected: {group.reason}, such as"
-        f" {in_words(group.best)}: {_first_sentence(group.text)}"
+        f" {in_words(group.best)}: {group.first_sentence}"
         for group in found.losers
     ]
     if not reasons:
@@ -250,10 +249,6 @@ def _nothing_fits(found: Suggestions, machine: Machine, name: str) -> str:
         f"None of the {found.num_layouts} layouts of {name} can be used{limit}. {'; '.join(reasons)}. Start more"
         f" processes, allow more memory, or use a smaller batch. {_BY_HAND} [LH128]"
     )
-
-
-def _first_sentence(text: str) -> str:
-    return " ".join(text.split()).split(". ")[0]
 
 
 def _size(size: float) -> str:

@@ -80,7 +80,8 @@ from lightning_hybrid.pipeline_parallel.links.in_flight import choose_extra
 from lightning_hybrid.pipeline_parallel.links.link import Link, StepTimes
 from lightning_hybrid.pipeline_parallel.timeline import simulate
 from lightning_hybrid.tuning.candidates import Layout, Step
-from lightning_hybrid.tuning.machine import NO_MESSAGES, Machine, Messages, in_ring
+from lightning_hybrid.tuning.machine import Machine
+from lightning_hybrid.tuning.messages import NO_EXCHANGE, NO_MESSAGES, Exchange, Messages, in_ring
 from lightning_hybrid.tuning.schedule_cache import most_saved, schedule_of
 
 _BACKWARD = 2.0  # forwards that a backward takes
@@ -88,33 +89,37 @@ _BACKWARD = 2.0  # forwards that a backward takes
 
 @dataclass(frozen=True)
 class StageCost:
-    """What one stage does with one microbatch.
+    """The cost of a stage, or of a part of a stage, for one microbatch.
 
     Attributes:
-        forward: Seconds, without messages.
-        recomputed: Seconds of the forward that run again in backward.
-        saved: Bytes that it keeps for backward.
-        output: Bytes that go to the next stage.
-        tensor: Messages to those that share its layers, in a forward.
-        tensor_back: Those of a backward, without what is recomputed.
-        tensor_repeated: The share of the forward's that backward sends once more, because it is recomputed.
-        context: Messages to those that share sequences, in a forward.
-        context_back: Those of a backward, without what is recomputed.
-        context_repeated: The share of the forward's that backward sends once more, because it is recomputed.
-        context_beside: Seconds of a forward that compute beside these messages.
+        forward: Seconds of a forward, without messages.
+        recomputed: Seconds of the forward that run again in the backward.
+        overlappable: Seconds of a forward that can overlap with context-parallel messages.
+        tensor: The messages in the tensor-parallel group.
+        context: The messages in the context-parallel group.
+        saved: Bytes that a stage saves for its backward.
+        output: Bytes that a stage sends to the next stage.
     """
 
-    forward: float
+    forward: float = 0.0
     recomputed: float = 0.0
+    overlappable: float = 0.0
+    tensor: Exchange = NO_EXCHANGE
+    context: Exchange = NO_EXCHANGE
     saved: float = 0.0
     output: float = 0.0
-    tensor: Messages = NO_MESSAGES
-    tensor_back: Messages = NO_MESSAGES
-    tensor_repeated: float = 0.0
-    context: Messages = NO_MESSAGES
-    context_back: Messages = NO_MESSAGES
-    context_repeated: float = 0.0
-    context_beside: float = 0.0
+
+    def __add__(self, other: StageCost) -> StageCost:
+        return StageCost(*(mine + its for mine, its in zip(vars(self).values(), vars(other).values(), strict=True)))
+
+    def __mul__(self, number: int) -> StageCost:
+        return StageCost(*(value * number for value in vars(self).values()))
+
+    def with_forward(self, seconds: float) -> StageCost:
+        """Return the cost with all seconds scaled, so that a forward takes a given time."""
+        factor = seconds / self.forward if self.forward else 0.0
+        times = {name: factor * vars(self)[name] for name in ("forward", "recomputed", "overlappable")}
+        return replace(self, **times)
 
 
 class Profile(Protocol):
@@ -331,21 +336,29 @@ class CostModel:
         return StepTimes(forwards, backwards, [link.latency for link in links], occupations)
 
     def tensor_seconds(self, layout: Layout, stage: StageCost) -> tuple[float, float]:
-        """Of the messages of tensor parallelism in a forward, and in a backward."""
+        """Return the seconds of tensor-parallel messages in a forward and in a backward."""
         if layout.tensor == 1:
             return 0.0, 0.0
-        link = self.link(layout, TENSOR)
-        there, back = self.seconds(link, stage.tensor), self.seconds(link, stage.tensor_back)
-        return there, back + stage.tensor_repeated * there
+        return self._exposed_seconds(self.link(layout, TENSOR), stage.tensor)
 
     def context_seconds(self, layout: Layout, stage: StageCost) -> tuple[float, float]:
-        """Of the messages of context parallelism in a forward, and in a backward, that no computing hides."""
+        """Return the seconds of context-parallel messages in a forward and in a backward that nothing hides."""
         if layout.context == 1:
             return 0.0, 0.0
-        link, hidden = self.link(layout, CONTEXT), self.machine.overlap * stage.context_beside
-        there = max(0.0, self.seconds(link, stage.context) - hidden)
-        back = max(0.0, self.seconds(link, stage.context_back) - _BACKWARD * hidden)
-        return there, back + stage.context_repeated * there
+        hidden = self.machine.overlap * stage.overlappable
+        return self._exposed_seconds(self.link(layout, CONTEXT), stage.context, hidden)
+
+    def _exposed_seconds(self, link: Link, exchange: Exchange, hidden: float = 0.0) -> tuple[float, float]:
+        """Return the seconds that a forward and a backward wait for messages.
+
+        Args:
+            link: The link over which they are sent.
+            exchange: The messages.
+            hidden: The seconds of a forward during which it computes and does not wait.
+        """
+        forward = max(0.0, self.seconds(link, exchange.forward) - hidden)
+        backward = max(0.0, self.seconds(link, exchange.backward) - _BACKWARD * hidden)
+        return forward, backward + exchange.repeated_share * forward
 
     def seconds(self, link: Link, messages: Messages) -> float:
         """Of messages over a link, with what collectives take beside these."""
@@ -414,10 +427,8 @@ class _Work:
             recomputing=sum(stage.recomputed for stage in stages),
             tensor=sum(sum(model.tensor_seconds(layout, stage)) for stage in stages),
             context=sum(sum(model.context_seconds(layout, stage)) for stage in stages),
-            sent_tensor=sum((1 + each.tensor_repeated) * each.tensor.sent + each.tensor_back.sent for each in stages),
-            sent_context=sum(
-                (1 + each.context_repeated) * each.context.sent + each.context_back.sent for each in stages
-            ),
+            sent_tensor=sum(stage.tensor.sent for stage in stages),
+            sent_context=sum(stage.context.sent for stage in stages),
             passed=passed,
         )
 

@@ -21,7 +21,7 @@ from lightning_hybrid.tensor_parallel.context_parallel.context_parallel import c
 from lightning_hybrid.tuning.candidates import Layout
 from lightning_hybrid.tuning.cost_model import StageCost
 from lightning_hybrid.tuning.dry_run.dry_run import run_first_step
-from lightning_hybrid.tuning.dry_run.place_cost import PlaceCost, StagePart, cost_of_place
+from lightning_hybrid.tuning.dry_run.place_cost import StagePart, cost_of_place
 from lightning_hybrid.tuning.dry_run.record import WHOLE, Record, Share
 from lightning_hybrid.tuning.dry_run.recorder import Recorder
 from lightning_hybrid.tuning.dry_run.saved_tensors import labels_of_stages
@@ -93,7 +93,7 @@ class ModuleProfile:
         self._stages: dict[Hashable, Sequence[StageCost]] = {}
         self._weights: dict[Hashable, Sequence[tuple[int, int]]] = {}
         self._contents: dict[Hashable, Sequence[_Content]] = {}
-        self._place_costs: dict[Hashable, PlaceCost] = {}
+        self._place_costs: dict[Hashable, StageCost] = {}
 
     def _shares(self, num_ranks: int, mode: str) -> list[Share]:
         """Return the divisions of sequences over a number of ranks, under a `tensor_parallel_mode`."""
@@ -219,23 +219,12 @@ class ModuleProfile:
 
     def _stage_cost(self, content: _Content, samples: int) -> StageCost:
         """Add up the labels of a stage, for a microbatch of so many samples."""
-        parts, outputs = content.parts, content.outputs
-        cost = sum((each for part in parts for each in self._costs(part, samples)), PlaceCost())
-        return StageCost(
-            forward=cost.forward,
-            recomputed=cost.again,
-            saved=sum(value_at(samples, part.traces, part.saved) for part in parts),
-            output=value_at(samples, parts[0].traces, outputs),
-            tensor=cost.tensor,
-            tensor_back=cost.tensor_back,
-            tensor_repeated=cost.tensor_again / cost.tensor.sent if cost.tensor.sent else 0.0,
-            context=cost.context,
-            context_back=cost.context_back,
-            context_repeated=cost.context_again / cost.context.sent if cost.context.sent else 0.0,
-            context_beside=cost.beside,
-        )
+        parts = content.parts
+        cost = sum((each for part in parts for each in self._costs(part, samples)), StageCost())
+        saved = sum(value_at(samples, part.traces, part.saved) for part in parts)
+        return replace(cost, saved=saved, output=value_at(samples, parts[0].traces, content.outputs))
 
-    def _costs(self, part: StagePart, samples: int) -> Iterator[PlaceCost]:
+    def _costs(self, part: StagePart, samples: int) -> Iterator[StageCost]:
         """Give the costs of the labels of a stage; labels with equal records together, unless forwards were timed."""
         if not self._is_measured:
             for label, number in part.kinds.items():
@@ -250,7 +239,7 @@ class ModuleProfile:
             cost = self._cost_of_place(part.traces, samples, label, part.layout)
             yield cost.with_forward(measured / counted * cost.forward if counted else 0.0)
 
-    def _cost_of_place(self, traces: Sequence[Trace], samples: int, label: Hashable, layout: Layout) -> PlaceCost:
+    def _cost_of_place(self, traces: Sequence[Trace], samples: int, label: Hashable, layout: Layout) -> StageCost:
         key = id(traces), samples, label, layout.recompute, layout.context_kind  # records keep their traces
         if key not in self._place_costs:
             self._place_costs[key] = cost_of_place(traces, samples, label, layout, self._machine)

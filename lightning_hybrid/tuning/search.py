@@ -35,6 +35,11 @@ class Losers:
     best: Layout
     text: str
 
+    @property
+    def first_sentence(self) -> str:
+        """The text without remedies, which are other layouts, so the search tries them too."""
+        return " ".join(self.text.split()).split(". ")[0]
+
 
 @dataclass(frozen=True)
 class Suggestions:

@@ -28,6 +28,7 @@ from lightning_hybrid.tuning import choice
 from lightning_hybrid.tuning.arguments import every_argument, nested
 from lightning_hybrid.tuning.candidates import Layout, LoaderStep
 from lightning_hybrid.tuning.cost_model import CostModel
+from lightning_hybrid.tuning.dry_run.dry_run import step_arguments
 from lightning_hybrid.tuning.machine import Machine
 from lightning_hybrid.tuning.measure import measure_machine
 from lightning_hybrid.tuning.search_space import search_space
@@ -75,7 +76,7 @@ def test_the_choice_is_what_suggest_prints_first(
         Machine(memory=limit, ranks_per_node=num_ranks, **FIGURES),
         num_ranks,
         cli.trainer.strategy.precision_plugin,
-        {name: getattr(cli.trainer, name) for name in choice.TRAINER},
+        step_arguments(cli.trainer),
     )
     layout = problem.solve().best[0].layout
     assert {name: value for name, value in nested(every_argument(layout)).items() if name in best} == best

@@ -24,7 +24,8 @@ from lightning_hybrid.tuning.cost_model import CostModel, StageCost
 from lightning_hybrid.tuning.dry_run import traces
 from lightning_hybrid.tuning.dry_run.dry_run import DryRunStrategy, dry_run
 from lightning_hybrid.tuning.dry_run.repeated_layers import RepeatedLayers
-from lightning_hybrid.tuning.machine import Machine, Messages
+from lightning_hybrid.tuning.machine import Machine
+from lightning_hybrid.tuning.messages import NO_EXCHANGE
 from lightning_hybrid.tuning.module_profile import ModuleProfile
 from lightning_hybrid.tuning.search import search
 from lightning_hybrid.tuning.search_space import SearchSpace
@@ -137,10 +138,10 @@ def test_products_are_counted_as_two_operations_for_each_multiplication(profile:
     assert whole.forward == pytest.approx(in_layers + around)
     assert halves.forward == pytest.approx(in_layers / 2 + around)
     # A ring of two: each rank sends half of the sum there, and half of it back; two sums in each layer.
-    assert halves.tensor.sent == pytest.approx(8 * 2 * tokens * width * 4)
-    assert halves.tensor.collectives == 8 * 2
-    assert halves.tensor_back == halves.tensor
-    assert whole.tensor == whole.tensor_back == Messages()
+    assert halves.tensor.forward.sent == pytest.approx(8 * 2 * tokens * width * 4)
+    assert halves.tensor.forward.collectives == 8 * 2
+    assert halves.tensor.backward == halves.tensor.forward
+    assert whole.tensor == NO_EXCHANGE
     again = only_flops.stages(Layout(1, 1, 1, recompute=True), samples)[0]
     assert again.recomputed == pytest.approx(in_layers)
 
@@ -178,11 +179,11 @@ def test_shares_of_sequences_send_what_the_papers_say(of_long: ModuleProfile, ki
     else:
         there, number = 2 * 2 * hidden * (size - 1) / size, 2 * (size - 1 if kind == "ring" else 2)
         back = there * (2 * size - 1) / (size - 1) if kind == "ring" else there
-    assert cost.context.sent == pytest.approx(there + around)
-    assert cost.context_back.sent == pytest.approx(back + around)
-    assert cost.context.collectives == number + 1
+    assert cost.context.forward.sent == pytest.approx(there + around)
+    assert cost.context.backward.sent == pytest.approx(back + around)
+    assert cost.context.forward.collectives == number + 1
     again = of_long.stages(Layout(4 // size, 1, 1, recompute=True, context=size, context_kind=kind), 16)[0]
-    assert again.context_repeated == pytest.approx(there / (there + around))
+    assert again.context.repeated_share == pytest.approx(there / (there + around))
 
 
 class Longer(Long):
@@ -221,12 +222,12 @@ def test_repeated_layers_on_shares_cost_what_they_would_cost_themselves(monkeypa
 @pytest.mark.parametrize("kind", KINDS)
 def test_layers_on_shares_compute_and_keep_a_share(of_long: ModuleProfile, kind: str, size: int) -> None:
     (whole,) = of_long.stages(Layout(4, 1, 1), 16)
-    assert whole.context == whole.context_back == Messages()
+    assert whole.context == NO_EXCHANGE
     (shared,) = of_long.stages(Layout(4 // size, 1, 1, context=size, context_kind=kind), 16)
     around = 2 * 16 * 16 * (8 * 32 + 32 * 3)  # products outside of the layers
     assert shared.forward - around == pytest.approx((whole.forward - around) / size)
     attention = 2 * 4 * 16 * 16 * 16 * 32 / size
-    assert shared.context_beside == pytest.approx(attention if kind == "ring" else 0)
+    assert shared.overlappable == pytest.approx(attention if kind == "ring" else 0)
     most = {"ulysses": 1.1, "ring": 1.1, "all_gather": 1.3}[kind]
     assert 0.75 * whole.saved / size < shared.saved < most * whole.saved / size + 16 * 16 * 32 * 4
     stages = of_long.stages(Layout(2 if size == 2 else 1, 1, 2, 4, context=size, context_kind=kind), 4)
@@ -307,8 +308,8 @@ def test_blocks_over_a_grid_send_what_the_papers_say(
     whole = ring(tensor, 1, activations)  # where blocks begin, in backward, and where they end
     norms = 2 * 2 * ring(edge, 2, 4 * 16 * 16 * edge / tensor)  # a mean and a variance
     parameters = 2 * ring(tensor // edge, 2, 4 * 64 / edge)  # gradients of the norms' weights
-    assert cost.tensor.sent == pytest.approx(2 * (there + whole + norms))
-    assert cost.tensor_back.sent == pytest.approx(2 * (back + whole + norms + parameters))
+    assert cost.tensor.forward.sent == pytest.approx(2 * (there + whole + norms))
+    assert cost.tensor.backward.sent == pytest.approx(2 * (back + whole + norms + parameters))
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,8 @@ from lightning_hybrid.pipeline_parallel.schedules import build
 from lightning_hybrid.tuning.arguments import arguments, keywords, nested
 from lightning_hybrid.tuning.candidates import Layout, LoaderStep, Step
 from lightning_hybrid.tuning.cost_model import CostModel, StageCost
-from lightning_hybrid.tuning.machine import Machine, Messages
+from lightning_hybrid.tuning.machine import Machine
+from lightning_hybrid.tuning.messages import Exchange, Messages
 from lightning_hybrid.tuning.search import FOUND_UNSEEN, search
 from lightning_hybrid.tuning.search_space import SearchSpace
 
@@ -68,13 +69,9 @@ class Problem:
                     recomputed=again * forward,
                     saved=kept * samples * sum(self.saved[at] for at in layers) / layout.tensor * (1 / size + more),
                     output=samples * self.output / size,
-                    tensor=tensor,
-                    tensor_back=tensor_back,
-                    tensor_repeated=float(layout.recompute is True),
-                    context=there,
-                    context_back=back,
-                    context_repeated=float(bool(layout.recompute)),
-                    context_beside=forward / 3 if layout.context_kind == "ring" else 0.0,
+                    tensor=Exchange(tensor, tensor_back, tensor.sent if layout.recompute is True else 0.0),
+                    context=Exchange(there, back, there.sent if layout.recompute else 0.0),
+                    overlappable=forward / 3 if layout.context_kind == "ring" else 0.0,
                 )
             )
         return costs
@@ -241,11 +238,11 @@ def naive_exchange(problem: Problem, layout: Layout, stages: Sequence[StageCost]
     for stage in stages if layout.context > 1 else ():
         there, back = (
             each.sent / bandwidth + each.hops * latency + each.collectives * machine.collective_seconds
-            for each in (stage.context, stage.context_back)
+            for each in (stage.context.forward, stage.context.backward)
         )
-        there = max(0.0, there - machine.overlap * stage.context_beside)
-        back = max(0.0, back - machine.overlap * 2 * stage.context_beside)
-        found.append((there, back + there * stage.context_repeated))
+        there = max(0.0, there - machine.overlap * stage.overlappable)
+        back = max(0.0, back - machine.overlap * 2 * stage.overlappable)
+        found.append((there, back + there * stage.context.repeated_share))
     return found or [(0.0, 0.0)] * len(stages)
 
 
@@ -259,7 +256,7 @@ def naive_cost(problem: Problem, layout: Layout) -> tuple[float, float]:
     meet = machine.collective_seconds
     talk, answer = (
         [x.sent / bandwidth + x.hops * latency + x.collectives * meet if layout.tensor > 1 else 0.0 for x in messages]
-        for messages in ([s.tensor for s in stages], [s.tensor_back for s in stages])
+        for messages in ([s.tensor.forward for s in stages], [s.tensor.backward for s in stages])
     )
     of_shares = naive_exchange(problem, layout, stages)
     hops = [naive_hop(problem, layout, stage) if p > 1 else (1e300, 0.0) for stage in range(len(stages))]
@@ -302,7 +299,7 @@ def naive_cost(problem: Problem, layout: Layout) -> tuple[float, float]:
                     ready = max(ready, left[s, kind, i] + latency)
                 forward = stages[s].forward + talk[s] + of_shares[s][0]
                 backward = 2 * stages[s].forward + stages[s].recomputed
-                backward += answer[s] + talk[s] * stages[s].tensor_repeated + of_shares[s][1]
+                backward += answer[s] + talk[s] * stages[s].tensor.repeated_share + of_shares[s][1]
                 free = ready + (forward if kind == "F" else backward)
                 if end.get((s, kind, i)) != free:
                     end[s, kind, i], changed = free, True

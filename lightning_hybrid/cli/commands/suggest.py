@@ -66,6 +66,7 @@ def run(args: Sequence[str]) -> None:
     from lightning_hybrid.cli.suggest.report import as_data, as_text
     from lightning_hybrid.tuning.candidates import LoaderStep, Step
     from lightning_hybrid.tuning.cost_model import CostModel
+    from lightning_hybrid.tuning.dry_run.dry_run import step_arguments
     from lightning_hybrid.tuning.module_profile import ModuleProfile
     from lightning_hybrid.tuning.search import FOUND_UNSEEN, search
     from lightning_hybrid.tuning.search_space import SearchSpace
@@ -74,8 +75,7 @@ def run(args: Sequence[str]) -> None:
     overrides += ["--trainer.devices", "1", "--trainer.num_nodes", "1"]
     overrides += [f"--trainer.strategy.init_args.{name}={value}" for name, value in _UNDIVIDED.items()]
     cli, strategy = load_config(parser, options.config, overrides)
-    names = ("max_epochs", "max_steps", "accumulate_grad_batches", "limit_train_batches")
-    trainer = {name: getattr(cli.trainer, name) for name in names}
+    trainer = step_arguments(cli.trainer)
     settings = strategy.settings
     if not isinstance(settings.partition, str):
         settings = replace(settings, partition="uniform")  # it is for the configuration's own number of stages

@@ -16,9 +16,6 @@ from lightning_hybrid.tuning.cost_model import CostModel
 from lightning_hybrid.tuning.machine import Machine
 from lightning_hybrid.tuning.module_profile import ModuleProfile
 
-#: Of the Trainer, what decides about a step.
-TRAINER = ("max_epochs", "max_steps", "accumulate_grad_batches", "limit_train_batches")
-
 
 def planned_traffic(
     make: Callable[[], tuple[LightningModule, LightningDataModule | None]], strategy: HybridStrategy, **trainer: Any
@@ -28,7 +25,7 @@ def planned_traffic(
     Args:
         make: Makes the user's module and its data.
         strategy: Of the configuration.
-        trainer: Other arguments of the Trainer, :data:`TRAINER`.
+        trainer: Other arguments of the Trainer, as :func:`step_arguments` returns them.
 
     Raises:
         ValueError, TypeError: As at the start of training, or if a step cannot be run on shapes.

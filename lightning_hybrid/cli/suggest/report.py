@@ -76,8 +76,8 @@ def as_text(
     lines += _whole_lines({layout.tensor for layout in shown if layout.tensor_mode == "1d"}, divided)
     lines += ["", "Why other layouts were rejected:", ""]
     for group in found.losers:
-        text = " ".join(group.text.split()).split(". ")[0]  # its remedies are other layouts, which are tried too
-        lines += wrapped(f"- {group.reason} ({group.count:,}), such as {in_words(group.best)}: {text}", "  ")
+        closest = f"{in_words(group.best)}: {group.first_sentence}"
+        lines += wrapped(f"- {group.reason} ({group.count:,}), such as {closest}", "  ")
     return "\n".join(lines)
 
 

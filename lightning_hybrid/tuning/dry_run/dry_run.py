@@ -109,7 +109,7 @@ def dry_run(
         config: The arguments of `HybridStrategy`.
         sizes: The number of ranks along each axis.
         precision: The precision plugin.
-        trainer: Other arguments of the Trainer that decide about steps, such as ``accumulate_grad_batches``.
+        trainer: Other arguments of the Trainer, see :func:`step_arguments`.
 
     Returns:
         The layout and the estimates.
@@ -120,6 +120,12 @@ def dry_run(
     """
     strategy = run_first_step(make, partial(DryRunStrategy, config, sizes), precision=precision, **trainer)
     return DryRun(strategy.layout, tuple(strategy.memory))
+
+
+def step_arguments(trainer: Trainer) -> dict[str, Any]:
+    """Return the arguments of a Trainer that change its training steps, for a dry run."""
+    names = ("max_epochs", "max_steps", "accumulate_grad_batches", "limit_train_batches")
+    return {name: getattr(trainer, name) for name in names}
 
 
 def run_first_step(

@@ -18,7 +18,7 @@ from lightning_hybrid.distributed.replaced import replaced_attributes
 from lightning_hybrid.tensor_parallel.context_parallel.sharded_sequence import ShardedSequence
 from lightning_hybrid.tensor_parallel.mappings import TensorGroup
 from lightning_hybrid.tensor_parallel.sharded_activation import ShardedActivation
-from lightning_hybrid.tuning.machine import NO_MESSAGES, Messages, in_ring
+from lightning_hybrid.tuning.messages import NO_MESSAGES, Exchange, Messages, in_ring
 
 FLOPS: dict[Any, Callable[..., int]]
 try:
@@ -49,19 +49,6 @@ class Operation:
     is_attention: bool
 
 
-@dataclass(frozen=True)
-class Message:
-    """One collective of a forward, or one message to a neighbour.
-
-    Attributes:
-        there: What a rank sends.
-        back: What it sends for it in backward.
-    """
-
-    there: Messages = NO_MESSAGES
-    back: Messages = NO_MESSAGES
-
-
 def _lists() -> dict[Hashable, list[Any]]:
     return defaultdict(list)
 
@@ -77,10 +64,10 @@ class Counts:
     """
 
     operations: dict[Hashable, list[Operation]] = field(default_factory=_lists)
-    messages: dict[Hashable, list[Message]] = field(default_factory=_lists)
-    context_messages: dict[Hashable, list[Message]] = field(default_factory=_lists)
+    messages: dict[Hashable, list[Exchange]] = field(default_factory=_lists)
+    context_messages: dict[Hashable, list[Exchange]] = field(default_factory=_lists)
 
-    def of(self, label: Hashable) -> tuple[Sequence[Operation], Sequence[Message], Sequence[Message]]:
+    def of(self, label: Hashable) -> tuple[Sequence[Operation], Sequence[Exchange], Sequence[Exchange]]:
         """Return the operations of a label, its messages and those among the ranks that share sequences."""
         return self.operations.get(label, ()), self.messages.get(label, ()), self.context_messages.get(label, ())
 
@@ -136,7 +123,7 @@ class OperationCounter:
         for tensor in tensors:
             if tensor.requires_grad and not isinstance(tensor, ShardedSequence):
                 back = in_ring(self._context_group.size(), 1 if tensor is hidden else 2, tensor.nbytes)
-                self.counts.context_messages[place].append(Message(back=back))
+                self.counts.context_messages[place].append(Exchange(backward=back))
 
     def _call(self, function: Any, args: Any, kwargs: Any) -> Any:
         given = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
@@ -153,7 +140,7 @@ class OperationCounter:
         messages = self.counts.context_messages[self._place()]
         before = len(messages)
         activation.read()
-        messages[before:] = [Message(each.there) for each in messages[before:]]
+        messages[before:] = [Exchange(each.forward) for each in messages[before:]]
 
     def _record(self, function: Any, args: Any, kwargs: Any, tensors: list[Tensor], result: Any) -> None:
         namespace, _, name = function._schema.name.partition("::")
@@ -184,7 +171,7 @@ class OperationCounter:
                 # For a product, and for that of a gradient once more. Copies of a weight sum its gradient.
                 num_bytes, copies = min(tensor.nbytes for tensor in tensors), shared.weight_copies(group)
                 back += there + (in_ring(copies, 2, num_bytes) if copies > 1 else NO_MESSAGES)
-            messages.append(Message(there, back))
+            messages.append(Exchange(there, back))
         elif name == "send" and is_context:
             messages.append(_hop(group.size(), tensors[0]))
 
@@ -196,14 +183,16 @@ class OperationCounter:
         """
         assert self._tensor_group is not None
         alike = self._tensor_group.size // self._tensor_group.feature_parts
-        self.counts.messages[self._place()] += [Message(back=in_ring(alike, 2, vector.nbytes)) for vector in vectors]
+        self.counts.messages[self._place()] += [
+            Exchange(backward=in_ring(alike, 2, vector.nbytes)) for vector in vectors
+        ]
 
 
-def _hop(size: int, block: Tensor) -> Message:
+def _hop(size: int, block: Tensor) -> Exchange:
     """One of a ring's ``size - 1`` for keys and values; in backward they go round again, and gradients come home."""
     share = size / (size - 1)
     gradients = block.nbytes * max(1.0, _OF_SUMS / block.itemsize)
-    return Message(Messages(block.nbytes, 1, 1), Messages(block.nbytes + share * gradients, 1 + share, 1 + share))
+    return Exchange(Messages(block.nbytes, 1, 1), Messages(block.nbytes + share * gradients, 1 + share, 1 + share))
 
 
 def _count_flops(function: Any, args: Any, kwargs: Any, result: Any) -> int:

@@ -8,57 +8,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_hybrid.tuning.candidates import Layout
-from lightning_hybrid.tuning.dry_run.operations import Message
+from lightning_hybrid.tuning.cost_model import StageCost
 from lightning_hybrid.tuning.dry_run.saved_tensors import saved_bytes
 from lightning_hybrid.tuning.dry_run.traces import Trace, value_at
-from lightning_hybrid.tuning.machine import NO_MESSAGES, Machine, Messages
-
-
-@dataclass(frozen=True)
-class PlaceCost:
-    """The cost of one label of a trace, a layer or the code around the layers, for one microbatch.
-
-    Attributes:
-        forward: Seconds of its forward.
-        again: Seconds of the forward that run again in backward.
-        beside: Seconds of a forward that compute beside the messages of a ring.
-        tensor: Messages to the ranks that share its layers, in a forward.
-        tensor_back: Those of a backward, without the recomputed ones.
-        tensor_again: Bytes of the forward's that backward sends once more, because it is recomputed.
-        context: Messages to the ranks that share sequences, in a forward.
-        context_back: Those of a backward, without the recomputed ones.
-        context_again: Bytes of the forward's that backward sends once more, because it is recomputed.
-    """
-
-    forward: float = 0.0
-    again: float = 0.0
-    beside: float = 0.0
-    tensor: Messages = NO_MESSAGES
-    tensor_back: Messages = NO_MESSAGES
-    tensor_again: float = 0.0
-    context: Messages = NO_MESSAGES
-    context_back: Messages = NO_MESSAGES
-    context_again: float = 0.0
-
-    def __add__(self, other: PlaceCost) -> PlaceCost:
-        return PlaceCost(*(mine + its for mine, its in zip(_values(self), _values(other), strict=True)))
-
-    def __mul__(self, number: int) -> PlaceCost:
-        return PlaceCost(*(value * number for value in _values(self)))
-
-    def with_forward(self, seconds: float) -> PlaceCost:
-        """Scale all seconds so that a forward takes this many."""
-        factor = seconds / self.forward if self.forward else 0.0
-        return replace(self, forward=factor * self.forward, again=factor * self.again, beside=factor * self.beside)
-
-
-def _values(cost: PlaceCost) -> Iterable[Any]:
-    return vars(cost).values()
+from lightning_hybrid.tuning.machine import Machine
+from lightning_hybrid.tuning.messages import NO_EXCHANGE, Exchange
 
 
 def cost_of_place(
     traces: Sequence[Trace], samples: int, label: Hashable, layout: Layout, machine: Machine
-) -> PlaceCost:
+) -> StageCost:
     """Add up the operations and messages of a label.
 
     Args:
@@ -70,21 +29,19 @@ def cost_of_place(
     """
     recompute = layout.recompute if isinstance(label, int) else False
     operations, messages, context_messages = zip(*(trace.counts.of(label) for trace in traces), strict=True)
-    forward = again = beside = 0.0
+    forward = recomputed = overlappable = 0.0
     for alike in _pairs(operations):
         flops = value_at(samples, traces, [operation.flops for operation in alike])
         moved = value_at(samples, traces, [operation.bytes for operation in alike])
         seconds = max(flops / machine.flops, moved / machine.memory_bandwidth, machine.operation_seconds)
         forward += seconds
         if recompute is True or (recompute and not alike[0].is_kept):
-            again += seconds
+            recomputed += seconds
         if layout.context_kind == "ring" and alike[0].is_attention:  # of its blocks
-            beside += seconds
-    tensor, tensor_back = _sums(samples, traces, messages)
-    context, context_back = _sums(samples, traces, context_messages)
-    tensor_again = tensor.sent if recompute is True else 0.0
-    context_again = context.sent if recompute else 0.0
-    return PlaceCost(forward, again, beside, tensor, tensor_back, tensor_again, context, context_back, context_again)
+            overlappable += seconds
+    tensor = _sum(samples, traces, messages, repeats=recompute is True)
+    context = _sum(samples, traces, context_messages, repeats=bool(recompute))
+    return StageCost(forward, recomputed, overlappable, tensor, context)
 
 
 @dataclass(frozen=True)
@@ -117,13 +74,21 @@ class StagePart:
         return cls(layout, labels, traces, kinds, saved)
 
 
-def _sums(samples: int, traces: Sequence[Trace], rows: Sequence[Sequence[Message]]) -> tuple[Messages, Messages]:
-    """Add up the messages of a forward and those of its backward, for a number of samples."""
-    there = back = NO_MESSAGES
+def _sum(samples: int, traces: Sequence[Trace], rows: Sequence[Sequence[Exchange]], *, repeats: bool) -> Exchange:
+    """Add up messages for a number of samples.
+
+    Args:
+        samples: The number of samples.
+        traces: The traces of the larger and the smaller microbatch.
+        rows: The messages in each trace.
+        repeats: True if the backward sends the messages of the forward again.
+    """
+    total = NO_EXCHANGE
     for alike in _pairs(rows):
-        there += replace(alike[0].there, sent=value_at(samples, traces, [each.there.sent for each in alike]))
-        back += replace(alike[0].back, sent=value_at(samples, traces, [each.back.sent for each in alike]))
-    return there, back
+        forward = replace(alike[0].forward, sent=value_at(samples, traces, [each.forward.sent for each in alike]))
+        backward = replace(alike[0].backward, sent=value_at(samples, traces, [each.backward.sent for each in alike]))
+        total += Exchange(forward, backward)
+    return replace(total, repeated=total.forward.sent) if repeats else total
 
 
 def _pairs(rows: Sequence[Sequence[Any]]) -> Iterable[tuple[Any, ...]]:

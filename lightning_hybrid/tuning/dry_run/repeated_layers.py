@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,17 +18,11 @@ from lightning_hybrid.pipeline_parallel.frame.alike import PLAIN
 from lightning_hybrid.pipeline_parallel.frame.fake_tensors import FakeTensor
 from lightning_hybrid.tensor_parallel.context_parallel.sharded_sequence import ShardedSequence
 from lightning_hybrid.tensor_parallel.sharding import Sharding
+from lightning_hybrid.tuning.dry_run.operations import OperationCounter
 
 
 class LeakError(Exception):
     """Something outside of a layer uses a tensor that the layer made and did not return."""
-
-
-class Counted(Protocol):
-    """A counter of operations by label, see `OperationCounter`."""
-
-    def lists_of(self, place: Hashable) -> Sequence[list[Any]]:
-        """Return the lists that grow while the step is in a place."""
 
 
 @dataclass
@@ -75,7 +69,7 @@ class RepeatedLayers:
     Args:
         alike: The layers, each with the first one that is like it.
         meter: Knows where the step is, and what it saves.
-        counted: Counts operations, if anything does.
+        counter: Counts the operations; ``None`` if nothing counts them.
         inner: What else is entered around forwards, inside of this.
     """
 
@@ -83,10 +77,10 @@ class RepeatedLayers:
         self,
         alike: Mapping[nn.Module, nn.Module],
         meter: SavedTensorMeter,
-        counted: Counted | None,
+        counter: OperationCounter | None,
         inner: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        self._alike, self._meter, self._counted, self._inner = alike, meter, counted, inner
+        self._alike, self._meter, self._counter, self._inner = alike, meter, counter, inner
         self._calls: dict[Hashable, _Call | None] = {}
         self._watch = _Watch()
 
@@ -120,7 +114,7 @@ class RepeatedLayers:
         return repeated
 
     def _lists(self) -> Sequence[list[Any]]:
-        return [] if self._counted is None else self._counted.lists_of(self._meter.label)
+        return [] if self._counter is None else self._counter.lists_of(self._meter.label)
 
     def _run(self, forward: Callable[..., Any], args: Any, kwargs: Any, given: list[Any]) -> tuple[Any, _Call | None]:
         """Return the result of the first layer and its record; ``None`` for the record if it cannot be repeated."""
