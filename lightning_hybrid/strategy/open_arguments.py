@@ -74,9 +74,8 @@ def _closed(config: HybridConfig) -> set[str]:
     closed: set[str] = set()
     if not _is_usual(config, *_IN_A_LINE, *_ARRANGEMENT):
         closed.update(_CONTEXT)
-    if not _is_usual(
-        config, *_IN_A_LINE, *_ARRANGEMENT, CONTEXT.argument
-    ):  # the depth belongs to the mode that the user set
+    # If the user set the mode, the depth is fixed too.
+    if not _is_usual(config, *_IN_A_LINE, *_ARRANGEMENT, CONTEXT.argument):
         closed.update(_ARRANGEMENT)
     return closed
 

@@ -1,1 +1,1 @@
-"""Which layout: what a step of each would take and hold, found out without devices, and the best of those that fit."""
+"""Choice of a layout: estimates of step time and memory without devices, and a search for the fastest that fits."""

@@ -1,4 +1,4 @@
-"""A layout as the arguments of `HybridStrategy` that make it, and in words."""
+"""A layout as arguments of `HybridStrategy`, and as text."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ _ALWAYS = (*(axis.argument for axis in ALWAYS), "num_microbatches")
 
 
 def arguments(layout: Layout) -> dict[str, Any]:
-    """The arguments of `HybridStrategy` that make a layout, by name, without default values."""
+    """Return the arguments of `HybridStrategy` for a layout, by name, without default values."""
     every = every_argument(layout).items()
     return {name: value for name, value in every if name in _ALWAYS or value != attrgetter(name)(USUAL)}
 
 
 def keywords(by_name: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what Python passes to `HybridStrategy` for arguments by name."""
+    """Return the keyword arguments of `HybridStrategy` for arguments by name."""
     config = HybridConfig().changed(by_name)
     return {name: getattr(config, name) for name in dict.fromkeys(name.partition(".")[0] for name in by_name)}
 
 
 def nested(by_name: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what YAML has for arguments by name.
+    """Return the mapping in YAML for arguments by name.
 
     Example:
         >>> nested({"zero_stage": 3, "tuning.memory_limit": "80GiB"})
@@ -45,7 +45,7 @@ def nested(by_name: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def every_argument(layout: Layout) -> dict[str, Any]:
-    """All arguments of `HybridStrategy` that a layout says, by name, with a dot for parts of groups."""
+    """Return all arguments of `HybridStrategy` that a layout sets, by name, with a dot for parts of groups."""
     return {
         **layout.sizes.by_argument,
         "tensor_parallel_mode": layout.tensor_mode,
@@ -61,7 +61,7 @@ def every_argument(layout: Layout) -> dict[str, Any]:
 
 
 def in_words(layout: Layout) -> str:
-    """What differs from one process."""
+    """Return a layout as text, without defaults."""
     sizes = asdict(layout.sizes)
     words = [" x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one rank"]
     if layout.tensor_mode != "1d":
@@ -80,12 +80,12 @@ def in_words(layout: Layout) -> str:
 
 
 def mode_text(layout: Layout) -> str:
-    """How ranks that share layers are arranged."""
+    """Return the arrangement of the tensor-parallel ranks as text."""
     return f"{layout.tensor_mode} depth {layout.tensor_depth}" if layout.tensor_depth > 1 else layout.tensor_mode
 
 
 def schedule_text(layout: Layout) -> str:
-    """The schedule, the chunks of a rank and what is more in flight."""
+    """Return the schedule, the chunks of a rank and the extra microbatches in flight as text."""
     if layout.pipeline == 1:
         return "-"
     chunks = f" x {layout.num_chunks}" if layout.num_chunks > 1 else ""
@@ -94,7 +94,7 @@ def schedule_text(layout: Layout) -> str:
 
 
 def recompute_text(layout: Layout) -> str:
-    """What runs again in backward."""
+    """Return the recomputed layers as text."""
     if isinstance(layout.recompute, bool):
         return "all" if layout.recompute else "no"
     return layout.recompute if isinstance(layout.recompute, str) else f"layers {','.join(map(str, layout.recompute))}"

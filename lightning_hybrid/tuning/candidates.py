@@ -1,4 +1,4 @@
-"""A layout that may be chosen, and the step that it is to do."""
+"""Candidates of a layout search, and the training step for which they are compared."""
 
 from __future__ import annotations
 
@@ -8,6 +8,13 @@ from dataclasses import dataclass
 from lightning_hybrid.axes import Sizes
 from lightning_hybrid.distributed.sizes import accumulated_batches
 
+#: The number of tensor-parallel ranks, ``tensor_parallel_mode`` and ``tensor_parallel_depth``.
+TensorKey = tuple[int, str, int]
+NO_TENSOR: TensorKey = (1, "1d", 1)
+#: The number of context-parallel ranks and ``context_parallel``.
+ContextKey = tuple[int, str]
+NO_CONTEXT: ContextKey = (1, "ulysses")
+
 
 def divisors(number: int) -> list[int]:
     """Return the divisors of a number, in ascending order."""
@@ -16,7 +23,7 @@ def divisors(number: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Layout:
-    """What is chosen. The sizes and options are arguments of `HybridStrategy`."""
+    """A layout: sizes and other arguments of `HybridStrategy`."""
 
     data: int
     tensor: int
@@ -25,7 +32,7 @@ class Layout:
     schedule: str = "1f1b"
     num_chunks: int = 1
     zero_stage: int = 0
-    recompute: bool | str | tuple[int, ...] = False  # or how many layers of each stage
+    recompute: bool | str | tuple[int, ...] = False  # a tuple has the number of layers of each stage
     extra_in_flight: tuple[int, ...] = ()
     context: int = 1
     context_kind: str = "ulysses"
@@ -38,30 +45,38 @@ class Layout:
         return Sizes(self.data, self.tensor, self.pipeline, self.context)
 
     @property
-    def sharing(self) -> tuple[int, str, int]:
-        """How many ranks share layers, and how they are arranged."""
+    def tensor_key(self) -> TensorKey:
+        """The number of tensor-parallel ranks and their arrangement."""
         return self.tensor, self.tensor_mode, self.tensor_depth
+
+    @property
+    def context_key(self) -> ContextKey:
+        """The number of context-parallel ranks and the kind of attention communication."""
+        return self.context, self.context_kind
 
     @property
     def stages_key(self) -> tuple[Hashable, ...]:
         """The fields that determine the costs of its stages for a microbatch of a given size."""
-        return *self.sharing, self.context, self.context_kind, self.pipeline, self.num_chunks, self.recompute
+        return *self.tensor_key, *self.context_key, self.pipeline, self.num_chunks, self.recompute
 
     @property
     def num_ranks(self) -> int:
-        """The processes that it needs."""
+        """The number of processes of the layout."""
         return self.data * self.tensor * self.pipeline * self.context
 
     @property
     def schedule_key(self) -> tuple[str, int, int, int, tuple[int, ...]]:
-        """What decides about the schedule, as :func:`schedule_of` wants it."""
+        """The fields that determine the schedule: the arguments of :func:`schedule_of`."""
         return self.schedule, self.pipeline, self.num_microbatches, self.num_chunks, self.extra_in_flight
 
 
 def arrangements(tensor: int) -> list[tuple[str, int]]:
-    """How so many ranks that share layers may be arranged: ``tensor_parallel_mode``, and its depth.
+    """Return the possible arrangements of tensor-parallel ranks: ``tensor_parallel_mode`` and depth.
 
-    Squares and cubes have two ranks or more on each side, and there are several squares with ``"2.5d"``.
+    Squares and cubes have at least two ranks on each side, and ``"2.5d"`` has at least two squares.
+
+    Args:
+        tensor: The number of tensor-parallel ranks.
 
     Example:
         >>> arrangements(8)
@@ -76,13 +91,13 @@ def arrangements(tensor: int) -> list[tuple[str, int]]:
 
 @dataclass(frozen=True)
 class Step:
-    """The problem: what an optimizer step is to do, wherever.
+    """The samples of an optimizer step, which are the same for every layout.
 
     Attributes:
-        samples: Of all replicas together, in a batch of each.
-        accumulated: Batches of an optimizer step.
+        samples: The number of samples in one batch of each replica, summed over all replicas.
+        accumulated: The number of batches of an optimizer step.
         rank_order: The axes, outermost first, as in `Launch`.
-        reshard_after_forward: When stage 3 of ZeRO frees, as in `Tuning`.
+        reshard_after_forward: When ZeRO stage 3 reshards parameters, as in `Tuning`.
     """
 
     samples: int
@@ -91,48 +106,48 @@ class Step:
     reshard_after_forward: bool | str = "auto"
 
     def batch(self, replicas: int) -> int:
-        """The samples of a batch of each of so many replicas, or of the largest of these batches."""
+        """Return the samples of a replica's batch, or of the largest one, for a number of replicas."""
         return -(-self.samples // replicas)
 
     def accumulations(self, replicas: int) -> int:
-        """The batches of an optimizer step of so many replicas."""
+        """Return the number of batches of an optimizer step, for a number of replicas."""
         return self.accumulated
 
     def is_possible(self, replicas: int) -> bool:
-        """Whether so many replicas can do it."""
+        """Return True if the samples can be split evenly over a number of replicas."""
         return self.samples % replicas == 0
 
     def microbatch(self, layout: Layout) -> int:
-        """The samples of the largest microbatch."""
+        """Return the samples of the largest microbatch."""
         return -(-self.batch(layout.data) // layout.num_microbatches)
 
     def total(self, layout: Layout) -> int:
-        """The samples of an optimizer step."""
+        """Return the samples of an optimizer step."""
         return self.batch(layout.data) * layout.data * self.accumulations(layout.data)
 
 
 @dataclass(frozen=True)
 class LoaderStep(Step):
-    """A step of replicas that each get a batch as the loader gives it, whatever their number.
+    """A step in which each replica trains on whole batches of the loader, whatever the number of replicas.
 
     Attributes:
-        samples: Of each batch.
-        global_batch_size: Samples of an optimizer step, of all replicas, as in `HybridStrategy`; ``None`` for the
-            batches that `accumulated` says.
+        samples: The number of samples in a batch of the loader.
+        global_batch_size: The number of samples of an optimizer step, summed over all replicas, as in `HybridStrategy`.
+            If it is ``None``, a step has `accumulated` batches.
     """
 
     global_batch_size: int | None = None
 
     def batch(self, replicas: int) -> int:
-        """As the loader gives it."""
+        """Return the samples of a batch of the loader."""
         return self.samples
 
     def accumulations(self, replicas: int) -> int:
-        """As many as make up the samples of a step."""
+        """Return the number of batches with which the replicas reach `global_batch_size`."""
         if self.global_batch_size is None:
             return self.accumulated
         return accumulated_batches(self.global_batch_size, self.samples, replicas)
 
     def is_possible(self, replicas: int) -> bool:
-        """Whether so many replicas make up the samples of a step by whole batches."""
+        """Return True if a number of replicas reach `global_batch_size` with whole batches."""
         return self.global_batch_size is None or self.global_batch_size % (self.samples * replicas) == 0

@@ -1,4 +1,4 @@
-"""The layout of a run, found at its start: the first rank searches, in a copy of its process, and tells the others."""
+"""The choice of a layout when a run starts: rank 0 searches in a copy of its process, and broadcasts the result."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ from lightning_hybrid.tuning.machine import Machine
 from lightning_hybrid.tuning.measure import measure_machine, usable_memory
 from lightning_hybrid.tuning.module_profile import ModuleProfile
 from lightning_hybrid.tuning.process_copy import run_in_copy
-from lightning_hybrid.tuning.search import FOUND_UNSEEN, Suggestions, search
+from lightning_hybrid.tuning.search import UNATTENDED, Suggestions, search
 from lightning_hybrid.tuning.search_space import SearchSpace, search_space
 
-_SHARE_OF_TIMEOUT = 0.8  # of the time that others wait for the first rank
+_SHARE_OF_TIMEOUT = 0.8  # limit of the search, as a share of the time that the other ranks wait for rank 0
 _MOST_SHOWN = 3
 _BY_HAND = (
     "Set the layout yourself, for example HybridStrategy(pipeline_parallel_size=2). For help, see `lightning-hybrid"
@@ -46,15 +46,15 @@ _BY_HAND = (
 
 @dataclass(frozen=True)
 class Problem:
-    """What is searched for.
+    """The problem that a search solves.
 
     Attributes:
         make: Makes the module and its data.
-        config: The arguments of `HybridStrategy`, with what stands for the open ones.
-        space: What is tried for them.
-        machine: What ranks run on.
-        num_ranks: Of the run.
-        precision: The precision plugin, for the host.
+        config: The arguments of `HybridStrategy`, with provisional values of the open ones.
+        space: The values that are tried for the open arguments.
+        machine: The machine.
+        num_ranks: The number of ranks of the run.
+        precision: The precision plugin, for a step on the CPU.
         trainer: Other arguments of the Trainer, see :func:`step_arguments`.
     """
 
@@ -67,12 +67,12 @@ class Problem:
     trainer: Mapping[str, Any]
 
     def solve(self) -> Suggestions:
-        """The layouts that take the least time for a sample, of those that fit.
+        """Search for the layouts that fit and take the least time per sample.
 
         Raises:
-            ValueError, TypeError: As at the start of training, or if a step cannot be run on shapes.
+            ValueError, TypeError: As at the start of training, or if the step cannot run on fake tensors.
         """
-        config = replace(self.config, global_batch_size=None)  # what is accumulated, the step says
+        config = replace(self.config, global_batch_size=None)  # `LoaderStep` has the number of accumulated batches
         given: dict[str, Any] = {"precision": self.precision, "contexts": self.space.context, **self.trainer}
         profile = ModuleProfile(self.make, config, self.num_ranks, self.machine, measure=self.machine.is_here, **given)
         step = LoaderStep(
@@ -84,7 +84,7 @@ class Problem:
         )
         model = CostModel(profile, self.machine, step)
         of_profile: Any = {"refuse": profile.refuse, "prepared": profile.recorded_ahead}
-        return search(model, self.num_ranks, space=self.space, **of_profile, **FOUND_UNSEEN)
+        return search(model, self.num_ranks, space=self.space, **of_profile, **UNATTENDED)
 
 
 def choose_layout(
@@ -95,19 +95,7 @@ def choose_layout(
     precision: Precision,
     num_nodes: int,
 ) -> ChosenLayout:
-    """Find what is left open, the same on every rank, and say it; to be called on every rank.
-
-    Args:
-        config: The arguments of `HybridStrategy`, with what stands for the open ones.
-        sizes: The sizes that the user set, by the labels of the axes; numbers if they are not searched.
-        module: The user's module, whole.
-        device: Of this rank.
-        precision: The precision plugin.
-        num_nodes: The number of machines.
-
-    Raises:
-        ValueError: If nothing fits, or the module's step cannot be run on shapes; on every rank.
-    """
+    """Choose the open arguments, see :class:`~lightning_hybrid.strategy.layout_search.ChooseLayout`."""
     memory = usable_memory(device, config.tuning.memory_bytes)
     if config.searched == ("recompute",) and math.isinf(memory):
         rank_zero_info(
@@ -118,7 +106,7 @@ def choose_layout(
     start = time.monotonic()
     machine = measure_machine(device, _dtype(module, module.trainer), num_nodes, memory)
     is_first = dist.get_rank() == 0
-    if any(parameter.is_meta for parameter in module.parameters()):  # without values layers cannot be timed
+    if any(parameter.is_meta for parameter in module.parameters()):  # layers without values cannot be timed
         machine = replace(machine, is_here=False)
     found: list[Any] = [agree(lambda: _search(config, sizes, module, machine, precision) if is_first else None)]
     dist.broadcast_object_list(found, src=0)
@@ -141,7 +129,10 @@ def _chosen(layout: Layout, config: Settings) -> ChosenLayout:
 def _search(
     config: Settings, sizes: Mapping[str, Any], module: LightningModule, machine: Machine, precision: Precision
 ) -> Suggestions:
-    """On the first rank, in a copy of its process: a dry run changes modules and data, draws numbers, makes groups."""
+    """Search on rank 0, in a copy of its process.
+
+    A dry run changes modules and data, draws random numbers and creates process groups, and none of this must be left.
+    """
     trainer = module.trainer
     problem = Problem(
         lambda: (_copy_module(module), training_data(trainer)),
@@ -164,7 +155,7 @@ def _search(
 
 
 def _copy_module(module: LightningModule) -> LightningModule:
-    """A copy over the same values; what is on a device has none."""
+    """Return a copy of a module that has the same values, except that tensors on a device are on the meta device."""
     memo: dict[int, Any] = {}
     for parameter in module.parameters():
         value = parameter.data if parameter.device.type == "cpu" else torch.empty_like(parameter, device="meta")
@@ -177,31 +168,31 @@ def _copy_module(module: LightningModule) -> LightningModule:
 
 
 def _on_host(precision: Precision) -> Precision:
-    """A plugin under which a step on the host has the dtypes that it has on a device."""
+    """Return a precision plugin with which a step on the CPU has the same dtypes as on the device."""
     is_mixed = isinstance(precision, MixedPrecision) and not isinstance(precision, HalfPrecision)
     if is_mixed and precision.device != "cpu":  # type: ignore[attr-defined]
-        return MixedPrecision("bf16-mixed", "cpu")  # numbers in float16 have as many bytes
+        return MixedPrecision("bf16-mixed", "cpu")  # float16 and bfloat16 have the same size
     return precision
 
 
 def _dtype(module: nn.Module, trainer: Trainer) -> torch.dtype:
-    """What products are computed in."""
+    """Return the dtype of matrix multiplications."""
     if str(trainer.precision).startswith(("16", "bf16")):
         return torch.bfloat16
     dtypes = (parameter.dtype for parameter in module.parameters() if parameter.is_floating_point())
     return next(dtypes, torch.float32)
 
 
-# -- what is said ------------------------------------------------------------------------------------------------------
+# -- texts -------------------------------------------------------------------------------------------------------------
 
 
 def _by_hand(layout: Layout) -> str:
-    """What to write for a layout."""
+    """Return the code that sets a layout."""
     return f"HybridStrategy({', '.join(f'{name}={value!r}' for name, value in keywords(arguments(layout)).items())})"
 
 
 def _text(found: Suggestions, config: Settings, machine: Machine, seconds: float) -> str:
-    """The layout, the next best ones, and why the others are not among them."""
+    """Return the text about the chosen layout, the next best ones, and the reasons for which others were rejected."""
     limit = "" if math.isinf(machine.memory) else f" that fits in {_size(machine.memory)}"
     lines = [
         f"Found values for {', '.join(config.searched)} in {seconds:.1f} s. The search compared {found.num_layouts}"
@@ -211,7 +202,7 @@ def _text(found: Suggestions, config: Settings, machine: Machine, seconds: float
     ]
     lines += [
         f"rejected: {group.reason} ({group.count}), such as {in_words(group.best)}: {group.first_sentence}"
-        for group in found.losers[:_MOST_SHOWN]
+        for group in found.rejected[:_MOST_SHOWN]
     ]
     lines.append(
         f"measured: {machine.flops / 1e9:,.0f} GFLOP/s, memory {machine.memory_bandwidth / 1e9:,.1f} GB/s,"
@@ -240,7 +231,7 @@ def _nothing_fits(found: Suggestions, machine: Machine, name: str) -> str:
     reasons = [
         f"{group.count} {'was' if group.count == 1 else 'were'} rejected: {group.reason}, such as"
         f" {in_words(group.best)}: {group.first_sentence}"
-        for group in found.losers
+        for group in found.rejected
     ]
     if not reasons:
         return f"For {name}, no combination of the allowed sizes matches the number of processes. {_BY_HAND} [LH129]"

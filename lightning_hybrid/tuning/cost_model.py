@@ -1,68 +1,70 @@
-"""How long a training step takes under a layout, and what each rank holds: formulas, and a machine's figures.
+"""A cost model: the time of a training step under a layout, and the memory of each rank.
 
-A layout has ``d`` replicas, ``t`` ranks that share each layer, ``c`` that share each sequence and ``p`` pipeline ranks
-with ``v`` chunks each, and runs ``m`` microbatches. The time of a step is that of the rank that is finished last::
+A layout has ``d`` replicas, ``t`` tensor-parallel ranks, ``c`` context-parallel ranks and ``p`` pipeline ranks with
+``v`` chunks each, and runs ``m`` microbatches. The time of a step is the time of the rank that finishes last::
 
-    step = pipeline + exposed messages of its replicas + optimizer
+    step = pipeline + exposed messages between replicas + optimizer
 
-- *Computing*: what a stage takes for one microbatch comes from a :class:`Profile`. The backward takes twice the forward
-  (two products for each one), and the forward once more where it is recomputed.
-- *Pipeline*: :func:`~lightning_hybrid.pipeline_parallel.timeline.simulate` plays the schedule that a run would execute,
-  with the time of each stage. For equal stages and free messages 1F1B has the bubble ``(p - 1) / m`` of the ideal time,
-  interleaved ``(p - 1) / (v m)`` (Narayanan et al., 2021, https://arxiv.org/abs/2104.04473).
-- *Messages*: ``latency`` for each hop, and bytes by bandwidth. In a ring of ``n`` ranks a rank sends ``2 (n - 1) / n``
-  of a tensor to sum it up, in ``2 (n - 1)`` hops, and half of that to gather or to reduce-scatter it (Patarasuk and
-  Yuan, 2009, https://doi.org/10.1016/j.jpdc.2008.09.002). The figures are those of the network if ranks of a group
-  are in several nodes. A stage boundary costs one hop in each direction, of the node or of the network as its two
-  ranks are; bytes keep the link from the next message, latency does not. A gradient is as large as its activation. Of
-  ranks that share layers each sends to its own neighbour what it has of a boundary.
-- *Collectives*: ``hops x latency + bytes / bandwidth + collective_seconds``. The last is what ranks that compute take
-  to meet, beside the messages: the ``l`` of a superstep ``w + g h + l`` (Valiant, 1990,
-  https://doi.org/10.1145/79173.79181). Where each rank has a device of its own it is about nothing. On a host threads
-  of the backend wait for the cores that compute, as long as slices of the scheduler last, whatever the bytes. A stage
-  boundary takes none: its sender goes on.
-- *More in flight*: where a boundary crosses nodes, as many more microbatches as hide it, and as there is memory for:
-  ``extra_in_flight``, chosen as a run would (:mod:`~lightning_hybrid.pipeline_parallel.links.in_flight`).
-- *Tensor parallelism*: the sums and gathers of the forward, and as many in the backward (Shoeybi et al., 2019,
-  https://arxiv.org/abs/1909.08053). The rank waits for them. Where ranks are arranged in two or three dimensions
-  (:mod:`~lightning_hybrid.tensor_parallel.grid.blocks`), on squares with ``q`` ranks on each side, ``n`` of them, or a
-  cube with ``l``, a transformer layer with ``a = e b s h`` bytes of activations and ``w`` of weights sends in forward,
-  and in backward::
+- *Computing*: a :class:`Profile` has the time of a stage for one microbatch. The backward takes twice the time of the
+  forward (two products for each one). A recomputed forward takes the time of a forward again.
+- *Pipeline*: :func:`~lightning_hybrid.pipeline_parallel.timeline.simulate` simulates the schedule of the run with the
+  time of each stage. For equal stages and free messages, 1F1B has the bubble ``(p - 1) / m`` of the ideal time, and
+  interleaved 1F1B has ``(p - 1) / (v m)`` (Narayanan et al., 2021, https://arxiv.org/abs/2104.04473).
+- *Messages*: a message takes ``latency`` for each hop, and its bytes divided by the bandwidth. In a ring of ``n``
+  ranks, an all-reduce sends ``2 (n - 1) / n`` of a tensor from each rank, in ``2 (n - 1)`` hops. An all-gather or a
+  reduce-scatter sends half of that (Patarasuk and Yuan, 2009, https://doi.org/10.1016/j.jpdc.2008.09.002). If the ranks
+  of a group are on several nodes, the figures of the network apply. A stage boundary costs one hop in each direction,
+  within a node or over the network, depending on its two ranks. The bytes of a message delay the next message on the
+  link, but its latency does not. A gradient has the size of its activation. Each tensor-parallel rank sends its part of
+  the activation to the same rank of the next stage.
+- *Collectives*: a collective takes ``hops x latency + bytes / bandwidth + collective_seconds``. The last term is the
+  time that computing ranks need to start a collective together, apart from its messages: the ``l`` of a superstep
+  ``w + g h + l`` (Valiant, 1990, https://doi.org/10.1145/79173.79181). It is about 0 if each rank has its own device.
+  On a CPU, threads of the backend wait for cores that compute, for as long as the time slices of the scheduler,
+  whatever the number of bytes. A stage boundary does not have this term, because the sender does not wait.
+- *Microbatches in flight*: at a boundary between nodes, extra microbatches in flight hide the latency, as far as the
+  memory allows. ``extra_in_flight`` is chosen as in a run (:mod:`~lightning_hybrid.pipeline_parallel.links.in_flight`).
+- *Tensor parallelism*: the all-reduces and all-gathers of the forward, and the same number in the backward (Shoeybi et
+  al., 2019, https://arxiv.org/abs/1909.08053). The rank waits for them. If the ranks form a grid with two or three
+  dimensions (:mod:`~lightning_hybrid.tensor_parallel.grid.blocks`), with ``q`` ranks on each side of ``n`` squares, or
+  ``l`` ranks on each side of a cube, a transformer layer with ``a = e b s h`` bytes of activations and ``w`` bytes of
+  weights sends this in the forward and in the backward::
 
       2d, 2.5d     (q - 1) / q^2 (7 a / n + w)     twice that, and 2 (n - 1) / n of w / q^2
       3d           (l - 1) / l^3 (16 a + w)        (l - 1) / l^3 (23 a + 2 w)
 
-  beside what is gathered where blocks end, sums of norms and of gradients of biases. Of axes of a grid no link is
-  faster than the slowest between the ranks that share layers.
-- *Context parallelism*: for each attention over ``s`` positions with ``b`` samples, ``h`` features (``k`` of keys) and
-  ``e`` bytes of a number a rank sends in forward, and in backward::
+  In addition, the outputs of the last sharded layers are all-gathered, and the statistics of norms and the gradients of
+  biases are all-reduced. The link of each axis of a grid is the slowest link of the tensor-parallel group.
+- *Context parallelism*: for each attention over ``s`` positions with ``b`` samples, ``h`` features (``k`` of the keys)
+  and ``e`` bytes per number, a rank sends this in the forward and in the backward::
 
       ulysses      4 e s b h (c - 1) / c^2    the same                        four all-to-alls
       all_gather   2 e s b k (c - 1) / c      the same                        two all-gathers, two reduce-scatters
       ring         2 e s b k (c - 1) / c      2 e s b k (2 c - 1) / c         one block after the other
 
   (Jacobs et al., 2023, https://arxiv.org/abs/2309.14509; Llama Team, 2024, https://arxiv.org/abs/2407.21783; Liu et
-  al., 2023, https://arxiv.org/abs/2310.01889). A share ``overlap`` of the attention's products hides what a ring sends
-  beside them; in backward they take twice as long. Where code around the layers reads what they return it is gathered,
-  and so is the gradient of what the first one is given. Gradients of parameters are summed over replicas and these
-  ranks together; where replicas have shards of them, these once more over the ``c`` ranks, after the last backward.
-- *Data parallelism and ZeRO* (Rajbhandari et al., 2020, https://arxiv.org/abs/1910.02054), ``G`` bytes of gradients and
-  ``P`` of parameters on a rank, ``x = (d - 1) / d``, ``m`` counted over accumulated batches too::
+  al., 2023, https://arxiv.org/abs/2310.01889). The messages of a ring overlap with a share ``overlap`` of the products
+  in attention, which take twice as long in the backward. If code around the layers reads their output, the output is
+  all-gathered, and so is the gradient of the first layer's input. Gradients of parameters are summed over replicas and
+  context-parallel ranks together. With ZeRO, the shards are summed over the ``c`` ranks in a separate all-reduce, after
+  the last backward.
+- *Data parallelism and ZeRO* (Rajbhandari et al., 2020, https://arxiv.org/abs/1910.02054), for ``G`` bytes of gradients
+  and ``P`` bytes of parameters on a rank, with ``x = (d - 1) / d`` and ``m`` counted over all accumulated batches::
 
-      zero 0   2 x G              gradients summed once
-      zero 1   x G + x P          gradients reduce-scattered once, parameters gathered once
+      zero 0   2 x G              gradients all-reduced once
+      zero 1   x G + x P          gradients reduce-scattered once, parameters all-gathered once
       zero 2   m x G + x P        gradients of each microbatch
-      zero 3   m x G + x P        the same; with a layer freed after each use m x G + 2 m x P
+      zero 3   m x G + x P        the same; if a layer is resharded after each use, m x G + 2 m x P
 
-  in 1, 2, ``m + 1``, and ``m + 1`` or ``3 m`` collectives.
-  Of these a share ``overlap`` of the backward hides what is sent beside it: of the last backward with ZeRO 0 and 1, of
-  all with 2 and 3.
-- *Optimizer*: what it reads and writes, gradients, twice parameters and states, by the bandwidth of the memory.
-- *Memory*: parameters, gradients, states and buffers of the account of ``lightning-hybrid memory``; of activations,
-  what a microbatch saves in a stage, times the microbatches that the schedule has in flight there.
+  in 1, 2, ``m + 1``, and ``m + 1`` or ``3 m`` collectives. They overlap with a share ``overlap`` of the last backward
+  with ZeRO stages 0 and 1, and of all backwards with stages 2 and 3.
+- *Optimizer*: the bytes that it reads and writes (gradients, twice the parameters, twice the states), divided by the
+  memory bandwidth.
+- *Memory*: parameters, gradients, states and buffers as ``lightning-hybrid memory`` estimates them. Activations are the
+  bytes that a stage saves for one microbatch, times the number of microbatches in flight in the schedule.
 
-What it leaves out: that many links are used at once, loading of data, fragments of memory, and what single operations
-need while they run.
+The model does not include contention between links that are used at the same time, data loading, memory fragmentation,
+and the temporary memory of single operations.
 """
 
 from __future__ import annotations
@@ -123,34 +125,34 @@ class StageCost:
 
 
 class Profile(Protocol):
-    """What a module costs; it is asked for layouts that it can be divided by."""
+    """The costs of a module under layouts that the module supports."""
 
     def stages(self, layout: Layout, samples: int) -> Sequence[StageCost]:
-        """What the stages do, in order, with a microbatch of so many samples."""
+        """Return the costs of the stages, in order, for a microbatch of a given size."""
 
     def num_layers(self, layout: Layout) -> Sequence[int]:
-        """The layers of each stage, in order."""
+        """Return the number of layers of each stage, in order."""
 
     def held(self, layout: Layout) -> Sequence[MemoryUsage]:
-        """What each pipeline rank holds, apart from activations."""
+        """Return the memory of each pipeline rank, without activations."""
 
     def weights(self, layout: Layout) -> Sequence[tuple[int, int]]:
-        """The bytes of parameters and of gradients of each pipeline rank, before ZeRO shards them."""
+        """Return the bytes of parameters and of gradients of each pipeline rank, before ZeRO shards them."""
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What a step of a layout takes.
+    """The cost of a step under a layout.
 
     Attributes:
         layout: The layout.
-        memory: What each pipeline rank holds.
-        least: Seconds that the step takes at least: without any waiting for other stages.
-        parts: Seconds of the rank that has most to do, by what it does.
-        sent: Bytes that a rank sends at most in a step, by axis.
-        seconds: Of the step; ``None`` if it was not simulated.
+        memory: The memory of each pipeline rank.
+        least: A lower bound of the seconds of the step, without time in which a rank waits for other stages.
+        parts: Seconds of the rank with the most work, by kind of work.
+        sent: The most bytes that a rank sends in a step, by axis.
+        seconds: Seconds of the step; ``None`` if it was not simulated.
         bubble: The share of the pipeline's time that an average rank waits; ``None`` if it was not simulated.
-        samples: Of the step.
+        samples: Samples of the step.
     """
 
     layout: Layout
@@ -164,17 +166,17 @@ class Cost:
 
     @property
     def least_of_sample(self) -> float:
-        """Seconds that a sample takes at least."""
+        """A lower bound of the seconds per sample."""
         return self.least / self.samples
 
     @property
     def seconds_of_sample(self) -> float:
-        """Seconds that a sample takes; the least, if the step was not simulated."""
+        """Seconds per sample; the lower bound if the step was not simulated."""
         return (self.least if self.seconds is None else self.seconds) / self.samples
 
     @property
     def bytes(self) -> float:
-        """What the fullest rank holds; a part that is not known counts nothing."""
+        """The memory of the rank that needs the most; unknown parts count as 0."""
         return max(map(_known_bytes, self.memory))
 
 
@@ -182,14 +184,14 @@ class CostModel:
     """The costs of layouts.
 
     Args:
-        profile: Of the module.
-        machine: What it runs on.
-        step: What a step does.
+        profile: The costs of the module.
+        machine: The machine.
+        step: The samples of a step.
     """
 
     def __init__(self, profile: Profile, machine: Machine, step: Step) -> None:
         self.profile, self.machine, self.step = profile, machine, step
-        # An axis of one rank makes no difference.
+        # The order can include axes with one rank, because they do not change any distance between ranks.
         order = complete_order(step.rank_order, [axis.key for axis in AXES])
         self._inside = {axis: axes_inside(axis, order) for axis in AXES}
         self._links = cache(machine.link)
@@ -198,7 +200,7 @@ class CostModel:
         self._played_by_key: dict[Hashable, tuple[list[float], float]] = {}
 
     def estimate(self, layout: Layout) -> Cost:
-        """All that can be told without the simulator: memory, messages, and the least that a step takes."""
+        """Return the cost without a simulation: memory, messages, and a lower bound of the time."""
         ranks = list(dict.fromkeys(self._ranks(layout)))
         slowest = max(ranks, key=lambda rank: rank.least)
         sent = {axis: max(rank.sent[axis] for rank in ranks) for axis in ranks[0].sent}
@@ -206,7 +208,10 @@ class CostModel:
         return Cost(layout, self._memory(layout), slowest.least, slowest.parts, sent, samples=total)
 
     def simulate(self, cost: Cost) -> Cost:
-        """The same with the time of a step, for which its schedule is played, with more in flight where that helps."""
+        """Return the cost with the time of a step, which a simulation of the schedule finds.
+
+        The layout of the returned cost has extra microbatches in flight if they hide latency.
+        """
         times = self._times(cost.layout)
         layout, memory = self._with_more_in_flight(cost, times)
         ends, bubble = self._played(layout, times)
@@ -227,7 +232,7 @@ class CostModel:
         return self._played_by_key[key]
 
     def _with_more_in_flight(self, cost: Cost, times: StepTimes) -> tuple[Layout, tuple[MemoryUsage, ...]]:
-        """What hides the delay of boundaries between nodes, and what each rank holds then."""
+        """Return the layout with the extra microbatches in flight that hide latency between nodes, and its memory."""
         layout = cost.layout
         groups = self._stride(layout, PIPELINE), layout.pipeline, layout.num_ranks
         boundaries = range(len(times.sends))
@@ -248,12 +253,16 @@ class CostModel:
         extra = choose_extra(layout.schedule, far, layout.pipeline, layout.num_microbatches, most, build=schedule_of)
         more = replace(layout, extra_in_flight=extra if any(extra) else ())
         memory = self._memory(more)
-        if max(map(_known_bytes, memory)) > self.machine.memory:  # groups of interleaved microbatches are larger
+        if max(map(_known_bytes, memory)) > self.machine.memory:  # interleaved 1F1B adds whole groups of microbatches
             return layout, cost.memory
         return more, memory
 
     def fewest_recomputed(self, layout: Layout) -> Layout | None:
-        """The same layout with as few layers that run again as fit, on each pipeline rank; ``None`` if all do not."""
+        """Return the layout with the fewest recomputed layers on each pipeline rank with which it fits.
+
+        Returns:
+            The layout, or ``None`` if it does not fit even with all layers recomputed.
+        """
         layers, limit = self.profile.num_layers(layout), self.machine.memory
 
         @cache
@@ -272,7 +281,7 @@ class CostModel:
         return replace(layout, recompute=tuple(fewest))
 
     def stages(self, layout: Layout) -> Sequence[StageCost]:
-        """What its stages do with a microbatch."""
+        """Return the costs of the stages of a layout for one microbatch."""
         return self.profile.stages(layout, self.step.microbatch(layout))
 
     def _ranks(self, layout: Layout) -> list[_Rank]:
@@ -321,7 +330,10 @@ class CostModel:
         )
 
     def _times(self, layout: Layout) -> StepTimes:
-        """Of forwards and backwards, with the messages of tensor parallelism that they wait for, and of boundaries."""
+        """Return the times of forwards, backwards and stage boundaries.
+
+        Forwards and backwards include the time in which they wait for tensor-parallel and context-parallel messages.
+        """
         stages = self.stages(layout)
         forwards, backwards = [], []
         for stage in stages:
@@ -361,17 +373,20 @@ class CostModel:
         return forward, backward + exchange.repeated_share * forward
 
     def seconds(self, link: Link, messages: Messages) -> float:
-        """Of messages over a link, with what collectives take beside these."""
+        """Return the seconds of messages over a link, with the fixed overhead of collectives."""
         return link.seconds(messages.sent, messages.hops) + messages.collectives * self.machine.collective_seconds
 
     def gradient_link(self, layout: Layout) -> Link:
-        """Between replicas and the ranks that share their sequences: over the network, if any of these are."""
+        """Return the link over which replicas and context-parallel ranks sum gradients together.
+
+        It is the network if the ranks of either group are on several nodes.
+        """
         size, number = layout.context, layout.num_ranks
         is_far = self.machine.crosses_nodes(self._stride(layout, CONTEXT), size, number, (0, size - 1))
         return self.link(layout, CONTEXT if is_far else DATA)
 
     def boundary(self, layout: Layout, stage: int) -> Link:
-        """Between a stage and the next one."""
+        """Return the link between a stage and the next one."""
         groups = self._stride(layout, PIPELINE), layout.pipeline, layout.num_ranks
         return self._links_between(*groups, _ends(layout, stage))
 
@@ -385,12 +400,12 @@ class CostModel:
 
 
 def _ends(layout: Layout, stage: int) -> tuple[int, int]:
-    """The pipeline ranks of a stage and of the next one."""
+    """Return the pipeline ranks of a stage and of the next one."""
     return stage % layout.pipeline, (stage + 1) % layout.pipeline
 
 
 def _known_bytes(usage: MemoryUsage) -> float:
-    """What a rank holds; a part that is not known counts nothing."""
+    """Return the memory of a rank; unknown parts count as 0."""
     return sum(part or 0 for part in vars(usage).values())
 
 
@@ -420,7 +435,7 @@ class _Work:
 
     @classmethod
     def of(cls, model: CostModel, layout: Layout, stages: Sequence[StageCost], passed: float) -> _Work:
-        """Add up the costs of some stages."""
+        """Return the work of some stages."""
         return cls(
             computing=sum((1 + _BACKWARD) * stage.forward for stage in stages),
             backward=sum(_BACKWARD * stage.forward for stage in stages),
@@ -434,21 +449,21 @@ class _Work:
 
 
 class _Rank:
-    """What a pipeline rank does in a step by itself.
+    """The work of a pipeline rank in a step, apart from waiting for other stages.
 
     Args:
-        model: The costs.
+        model: The cost model.
         layout: The layout.
-        work: Its work for one microbatch.
-        weights: The bytes of its parameters and of its gradients, before ZeRO shards them.
-        states: The bytes of its optimizer states; ``None`` if unknown.
+        work: The rank's work for one microbatch.
+        weights: The bytes of the rank's parameters and gradients, before ZeRO shards them.
+        states: The bytes of the rank's optimizer states; ``None`` if unknown.
 
     Attributes:
-        parts: Seconds by what it does.
+        parts: Seconds by kind of work.
         sent: Bytes by axis.
-        exposed: Seconds of messages between replicas that are not hidden by a backward.
+        exposed: Seconds of messages between replicas that do not overlap with a backward.
         optimizer: Seconds of the optimizer.
-        least: Seconds of all of it.
+        least: The sum of all seconds.
     """
 
     def __init__(
@@ -458,7 +473,7 @@ class _Rank:
         self.optimizer = self._optimizer_seconds(model, layout, weights, states)
         gradients, shards = self._data_volume(model, layout, weights, number)
         backward = work.backward * (number if layout.zero_stage > 1 else 1)
-        # Without ZeRO ranks that share sequences are so many replicas more.
+        # Without ZeRO, one all-reduce sums gradients over replicas and context-parallel ranks.
         link = model.link(layout, DATA) if layout.zero_stage else model.gradient_link(layout)
         waiting = max(0.0, model.seconds(link, gradients) - model.machine.overlap * backward)
         self.exposed = waiting + model.seconds(model.link(layout, CONTEXT), shards)
@@ -482,7 +497,7 @@ class _Rank:
     def _data_volume(
         model: CostModel, layout: Layout, weights: tuple[int, int], number: int
     ) -> tuple[Messages, Messages]:
-        """What a rank sends in a step of gradients and parameters, and for shards among those that share sequences."""
+        """Return the messages of a step between replicas, and the messages for shards in the context group."""
         parameters, grads = weights
         if layout.zero_stage == 0:
             return in_ring(layout.data * layout.context, 2, grads), NO_MESSAGES

@@ -1,4 +1,4 @@
-"""A machine's figures: what its devices and the links between them can do."""
+"""The speed and the memory of the devices of a machine, and of the links between them."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from lightning_hybrid.pipeline_parallel.links.link import Link
 
 @dataclass(frozen=True)
 class Machine:
-    """What ranks run on. The defaults are an A100 of 80 GiB in nodes of 8, with NVLink inside and InfiniBand between.
+    """The figures of a machine. The defaults describe nodes with eight A100 of 80 GiB, with NVLink and InfiniBand.
 
     Attributes:
-        memory: Bytes of a device that a run may use.
-        ranks_per_node: Consecutive ranks that share a node.
-        flops: Operations in a second that products of matrices reach: half of what an A100 has in bfloat16.
-        memory_bandwidth: Bytes in a second between a device and its memory.
-        operation_seconds: The least that an operation takes: the launch of a kernel.
-        node_bandwidth: Bytes in a second that a rank sends inside a node.
-        node_latency: Seconds until a message arrives inside a node.
-        network_bandwidth: Bytes in a second that a rank sends to another node.
-        network_latency: Seconds until a message arrives in another node.
-        collective_seconds: What a collective takes beside its messages, until ranks that compute have met: about
-            nothing where each has a device of its own, milliseconds where its threads wait for cores that compute.
-        overlap: The share of computing beside which messages are sent: gradients beside a backward, blocks of a ring
-            beside attention.
-        max_tensor: The most ranks that may share a layer; ``None`` for those of a node.
-        is_here: Whether ranks compute with the processor of the search, which can time layers then.
+        memory: Bytes of a device that a run can use.
+        ranks_per_node: The number of ranks on a node; they have consecutive numbers.
+        flops: FLOP/s that matrix multiplications reach. The default is half of the peak of an A100 in bfloat16.
+        memory_bandwidth: Memory bandwidth of a device, in bytes per second.
+        operation_seconds: Minimum time of an operation, such as the launch of a kernel.
+        node_bandwidth: Bandwidth of each rank for messages within a node, in bytes per second.
+        node_latency: Latency of a message within a node, in seconds.
+        network_bandwidth: Bandwidth of each rank for messages between nodes, in bytes per second.
+        network_latency: Latency of a message between nodes, in seconds.
+        collective_seconds: Fixed overhead of a collective, until all ranks that compute have started it. It is about 0
+            if each rank has its own device, and milliseconds if threads wait for cores that compute.
+        overlap: The share of the compute time during which messages can be sent: gradients during a backward, and
+            blocks of a ring during attention.
+        max_tensor: The largest tensor-parallel size; ``None`` for the number of ranks of a node.
+        is_here: True if ranks compute on the CPU that runs the search, so that the search can time layers.
     """
 
     memory: float = 80 * 2**30
@@ -44,29 +44,29 @@ class Machine:
     is_here: bool = False
 
     def link(self, stride: int, size: int, num_ranks: int) -> Link:
-        """The slowest link between neighbours of a group: every ``stride``-th of the ranks, ``size`` in all.
+        """Return the slowest link between neighboring ranks of a group.
 
         Args:
-            stride: From one rank of the group to the next.
-            size: The ranks of a group.
-            num_ranks: The ranks of the run.
+            stride: The distance from one rank of a group to the next.
+            size: The number of ranks of a group.
+            num_ranks: The number of ranks of the run.
         """
         return self.link_between(stride, size, num_ranks, (0, size - 1))
 
     def link_between(self, stride: int, size: int, num_ranks: int, ends: tuple[int, int]) -> Link:
-        """The slowest link between two ranks of a group, over all groups; arguments as of :meth:`crosses_nodes`."""
+        """Return the slowest link between two ranks of a group, over all groups; see :meth:`crosses_nodes`."""
         if self.crosses_nodes(stride, size, num_ranks, ends):
             return Link(self.network_latency, self.network_bandwidth)
         return Link(self.node_latency, self.node_bandwidth)
 
     def crosses_nodes(self, stride: int, size: int, num_ranks: int, ends: tuple[int, int]) -> bool:
-        """Whether two ranks of a group are in two nodes, in any of the groups.
+        """Return True if two ranks of a group are on different nodes, in any of the groups.
 
         Args:
-            stride: From one rank of the group to the next.
-            size: The ranks of a group.
-            num_ranks: The ranks of the run.
-            ends: The numbers of the two in their group.
+            stride: The distance from one rank of a group to the next.
+            size: The number of ranks of a group.
+            num_ranks: The number of ranks of the run.
+            ends: The indices of the two ranks in their group.
         """
         here, there = (end * stride for end in ends)
         firsts = (rank for rank in range(num_ranks) if rank % (stride * size) < stride)

@@ -1,4 +1,4 @@
-"""What the devices of a run and the links between them can do, measured on all ranks at once."""
+"""Measurement of the devices of a run and of the links between them, on all ranks at the same time."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ from lightning_hybrid.tuning.machine import Machine
 _REPEAT = 7
 _SMALL_OPERATIONS = 200
 _MEETINGS = 20
-_LEAST_SECONDS = 1e-7  # no operation or message is taken to be shorter
+_LEAST_SECONDS = 1e-7  # the shortest time of an operation or a message
 
 
 @dataclass(frozen=True)
 class _Sizes:
-    """What is measured with.
+    """The sizes of the operations that are measured.
 
     Attributes:
         product: Rows and columns of the matrices of a product.
-        copied: Bytes of a tensor that is copied, larger than caches.
-        summed: Bytes of a tensor that is summed over ranks, likewise.
-        computed: Seconds between collectives: on hosts a slice of the scheduler, for which threads wait for a core.
+        copied: Bytes of the tensor that is copied. It is larger than the caches.
+        summed: Bytes of the tensor of an all-reduce. It is larger than the caches.
+        computed: Seconds of computation between collectives. On a CPU, this is a time slice of the scheduler, for which
+            a thread can wait for a core.
     """
 
     product: int
@@ -43,14 +44,16 @@ _DEVICE = _Sizes(4096, 2**28, 2**26, 5e-4)
 
 
 def measure_machine(device: torch.device, dtype: torch.dtype, num_nodes: int, memory: float) -> Machine:
-    """Measure, on every rank: each counts as much as the others, and they compute at the same time as in a run.
+    """Measure the machine, and return the medians over all ranks, which compute at the same time as in a run.
+
+    Every rank calls it.
 
     Args:
-        device: Of this rank.
-        dtype: That layers compute in.
-        num_nodes: The number of machines. With several, links are those between them, and those inside a machine have
-            the figures of :class:`Machine` on CUDA devices.
-        memory: Bytes of a device that a run may use.
+        device: The device of this rank.
+        dtype: The dtype of matrix multiplications.
+        num_nodes: The number of nodes. With several nodes, the links between them are measured. On CUDA devices, links
+            within a node then have the default figures of :class:`Machine`.
+        memory: Bytes of a device that a run can use.
     """
     size = dist.get_world_size()
     sizes = _DEVICE if device.type == "cuda" else _HOST
@@ -64,7 +67,7 @@ def measure_machine(device: torch.device, dtype: torch.dtype, num_nodes: int, me
         flops=flops,
         memory_bandwidth=bandwidth,
         operation_seconds=operation,
-        overlap=Machine.overlap if device.type == "cuda" else 0.0,  # messages of the host take its processor
+        overlap=Machine.overlap if device.type == "cuda" else 0.0,  # on a CPU, messages take compute time
         is_here=device.type == "cpu",
     )
     if links is None:
@@ -77,7 +80,7 @@ def measure_machine(device: torch.device, dtype: torch.dtype, num_nodes: int, me
 
 
 def _computing(device: torch.device, dtype: torch.dtype, sizes: _Sizes) -> tuple[float, float, float]:
-    """Operations in a second of products, bytes in a second of copies, and the least that an operation takes."""
+    """Return FLOP/s of matrix products, bytes per second of copies, and the minimum time of an operation."""
     product = _product(device, dtype, sizes)
     source = torch.zeros(sizes.copied, dtype=torch.uint8, device=device)
     target, one = torch.empty_like(source), torch.ones(1, device=device)
@@ -99,10 +102,11 @@ def _product(device: torch.device, dtype: torch.dtype, sizes: _Sizes) -> Callabl
 
 
 def _links(device: torch.device, dtype: torch.dtype, sizes: _Sizes) -> tuple[float, float, float]:
-    """Seconds until a message arrives, bytes in a second, and what a collective takes more, of sums over all ranks.
+    """Return the latency in seconds, the bandwidth in bytes per second, and the overhead of a collective in seconds.
 
-    The small sum counts by its shortest time, in which no thread waits for a core. How long they wait where ranks
-    compute counts as the mean: that of a few milliseconds or of nothing, as it happens, is what a step adds up.
+    All three are measured with an all-reduce over all ranks. The latency is the shortest time of a small all-reduce, in
+    which no thread waits for a core. The overhead is the mean time that a collective takes longer between computations:
+    it is sometimes about 0 and sometimes a few milliseconds, and a step contains both.
     """
     place = device if device.type in device_backends() else torch.device("cpu")
     ranks, small = dist.get_world_size(), 1 << 10
@@ -110,7 +114,8 @@ def _links(device: torch.device, dtype: torch.dtype, sizes: _Sizes) -> tuple[flo
     seconds = min(_seconds(lambda: dist.all_reduce(few), place))
     of_many = median(_seconds(lambda: dist.all_reduce(many), place))
     sent = 2 * (ranks - 1) / ranks * (sizes.summed - small)
-    # Where others disturb it, the small one may take as long: half of the time at least is that of the bytes.
+    # If other processes disturb the small all-reduce, it can take as long as the large one. Therefore, the bytes count
+    # for at least half of the time.
     of_bytes = max(of_many - seconds, of_many / 2)
     product = _product(device, dtype, sizes)
     number = max(all_gather_values((math.ceil(sizes.computed / min(_seconds(product, device))),)))[0]
@@ -129,7 +134,7 @@ def _links(device: torch.device, dtype: torch.dtype, sizes: _Sizes) -> tuple[flo
 
 
 def _seconds(function: Callable[[], object], device: torch.device, repeat: int = _REPEAT) -> list[float]:
-    """Of calls, after two that warm up."""
+    """Return the times of calls, after two calls to warm up."""
     times = []
     for _ in range(repeat + 2):
         _wait(device)
@@ -146,11 +151,11 @@ def _wait(device: torch.device) -> None:
 
 
 def usable_memory(device: torch.device, limit: float | None) -> float:
-    """The bytes of a device that a run may use: what was said, or all that a CUDA device has.
+    """Return the bytes of a device that a run can use: the limit, or all memory of a CUDA device.
 
     Args:
-        device: Of this rank.
-        limit: What was said.
+        device: The device of this rank.
+        limit: The limit that the user set, in bytes.
     """
     if limit is not None:
         return limit

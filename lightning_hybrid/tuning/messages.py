@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Messages:
-    """What a rank sends to others.
+    """The messages that a rank sends.
 
     Attributes:
-        sent: Bytes.
-        hops: Messages one after the other of these.
-        collectives: The collectives of which these are; each block of a ring is one.
+        sent: The number of bytes.
+        hops: The number of messages that are sent one after the other.
+        collectives: The number of collectives; each block of a ring counts as one.
     """
 
     sent: float = 0.0
@@ -64,12 +64,13 @@ NO_EXCHANGE = Exchange()
 
 
 def in_ring(size: int, passes: int, num_bytes: float) -> Messages:
-    """What a rank of a group sends of a tensor.
+    """Return the messages of a rank in a collective that a ring runs.
 
     Args:
-        size: The ranks of the group.
-        passes: How often a ring sends the tensor: 2 for a sum, 1 to gather, to reduce-scatter or to exchange.
-        num_bytes: Of the full tensor; of what is exchanged, of a rank's own.
+        size: The number of ranks of the group.
+        passes: The number of times that the tensor passes through the ring: 2 for an all-reduce, and 1 for an
+            all-gather, a reduce-scatter or an all-to-all.
+        num_bytes: The bytes of the full tensor; for an all-to-all, of the tensor of one rank.
     """
     if size == 1:
         return NO_MESSAGES

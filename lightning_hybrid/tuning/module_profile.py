@@ -1,4 +1,4 @@
-"""The costs of a module: its step runs on shapes, once for each division of its layers and its sequences."""
+"""The costs of a module: its step runs on fake tensors, once for each way to shard its layers and its sequences."""
 
 from __future__ import annotations
 
@@ -18,43 +18,42 @@ from lightning_hybrid.distributed.arrangement import check_arrangement
 from lightning_hybrid.memory.account import MemoryUsage
 from lightning_hybrid.tensor_parallel.context_parallel.attention import KINDS
 from lightning_hybrid.tensor_parallel.context_parallel.context_parallel import check_context_parallel
-from lightning_hybrid.tuning.candidates import Layout
+from lightning_hybrid.tuning.candidates import NO_CONTEXT, NO_TENSOR, ContextKey, Layout, TensorKey
 from lightning_hybrid.tuning.cost_model import StageCost
 from lightning_hybrid.tuning.dry_run.dry_run import run_first_step
-from lightning_hybrid.tuning.dry_run.place_cost import StagePart, cost_of_place
-from lightning_hybrid.tuning.dry_run.record import WHOLE, Record, Share
+from lightning_hybrid.tuning.dry_run.record import Record
 from lightning_hybrid.tuning.dry_run.recorder import Recorder
 from lightning_hybrid.tuning.dry_run.saved_tensors import labels_of_stages
+from lightning_hybrid.tuning.dry_run.stage_parts import StagePart, cost_of_label
 from lightning_hybrid.tuning.dry_run.traces import Trace, value_at, value_between
 from lightning_hybrid.tuning.machine import Machine
 from lightning_hybrid.tuning.process_copy import Copies, num_processors
 
-Sharing = tuple[int, str, int]  # of layers: see `Layout.sharing`
-_UNSHARED: Sharing = (1, "1d", 1)  # nobody shares layers
-_MOST_SECONDS = 600.0  # of a copy of the process, before its step runs here
-#: Positions: where ranks would have fewer of a sequence, nobody shares it unasked.
-LEAST_SHARE = 1024
+_MOST_SECONDS = 600.0  # limit for a copy of the process; after that, its step runs in this process
+#: The smallest number of positions per rank for which context parallelism is tried unless the user requests it.
+LEAST_POSITIONS = 1024
 
 
 class ModuleProfile:
     """The :class:`~lightning_hybrid.tuning.cost_model.Profile` of a user's module.
 
-    What is counted with two microbatches of different size is put on a line through both: operations, messages and
-    activations grow with the samples. Seconds do not quite, because of caches and of what a call takes by itself: with
-    `measure` microbatches of half the size, a quarter and so on are timed, and what lies between is interpolated.
+    Operations, messages and activations grow linearly with the number of samples, so they are counted for two
+    microbatches of different sizes, and extrapolated. Times do not grow linearly, because of caches and of the fixed
+    overhead of each call. With `measure`, forwards with microbatches of half the size, a quarter and so on are timed,
+    and the times between them are interpolated.
 
     Args:
         make: Makes the user's module and its data: a datamodule, loaders, or ``None`` if the module has them.
-        config: The arguments of `HybridStrategy`: what a layout leaves open.
-        num_ranks: Of the run.
-        machine: Says how long an operation takes.
-        contexts: The numbers of ranks that may share a sequence; ``None`` for those up to the ranks of a node where
-            each would have :data:`LEAST_SHARE` positions.
-        measure: Whether forwards are timed here, on the processor, and the machine's figures only say how much faster
-            a share of a layer is than all of it.
-        only: The one layout that will be asked for; ``None`` for any.
+        config: The arguments of `HybridStrategy` that a layout does not change.
+        num_ranks: The number of ranks of the run.
+        machine: The machine, which determines the time of an operation.
+        contexts: The context-parallel sizes to try; ``None`` for all sizes up to the number of ranks of a node with
+            which each rank has :data:`LEAST_POSITIONS` positions.
+        measure: If True, forwards are timed on this CPU, and the figures of the machine determine only the time of a
+            sharded layer in relation to the time of the full layer.
+        only: The only layout whose costs will be requested; ``None`` for any layout.
         precision: The precision plugin.
-        trainer: Other arguments of the Trainer.
+        trainer: Other arguments of the Trainer, see :func:`step_arguments`.
     """
 
     def __init__(
@@ -71,37 +70,37 @@ class ModuleProfile:
         **trainer: Any,
     ) -> None:
         self._machine, self._config, self._is_measured = machine, config, measure
-        self._least = only.sharing if only else _UNSHARED
+        self._base = only.tensor_key if only else NO_TENSOR
         open_config = replace(config, recompute=False, num_chunks=1, context_parallel_size=1)
 
-        least_share = LEAST_SHARE if contexts is None else 0
+        least_positions = LEAST_POSITIONS if contexts is None else 0
         self._contexts = range(1, machine.ranks_per_node + 1) if contexts is None else contexts
 
-        def run(sharing: Sharing) -> Record:
-            tensor, mode, depth = sharing
+        def run(key: TensorKey) -> Record:
+            tensor, mode, depth = key
             sizes = Sizes(num_ranks // tensor, tensor)
-            shared = open_config.changed({"tensor_parallel_mode": mode, "tensor_parallel_depth": depth})
-            shares = [(only.context, only.context_kind)] if only else self._shares(num_ranks // tensor, mode)
-            here = {"only": only, "shares": shares, "least_share": least_share, "measure": measure and tensor == 1}
-            make_strategy: Callable[..., Recorder] = partial(Recorder, shared, sizes, **here)  # type: ignore[arg-type]
+            sharded = open_config.changed({"tensor_parallel_mode": mode, "tensor_parallel_depth": depth})
+            tried = [only.context_key] if only else self._context_keys(num_ranks // tensor, mode)
+            options: dict[str, Any] = {"only": only, "contexts": tried, "least_positions": least_positions}
+            make_strategy = partial(Recorder, sharded, sizes, measure=measure and tensor == 1, **options)
             return run_first_step(make, make_strategy, precision=precision, **trainer).record
 
         self._run = run
-        self._records: dict[Sharing, Record | str] = {}
-        self._copies: Copies[Sharing, Record | str] = Copies({}, most=0, time_limit=0.0)
+        self._records: dict[TensorKey, Record | str] = {}
+        self._copies: Copies[TensorKey, Record | str] = Copies({}, most=0, time_limit=0.0)
         self._refusal = cache(self._find_refusal)
         self._stages: dict[Hashable, Sequence[StageCost]] = {}
         self._weights: dict[Hashable, Sequence[tuple[int, int]]] = {}
         self._contents: dict[Hashable, Sequence[_Content]] = {}
-        self._place_costs: dict[Hashable, StageCost] = {}
+        self._label_costs: dict[Hashable, StageCost] = {}
 
-    def _shares(self, num_ranks: int, mode: str) -> list[Share]:
-        """Return the divisions of sequences over a number of ranks, under a `tensor_parallel_mode`."""
+    def _context_keys(self, num_ranks: int, mode: str) -> list[ContextKey]:
+        """Return the kinds of context parallelism to try with a number of ranks and a `tensor_parallel_mode`."""
         sizes = [size for size in self._contexts if size > 1 and num_ranks % size == 0]
-        return [WHOLE, *(each for each in product(sizes, KINDS) if not self._refusal(False, *each, mode))]
+        return [NO_CONTEXT, *(each for each in product(sizes, KINDS) if not self._refusal(False, *each, mode))]
 
     def _find_refusal(self, recompute: Any, size: int, kind: str, mode: str) -> str:
-        """Why sequences are not shared so, whatever the module is; nothing if they may be."""
+        """Return why context parallelism cannot be used with any module; empty if it can."""
         config = self._config
         divides = config.sequence_parallel
         try:
@@ -114,36 +113,36 @@ class ModuleProfile:
 
     @contextmanager
     def recorded_ahead(self, layouts: Iterable[Layout]) -> Iterator[None]:
-        """Record the step for some layouts while entered, in copies of this process beside it.
+        """Record the step for some layouts while entered, in copies of this process that run in parallel.
 
         Args:
-            layouts: The layouts that will be asked for, in this order.
+            layouts: The layouts whose costs will be requested, in this order.
         """
-        self._record(self._least)  # first and alone: it may be timed, and fills caches that the copies share
-        sharings = dict.fromkeys(layout.sharing for layout in layouts)
-        functions = {each: partial(self._find, each) for each in sharings if each not in self._records}
+        self._record(self._base)  # before the copies start: it can be timed, and it fills caches that the copies share
+        keys = dict.fromkeys(layout.tensor_key for layout in layouts)
+        functions = {each: partial(self._find, each) for each in keys if each not in self._records}
         with Copies(functions, most=num_processors(), time_limit=_MOST_SECONDS) as self._copies:
             yield
 
-    def _record(self, sharing: Sharing) -> Record:
-        found = self.record_or_error(sharing)
+    def _record(self, key: TensorKey) -> Record:
+        found = self.record_or_error(key)
         if isinstance(found, str):
             raise ValueError(found)
         return found
 
-    def record_or_error(self, sharing: Sharing) -> Record | str:
-        """Return the record of the step where ranks share layers in one way, or why they cannot."""
-        if sharing not in self._records:
-            self._records[sharing] = self._copies.take(sharing) or self._find(sharing)
-        return self._records[sharing]
+    def record_or_error(self, key: TensorKey) -> Record | str:
+        """Return the record of the step for an arrangement of tensor-parallel ranks, or why it cannot be used."""
+        if key not in self._records:
+            self._records[key] = self._copies.take(key) or self._find(key)
+        return self._records[key]
 
-    def _find(self, sharing: Sharing) -> Record | str:
-        tensor, mode, depth = sharing
+    def _find(self, key: TensorKey) -> Record | str:
+        tensor, mode, depth = key
         if tensor == 1:
-            return self._run(sharing)
+            return self._run(key)
         try:
             check_arrangement(mode, [tensor], depth, sequence_parallel=self._config.sequence_parallel)
-            record = self._run(sharing)
+            record = self._run(key)
         except (ValueError, TypeError) as error:
             return str(error)
         plan, beside = self._config.tensor_parallel_plan, "" if mode == "1d" else f" with tensor_parallel_mode={mode!r}"
@@ -153,20 +152,20 @@ class ModuleProfile:
 
     @property
     def batch_size(self) -> int:
-        """The samples of a batch of the loader.
+        """The number of samples in a batch of the loader.
 
         Raises:
             ValueError, TypeError: As at the start of training.
         """
-        return self._record(self._least).batch_size
+        return self._record(self._base).batch_size
 
     def refuse(self, layout: Layout) -> tuple[str, str] | None:
-        """Why the module cannot be divided by a layout: in short, and in full; ``None`` if it can."""
+        """Return why the module does not support a layout, as a short and a full text; ``None`` if it does."""
         self._copies.advance()
-        record = self.record_or_error(layout.sharing)
+        record = self.record_or_error(layout.tensor_key)
         if isinstance(record, str):
             return "tensor parallelism cannot be used", record
-        if layout.context > 1 and (error := self._share_error(layout)):
+        if layout.context > 1 and (error := self._context_error(layout)):
             return "context parallelism cannot be used", error
         if error := record.cut_error(layout):
             return "layers cannot be split into that many stages", error
@@ -175,20 +174,20 @@ class ModuleProfile:
         return None
 
     def divided_shares(self) -> dict[int, float]:
-        """The share of the parameters that ranks in a line divide, by their number: of those asked for so far."""
+        """Return the share of the parameters that 1D tensor parallelism shards, for each size recorded so far."""
         return {
             size: record.divided_share
             for (size, mode, _), record in self._records.items()
             if size > 1 and mode == "1d" and isinstance(record, Record)
         }
 
-    def _share_error(self, layout: Layout) -> str:
+    def _context_error(self, layout: Layout) -> str:
         refused = self._refusal(layout.recompute, layout.context, layout.context_kind, layout.tensor_mode)
-        if refused or layout.sharing == self._least:
-            return refused or self._record(layout.sharing).share_error(layout)
-        # Layers that are divided are not tried, as what their ranks send has no numbers.
-        whole = _with_sharing(layout, self._least)
-        return self._record(whole.sharing).share_error(whole) or self._record(layout.sharing).share_error(layout)
+        if refused or layout.tensor_key == self._base:
+            return refused or self._record(layout.tensor_key).context_error(layout)
+        # Sharded layers cannot be tried, because the messages of other ranks have no values. So ask for full layers.
+        full = _with_tensor(layout, self._base)
+        return self._record(self._base).context_error(full) or self._record(layout.tensor_key).context_error(layout)
 
     def stages(self, layout: Layout, samples: int) -> Sequence[StageCost]:
         """Return the costs of the stages, see `Profile`; equal stages share one object."""
@@ -200,53 +199,53 @@ class ModuleProfile:
         return self._stages[key]
 
     def held(self, layout: Layout) -> Sequence[MemoryUsage]:
-        """As :class:`~lightning_hybrid.tuning.cost_model.Profile` says."""
-        return self._record(layout.sharing).held(layout, master_weights=self._config.master_weights)
+        """Return the memory of each pipeline rank, see `Profile`."""
+        return self._record(layout.tensor_key).held(layout, master_weights=self._config.master_weights)
 
     def weights(self, layout: Layout) -> Sequence[tuple[int, int]]:
-        """As :class:`~lightning_hybrid.tuning.cost_model.Profile` says."""
+        """Return the bytes of parameters and of gradients of each pipeline rank, see `Profile`."""
         number = min(layout.num_microbatches, 2)
-        key = layout.sharing, layout.pipeline, layout.num_chunks, layout.data, number
+        key = layout.tensor_key, layout.pipeline, layout.num_chunks, layout.data, number
         if key not in self._weights:
-            # Master copies are not sent.
-            usages = self._record(layout.sharing).held(replace(layout, zero_stage=0), master_weights=False)
+            # Master weights are not sent.
+            usages = self._record(layout.tensor_key).held(replace(layout, zero_stage=0), master_weights=False)
             self._weights[key] = [(usage.parameters, usage.gradients) for usage in usages]
         return self._weights[key]
 
     def num_layers(self, layout: Layout) -> Sequence[int]:
-        """As :class:`~lightning_hybrid.tuning.cost_model.Profile` says."""
-        return [len(positions) for positions in self._record(layout.sharing).division(layout).positions]
+        """Return the number of layers of each stage, see `Profile`."""
+        return [len(positions) for positions in self._record(layout.tensor_key).division(layout).positions]
 
     def _stage_cost(self, content: _Content, samples: int) -> StageCost:
-        """Add up the labels of a stage, for a microbatch of so many samples."""
+        """Return the cost of a stage for a microbatch of a given size."""
         parts = content.parts
         cost = sum((each for part in parts for each in self._costs(part, samples)), StageCost())
         saved = sum(value_at(samples, part.traces, part.saved) for part in parts)
         return replace(cost, saved=saved, output=value_at(samples, parts[0].traces, content.outputs))
 
     def _costs(self, part: StagePart, samples: int) -> Iterator[StageCost]:
-        """Give the costs of the labels of a stage; labels with equal records together, unless forwards were timed."""
+        """Yield the costs of the labels of a part; without timed forwards, labels with equal records are grouped."""
         if not self._is_measured:
             for label, number in part.kinds.items():
-                yield self._cost_of_place(part.traces, samples, label, part.layout) * number
+                yield self._cost_of_label(part.traces, samples, label, part.layout) * number
             return
-        whole = _with_sharing(replace(part.layout, context=WHOLE[0], context_kind=WHOLE[1]), _UNSHARED)
-        record = self._record(_UNSHARED)
-        timings, traces = record.timings(whole), record.traces(whole)
+        full = _with_tensor(replace(part.layout, context=NO_CONTEXT[0], context_kind=NO_CONTEXT[1]), NO_TENSOR)
+        record = self._record(NO_TENSOR)
+        timings, traces = record.timings(full), record.traces(full)
         for label in part.labels:
             measured = value_between(samples, [(each.samples, each.seconds.get(label, 0.0)) for each in timings])
-            counted = self._cost_of_place(traces, samples, label, whole).forward
-            cost = self._cost_of_place(part.traces, samples, label, part.layout)
+            counted = self._cost_of_label(traces, samples, label, full).forward
+            cost = self._cost_of_label(part.traces, samples, label, part.layout)
             yield cost.with_forward(measured / counted * cost.forward if counted else 0.0)
 
-    def _cost_of_place(self, traces: Sequence[Trace], samples: int, label: Hashable, layout: Layout) -> StageCost:
-        key = id(traces), samples, label, layout.recompute, layout.context_kind  # records keep their traces
-        if key not in self._place_costs:
-            self._place_costs[key] = cost_of_place(traces, samples, label, layout, self._machine)
-        return self._place_costs[key]
+    def _cost_of_label(self, traces: Sequence[Trace], samples: int, label: Hashable, layout: Layout) -> StageCost:
+        key = id(traces), samples, label, layout.recompute, layout.context_kind  # the records keep their traces alive
+        if key not in self._label_costs:
+            self._label_costs[key] = cost_of_label(traces, samples, label, layout, self._machine)
+        return self._label_costs[key]
 
     def _contents_of(self, layout: Layout) -> Sequence[_Content]:
-        """Return the contents of each stage; stages with equal records share one object."""
+        """Return the contents of each stage; equal stages share one object."""
         key = layout.stages_key
         if key not in self._contents:
             alike: dict[Hashable, _Content] = {}
@@ -255,7 +254,7 @@ class ModuleProfile:
         return self._contents[key]
 
     def _find_contents(self, layout: Layout) -> Iterator[_Content]:
-        record = self._record(layout.sharing)
+        record = self._record(layout.tensor_key)
         positions = record.division(layout).positions
         for stage, labels in enumerate(labels_of_stages(positions)):
             parts = [
@@ -271,8 +270,8 @@ class _Content:
     """The contents of a stage.
 
     Attributes:
-        parts: Its labels, grouped by recomputation.
-        outputs: The bytes that it sends to the next stage, in each trace.
+        parts: The labels of the stage, grouped by recomputation.
+        outputs: The bytes that the stage sends to the next stage, in each trace.
     """
 
     parts: Sequence[StagePart]
@@ -287,15 +286,15 @@ class _Content:
         return *parts, *self.outputs
 
 
-def _with_sharing(layout: Layout, sharing: Sharing) -> Layout:
-    tensor, mode, depth = sharing
+def _with_tensor(layout: Layout, key: TensorKey) -> Layout:
+    tensor, mode, depth = key
     return replace(layout, tensor=tensor, tensor_mode=mode, tensor_depth=depth)
 
 
 def _parts(
     layout: Layout, stage: int, labels: Sequence[Hashable], layers: Sequence[int]
 ) -> list[tuple[Layout, list[Hashable]]]:
-    """The places of a stage whose layers run again, and the others, each with a layout that treats all alike."""
+    """Return the labels of a stage grouped by recomputation, each group with a layout that recomputes all or none."""
     if not isinstance(layout.recompute, tuple):
         return [(layout, list(labels))]
     again = set(layers[: layout.recompute[stage]])

@@ -1,4 +1,4 @@
-"""Functions that run in copies of this process, so that they leave no trace in this one, and beside each other."""
+"""Functions that run in copies of this process: in parallel, and without side effects in this process."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from lightning_hybrid.distributed.tensor_bytes import bytes_tensor
 
 _K = TypeVar("_K", bound=Hashable)
 _T = TypeVar("_T")
-_PR_SET_PDEATHSIG = 1  # of Linux
+_PR_SET_PDEATHSIG = 1  # an option of prctl in Linux
 _FOR_PARENT = (signal.SIGTERM, signal.SIGINT)
-_GRACE = 5.0  # seconds after which a copy that nobody ends does it itself
+_GRACE = 5.0  # seconds after the time limit; then, a copy ends itself
 
 
 def run_in_copy(function: Callable[[], _T], *, time_limit: float) -> _T:
@@ -35,12 +35,12 @@ def run_in_copy(function: Callable[[], _T], *, time_limit: float) -> _T:
 
 
 class ProcessCopy(Generic[_T]):
-    """A copy of this process that runs a function, on the host, with one thread, no process group and no output.
+    """A copy of this process that runs a function on the CPU, with one thread, no process group and no output.
 
-    It begins at once, and ends with this process at the latest.
+    It starts immediately. If this process ends, the copy ends too.
 
     Args:
-        function: Any callable, closures too. What it returns is pickled.
+        function: Any callable, such as a closure. The result is pickled.
         time_limit: Seconds after which the copy is ended.
 
     Raises:
@@ -56,13 +56,14 @@ class ProcessCopy(Generic[_T]):
         self._time_limit, self._deadline = time_limit, time.monotonic() + time_limit
         self._reading, writing = os.pipe()
         parent = os.getpid()
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, _FOR_PARENT)  # until the copy ignores them
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _FOR_PARENT)  # blocked until the copy ignores them
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", DeprecationWarning)  # the copy needs none of the other threads
+                # Python warns about forks of processes with threads. The copy does not need the other threads.
+                warnings.simplefilter("ignore", DeprecationWarning)
                 self._pid = os.fork()
             if self._pid == 0:
-                _live(function, parent, writing, time_limit)
+                _run_copy(function, parent, writing, time_limit)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
             os.close(writing)
@@ -73,16 +74,16 @@ class ProcessCopy(Generic[_T]):
         return time.monotonic() > self._deadline
 
     def fileno(self) -> int:
-        """Return the file that can be read when there is a result, for `select`."""
+        """Return the file descriptor that becomes readable when there is a result, for `select`."""
         return self._reading
 
     def result(self) -> _T:
         """Wait for the function, and return what it returned.
 
         Raises:
-            ValueError, TypeError: As the function raised them.
-            TimeoutError: If it took too long.
-            RuntimeError: If it raised something else or died.
+            ValueError, TypeError: If the function raised them.
+            TimeoutError: If the function took too long.
+            RuntimeError: If the function raised another error, or the copy ended.
         """
         try:
             result, error = Message.receive(self._read).value()
@@ -94,7 +95,7 @@ class ProcessCopy(Generic[_T]):
         return value
 
     def _read(self, size: int) -> Tensor:
-        """Return the next bytes that the copy writes."""
+        """Return the next bytes from the copy."""
         received = b""
         while len(received) < size:
             if not select.select([self._reading], [], [], max(0.0, self._deadline - time.monotonic()))[0]:
@@ -106,10 +107,10 @@ class ProcessCopy(Generic[_T]):
         return bytes_tensor(received)
 
     def end(self) -> None:
-        """End the copy. To be called once."""
+        """End the copy. Call it once."""
         os.close(self._reading)
         os.kill(self._pid, signal.SIGKILL)
-        with suppress(ChildProcessError):  # somebody else has waited for it
+        with suppress(ChildProcessError):  # another handler has already waited for it
             os.waitpid(self._pid, 0)
 
 
@@ -117,8 +118,8 @@ class Copies(Generic[_K, _T]):
     """Functions that run in copies of this process while entered.
 
     Args:
-        functions: The functions by key, in the order in which they begin.
-        most: How many run at a time.
+        functions: The functions by key, in the order in which they start.
+        most: The number of copies that run at a time.
         time_limit: Seconds after which a copy is ended.
     """
 
@@ -128,7 +129,7 @@ class Copies(Generic[_K, _T]):
         self._results: dict[_K, _T] = {}
 
     def __enter__(self) -> Copies[_K, _T]:
-        self._begin()
+        self._start()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -137,46 +138,46 @@ class Copies(Generic[_K, _T]):
             self._running.popitem()[1].end()
 
     def advance(self) -> None:
-        """Let others begin in the place of those that have ended."""
+        """Start waiting functions in place of finished ones."""
         if self._waiting:
             self._collect(0.0)
 
     def take(self, key: _K) -> _T | None:
-        """Wait for a function and return its result; ``None`` if no copy has run it to its end."""
+        """Wait for a function and return its result; ``None`` if no copy has finished it."""
         while key in self._running or key in self._waiting:
             self._collect(1.0)
         return self._results.pop(key, None)
 
     def _collect(self, seconds: float) -> None:
-        """Keep the results that come within so many seconds."""
+        """Collect the results that arrive within a number of seconds."""
         ready = select.select(self._running.values(), [], [], seconds)[0]
         for key, copy in list(self._running.items()):
             if copy in ready or copy.is_late:
                 del self._running[key]
-                with suppress(Exception):  # whatever it is, where the function is run again it is raised again
+                with suppress(Exception):  # this process then runs the function, which raises the error again
                     self._results[key] = copy.result()
-        self._begin()
+        self._start()
 
-    def _begin(self) -> None:
+    def _start(self) -> None:
         while self._waiting and len(self._running) < self._most:
             key = next(iter(self._waiting))
             try:
                 self._running[key] = ProcessCopy(self._waiting[key], time_limit=self._time_limit)
-            except (RuntimeError, OSError):  # this system cannot copy a process, or not now
+            except (RuntimeError, OSError):  # this system cannot copy a process, or has no memory for it now
                 self._waiting.clear()
                 return
             del self._waiting[key]
 
 
 def num_processors() -> int:
-    """Return how many processors this process may use."""
+    """Return the number of processors that this process can use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _live(function: Callable[[], Any], parent: int, writing: int, time_limit: float) -> NoReturn:
-    """The life of the copy."""
+def _run_copy(function: Callable[[], Any], parent: int, writing: int, time_limit: float) -> NoReturn:
+    """Run the function in the copy, send its result or error, and exit."""
     try:
-        _settle(parent, time_limit)
+        _separate(parent, time_limit)
         result, error = function(), None
     except (ValueError, TypeError) as raised:
         result, error = None, type(raised)(str(raised)) if type(raised) in (ValueError, TypeError) else _other(raised)
@@ -188,29 +189,29 @@ def _live(function: Callable[[], Any], parent: int, writing: int, time_limit: fl
             while unwritten:
                 unwritten = unwritten[os.write(writing, unwritten) :]
     finally:
-        os._exit(0)  # nothing of the parent is tidied up here
+        os._exit(0)  # without the parent's exit handlers
 
 
 def _other(error: BaseException) -> RuntimeError:
     return RuntimeError(f"{type(error).__name__}: {error}")
 
 
-def _settle(parent: int, time_limit: float) -> None:
-    """Be apart from the parent."""
-    gc.freeze()  # garbage of the parent may hold groups, and to free one is to wait for threads that were not copied
+def _separate(parent: int, time_limit: float) -> None:
+    """Separate the copy from the parent: signals, output, threads, devices and process groups."""
+    gc.freeze()  # garbage can contain process groups, and freeing one waits for threads that were not copied
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it died before that
+    if os.getppid() != parent:  # the parent ended before that
         os._exit(1)
-    for number in _FOR_PARENT:  # which ends this one
+    for number in _FOR_PARENT:  # the parent handles them, and ends this copy
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _FOR_PARENT)
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):
         os.dup2(nowhere, stream)
-    sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115, PTH123 (until the process ends)
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends a process; a thread that would do it may wait for another
+    sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115, PTH123 (open until the process ends)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the process even if a thread waits for a lock
     signal.alarm(math.ceil(time_limit + _GRACE))
     torch.set_num_threads(1)
-    vars(torch.cuda)["is_available"] = lambda: False  # a device that the parent has used cannot be used here
+    vars(torch.cuda)["is_available"] = lambda: False  # a copy cannot use a device of its parent
     leave_groups_to_parent()

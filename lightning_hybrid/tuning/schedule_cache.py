@@ -1,4 +1,4 @@
-"""Schedules and their microbatches in flight, cached for all layouts that share them."""
+"""Schedules and their microbatches in flight, cached for all layouts that have the same ones."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ def schedule_of(name: str, num_ranks: int, num_microbatches: int, num_chunks: in
 
 @cache
 def most_saved(schedule_key: tuple[str, int, int, int, tuple[int, ...]], saved: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the most bytes of activations that each rank holds at a time; all ZeRO stages share them.
+    """Return the largest number of bytes of activations that each rank holds at a time; ZeRO does not change it.
 
     Args:
         schedule_key: The arguments of :func:`schedule_of`.
-        saved: The bytes that each stage keeps of a microbatch.
+        saved: The bytes that each stage saves for a microbatch.
     """
     return tuple(
         max(sum(count * saved[stage] for stage, count in counts.items()) for counts in peaks)
@@ -32,12 +32,12 @@ def most_saved(schedule_key: tuple[str, int, int, int, tuple[int, ...]], saved: 
 def in_flight_of(
     name: str, num_ranks: int, num_microbatches: int, num_chunks: int, extra: tuple[int, ...]
 ) -> list[list[dict[int, int]]]:
-    """Return the microbatches that each rank holds at its peaks; cached for all layouts with this schedule."""
+    """Return the numbers of microbatches of each stage that each rank holds at its peaks."""
     schedule = order_of(name, num_ranks, num_microbatches, num_chunks, extra)
     return [most_in_flight(schedule, rank) for rank in range(num_ranks)]
 
 
 @cache
 def order_of(name: str, num_ranks: int, num_microbatches: int, num_chunks: int, extra: tuple[int, ...]) -> Schedule:
-    """Return a schedule of computations alone; they suffice for memory, and take much less time to make."""
+    """Return a schedule without communication. It is enough for memory, and takes much less time to build."""
     return compute_schedule(name, num_ranks, num_microbatches, num_chunks, extra)

@@ -1,4 +1,4 @@
-"""All layouts of so many ranks, the best of those that fit, and why the others are not among them."""
+"""The search for the fastest layouts that fit, and the reasons why the other layouts were rejected."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from lightning_hybrid.tuning.cost_model import Cost, CostModel
 from lightning_hybrid.tuning.search_space import EVERYTHING, SearchSpace, layouts
 
 DOES_NOT_FIT = "does not fit"
-#: How a layout is found that nobody looks at before it runs: an option that saves less of the time is not taken, as
-#: estimates are rougher than that, and so many layouts are compared by what is simple.
-FOUND_UNSEEN: dict[str, Any] = {"as_good": 0.05, "num_best": 12}
+#: The options of a search whose result runs without a review. Estimates are not exact, so an option has to save more
+#: than 5% of the time, and more layouts are compared to find a simple one.
+UNATTENDED: dict[str, Any] = {"as_good": 0.05, "num_best": 12}
 
 
 @dataclass(frozen=True)
-class Losers:
-    """Layouts that are not among the best, for one reason.
+class Rejected:
+    """Layouts that were rejected for the same reason.
 
     Attributes:
-        reason: Why.
-        count: How many they are.
-        best: The least bad of them: that needs the least memory, or the least time.
-        text: What is wrong with it.
+        reason: The reason.
+        count: The number of layouts.
+        best: The layout among them that needs the least memory or time.
+        text: Details about this layout.
     """
 
     reason: str
@@ -37,24 +37,24 @@ class Losers:
 
     @property
     def first_sentence(self) -> str:
-        """The text without remedies, which are other layouts, so the search tries them too."""
+        """The text without remedies: they are other layouts, which the search tries anyway."""
         return " ".join(self.text.split()).split(". ")[0]
 
 
 @dataclass(frozen=True)
 class Suggestions:
-    """What a search found.
+    """The result of a search.
 
     Attributes:
-        best: Layouts with their costs, the fastest first; of those that differ by little, the simplest. Where
-            steps differ in their samples, the time of a sample counts.
-        losers: The others, by reason, of those that come closest first.
-        num_layouts: How many layouts there are.
-        num_simulated: How many of them had to be simulated.
+        best: The best layouts with their costs, ordered by the time per sample. If times differ little, the simpler
+            layout is first.
+        rejected: The other layouts, grouped by reason: slower ones, ones that do not fit, and unsupported ones.
+        num_layouts: The number of layouts.
+        num_simulated: The number of layouts that were simulated.
     """
 
     best: tuple[Cost, ...]
-    losers: tuple[Losers, ...]
+    rejected: tuple[Rejected, ...]
     num_layouts: int
     num_simulated: int
 
@@ -72,20 +72,20 @@ def search(
 ) -> Suggestions:
     """Find the fastest layouts that fit.
 
-    Every layout is asked for its memory. Of those that fit, a step is simulated in the order of the least that it can
-    take, which is what its busiest rank has to do: no rank can be finished earlier than that. When the next one would
-    take at least as long without any waiting as the worst of the best takes with it, so would all that come after it,
-    and none of them has to be simulated. So the result is that of simulating all.
+    The memory of every layout is estimated. The layouts that fit are simulated in the order of the lower bound of their
+    time, which is the work of the busiest rank. The search ends when the lower bound of the next layout exceeds the
+    simulated time of the worst of the best layouts, because the same is true of all layouts after it. So the result is
+    the same as if all layouts were simulated.
 
     Args:
-        model: The costs.
-        num_ranks: Of the run.
-        refuse: Says why a module cannot be divided by a layout, in short and in full; ``None`` if it can.
-        prepared: Makes a context for layouts that are going to be weighed, in which they are.
-        space: What is tried.
-        num_best: How many are wanted.
-        as_good: The share of the time of the fastest by which a simpler layout may be slower, to come before it.
-        progress: Gets what is done to layouts, to how many it has been done, and how many there are.
+        model: The cost model.
+        num_ranks: The number of ranks of the run.
+        refuse: Returns why the module does not support a layout, as a short and a full text; ``None`` if it does.
+        prepared: Makes a context in which layouts are estimated, from all these layouts.
+        space: The values that are tried.
+        num_best: The number of layouts to return.
+        as_good: A simpler layout is placed before a faster one if its time is longer by less than this share.
+        progress: Gets a text, the number of finished layouts, and the number of all layouts.
     """
     machine, step = model.machine, model.step
     most = machine.max_tensor or machine.ranks_per_node, machine.ranks_per_node
@@ -109,39 +109,39 @@ def search(
     best = ranking.sorted(as_good)
     chosen = {cost.layout for cost in best}
     slower = [cost for cost in (*ranking.simulated, *ranking.left) if cost.layout not in chosen]
-    losers = [*_slower(slower, best), *_too_big(too_big, machine.memory), *_refused(refused)]
+    rejected = [*_slower(slower, best), *_too_big(too_big, machine.memory), *_refused(refused)]
     number = len(every) + ranking.num_layouts - len(fitting)
-    return Suggestions(tuple(best), tuple(losers), number, len(ranking.simulated))
+    return Suggestions(tuple(best), tuple(rejected), number, len(ranking.simulated))
 
 
 class _Ranking:
-    """The fastest of all layouts that are added.
+    """A ranking of layouts by time.
 
     Args:
-        model: The costs.
-        num_best: How many are wanted.
-        progress: As of :func:`search`.
+        model: The cost model.
+        num_best: The number of layouts to keep.
+        progress: See :func:`search`.
 
     Attributes:
-        simulated: The costs of those that had to be simulated.
-        left: Those of the others.
-        num_layouts: How many have been added.
+        simulated: The costs of layouts that were simulated.
+        left: The costs of the other layouts.
+        num_layouts: The number of layouts that were added.
     """
 
     def __init__(self, model: CostModel, num_best: int, progress: Callable[[str, int, int], None]) -> None:
         self._model, self._num_best, self._progress = model, num_best, progress
-        self._best: list[Cost] = []  # the fastest first
+        self._best: list[Cost] = []  # ordered by time
         self.simulated: list[Cost] = []
         self.left: list[Cost] = []
         self.num_layouts = 0
 
     @property
     def worst(self) -> float:
-        """Seconds of a sample that are too many to be among the best."""
+        """The seconds per sample above which a layout is not one of the best."""
         return self._best[-1].seconds_of_sample if len(self._best) == self._num_best else inf
 
     def add(self, costs: Iterable[Cost]) -> None:
-        """Simulate those that may be among the best."""
+        """Add layouts, and simulate a layout only if it can be one of the best."""
         waiting = sorted(costs, key=lambda cost: cost.least_of_sample)
         self.num_layouts += len(waiting)
         for number, cost in enumerate(waiting):
@@ -153,20 +153,20 @@ class _Ranking:
             self._best = heapq.nsmallest(self._num_best, [*self._best, self.simulated[-1]], key=_rank)
 
     def sorted(self, as_good: float) -> list[Cost]:
-        """The best, where a time that is longer than that of the fastest by this share is as good as that."""
+        """Return the best layouts; see `as_good` of :func:`search`."""
         return sorted(self._best, key=lambda cost: _preference(cost, self._best[0], as_good))
 
 
 def _partly_recomputed(
     model: CostModel, fitting: Sequence[Cost], too_big: Sequence[Cost], worst: float
 ) -> Iterator[Cost]:
-    """Where layers have to run again, but not all of them: with as few as fit, in each stage.
+    """Yield layouts that fit only with recomputation, with the fewest recomputed layers in each stage.
 
     Args:
-        model: The costs.
-        fitting: Of layouts that fit.
-        too_big: Of the others.
-        worst: Seconds of a sample that are too many.
+        model: The cost model.
+        fitting: The costs of the layouts that fit.
+        too_big: The costs of the layouts that do not fit.
+        worst: The seconds per sample above which a layout is not one of the best.
     """
     with_all = {replace(cost.layout, recompute=False) for cost in fitting if cost.layout.recompute is True}
     for cost in too_big:
@@ -177,7 +177,7 @@ def _partly_recomputed(
 
 
 def _rank(cost: Cost) -> tuple[float, int]:
-    """The fastest first; of equally fast ones, what is simpler to say."""
+    """Return a sort key: the time, and the number of options that differ from their defaults."""
     layout = cost.layout
     options = layout.zero_stage + layout.num_chunks + bool(layout.recompute) + bool(layout.extra_in_flight)
     return cost.seconds_of_sample, options + (layout.context > 1) + (layout.tensor_mode != "1d")
@@ -188,8 +188,8 @@ def _preference(cost: Cost, fastest: Cost, as_good: float) -> tuple[int, int, fl
     return int((seconds / fastest.seconds_of_sample - 1) / as_good), complexity, seconds
 
 
-def _slower(costs: list[Cost], best: list[Cost]) -> Iterator[Losers]:
-    """Those that fit, by what they spend most on beyond the best one."""
+def _slower(costs: list[Cost], best: list[Cost]) -> Iterator[Rejected]:
+    """Yield the layouts that fit, grouped by the kind of work that takes the most extra time."""
     groups: dict[str, list[Cost]] = {}
     for cost in costs:
         excess = {
@@ -201,17 +201,17 @@ def _slower(costs: list[Cost], best: list[Cost]) -> Iterator[Losers]:
         first = min(group, key=lambda cost: cost.seconds_of_sample)
         times = first.seconds_of_sample / best[0].seconds_of_sample
         least = "" if first.seconds is not None else "at least "
-        yield Losers(f"more {name}", len(group), first.layout, f"{least}{times:.2f} x the time of the best")
+        yield Rejected(f"more {name}", len(group), first.layout, f"{least}{times:.2f} x the time of the best")
 
 
-def _too_big(costs: list[Cost], memory: float) -> Iterator[Losers]:
+def _too_big(costs: list[Cost], memory: float) -> Iterator[Rejected]:
     if costs:
         first = min(costs, key=lambda cost: cost.bytes)
         text = f"{first.bytes / 2**30:,.1f} GiB, {first.bytes / memory:.2f} x the memory"
-        yield Losers(DOES_NOT_FIT, len(costs), first.layout, text)
+        yield Rejected(DOES_NOT_FIT, len(costs), first.layout, text)
 
 
-def _refused(groups: dict[str, list[tuple[Layout, str]]]) -> Iterator[Losers]:
+def _refused(groups: dict[str, list[tuple[Layout, str]]]) -> Iterator[Rejected]:
     for reason, group in groups.items():
         layout, text = group[0]
-        yield Losers(reason, len(group), layout, text)
+        yield Rejected(reason, len(group), layout, text)

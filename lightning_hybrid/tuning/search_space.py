@@ -14,7 +14,7 @@ from lightning_hybrid.strategy.open_arguments import MOST_CHUNKS, RECOMPUTE
 from lightning_hybrid.tensor_parallel.context_parallel.attention import KINDS
 from lightning_hybrid.tuning.candidates import Layout, Step, arrangements, divisors
 
-#: Schedules, with the chunks of a rank.
+#: Schedules, with the number of chunks of a rank.
 SCHEDULES_TRIED = (
     ("1f1b", 1),
     ("gpipe", 1),
@@ -24,20 +24,20 @@ SCHEDULES_TRIED = (
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """What is tried: of each argument the values that it may have; ``None`` for all that there are.
+    """The values of each argument that a search tries; ``None`` for all values.
 
     Attributes:
         data: Numbers of replicas.
-        tensor: Ranks that share a layer.
-        tensor_mode: How these are arranged: ``tensor_parallel_mode`` and ``tensor_parallel_depth``.
-        pipeline: Pipeline ranks.
-        context: Ranks that share a sequence.
-        context_kinds: How attention communicates between these.
-        num_microbatches: Gives the number of microbatches for so many pipeline ranks.
-        schedules: Schedules, with the chunks of a rank.
-        zero_stages: Stages of ZeRO, where there are replicas.
+        tensor: Tensor-parallel sizes.
+        tensor_mode: ``tensor_parallel_mode`` and ``tensor_parallel_depth``.
+        pipeline: Pipeline-parallel sizes.
+        context: Context-parallel sizes.
+        context_kinds: Values of ``context_parallel``.
+        num_microbatches: Returns the number of microbatches for a number of pipeline ranks.
+        schedules: Schedules, with the number of chunks of a rank.
+        zero_stages: ZeRO stages, if there are several replicas.
         recompute: Kinds of recomputation.
-        some_layers: Whether to find also how few layers of each stage have to run again, where not all have to.
+        some_layers: If True, layouts that fit only with recomputation are also tried with the fewest recomputed layers.
     """
 
     data: Collection[int] | None = None
@@ -53,12 +53,12 @@ class SearchSpace:
     some_layers: bool = False
 
     def sizes(self, num_ranks: int, max_tensor: int, max_context: int) -> Iterator[tuple[int, int, int, int]]:
-        """(data, tensor, pipeline, context) parallel sizes of so many ranks.
+        """Yield the data, tensor, pipeline and context sizes for a number of ranks.
 
         Args:
-            num_ranks: Their product.
-            max_tensor: The most ranks that share a layer, unless it is said which.
-            max_context: The most ranks that share a sequence, likewise.
+            num_ranks: The product of the sizes.
+            max_tensor: The largest tensor-parallel size, unless `tensor` lists the sizes.
+            max_context: The largest context-parallel size, unless `context` lists the sizes.
         """
         for tensor in divisors(num_ranks):
             if tensor not in self.tensor if self.tensor is not None else tensor > max_tensor:
@@ -72,11 +72,11 @@ class SearchSpace:
                         yield data, tensor, pipeline, context
 
     def kinds_of(self, context: int) -> Sequence[str]:
-        """How attention may communicate between so many ranks that share a sequence."""
+        """Return the kinds of attention communication for a context-parallel size."""
         return KINDS[:1] if context == 1 else self.context_kinds
 
     def arrangements_of(self, tensor: int, context: int) -> Sequence[tuple[str, int]]:
-        """How so many ranks that share a layer may be arranged, beside so many that share a sequence."""
+        """Return the arrangements of tensor-parallel ranks for a tensor-parallel and a context-parallel size."""
         if self.tensor_mode is None:
             return arrangements(tensor)[: 1 if context > 1 else None]
         mode, depth = self.tensor_mode
@@ -86,7 +86,7 @@ class SearchSpace:
             return []
 
     def schedules_of(self, pipeline: int) -> Sequence[tuple[str, int]]:
-        """Schedules of so many pipeline ranks, with the chunks of a rank."""
+        """Return the schedules for a number of pipeline ranks, with the number of chunks of a rank."""
         return SCHEDULES_TRIED[:1] if pipeline == 1 else self.schedules or SCHEDULES_TRIED
 
 
@@ -100,19 +100,20 @@ def _is_in(value: int, allowed: Collection[int] | None) -> bool:
 def layouts(
     num_ranks: int, step: Step, max_tensor: int, max_context: int, space: SearchSpace = EVERYTHING
 ) -> Iterator[Layout]:
-    """Every layout.
+    """Yield every layout of a search space.
 
-    Sizes whose product is the number of ranks; as many replicas as can do the step; microbatches ``p``, ``2 p``,
-    ``4 p``, ... up to one for each sample of a replica; 1F1B and GPipe with one chunk on a rank, interleaved 1F1B with
-    2 to 4; each stage of ZeRO where there are replicas; every kind of recomputation; where ranks share sequences every
-    way in which attention communicates, and where they share layers alone every arrangement that their number allows.
+    A layout combines sizes whose product is the number of ranks, with a number of replicas that is possible for the
+    step; ``p``, ``2 p``, ``4 p``, ... microbatches, up to one for each sample of a replica; 1F1B and GPipe with one
+    chunk on each rank, and interleaved 1F1B with two to four; each ZeRO stage if there are several replicas; and every
+    kind of recomputation. With context parallelism, every kind of attention communication is tried. With tensor
+    parallelism and without context parallelism, every arrangement of the ranks is tried.
 
     Args:
-        num_ranks: Of the run.
-        step: What is to be done.
-        max_tensor: The most ranks that may share a layer.
-        max_context: The most ranks that may share a sequence.
-        space: What is tried of all that.
+        num_ranks: The number of ranks of the run.
+        step: The samples of a step.
+        max_tensor: The largest tensor-parallel size.
+        max_context: The largest context-parallel size.
+        space: The values that are tried.
     """
     for data, tensor, pipeline, context in space.sizes(num_ranks, max_tensor, max_context):
         if not step.is_possible(data):
@@ -137,11 +138,11 @@ def layouts(
 
 
 def microbatch_numbers(pipeline: int, samples: int) -> list[int]:
-    """Into how many microbatches a batch may be split: ``p``, ``2 p``, ... or all that there are.
+    """Return the numbers of microbatches to try: ``p``, ``2 p``, ... or one for each sample if there are fewer.
 
     Args:
-        pipeline: The pipeline ranks.
-        samples: Of the batch.
+        pipeline: The number of pipeline ranks.
+        samples: The number of samples in the batch.
     """
     if samples < pipeline:
         return [samples]
@@ -152,10 +153,10 @@ def microbatch_numbers(pipeline: int, samples: int) -> list[int]:
 
 
 def search_space(config: Settings, sizes: Mapping[str, Any]) -> SearchSpace:
-    """What is tried.
+    """Return the search space for the open arguments of a configuration.
 
     Args:
-        config: The arguments, with what stands for the open ones.
+        config: The arguments of `HybridStrategy`, with provisional values of the open ones.
         sizes: The sizes that the user set, by the labels of the axes.
     """
     searched = config.searched
@@ -170,7 +171,7 @@ def search_space(config: Settings, sizes: Mapping[str, Any]) -> SearchSpace:
         pair
         for pair in SCHEDULES_TRIED
         if ("schedule" in searched or pair[0] == given[0]) and ("num_chunks" in searched or pair[1] == given[1])
-        if pair[0] != "gpipe" or not has_extra  # it has all in flight already
+        if pair[0] != "gpipe" or not has_extra  # with GPipe, all microbatches are in flight anyway
     ]
     return SearchSpace(
         data=None if data == "auto" else (data,),
@@ -179,18 +180,18 @@ def search_space(config: Settings, sizes: Mapping[str, Any]) -> SearchSpace:
         pipeline=tried[PIPELINE],
         context=tried[CONTEXT],
         context_kinds=KINDS if "context_parallel" in searched else (config.context_parallel,),
-        num_microbatches=None if "num_microbatches" in searched else _numbers(config),
+        num_microbatches=None if "num_microbatches" in searched else _microbatches(config),
         schedules=schedules or [given],
         zero_stages=range(4) if "zero_stage" in searched else (config.zero_stage,),
-        recompute=RECOMPUTE if "recompute" in searched else (_weighed(config.recompute),),
+        recompute=RECOMPUTE if "recompute" in searched else (_supported(config.recompute),),
         some_layers="recompute" in searched,
     )
 
 
-def _numbers(config: Settings) -> Any:
+def _microbatches(config: Settings) -> Any:
     return usual_microbatches if config.auto_microbatches else lambda pipeline: config.num_microbatches
 
 
-def _weighed(recompute: Any) -> bool | str:
-    assert isinstance(recompute, (bool, str)), "others are refused"
+def _supported(recompute: Any) -> bool | str:
+    assert isinstance(recompute, (bool, str)), "resolve_open rejects other values"
     return recompute

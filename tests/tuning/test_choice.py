@@ -1,4 +1,4 @@
-"""What is left open in the arguments is found at the start: the best of `suggest`, the same on every rank."""
+"""Open arguments are chosen when a run starts: the first suggestion of `suggest`, the same on every rank."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_the_choice_is_what_suggest_prints_first(
 
 
 class Shared(Regression):
-    """Its layers can be shared, too."""
+    """Layers that also support tensor parallelism."""
 
     def __init__(self) -> None:
         super().__init__(num_layers=0)
@@ -99,14 +99,14 @@ PLAN = {"body.*.0": "colwise", "body.*.1": "on_shards", "body.*.2": "rowwise"}
 def found_and_trained(
     arguments: dict[str, Any], figures: dict[str, Any], batch_size: int, before: bool
 ) -> dict[str, Any]:
-    """On a rank: what is found with a machine of these figures, and what is trained with it."""
+    """Return the layout that a rank finds with the figures of a machine, and the weights after training."""
 
     def machine(device: torch.device, dtype: torch.dtype, num_nodes: int, memory: float) -> Machine:
         return Machine(memory=memory, ranks_per_node=dist.get_world_size(), **figures)
 
     choice.measure_machine = machine  # type: ignore[assignment]
     try:
-        if before:  # groups of another run are there
+        if before:  # process groups of another run exist
             make_trainer({}, max_steps=1).fit(Regression(), loader(batch_size, 32))
         module = Shared()
         trainer = make_trainer({"gather_module_on_teardown": True, "tensor_parallel_plan": PLAN, **arguments})
@@ -114,7 +114,7 @@ def found_and_trained(
         strategy = trainer.strategy
         assert isinstance(strategy, HybridStrategy)
         sizes = strategy.sizes
-        trainer.validate(module, loader(batch_size, 32), verbose=False)  # no other search
+        trainer.validate(module, loader(batch_size, 32), verbose=False)  # without another search
         assert strategy.sizes == sizes
         return {
             "sizes": sizes,
@@ -135,7 +135,7 @@ FAST = {"node_latency": 1e-9, "node_bandwidth": 1e12, "operation_seconds": 1e-9,
 SLOW = {"node_latency": 1e-3, "node_bandwidth": 1e3, "operation_seconds": 1e-9}
 
 
-#: Ranks, what is given, the figures of the machine, and the sizes that are the best then.
+#: The number of ranks, arguments, the figures of the machine, and the best sizes.
 FOUND: dict[str, tuple[int, dict[str, Any], dict[str, Any], tuple[int, int, int]]] = {
     "replicas": (2, {}, {**FAST, "node_latency": 1e-4}, (2, 1, 1)),
     "a pipeline": (2, {"data_parallel_size": 1}, {**FAST, "node_latency": 1e-4}, (1, 1, 2)),
@@ -168,7 +168,7 @@ def test_steps_are_tried_on_the_host_with_the_dtypes_of_a_device() -> None:
 
 
 def shared_sequences(figures: dict[str, Any]) -> dict[str, Any]:
-    """On a rank: what is found for ranks that share sequences, and what is trained with it."""
+    """Return the layout that a rank finds with context parallelism, and the weights after training."""
 
     def machine(device: torch.device, dtype: torch.dtype, num_nodes: int, memory: float) -> Machine:
         return Machine(memory=memory, ranks_per_node=dist.get_world_size(), **figures)
@@ -199,7 +199,7 @@ def test_what_is_found_for_shared_sequences_trains_as_one_process(ranks: Pools) 
 
 
 class Quadratic(LightningModule):
-    """A layer that four ranks can share in a line and in a square."""
+    """A layer that supports four tensor-parallel ranks in a line and in a square."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -220,7 +220,7 @@ class Quadratic(LightningModule):
 
 
 def over_a_square(memory: float) -> dict[str, Any]:
-    """On a rank: what is found with so much memory, where all four ranks share layers; and what is trained with it."""
+    """Return the arrangement of four tensor-parallel ranks that a rank finds, and the weights after training."""
     module = Quadratic()
     given = {"layout": "auto", "tensor_parallel_size": [4], "num_microbatches": 2, "recompute": True}
     trainer = make_trainer(given, max_steps=2)
@@ -248,7 +248,7 @@ def test_blocks_are_chosen_where_nothing_else_fits_and_train_as_one_process(rank
 
 
 def fits(limit: float | None) -> Any:
-    """On a rank: what is found for `recompute` alone, and the text of a refusal."""
+    """Return the value that a rank finds if only `recompute` is open, or the text of the error."""
     module = Blocks(width=16, depth=4)
     strategy: dict[str, Any] = {"pipeline_parallel_size": 2, "num_microbatches": 4, "recompute": "auto"}
     trainer = make_trainer({**strategy, "tuning": Tuning(memory_limit=limit)}, max_steps=1)
@@ -283,7 +283,7 @@ def test_recompute_takes_the_least_that_fits(ranks: Pools) -> None:
 
 
 def refused(kind: str) -> str:
-    """On a rank: the text of a refusal."""
+    """Return the text of the error on a rank."""
     module = ByHand() if kind == "by hand" else Regression()
     data = DataLoader(Nothing(), batch_size=None) if kind == "no batch" else loader(4, 32)
     trainer = make_trainer({"layout": "auto"}, max_steps=1)

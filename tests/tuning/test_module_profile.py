@@ -84,7 +84,7 @@ def test_a_layout_holds_what_the_command_memory_says(profile: ModuleProfile, lay
 
 
 def check_held(profile: ModuleProfile, cls: type[LightningModule], layout: Layout) -> None:
-    step = Step(16 * layout.data)  # as many samples for each replica as the loader gives
+    step = Step(16 * layout.data)  # one batch of the loader for each replica
     found = CostModel(profile, Machine(), step).estimate(layout)
     strategy = HybridStrategy(
         layout.data,
@@ -147,14 +147,14 @@ def test_products_are_counted_as_two_operations_for_each_multiplication(profile:
 
 
 class Long(Blocks):
-    """Layers, and sequences that four ranks can share evenly."""
+    """Layers on sequences that can be sharded evenly over four ranks."""
 
     def __init__(self, depth: int = 2) -> None:
         super().__init__(depth=depth)
 
     def training_step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         x, y = batch
-        read = self.body(self.first(x)).softmax(-1)  # of the whole sequence
+        read = self.body(self.first(x)).softmax(-1)  # reads the full sequence
         return nn.functional.cross_entropy(self.last(read).mean(1), y)
 
     def train_dataloader(self) -> DataLoader[Any]:
@@ -207,7 +207,7 @@ def test_repeated_layers_on_shares_cost_what_they_would_cost_themselves(monkeypa
     ]
     layouts = [layout for layout in layouts if repeated.refuse(layout) is None]
     found = [[repeated.stages(layout, samples) for samples in (16, 7)] for layout in layouts]
-    # Of five layers the first one is given a whole sequence, the second one a share, and the others repeat this one.
+    # The first of five layers receives the full sequence, the second a shard, and the others repeat the second.
     shares = {(layout.context, layout.context_kind) for layout in layouts}  # one forward for all kinds of recomputation
     assert number >= 2 * 3 * len(shares)
     measure = DryRunStrategy._measure
@@ -260,7 +260,7 @@ def test_what_cannot_be_shared_is_refused(of_long: ModuleProfile) -> None:
 
 
 class Blocked(Long):
-    """Layers that 16 ranks can share, in a line, squares or a cube."""
+    """Layers that support 16 tensor-parallel ranks in a line, and grids with two and three dimensions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -305,7 +305,7 @@ def test_blocks_over_a_grid_send_what_the_papers_say(
         edge = round((tensor / depth) ** 0.5)
         there = (edge - 1) / edge**2 * (7 * activations / depth + weights)
         back = 2 * there + ring(depth, 2, weights / edge**2)
-    whole = ring(tensor, 1, activations)  # where blocks begin, in backward, and where they end
+    whole = ring(tensor, 1, activations)  # at the beginning of the layers, in the backward, and at their end
     norms = 2 * 2 * ring(edge, 2, 4 * 16 * 16 * edge / tensor)  # a mean and a variance
     parameters = 2 * ring(tensor // edge, 2, 4 * 64 / edge)  # gradients of the norms' weights
     assert cost.tensor.forward.sent == pytest.approx(2 * (there + whole + norms))
@@ -326,10 +326,10 @@ def test_a_layout_in_blocks_holds_what_the_command_memory_says(of_blocked: Modul
 
 
 def test_squares_are_chosen_where_many_ranks_share_wide_activations_over_slow_links(of_blocked: ModuleProfile) -> None:
-    """In a line each rank sends 15/2 of a layer's activations, however many ranks there are; in a square less.
+    """In a line, each rank sends 15/2 of a layer's activations for any number of ranks; in a square, less.
 
-    With few samples that is less than the weights that a square sends. Several squares send still less, but each has
-    the weights: with as much memory as one square needs, they have to split the batch, and send them more often.
+    With few samples, this is less than the weights that a square sends. Several squares send even less, but each of
+    them holds all weights. With the memory that one square needs, they have to split the batch, and send more often.
     """
     only = SearchSpace(data=(1,), tensor=(16,), pipeline=(1,), context=(1,), recompute=(False,))
 
@@ -360,7 +360,7 @@ def test_what_does_not_go_with_blocks_is_refused() -> None:
 
 
 class Scanned(Long):
-    """A layer has a convolution over time, too."""
+    """A layer that also has a convolution over time."""
 
     def __init__(self) -> None:
         Blocks.__init__(self, width=16, depth=2)
@@ -371,7 +371,7 @@ def test_sequences_are_shared_only_where_a_run_could() -> None:
     profile = make_profile(Scanned, ranks=2, contexts=(1, 2))
     found = search(CostModel(profile, Machine(), Step(16)), 2, refuse=profile.refuse)
     assert all(cost.layout.context == 1 for cost in found.best)
-    (group,) = [group for group in found.losers if group.reason == "context parallelism cannot be used"]
+    (group,) = [group for group in found.rejected if group.reason == "context parallelism cannot be used"]
     assert "'body.0' (Sequential), which mixes positions" in group.text
 
 
@@ -392,7 +392,7 @@ def test_measured_forwards_are_those_of_this_machine() -> None:
 
 
 class Cached(Blocks):
-    """Its layers take ten times as long for each sample where these are more than four, by a clock of its own."""
+    """With more than four samples, each sample takes ten times as long, by a clock of this class."""
 
     now = 0.0
 
@@ -412,7 +412,7 @@ class Cached(Blocks):
 
 
 def test_a_small_microbatch_is_measured_and_not_concluded_from_large_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where a batch does not fit into the caches, and its microbatches do."""
+    """For example, a batch does not fit into the caches, but its microbatches do."""
     monkeypatch.setattr(traces, "perf_counter", lambda: Cached.now)
     profile = make_profile(Cached, ranks=2, measure=True)
 
@@ -507,11 +507,11 @@ SHARED = [
 
 def test_a_step_is_recorded_in_copies_as_it_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
     here, ahead = make_profile(Blocked, contexts=(1, 2)), make_profile(Blocked, contexts=(1, 2))
-    expected = [here.record_or_error(layout.sharing) for layout in SHARED]
+    expected = [here.record_or_error(layout.tensor_key) for layout in SHARED]
     monkeypatch.setattr(module_profile, "num_processors", lambda: len(SHARED))
     with ahead.recorded_ahead(SHARED):
         monkeypatch.setattr(module_profile, "run_first_step", lambda *_, **__: pytest.fail("it ran here"))
-        assert [ahead.record_or_error(layout.sharing) for layout in SHARED] == expected
+        assert [ahead.record_or_error(layout.tensor_key) for layout in SHARED] == expected
     assert ahead.divided_shares() == here.divided_shares()
 
 

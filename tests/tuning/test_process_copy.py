@@ -126,5 +126,5 @@ def test_copies_of_a_copy_end_with_it() -> None:
     assert len(inner) == 2
     assert all(map(is_alive, inner))
     copy.end()
-    while any(map(is_alive, inner)):  # the test's own limit ends it
+    while any(map(is_alive, inner)):  # until the timeout of the test
         time.sleep(0.01)

@@ -1,4 +1,4 @@
-"""The layouts that are suggested are the fastest that fit, and cost what a run of them would."""
+"""The suggested layouts are the fastest ones that fit, and their costs follow the documented formulas."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning_hybrid.tuning.candidates import Layout, LoaderStep, Step
 from lightning_hybrid.tuning.cost_model import CostModel, StageCost
 from lightning_hybrid.tuning.machine import Machine
 from lightning_hybrid.tuning.messages import Exchange, Messages
-from lightning_hybrid.tuning.search import FOUND_UNSEEN, search
+from lightning_hybrid.tuning.search import UNATTENDED, search
 from lightning_hybrid.tuning.search_space import SearchSpace
 
 # -- the search against all layouts, evaluated one by one by other code ------------------------------------------------
@@ -28,11 +28,11 @@ from lightning_hybrid.tuning.search_space import SearchSpace
 class Problem:
     """A made-up module whose layers have their own costs, the ranks, and the machine."""
 
-    seconds: tuple[float, ...]  # of a forward with one sample
-    weights: tuple[int, ...]  # bytes of parameters, and as many of gradients
+    seconds: tuple[float, ...]  # seconds of a forward with one sample
+    weights: tuple[int, ...]  # bytes of parameters, and the same number of bytes of gradients
     saved: tuple[int, ...]  # bytes of activations of one sample
     output: int
-    keys_kept: float  # what gathered keys and values are, as a share of what is saved
+    keys_kept: float  # bytes of gathered keys and values, as a share of the saved bytes
     num_ranks: int
     machine: Machine
     step: Step
@@ -43,7 +43,7 @@ class Problem:
         if layout.tensor_mode == "3d" and self.output % 2:
             return "tensor parallelism cannot be used", "in no cube"
         if layout.context_kind == "ulysses":
-            is_possible = 12 // layout.tensor % layout.context == 0  # of its heads
+            is_possible = 12 // layout.tensor % layout.context == 0  # heads per rank
         else:
             is_possible = layout.recompute != "selective"
         return None if is_possible else ("context parallelism cannot be used", "so")
@@ -77,7 +77,7 @@ class Problem:
         return costs
 
     def tensor_messages(self, layout: Layout, num_bytes: float, layers: list[int]) -> tuple[Messages, Messages]:
-        """Of transformer layers, by the table of the documents: each has activations of so many bytes, and weights."""
+        """Return the tensor-parallel messages of transformer layers by the documented table."""
         size, mode, number = layout.tensor, layout.tensor_mode, layout.tensor_depth
         weights, activations = sum(self.weights[at] for at in layers), num_bytes * len(layers)
         edge = round(size ** (1 / 3)) if mode == "3d" else round((size / number) ** (1 / 2))
@@ -95,7 +95,7 @@ class Problem:
         return Messages(there, hops * count, each * count), Messages(back, 2 * hops * count, 2 * each * count)
 
     def messages(self, layout: Layout, num_bytes: float, number: int) -> tuple[Messages, Messages]:
-        """Of layers on shares of sequences, by the table of the documents: each has an attention of so many bytes."""
+        """Return the context-parallel messages of layers by the documented table, for bytes of hidden states."""
         size, ring = layout.context, layout.context_kind == "ring"
         if layout.context_kind == "ulysses":
             each, hops, collectives = 4 * (size - 1) / size**2, 4 * (size - 1), 4
@@ -159,7 +159,7 @@ def random_problem(seed: int) -> Problem:
 
 
 def naive_arrangements(tensor: int, context: int) -> list[tuple[str, int]]:
-    """Every number of ranks along three axes."""
+    """Return the arrangements found by trying every number of ranks along three axes."""
     found = [("1d", 1)]
     for depth, edge in itertools.product(range(1, tensor + 1), range(2, tensor + 1)):
         if depth * edge * edge == tensor and context == 1:
@@ -169,7 +169,7 @@ def naive_arrangements(tensor: int, context: int) -> list[tuple[str, int]]:
 
 
 def naive_layouts(problem: Problem) -> list[Layout]:
-    """All that an argument may be, then what contradicts itself is left out."""
+    """Return all combinations of arguments, without invalid ones."""
     sizes, machine = range(1, problem.num_ranks + 1), problem.machine
     schedules = [("1f1b", 1), ("gpipe", 1), *(("interleaved_1f1b", chunks) for chunks in (2, 3, 4))]
     kinds = ("ulysses", "ring", "all_gather")
@@ -197,17 +197,17 @@ def naive_layouts(problem: Problem) -> list[Layout]:
 
 
 def coordinates_of(problem: Problem, layout: Layout) -> list[dict[str, int]]:
-    """Of each rank, its number along each axis."""
+    """Return the coordinates of each rank."""
     sizes = {"dp": layout.data, "tp": layout.tensor, "pp": layout.pipeline, "cp": layout.context}
     order = problem.step.rank_order
     coordinates: list[dict[str, int]] = [{}]
-    for name in (order if "cp" in order else order.replace("tp", "cp-tp")).split("-"):  # the outermost first
+    for name in (order if "cp" in order else order.replace("tp", "cp-tp")).split("-"):  # from the outermost axis
         coordinates = [{**each, name: at} for each in coordinates for at in range(sizes[name])]
     return coordinates
 
 
 def naive_link(problem: Problem, layout: Layout, *axes: str) -> tuple[float, float]:
-    """Bandwidth and latency, from the coordinates of all ranks of a group."""
+    """Return bandwidth and latency, from the coordinates of all ranks of a group."""
     nodes: dict[tuple[tuple[str, int], ...], set[int]] = {}
     for rank, each in enumerate(coordinates_of(problem, layout)):
         group = tuple(sorted((name, at) for name, at in each.items() if name not in axes))
@@ -219,7 +219,7 @@ def naive_link(problem: Problem, layout: Layout, *axes: str) -> tuple[float, flo
 
 
 def naive_hop(problem: Problem, layout: Layout, stage: int) -> tuple[float, float]:
-    """Bandwidth and latency between a stage and the next one, from the coordinates of every pair of ranks."""
+    """Return bandwidth and latency between a stage and the next one, from the coordinates of each pair of ranks."""
     coordinates = coordinates_of(problem, layout)
     here, there = stage % layout.pipeline, (stage + 1) % layout.pipeline
     machine = problem.machine
@@ -232,7 +232,7 @@ def naive_hop(problem: Problem, layout: Layout, stage: int) -> tuple[float, floa
 
 
 def naive_exchange(problem: Problem, layout: Layout, stages: Sequence[StageCost]) -> list[tuple[float, float]]:
-    """Seconds of the messages of context parallelism in a forward and in a backward of each stage."""
+    """Return the seconds of context-parallel messages in a forward and in a backward of each stage."""
     machine, (bandwidth, latency) = problem.machine, naive_link(problem, layout, "cp")
     found = []
     for stage in stages if layout.context > 1 else ():
@@ -247,7 +247,7 @@ def naive_exchange(problem: Problem, layout: Layout, stages: Sequence[StageCost]
 
 
 def naive_cost(problem: Problem, layout: Layout) -> tuple[float, float]:
-    """Seconds of a step and bytes of the fullest rank, by the formulas of the documents."""
+    """Return the seconds of a step and the highest memory of a rank, by the documented formulas."""
     d, p, m = layout.data, layout.pipeline, layout.num_microbatches
     machine, zero = problem.machine, layout.zero_stage
     microbatch = -(-problem.step.samples // (d * m))
@@ -260,8 +260,8 @@ def naive_cost(problem: Problem, layout: Layout) -> tuple[float, float]:
     )
     of_shares = naive_exchange(problem, layout, stages)
     hops = [naive_hop(problem, layout, stage) if p > 1 else (1e300, 0.0) for stage in range(len(stages))]
-    # Longest paths through computations, by repeating until nothing moves. A message sets out when its receive has been
-    # posted, and the one before it on its way has left.
+    # Longest paths through computations, by repetition until nothing changes. A message is sent when its receive has
+    # been posted, and the previous message on the same link has been sent.
     order = build(layout.schedule, p, m, layout.num_chunks, layout.extra_in_flight).actions
     ways: dict[tuple[int, int, str], list[tuple[int, str, int]]] = {}
     for actions in order:
@@ -292,10 +292,8 @@ def naive_cost(problem: Problem, layout: Layout) -> tuple[float, float]:
                     previous = before[s, kind, i]
                     begin = max(end.get((s + step, kind, i), 0.0), posted[s, kind, i])
                     begin = max(begin, left.get(previous, 0.0) if previous else 0.0)
-                    share = (
-                        microbatch * problem.output / layout.context
-                    )  # of ranks that share sequences each sends its own
-                    left[s, kind, i] = begin + share / bandwidth
+                    shard = microbatch * problem.output / layout.context
+                    left[s, kind, i] = begin + shard / bandwidth
                     ready = max(ready, left[s, kind, i] + latency)
                 forward = stages[s].forward + talk[s] + of_shares[s][0]
                 backward = 2 * stages[s].forward + stages[s].recomputed
@@ -315,7 +313,7 @@ def naive_cost(problem: Problem, layout: Layout) -> tuple[float, float]:
         sending = times * (n - 1) * (w / n / bandwidth + latency) + (times if zero else 1) * meet
         backward = 2 * sum(s.forward for s in own) * (m * k if zero > 1 else 1)
         exposed = max(0.0, sending - machine.overlap * backward) if n > 1 else 0.0
-        if zero and c > 1:  # shards of gradients are summed over those that share sequences
+        if zero and c > 1:  # shards of gradients are summed over context-parallel ranks
             exposed += 2 * (c - 1) * (w / d / c / rows + wait) + meet
         states = 2 * w // (d if zero else 1)
         optimizer = (3 * w / (d if zero else 1) + 2 * states) / machine.memory_bandwidth
@@ -335,23 +333,25 @@ def check_problem(seed: int) -> None:
     model = CostModel(Profile(problem), problem.machine, problem.step)
     without = {layout: naive_cost(problem, layout) for layout in naive_layouts(problem)}
     fits = [layout for layout, (_, size) in without.items() if size <= problem.machine.memory]
-    chosen = [model.simulate(model.estimate(layout)).layout for layout in fits]  # how many more, is tested elsewhere
+    chosen = [
+        model.simulate(model.estimate(layout)).layout for layout in fits
+    ]  # other tests check the extra microbatches in flight
     naive = {layout: without[layout] if layout in without else naive_cost(problem, layout) for layout in chosen}
     fitting = sorted(seconds for seconds, _ in naive.values())
     found = search(model, problem.num_ranks, refuse=problem.refuse)
     reasons = ("too few layers", "context parallelism cannot be used", "tensor parallelism cannot be used")
-    refused = sum(group.count for group in found.losers if group.reason in reasons)
-    too_big = sum(group.count for group in found.losers if group.reason == "does not fit")
+    refused = sum(group.count for group in found.rejected if group.reason in reasons)
+    too_big = sum(group.count for group in found.rejected if group.reason == "does not fit")
     assert found.num_layouts - refused == len(without)
     assert too_big == len(without) - len(fitting)
     assert all(size <= problem.machine.memory for _, size in naive.values())
-    assert len(found.best) + sum(group.count for group in found.losers) == found.num_layouts
+    assert len(found.best) + sum(group.count for group in found.rejected) == found.num_layouts
     assert sorted(cost.seconds or 0.0 for cost in found.best) == pytest.approx(fitting[:5], rel=1e-9)
     for cost in found.best:
         assert (cost.seconds, cost.bytes) == pytest.approx(naive[cost.layout], rel=1e-9)
         assert cost.least <= (cost.seconds or 0.0) * (1 + 1e-12)
     if found.best:
-        assert (found.best[0].seconds or 0.0) <= 1.01 * fitting[0]  # the simplest of those that are as good
+        assert (found.best[0].seconds or 0.0) <= 1.01 * fitting[0]  # the simplest one if times differ little
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -369,7 +369,7 @@ def test_the_best_are_those_of_evaluating_every_layout_on_many_problems(seed: in
 
 
 def flat(number: int = 8, **machine: Any) -> Problem:
-    """Equal layers, 16 samples, and links that cost nothing unless they are given."""
+    """Return a problem with equal layers, 16 samples, and links that are free unless their figures are given."""
     fast = dict.fromkeys(("memory_bandwidth", "node_bandwidth", "network_bandwidth"), 1e30)
     free = {"node_latency": 0.0, "network_latency": 0.0, "overlap": 0.0}
     described = Machine(**{"memory": 1e30, **fast, **free, **machine})
@@ -402,7 +402,7 @@ def test_replicas_send_what_the_zero_paper_says(zero: int, microbatches: int, pa
     ("pipeline", "chunks", "messages"), [(2, 4, 4 + 3), (2, 1, 1), (4, 1, 2), (4, 2, 4), (1, 1, 0)]
 )
 def test_a_rank_sends_activations_forward_and_gradients_back(pipeline: int, chunks: int, messages: int) -> None:
-    """Of the fullest rank: each boundary behind one of its stages, and each one before it; 10 bytes for one sample."""
+    """The busiest rank sends over each boundary after one of its stages and before it; a sample has 10 bytes."""
     problem = flat()
     schedule = "interleaved_1f1b" if chunks > 1 else "1f1b"
     model = CostModel(Profile(problem), problem.machine, problem.step)
@@ -428,20 +428,20 @@ def test_the_best_layout_is_another_one_where_links_between_nodes_are_slow() -> 
     layout, far = best_of(network_bandwidth=100.0, network_latency=12.0)
     assert layout.pipeline == 2
     assert any(layout.extra_in_flight)
-    assert far < seconds + 3 * 12  # there once, and back once: nearly all others are hidden
+    assert far < seconds + 3 * 12  # once in each direction: almost all other messages are hidden
 
 
 def test_more_in_flight_hides_all_but_the_first_and_the_last_message() -> None:
     problem = flat(ranks_per_node=2, network_bandwidth=100.0, network_latency=11.9)
     model = CostModel(Profile(problem), problem.machine, problem.step)
     cost = model.simulate(model.estimate(Layout(2, 1, 2, 8)))
-    assert cost.layout.extra_in_flight == (2,)  # 24 s there and back over the 12 s of a microbatch
+    assert cost.layout.extra_in_flight == (2,)  # 24 s in both directions, divided by 12 s of a microbatch
     # Eight microbatches through two stages of 12 s each, and a message of 10 bytes and its delay in each direction.
     assert cost.seconds == pytest.approx(12 * (8 + 1) + 2 * (11.9 + 0.1))
 
 
 def test_more_in_flight_is_suggested_as_far_as_there_is_memory() -> None:
-    """A stage keeps 400 bytes of a microbatch, and 1F1B two of them on the first rank."""
+    """A stage saves 400 bytes for a microbatch, and the first rank holds two microbatches with 1F1B."""
     slow = {"network_bandwidth": 100.0, "network_latency": 24.0, "ranks_per_node": 2}
     layout = Layout(2, 1, 2, 8)
     for memory, expected in ((1e30, (4,)), (16000 + 5 * 400, (3,)), (16000 + 3.5 * 400, (1,)), (16000 + 900, ())):
@@ -466,7 +466,9 @@ def test_a_group_that_crosses_nodes_has_the_links_of_the_network() -> None:
     assert machine.link(4, 2, 8).bandwidth == machine.network_bandwidth
     assert machine.link_between(2, 4, 8, (0, 1)).bandwidth == machine.node_bandwidth  # stages of two ranks each
     assert machine.link_between(2, 4, 8, (1, 2)).bandwidth == machine.network_bandwidth
-    assert machine.link(1, 3, 9).bandwidth == machine.network_bandwidth  # of three groups of 3, one crosses
+    assert (
+        machine.link(1, 3, 9).bandwidth == machine.network_bandwidth
+    )  # one of three groups of 3 ranks is on two nodes
 
 
 # -- steps of different sizes, and options -----------------------------------------------------------------------------
@@ -474,7 +476,7 @@ def test_a_group_that_crosses_nodes_has_the_links_of_the_network() -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_of_steps_of_different_size_the_time_of_a_sample_counts(seed: int) -> None:
-    """The best is that of weighing each number of replicas by itself, where all steps have equally many samples."""
+    """The best is the same as with separate searches for each number of replicas, where all steps have equal sizes."""
     problem = random_problem(seed)
     step = LoaderStep(problem.step.samples, problem.step.accumulated, problem.step.rank_order)
     found = search(CostModel(Profile(problem), problem.machine, step), problem.num_ranks, refuse=problem.refuse)
@@ -491,7 +493,7 @@ def test_of_steps_of_different_size_the_time_of_a_sample_counts(seed: int) -> No
 def test_an_option_has_to_be_worth_it(seed: int) -> None:
     problem = random_problem(seed)
     model = CostModel(Profile(problem), problem.machine, LoaderStep(problem.step.samples))
-    first, *others = search(model, problem.num_ranks, refuse=problem.refuse, **FOUND_UNSEEN).best
+    first, *others = search(model, problem.num_ranks, refuse=problem.refuse, **UNATTENDED).best
     fastest = min(cost.seconds_of_sample for cost in (first, *others))
     assert first.seconds_of_sample <= 1.05 * fastest
 

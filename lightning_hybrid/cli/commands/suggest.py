@@ -68,7 +68,7 @@ def run(args: Sequence[str]) -> None:
     from lightning_hybrid.tuning.cost_model import CostModel
     from lightning_hybrid.tuning.dry_run.dry_run import step_arguments
     from lightning_hybrid.tuning.module_profile import ModuleProfile
-    from lightning_hybrid.tuning.search import FOUND_UNSEEN, search
+    from lightning_hybrid.tuning.search import UNATTENDED, search
     from lightning_hybrid.tuning.search_space import SearchSpace
 
     be_quiet()
@@ -99,7 +99,7 @@ def run(args: Sequence[str]) -> None:
                 step = LoaderStep(profile.batch_size, *others)
             model = CostModel(profile, machine, step)
             space = SearchSpace(context=contexts, some_layers=True)
-            how = dict(FOUND_UNSEEN) if options.keep_batch else {}
+            how = dict(UNATTENDED) if options.keep_batch else {}
             how |= {"refuse": profile.refuse, "prepared": profile.recorded_ahead, "progress": progress}
             found = search(model, options.ranks, space=space, **how)
     configured = find_configured(cli, profile.batch_size)

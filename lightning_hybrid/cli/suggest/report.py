@@ -45,7 +45,7 @@ def as_text(
         configured: What the configuration says.
         divided: The share of the parameters that tensor parallelism divides over ranks in a line, by their number.
     """
-    shown = [cost.layout for cost in found.best] + [group.best for group in found.losers]
+    shown = [cost.layout for cost in found.best] + [group.best for group in found.rejected]
     sequential = f" in each of {step.accumulated} accumulated batches" if step.accumulated > 1 else ""
     problem = f"Each step has {step.samples} samples{sequential}."
     if isinstance(step, LoaderStep):
@@ -75,7 +75,7 @@ def as_text(
         ]
     lines += _whole_lines({layout.tensor for layout in shown if layout.tensor_mode == "1d"}, divided)
     lines += ["", "Why other layouts were rejected:", ""]
-    for group in found.losers:
+    for group in found.rejected:
         closest = f"{in_words(group.best)}: {group.first_sentence}"
         lines += wrapped(f"- {group.reason} ({group.count:,}), such as {closest}", "  ")
     return "\n".join(lines)
@@ -86,7 +86,7 @@ def _fits_text(found: Suggestions, machine: Machine) -> str:
     memory = f"{machine.memory / 2**30:,.2f} GiB"
     if found.best:
         return f"Fits: the fastest layout needs up to {found.best[0].bytes / 2**30:,.2f} GiB of the {memory} per rank."
-    smallest = [group for group in found.losers if group.reason == DOES_NOT_FIT]
+    smallest = [group for group in found.rejected if group.reason == DOES_NOT_FIT]
     needed = f" Even the layout with the lowest memory use needs {smallest[0].text}." if smallest else ""
     return f"Does not fit: no layout can be used with {memory} per device.{needed}"
 
@@ -262,6 +262,6 @@ def as_data(
         ],
         "others": [
             {"why": group.reason, "layouts": group.count, "closest": nested(arguments(group.best)), "text": group.text}
-            for group in found.losers
+            for group in found.rejected
         ],
     }

@@ -1,4 +1,4 @@
-"""A run up to its first training step, without devices and processes and on shapes alone, to estimate its memory."""
+"""A run up to its first training step on fake tensors, without devices and processes, to estimate its memory."""
 
 from __future__ import annotations
 
@@ -61,11 +61,11 @@ from lightning_hybrid.tuning.dry_run.saved_tensors import (
     BEFORE,
     Activations,
     Saved,
-    labelled_layers,
+    labeled_layers,
     labels_of_stages,
     saved_bytes,
 )
-from lightning_hybrid.tuning.dry_run.sequence_shares import AloneContextParallel
+from lightning_hybrid.tuning.dry_run.simulated_context import SimulatedContextParallel
 
 Store: Any
 try:
@@ -78,11 +78,11 @@ _S = TypeVar("_S", bound="DryRunStrategy")
 
 @dataclass(frozen=True)
 class DryRun:
-    """What a dry run found out.
+    """The result of a dry run.
 
     Attributes:
-        layout: The layout, the stages and the tensor-parallel plan.
-        memory: By pipeline rank, what its first tensor-parallel rank in the first replica will hold.
+        layout: The layout, the stages and the tensor-parallel plan, as text.
+        memory: The memory of each pipeline rank; it is that of tensor-parallel rank 0 in the first replica.
     """
 
     layout: str
@@ -97,15 +97,15 @@ def dry_run(
     precision: Precision,
     **trainer: Any,
 ) -> DryRun:
-    """Estimate what the ranks of a run will hold.
+    """Estimate the memory of the ranks of a run.
 
-    Lightning's own loop runs up to the first training step, which runs on one microbatch of fake tensors: they have
-    shapes and no memory. Nor have parameters, from the moment at which the module makes them. With real values the step
-    runs only if it reads some, and if they are few. Layers are parallelized over ranks of a fake process group.
+    Lightning's own loop runs up to the first training step, which runs on one microbatch of fake tensors, which have no
+    memory. Parameters have no memory either, from the moment at which the module creates them. If the step reads values
+    and they take little memory, it runs with values. Layers are parallelized over ranks of a fake process group.
 
     Args:
         make: Makes the user's module and its data (``None`` if the module has loaders itself). It is called a second
-            time if the module cannot do without values.
+            time if the module needs values.
         config: The arguments of `HybridStrategy`.
         sizes: The number of ranks along each axis.
         precision: The precision plugin.
@@ -115,8 +115,8 @@ def dry_run(
         The layout and the estimates.
 
     Raises:
-        ValueError, TypeError: As at the start of training, or if a step needs values that a module on the meta device
-            has not, or that take too much memory.
+        ValueError, TypeError: As at the start of training, or if a step needs values, and the module is on the meta
+            device or the values take too much memory.
     """
     strategy = run_first_step(make, partial(DryRunStrategy, config, sizes), precision=precision, **trainer)
     return DryRun(strategy.layout, tuple(strategy.memory))
@@ -135,19 +135,20 @@ def run_first_step(
     precision: Precision,
     **trainer: Any,
 ) -> _S:
-    """Let Lightning's loop come to the first training step, under a strategy that ends it there.
+    """Run Lightning's loop up to the first training step, with a strategy that stops it there.
 
     Args:
-        make: As for :func:`dry_run`; loaders may take the place of a datamodule.
-        make_strategy: Makes a strategy; it gets what ends when the module has been made (``making``).
+        make: See :func:`dry_run`; it can return loaders instead of a datamodule.
+        make_strategy: Makes a strategy; the argument ``making`` is a stack of contexts that the strategy closes when
+            the module has been made.
         precision: The precision plugin.
-        trainer: Other arguments of the Trainer.
+        trainer: Other arguments of the Trainer, see :func:`step_arguments`.
 
     Returns:
         The strategy, after its step.
 
     Raises:
-        ValueError, TypeError: As :func:`dry_run`.
+        ValueError, TypeError: See :func:`dry_run`.
     """
     trainer |= dict.fromkeys(("enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     trainer |= {"logger": DummyLogger(), "num_sanity_val_steps": 0, "limit_val_batches": 0, "plugins": [precision]}
@@ -158,7 +159,7 @@ def run_first_step(
             strategy = make_strategy(making=making)
             dry = Trainer(accelerator="cpu", devices=1, strategy=strategy, **trainer)
             with _fake_process_group(strategy.num_ranks), warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # a run says them too
+                warnings.simplefilter("ignore")  # a run shows the same warnings
                 try:
                     dry.fit(module, data)
                 except StopAfterFirstStepError:
@@ -168,13 +169,13 @@ def run_first_step(
             " [LH131]"
         )
 
-    if FakeMode is None:  # then the step is run with numbers
+    if FakeMode is None:  # the step runs with values
         return attempt(ExitStack())
     making = ExitStack()
     registered = making.enter_context(parameters_without_memory())
     try:
         return attempt(making)
-    except Exception as error:  # whatever it is, with values it is what a run says
+    except Exception as error:  # any error can come from missing values; with values, it is the error of a run
         if not registered.number:
             raise
         reason = error
@@ -184,7 +185,7 @@ def run_first_step(
 
 @contextmanager
 def _fake_process_group(size: int) -> Iterator[None]:
-    """Be the first of so many processes, of which the others do not exist."""
+    """Be rank 0 of a process group whose other ranks do not exist."""
     if Store is None:
         raise ValueError(
             f"Planning simulates other processes, which torch {torch.__version__} does not support. [LH135]"
@@ -197,7 +198,7 @@ def _fake_process_group(size: int) -> Iterator[None]:
 
 
 class StopAfterFirstStepError(Exception):
-    """The first step has been run, and the dry run is over."""
+    """The signal that the first step is finished, which ends the dry run."""
 
 
 class DryRunStrategy(SingleDeviceStrategy):
@@ -206,12 +207,12 @@ class DryRunStrategy(SingleDeviceStrategy):
     Args:
         config: The arguments of `HybridStrategy`.
         sizes: The number of ranks along each axis.
-        making: What was entered for as long as the module is made.
+        making: The contexts in which the module is made; :meth:`setup` closes them.
 
     Attributes:
         sizes: The number of ranks along each axis.
         layout: The layout as text.
-        memory: The estimates, by pipeline rank.
+        memory: The estimated memory, by pipeline rank.
     """
 
     def __init__(self, config: Settings, sizes: Sizes, *, making: ExitStack) -> None:
@@ -227,7 +228,7 @@ class DryRunStrategy(SingleDeviceStrategy):
 
     @property
     def num_ranks(self) -> int:
-        """The ranks of the run."""
+        """The number of ranks of the run."""
         return self.sizes.num_ranks
 
     @property
@@ -236,13 +237,13 @@ class DryRunStrategy(SingleDeviceStrategy):
         return self.lightning_module
 
     def model_to_device(self) -> None:
-        """It stays where it is."""
+        """Leave the module where it is."""
 
     def teardown(self) -> None:
-        """The module is of no use any more."""
+        """Do nothing, because the module is not used any longer."""
 
     def setup_environment(self) -> None:
-        """Give the module the mesh that it has in a run."""
+        """Set the device mesh of the module, as in a run."""
         super().setup_environment()
         axes = self.sizes.axes
         shape, names = tuple(map(self.sizes.along, axes)), tuple(axis.name for axis in axes)
@@ -250,15 +251,16 @@ class DryRunStrategy(SingleDeviceStrategy):
         set_device_mesh(self._module, self._mesh)
 
     def setup(self, trainer: Trainer) -> None:
-        """Parallelize layers as a run does, and let the user configure optimizers."""
+        """Parallelize layers and configure optimizers, as in a run."""
         self._making.close()
         module = self._module
-        self.model = self.precision_plugin.convert_module(module)  # now: fake tensors cannot be converted
+        # Before there are fake tensors, which cannot be converted.
+        self.model = self.precision_plugin.convert_module(module)
         self._has_values = not any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
         self._body, self._stage_map = None, StageMap.uncut()
         if self.sizes.pipeline > 1:
             self._body, self._stage_map = layout.find_stages(module, self._config, self.sizes.pipeline)
-        # Before fake tensors come: blocks are tried with numbers, and a mesh reads the values of tensors.
+        # Before there are fake tensors, because the plan tries layers with values, and a mesh reads values of tensors.
         plan = self._find_plan() if self.sizes.tensor > 1 else None
         tensor_ranks = None if plan is None else self._tensor_ranks(plan)
         with nullcontext() if self._has_values else self._without_memory():
@@ -272,11 +274,11 @@ class DryRunStrategy(SingleDeviceStrategy):
             self.setup_precision_plugin()
 
     def _find_plan(self) -> Plan:
-        """Return how layers are shared by the tensor-parallel ranks."""
+        """Return the tensor-parallel plan."""
         return layout.find_plan(self._module, self._config, self.sizes.tensor, self._body)
 
     def _tensor_ranks(self, plan: Plan) -> tuple[DeviceMesh, TensorGroup]:
-        """The ranks that share layers, as a mesh and as a group; which numbers they have does not matter here."""
+        """Return the tensor-parallel ranks as a mesh and as a group. Their numbers do not matter in a dry run."""
         arrangement, line = plan.mode.arrangement, self._mesh[TENSOR.name]
         if arrangement.is_line:
             return line, plan.mode.make_group(line.get_group(), {})
@@ -296,7 +298,7 @@ class DryRunStrategy(SingleDeviceStrategy):
         return mode
 
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run one microbatch, and estimate what each pipeline rank holds.
+        """Run one microbatch, and estimate the memory of each pipeline rank.
 
         Raises:
             StopAfterFirstStepError: Always.
@@ -306,7 +308,8 @@ class DryRunStrategy(SingleDeviceStrategy):
         if config.auto_microbatches:
             number = limit_microbatches(number, find_batch_size(batch), batch_norms(module))
         microbatches, _ = split_into(batch, number, getattr(module, "split_batch", None))
-        self._place_outside(microbatches, args)  # first: it leaves no trace, and metrics keep what is measured
+        # Before the measurement, which changes metrics. This part has no side effects.
+        self._place_outside(microbatches, args)
         activations = self._activations(microbatches[0], args)
         schedule = find_schedule(config, pipeline, len(microbatches))
         estimator = MemoryEstimator(module, self.optimizers, float32_gradients=config.tuning.float32_gradients)
@@ -330,13 +333,13 @@ class DryRunStrategy(SingleDeviceStrategy):
         return accumulated_batches(samples, size, replicas)
 
     def _place_outside(self, microbatches: Sequence[Any], args: Sequence[Any]) -> None:
-        """Find where parameters outside of the layers will live once the first batch has been seen, and say it."""
+        """Find the stages of parameters outside the layers, as a run does with its first batch, and set the texts."""
         module, reason = self._module, ""
         if self._stage_map.places_outside:
             try:
                 outside = layout.find_outside(module, self._stage_map, self._find_use(microbatches[0], args))
                 self._stage_map = replace(self._stage_map, outside=outside)
-            except Exception as error:  # whatever it is, it is said
+            except Exception as error:  # any error becomes part of the text
                 where = "are assigned to stages according to an estimate"
                 if self._stage_map.is_chain:
                     where = "stay on the first and the last stage"
@@ -357,7 +360,7 @@ class DryRunStrategy(SingleDeviceStrategy):
             self._stage_map = layout.expect_outside(module, self._stage_map)
 
     def _find_use(self, microbatch: Any, args: Sequence[Any]) -> dict[str, set[int]]:
-        """The stages that use each parameter outside of the layers."""
+        """Return the stages that use each parameter outside the layers."""
         module = self._module
         assert self._body is not None
 
@@ -371,9 +374,9 @@ class DryRunStrategy(SingleDeviceStrategy):
             return find_uses(module, self._body, self._stage_map, *step, around_discovery)
 
     def _activations(self, microbatch: Any, args: Sequence[Any]) -> Activations | None:
-        """The bytes that autograd saves of a microbatch, and of a step."""
+        """Return the bytes that autograd saves for a microbatch; ``None`` with manual optimization."""
         if not self._module.automatic_optimization:
-            return None  # its step is forward and backward, as often as it likes
+            return None  # the step can run any number of forwards and backwards
         shared: Saved = {}
 
         @contextmanager
@@ -401,26 +404,27 @@ class DryRunStrategy(SingleDeviceStrategy):
         stage_map: StageMap,
         around: Callable[[SavedTensorMeter], AbstractContextManager[Any]] = lambda meter: nullcontext(),
     ) -> dict[bool | str, Saved]:
-        """Run the step with a microbatch, if it can be without numbers, and say what autograd saves.
-
-        It says so for each kind of recomputation of the layers that `config` chooses.
+        """Run the step with a microbatch, on fake tensors if possible.
 
         Args:
-            microbatch: What it gets.
-            args: Its other arguments.
-            config: Says which layers run again.
-            body: Whose layers are told apart.
+            microbatch: The microbatch.
+            args: The other arguments of the step.
+            config: The arguments of `HybridStrategy`; they determine which layers are recomputed.
+            body: The layers with labels of their own.
             stage_map: The stages of these layers.
-            around: Entered around the step; gets the meter, which knows where the step is.
+            around: Makes a context for the step; it gets the meter, which knows the label of the current layer.
+
+        Returns:
+            The tensors that autograd saves, for each kind of recomputation.
         """
         module = self._module
         run = partial(self._measure, microbatch, args, config, body, stage_map, around)
         if self._mode is not None:
-            with suppress(Exception):  # if layers cannot repeat what others did, all of them run
+            with suppress(Exception):  # if layers cannot be repeated, all of them run
                 return run(self._mode, repeats=True)
             try:
                 return run(self._mode)
-            except WrongUseError:  # numbers make no difference
+            except WrongUseError:  # values make no difference
                 raise
             except Exception as error:
                 if not self._has_values:
@@ -444,16 +448,16 @@ class DryRunStrategy(SingleDeviceStrategy):
     ) -> dict[bool | str, Saved]:
         module = self._module
         layers = layout.find_recomputed(module, config, body, stage_map)
-        alike = self._first_alike(body)  # before the step is counted: comparing layers runs operations too
+        alike = self._first_alike(body)  # before counting, because comparing layers runs operations
         with mode, mixed_operations(), with_single_numbers(), LogRecorder(module)():
             leaves, spec = flatten(microbatch)
             leaves = [_in_mode(leaf, mode) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
             inputs = (leaf for leaf in leaves if isinstance(leaf, Tensor))
             meter = SavedTensorMeter([*self._held(mode), *inputs])
             step = self.precision_plugin.train_step_context()
-            with step, meter(), labelled_layers(body, meter), around(meter) as counted, ExitStack() as replaced:
+            with step, meter(), labeled_layers(body, meter), around(meter) as counted, ExitStack() as replaced:
                 checkpoints = NotedCheckpoints(layers, meter, counted.paused if counted else nullcontext)
-                inner = partial(self._with_shares, config, body, checkpoints)
+                inner = partial(self._with_context, config, body, checkpoints)
                 replaced.enter_context(RepeatedLayers(alike, meter, counted, inner)() if alike and repeats else inner())
                 output = to_plain_tensors(module.training_step(unflatten(leaves, spec), *args))
             labels = (BEFORE, *range(len(body.layers) if body else 0), AFTER)
@@ -465,7 +469,7 @@ class DryRunStrategy(SingleDeviceStrategy):
         return saved
 
     def _held(self, mode: Any) -> list[Tensor]:
-        """Return the parameters and buffers and their fake tensors in a mode. Caches them: making them is slow."""
+        """Return the parameters and buffers, and their fake tensors in a mode; cached, because creation is slow."""
         tensors = (*self._module.parameters(), *self._module.buffers())
         key = mode if mode is self._mode else None, tuple(map(id, tensors))
         if self._held_before is None or self._held_before[0] != key:
@@ -474,13 +478,13 @@ class DryRunStrategy(SingleDeviceStrategy):
         return self._held_before[1]
 
     def _context_group(self, size: int) -> dist.ProcessGroup:
-        """The ranks that share a sequence; which numbers they have does not matter here."""
+        """Return the context-parallel group. The numbers of its ranks do not matter in a dry run."""
         if size not in self._context_groups:
             self._context_groups[size] = dist.new_group(range(size))
         return self._context_groups[size]
 
     def _first_alike(self, body: Body | None) -> dict[nn.Module, nn.Module]:
-        """Return for each layer of a body, or of the one that could be cut, the first one that is like it."""
+        """Map each layer to the first layer that is like it, for a body or, if it is ``None``, a body of one stage."""
         if body is None:
             try:
                 body = layout.find_layers(self._module, self._config, 1)
@@ -490,10 +494,10 @@ class DryRunStrategy(SingleDeviceStrategy):
             self._alike[body.names] = first_alike(dict(zip(body.names, body.layers, strict=True)))
         return self._alike[body.names]
 
-    def _with_shares(
+    def _with_context(
         self, config: Settings, body: Body | None, between: Callable[[], AbstractContextManager[None]]
     ) -> AbstractContextManager[None]:
-        """What is entered around forwards: as in a run, layers get their share of a sequence around what runs again."""
+        """Return a context for forwards: as in a run, the context-parallel hooks are outside of recomputation."""
         size = config.context_parallel_size
         if size == 1:
             return between()
@@ -501,12 +505,12 @@ class DryRunStrategy(SingleDeviceStrategy):
         layers = dict(zip(body.names, body.layers, strict=True))
         group = ContextGroup(self._context_group(size))
         given = self._module, layers, group, config.context_parallel, torch.device("cpu")
-        context = AloneContextParallel(*given, tried=self._tried, alike=self._first_alike(body))
-        return context.around(between)
+        simulated = SimulatedContextParallel(*given, tried=self._tried, alike=self._first_alike(body))
+        return simulated.around(between)
 
 
 def _real_buffers(module: nn.Module) -> AbstractContextManager[None]:
-    """Make buffers without values zeros while entered: in a step that is followed only parameters have none."""
+    """Replace buffers without values by zeros while entered. In a traced step, only parameters can be fake."""
 
     def real(buffer: Tensor | None) -> Tensor | None:
         return torch.zeros(buffer.shape, dtype=buffer.dtype) if isinstance(buffer, FakeTensor) else buffer
@@ -516,13 +520,13 @@ def _real_buffers(module: nn.Module) -> AbstractContextManager[None]:
 
 
 def _in_mode(tensor: Tensor, mode: Any) -> Tensor:
-    """What a step in this mode computes with in the place of a tensor."""
+    """Return the tensor that a step in a mode uses in place of a tensor: a fake tensor, or the tensor itself."""
     fake: Tensor = tensor if isinstance(mode, nullcontext) else mode.from_tensor(tensor)
     return fake
 
 
 def _replace_meta_tensors(module: nn.Module) -> None:
-    """Inside the fake mode: put fake tensors, which are like any others, in the place of those on the meta device."""
+    """Replace tensors on the meta device by fake tensors. Call it in the fake mode."""
     owners = find_owners(module)
     for parameter in [each for each in module.parameters() if each.is_meta]:
         made = nn.Parameter(torch.empty_like(parameter, device="cpu"), parameter.requires_grad)

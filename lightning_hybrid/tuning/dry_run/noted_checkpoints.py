@@ -1,4 +1,4 @@
-"""The tensors that recomputed layers save, noted in a forward in which the layers save everything."""
+"""The tensors that layers save with each kind of recomputation, found in one forward without recomputation."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ def kinds_without(recompute: bool | str) -> frozenset[str]:
 
 
 class NotedCheckpoints:
-    """Notes the tensors that layers save by kind while entered, and the inputs and kept results of each call.
+    """Records the tensors that layers save while entered, and the inputs and kept results of each call, by kind.
 
-    ::
+    The kinds count as follows::
 
         recompute    False              True     "selective"
         counts       saved inside       inputs   inputs, kept results
 
-    Inputs and results live as long as something that was saved inside, as
-    :class:`~lightning_hybrid.memory.activation_checkpoint.checkpoint.ActivationCheckpointing` keeps them. As there, the
-    first call of a layer saves copies of its inputs, and so do all if it changes them.
+    Inputs and results live as long as a tensor that was saved inside, as with
+    :class:`~lightning_hybrid.memory.activation_checkpoint.checkpoint.ActivationCheckpointing`. Also as there, the first
+    call of a layer saves copies of its inputs, and all calls do if the layer changes its inputs.
 
     Args:
         layers: The layers.
@@ -59,7 +59,7 @@ class NotedCheckpoints:
         self._changes_input: dict[nn.Module, bool] = {}
 
     def __call__(self) -> AbstractContextManager[None]:
-        """Enter it around forwards."""
+        """Record while entered. Enter it around forwards."""
         return replaced_forwards(self._layers, self._noted)
 
     def _noted(self, layer: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""What a step computes and sends, counted operation by operation on tensors without numbers."""
+"""The operations and messages of a step, counted on fake tensors."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ except ImportError:
     FLOPS = {}
 
 _FUSED_ATTENTION = "_scaled_dot_product_flash_attention"
-# The share of a tensor that a rank of a group of n sends, and its hops, in units of (n - 1) / n and n - 1.
+# The number of passes of a tensor through a ring, see `in_ring`.
 _COLLECTIVES = {"allreduce_": 2, "_allgather_base_": 1, "_reduce_scatter_base_": 1, "alltoall_base_": 1}
-_OF_SUMS = torch.float32.itemsize  # at least, of gradients that are added up
+_OF_SUMS = torch.float32.itemsize  # gradients are added up at least in float32
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,10 @@ class Operation:
     """One operation of a forward.
 
     Attributes:
-        flops: Of products of matrices and convolutions: two for each multiplication.
-        bytes: Of tensors that it reads and writes.
-        is_kept: Whether selective recomputation saves its result.
-        is_attention: Whether it is attention, or may be: fused, or a product of batches of matrices.
+        flops: FLOPs of matrix products and convolutions: two for each multiplication.
+        bytes: Bytes of the tensors that it reads and writes.
+        is_kept: True if selective recomputation saves its result.
+        is_attention: True if it is, or can be, a part of attention: fused attention, or a batched matrix product.
     """
 
     flops: float
@@ -55,12 +55,12 @@ def _lists() -> dict[Hashable, list[Any]]:
 
 @dataclass(frozen=True)
 class Counts:
-    """The operations and messages of a step, by the label of the place where it was.
+    """The operations and messages of a step, by label and in order.
 
     Attributes:
-        operations: In order, by label.
-        messages: Among the ranks that share a layer, in order, by label.
-        context_messages: Among those that share sequences, likewise.
+        operations: The operations.
+        messages: The messages in the tensor-parallel group.
+        context_messages: The messages in the context-parallel group.
     """
 
     operations: dict[Hashable, list[Operation]] = field(default_factory=_lists)
@@ -68,33 +68,33 @@ class Counts:
     context_messages: dict[Hashable, list[Exchange]] = field(default_factory=_lists)
 
     def of(self, label: Hashable) -> tuple[Sequence[Operation], Sequence[Exchange], Sequence[Exchange]]:
-        """Return the operations of a label, its messages and those among the ranks that share sequences."""
+        """Return the operations, the tensor-parallel messages and the context-parallel messages of a label."""
         return self.operations.get(label, ()), self.messages.get(label, ()), self.context_messages.get(label, ())
 
 
 class OperationCounter:
-    """Records the operations of a step, by the label of the place where they are called.
+    """A counter of the operations and messages of a step, by label.
 
     Args:
-        place: Says where the step is.
-        context_group: The ranks that share sequences; ``None`` if there are none.
-        tensor_group: The ranks that share the layers whose vector gradients are summed; ``None`` if there are none.
+        label: Returns the label of the current layer.
+        context_group: The context-parallel group; ``None`` if there is none.
+        tensor_group: The tensor-parallel group of layers that sum gradients of vectors; ``None`` if there are none.
 
     Attributes:
-        counts: What it has recorded.
+        counts: The recorded operations and messages.
     """
 
     def __init__(
-        self, place: Callable[[], Hashable], context_group: dist.ProcessGroup | None, tensor_group: TensorGroup | None
+        self, label: Callable[[], Hashable], context_group: dist.ProcessGroup | None, tensor_group: TensorGroup | None
     ) -> None:
-        self._place, self._context_group, self._tensor_group = place, context_group, tensor_group
+        self._label, self._context_group, self._tensor_group = label, context_group, tensor_group
         self.counts = Counts()
         self._is_paused = False
         self._mode: Any = None
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
-        """Enter it around the step."""
+        """Record while entered. Enter it around the step."""
         if OperatorMode is None:
             raise ValueError(f"torch {torch.__version__} cannot count the operations of a step. [LH135]")
         self._mode = OperatorMode(self._call)
@@ -105,39 +105,39 @@ class OperationCounter:
         """Record no operations while entered."""
         return replaced_attributes(self, _is_paused=True)
 
-    def lists_of(self, place: Hashable) -> Sequence[list[Any]]:
-        """Return what grows while the step is in a place: operations and messages."""
+    def lists_of(self, label: Hashable) -> Sequence[list[Any]]:
+        """Return the lists that grow while the step has a label: operations and messages."""
         counts = self.counts
-        return counts.operations[place], counts.messages[place], counts.context_messages[place]
+        return counts.operations[label], counts.messages[label], counts.context_messages[label]
 
-    def enter_layer(self, place: Hashable, tensors: list[Tensor]) -> None:
-        """A layer is about to get its share of what it is given whole: for these tensors gradients have to be sent.
+    def enter_layer(self, label: Hashable, tensors: list[Tensor]) -> None:
+        """Record the backward messages of inputs that a layer receives in full and shards, before it runs.
 
         Args:
-            place: The layer's.
-            tensors: What it is given; the first one of three dimensions is divided, and others are not.
+            label: The label of the layer.
+            tensors: The inputs of the layer. The first one with three dimensions is sharded, the others are not.
         """
         if self._context_group is None:
             return
         hidden = next((each for each in tensors if each.is_floating_point() and each.ndim == 3), None)
         for tensor in tensors:
             if tensor.requires_grad and not isinstance(tensor, ShardedSequence):
-                back = in_ring(self._context_group.size(), 1 if tensor is hidden else 2, tensor.nbytes)
-                self.counts.context_messages[place].append(Exchange(backward=back))
+                backward = in_ring(self._context_group.size(), 1 if tensor is hidden else 2, tensor.nbytes)
+                self.counts.context_messages[label].append(Exchange(backward=backward))
 
     def _call(self, function: Any, args: Any, kwargs: Any) -> Any:
         given = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
         for tensor in given:
             if isinstance(tensor, ShardedActivation):
-                with self._mode:  # what an operator of such a tensor does is not seen here
+                with self._mode:  # this mode does not see the operators of such a tensor otherwise
                     self._record_read(tensor)
         result = function(*args, **kwargs)
         self._record(function, args, kwargs, given, result)
         return result
 
     def _record_read(self, activation: ShardedActivation) -> None:
-        """A sequence in shares is gathered, now if it has not been; its gradient needs no message."""
-        messages = self.counts.context_messages[self._place()]
+        """Gather a sharded sequence, unless it has been gathered, and count only messages of the forward."""
+        messages = self.counts.context_messages[self._label()]
         before = len(messages)
         activation.read()
         messages[before:] = [Exchange(each.forward) for each in messages[before:]]
@@ -147,7 +147,7 @@ class OperationCounter:
         if namespace == "c10d":
             self._record_message(name, args, tensors)
             return
-        if self._is_paused or function.is_view or namespace == "prim":  # `prim` operators tell the device of a tensor
+        if self._is_paused or function.is_view or namespace == "prim":  # `prim` operators return properties of a tensor
             return
         made = [leaf for leaf in flatten(result)[0] if isinstance(leaf, Tensor)]
         moved = sum(tensor.nbytes for tensor in (*tensors, *made))
@@ -156,40 +156,42 @@ class OperationCounter:
         is_attention = is_batched or name.startswith(_FUSED_ATTENTION)
         if moved:
             operation = Operation(flops, moved, flops > 0 and not is_batched, is_attention)
-            self.counts.operations[self._place()].append(operation)
+            self.counts.operations[self._label()].append(operation)
 
     def _record_message(self, name: str, args: Any, tensors: list[Tensor]) -> None:
         group = dist.ProcessGroup.unbox(next(each for each in args if isinstance(each, ScriptObject)))
         is_context = group is self._context_group
-        messages = (self.counts.context_messages if is_context else self.counts.messages)[self._place()]
+        messages = (self.counts.context_messages if is_context else self.counts.messages)[self._label()]
         if name in _COLLECTIVES:
-            there = in_ring(group.size(), _COLLECTIVES[name], max(tensor.nbytes for tensor in tensors))
-            # What is exchanged goes back in backward, and what was gathered is reduce-scattered.
-            back = there if name != "allreduce_" or not is_context else NO_MESSAGES
+            forward = in_ring(group.size(), _COLLECTIVES[name], max(tensor.nbytes for tensor in tensors))
+            # The backward of an all-to-all is an all-to-all, and the backward of an all-gather is a reduce-scatter.
+            backward = forward if name != "allreduce_" or not is_context else NO_MESSAGES
             shared = self._tensor_group
             if name == "_allgather_base_" and shared is not None and group is not shared():
-                # For a product, and for that of a gradient once more. Copies of a weight sum its gradient.
+                # The backward gathers once more, for the product with the gradient. Copies of a weight sum gradients.
                 num_bytes, copies = min(tensor.nbytes for tensor in tensors), shared.weight_copies(group)
-                back += there + (in_ring(copies, 2, num_bytes) if copies > 1 else NO_MESSAGES)
-            messages.append(Exchange(there, back))
+                backward += forward + (in_ring(copies, 2, num_bytes) if copies > 1 else NO_MESSAGES)
+            messages.append(Exchange(forward, backward))
         elif name == "send" and is_context:
             messages.append(_hop(group.size(), tensors[0]))
 
     def enter_block(self, vectors: list[Tensor]) -> None:
-        """A layer in blocks is about to run: ranks with the same features sum the gradients of its biases.
+        """Record the messages in which ranks with the same features sum gradients of vectors, before a layer runs.
 
         Args:
-            vectors: What this rank has of them.
+            vectors: The parts of the layer's vectors, such as biases, on this rank.
         """
         assert self._tensor_group is not None
         alike = self._tensor_group.size // self._tensor_group.feature_parts
-        self.counts.messages[self._place()] += [
-            Exchange(backward=in_ring(alike, 2, vector.nbytes)) for vector in vectors
-        ]
+        sums = [in_ring(alike, 2, vector.nbytes) for vector in vectors]
+        self.counts.messages[self._label()] += [Exchange(backward=each) for each in sums]
 
 
 def _hop(size: int, block: Tensor) -> Exchange:
-    """One of a ring's ``size - 1`` for keys and values; in backward they go round again, and gradients come home."""
+    """Return one of the ``size - 1`` messages of a ring.
+
+    The forward sends keys and values. The backward sends them again, and their gradients back to their rank.
+    """
     share = size / (size - 1)
     gradients = block.nbytes * max(1.0, _OF_SUMS / block.itemsize)
     return Exchange(Messages(block.nbytes, 1, 1), Messages(block.nbytes + share * gradients, 1 + share, 1 + share))
@@ -197,11 +199,11 @@ def _hop(size: int, block: Tensor) -> Exchange:
 
 def _count_flops(function: Any, args: Any, kwargs: Any, result: Any) -> int:
     packet, name = function.overloadpacket, function._schema.name
-    # The kernel of the CPU. No backward is traced, but where it is tried whether the kernel is right.
+    # The kernel of the CPU. A step runs no backward here, except to test whether the kernel is correct.
     if packet not in FLOPS and name.startswith(f"aten::{_FUSED_ATTENTION}") and not name.endswith("_backward"):
         packet = getattr(torch.ops.aten, _FUSED_ATTENTION)
     if name.startswith("aten::_scaled_dot_product") and args[1].shape[1] < args[0].shape[1]:
-        # Heads of keys that serve several of the queries, which the formula of torch 2.11 does not know.
+        # Each key head belongs to several query heads, which the formula of torch 2.11 does not support.
         query, key, value, *others = args
         args = query, *(each[:, :1].expand(-1, query.shape[1], -1, -1) for each in (key, value)), *others
     return FLOPS[packet](*args, **kwargs, out_val=result) if packet in FLOPS else 0

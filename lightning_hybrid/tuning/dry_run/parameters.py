@@ -1,4 +1,4 @@
-"""Parameters that get no memory when a module is made, or little: only their shapes matter to a dry run."""
+"""Modules made with parameters that have no memory, or little: a dry run needs only their shapes."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from lightning_hybrid.distributed.dtensor import copy_attributes
 
-#: Bytes that parameters may take where a module cannot do without their values.
+#: The largest number of bytes of parameters in a module that needs their values.
 MOST_BYTES = 2 * 2**30
 
 _T = TypeVar("_T")
 
 
 class Registered:
-    """A count of registered parameters.
+    """A counter of registered parameters.
 
     Attributes:
-        number: The parameters.
+        number: The number of parameters.
     """
 
     number = 0
@@ -33,12 +33,12 @@ class Registered:
 def parameters_without_memory() -> Iterator[Registered]:
     """Move each parameter to the meta device when its module registers it, while entered.
 
-    ``torch.empty`` of a layer takes no memory until somebody writes to it, and `reset_parameters` comes after the
-    layer has registered its parameters. Unlike inside ``with torch.device("meta")``, all other tensors have values:
-    buffers, states of metrics, and rates that `__init__` reads from a `torch.linspace`.
+    The result of ``torch.empty`` takes no memory before the first write, and a layer calls `reset_parameters` after it
+    has registered its parameters. Unlike in ``with torch.device("meta")``, all other tensors have values: buffers,
+    states of metrics, and rates that `__init__` reads from a `torch.linspace`.
     """
     registered = Registered()
-    # By identity, so that tied parameters stay tied; Python reuses the identity of an object that is gone.
+    # By `id`, so that tied parameters stay tied. Python reuses the `id` of a deleted object, so the object is compared.
     replaced: dict[int, tuple[weakref.ref[nn.Parameter], nn.Parameter]] = {}
 
     def hook(module: nn.Module, name: str, parameter: Any) -> Any:
@@ -63,12 +63,12 @@ def parameters_with_little_memory(reason: BaseException) -> Iterator[None]:
     """Limit the memory of registered parameters to :data:`MOST_BYTES` while entered.
 
     Args:
-        reason: Why the module cannot do without values.
+        reason: The error of the module without values.
 
     Raises:
-        ValueError: If they would take more.
+        ValueError: If the parameters take more memory.
     """
-    seen: dict[int, nn.Parameter] = {}  # alive, so that no other gets their identity
+    seen: dict[int, nn.Parameter] = {}  # keeps the parameters alive, so that no other object gets the same `id`
     total = 0
 
     def hook(module: nn.Module, name: str, parameter: Any) -> None:
@@ -98,18 +98,18 @@ def _takes_memory(parameter: Any) -> bool:
 
 
 def made_without_memory(make: Callable[[], _T]) -> _T:
-    """Return what a function makes, where parameters have no memory, or little if it cannot be made so.
+    """Return the result of a function that makes modules with parameters that have no memory, or little if needed.
 
     Args:
         make: Makes modules. It is called a second time after an error.
 
     Raises:
-        ValueError: If it cannot do without values that take too much memory.
+        ValueError: If the modules need values, and the values take too much memory.
     """
     try:
         with parameters_without_memory():
             return make()
-    except Exception as error:  # whatever it is, with values it is what a run says
+    except Exception as error:  # any error can come from missing values; with values, it is the error of a run
         reason = error
     with parameters_with_little_memory(reason):
         return make()

@@ -1,4 +1,4 @@
-"""The findings of a recorder, as plain values: they outlive its module, and can be sent from process to process."""
+"""The results of a recorder as plain values, which outlive the module and can be sent between processes."""
 
 from __future__ import annotations
 
@@ -7,23 +7,17 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from lightning_hybrid.memory.account import MemoryUsage
-from lightning_hybrid.tensor_parallel.context_parallel.attention import KINDS
-from lightning_hybrid.tuning.candidates import Layout
+from lightning_hybrid.tuning.candidates import ContextKey, Layout
 from lightning_hybrid.tuning.dry_run.traces import Timing, Trace
-
-#: A division of sequences: the context-parallel size, and how attention communicates.
-Share = tuple[int, str]
-#: Undivided sequences.
-WHOLE: Share = (1, KINDS[0])
 
 
 @dataclass(frozen=True)
 class Cut:
-    """How layers go to stages.
+    """The assignment of layers to stages.
 
     Attributes:
-        names: The dotted names of the layers; ``None`` if there are none, and no pipeline.
-        positions: The layers of each stage; all of them without a pipeline.
+        names: The dotted names of the layers; ``None`` if the module has no layers and there is no pipeline.
+        positions: The layers of each stage; without a pipeline, all layers.
     """
 
     names: tuple[str, ...] | None
@@ -31,15 +25,15 @@ class Cut:
 
 
 class HeldBy(NamedTuple):
-    """The fields that determine what the pipeline ranks of a layout hold, apart from activations.
+    """The fields of a layout that determine the memory of its pipeline ranks, without activations.
 
     Attributes:
-        pipeline: Pipeline ranks.
-        num_chunks: Chunks of a rank.
-        data: Replicas.
-        zero_stage: Of ZeRO.
-        num_microbatches: 1; 2 for several.
-        master_weights: True if master copies count.
+        pipeline: The number of pipeline ranks.
+        num_chunks: The number of chunks of a rank.
+        data: The number of replicas.
+        zero_stage: The ZeRO stage.
+        num_microbatches: 1, or 2 for any larger number.
+        master_weights: True if master weights are included.
     """
 
     pipeline: int
@@ -52,66 +46,65 @@ class HeldBy(NamedTuple):
 
 @dataclass(frozen=True)
 class Record:
-    """What a step does and needs where ranks share its layers in one way.
+    """The record of a step for one arrangement of the tensor-parallel ranks.
 
     Attributes:
-        divided_share: The share of the parameters that tensor parallelism divides; if it is none, nothing else is
-            recorded.
-        batch_size: The samples of the loader's batch.
-        cuts: How layers go to stages, or why they cannot, by pipeline ranks and chunks.
-        runs: The forwards with a larger and a smaller microbatch, or the larger one alone, if it has a single sample;
-            or why the step cannot run so; by the names of the layers and the division of sequences.
-        times: What forwards took, from the largest microbatch to the smallest, by the names of the layers.
-        usages: What each pipeline rank holds, apart from activations.
+        divided_share: The share of the parameters that tensor parallelism shards. If it is 0, nothing else is recorded.
+        batch_size: The number of samples in a batch of the loader.
+        cuts: The assignment of layers to stages, or why it is not possible, by pipeline ranks and chunks.
+        runs: Traces with a larger and a smaller microbatch, or only with the larger one if it has a single sample; or
+            why the step cannot run. By the names of the layers and the kind of context parallelism.
+        times: The times of forwards, from the largest microbatch to the smallest, by the names of the layers.
+        usages: The memory of each pipeline rank, without activations.
     """
 
     divided_share: float
     batch_size: int = 0
     cuts: Mapping[tuple[int, int], Cut | str] = field(default_factory=dict)
-    runs: Mapping[tuple[tuple[str, ...] | None, Share], tuple[Trace, ...] | str] = field(default_factory=dict)
+    runs: Mapping[tuple[tuple[str, ...] | None, ContextKey], tuple[Trace, ...] | str] = field(default_factory=dict)
     times: Mapping[tuple[str, ...] | None, tuple[Timing, ...]] = field(default_factory=dict)
     usages: Mapping[HeldBy, tuple[MemoryUsage, ...]] = field(default_factory=dict)
 
     def cut_error(self, layout: Layout) -> str:
-        """Return why layers cannot be divided into so many stages; empty if they can."""
+        """Return why layers cannot be split into the stages of a layout; empty if they can."""
         found = self.cuts[layout.pipeline, layout.num_chunks]
         return found if isinstance(found, str) else ""
 
-    def share_error(self, layout: Layout) -> str:
-        """Return why ranks cannot share sequences so; empty if they can."""
+    def context_error(self, layout: Layout) -> str:
+        """Return why the context parallelism of a layout cannot be used; empty if it can."""
         found = self.cuts[layout.pipeline, layout.num_chunks]
         names = found.names if isinstance(found, Cut) else None
-        run = self.runs.get((names, (layout.context, layout.context_kind)), "")
+        run = self.runs.get((names, layout.context_key), "")
         return run if isinstance(run, str) else ""
 
     def trace_error(self, layout: Layout) -> str:
-        """Return why the layers cannot run again; empty if they can."""
+        """Return why the layers cannot be recomputed; empty if they can."""
         if self.division(layout).names is None and layout.recompute:
             return "the module has no list of layers, so no layer can be recomputed"
-        return self.share_error(layout)
+        return self.context_error(layout)
 
     def division(self, layout: Layout) -> Cut:
-        """Return how layers go to stages."""
+        """Return the assignment of layers to stages."""
         found = self.cuts[layout.pipeline, layout.num_chunks]
         assert isinstance(found, Cut)
         return found
 
     def traces(self, layout: Layout) -> tuple[Trace, ...]:
-        """Return the forwards with a larger and a smaller microbatch."""
-        found = self.runs[self.division(layout).names, (layout.context, layout.context_kind)]
+        """Return the traces with a larger and a smaller microbatch."""
+        found = self.runs[self.division(layout).names, layout.context_key]
         assert not isinstance(found, str)
         return found
 
     def timings(self, layout: Layout) -> tuple[Timing, ...]:
-        """Return what forwards took."""
+        """Return the times of forwards."""
         return self.times[self.division(layout).names]
 
     def held(self, layout: Layout, *, master_weights: bool) -> tuple[MemoryUsage, ...]:
-        """Return what each pipeline rank holds, apart from activations.
+        """Return the memory of each pipeline rank, without activations.
 
         Args:
             layout: The layout.
-            master_weights: Whether master copies count.
+            master_weights: True if master weights are included.
         """
         sizes = layout.pipeline, layout.num_chunks, layout.data
         return self.usages[HeldBy(*sizes, layout.zero_stage, min(layout.num_microbatches, 2), master_weights)]

@@ -1,4 +1,4 @@
-"""The first training step of a module, recorded for each cut into stages and each division of sequences."""
+"""A strategy that records the first training step, for every way to split layers and shard sequences."""
 
 from __future__ import annotations
 
@@ -21,38 +21,38 @@ from lightning_hybrid.strategy.open_arguments import MOST_CHUNKS
 from lightning_hybrid.strategy.summary import divided_share
 from lightning_hybrid.tensor_parallel.layers import ParallelLayer
 from lightning_hybrid.tensor_parallel.plan import Plan
-from lightning_hybrid.tuning.candidates import Layout, divisors
+from lightning_hybrid.tuning.candidates import NO_CONTEXT, ContextKey, Layout, divisors
 from lightning_hybrid.tuning.dry_run.dry_run import DryRunStrategy, StopAfterFirstStepError
-from lightning_hybrid.tuning.dry_run.record import WHOLE, Cut, HeldBy, Record, Share
+from lightning_hybrid.tuning.dry_run.record import Cut, HeldBy, Record
 from lightning_hybrid.tuning.dry_run.saved_tensors import merged
-from lightning_hybrid.tuning.dry_run.traces import Stopwatch, Timing, Trace, Watch
+from lightning_hybrid.tuning.dry_run.traces import StepTimer, Timing, Trace, TraceRecorder
 
-_TIMED = 3  # forwards, of which the shortest counts
+_TIMED = 3  # forwards; the shortest time counts
 _UNCUT = StageMap.uncut()
 
 
 @dataclass(frozen=True)
 class _Cut:
-    """How layers go to stages.
+    """The assignment of layers to stages, with the layers themselves.
 
     Attributes:
-        body: Of the layers; ``None`` if there is none, and no pipeline.
-        stage_map: As in a run, where nothing is cut without a pipeline.
+        body: The layers; ``None`` if the module has no layers and there is no pipeline.
+        stage_map: The stage map of a run, which is uncut without a pipeline.
     """
 
     body: Body | None
     stage_map: StageMap
 
     @property
-    def undivided(self) -> StageMap:
-        """All layers on one stage."""
+    def as_one_stage(self) -> StageMap:
+        """The stage map with all layers on one stage."""
         if self.body is None:
             return _UNCUT
         return StageMap(self.body.name, self.body.names, (range(len(self.body.layers)),), Placement.in_turns(1))
 
     @property
     def plain(self) -> Cut:
-        """The same without the layers themselves."""
+        """The assignment without the layers themselves."""
         if self.stage_map.body is not None:
             positions = self.stage_map.stages
         else:
@@ -61,10 +61,18 @@ class _Cut:
 
 
 class Recorder(DryRunStrategy):
-    """A strategy that records the first training step, for each cut into stages and each division of sequences.
+    """A strategy that records the first training step for many layouts.
+
+    Args:
+        args: Positional arguments of :class:`DryRunStrategy`.
+        only: The only layout to record; ``None`` for all layouts with the given tensor-parallel arrangement.
+        contexts: The kinds of context parallelism to try.
+        least_positions: The smallest number of positions per rank for which context parallelism is tried.
+        measure: If True, forwards are timed.
+        kwargs: Keyword arguments of :class:`DryRunStrategy`.
 
     Attributes:
-        record: What it has found, once the step has been run.
+        record: The record, after the step.
     """
 
     record: Record
@@ -73,23 +81,23 @@ class Recorder(DryRunStrategy):
         self,
         *args: Any,
         only: Layout | None,
-        shares: Sequence[Share],
-        least_share: int,
+        contexts: Sequence[ContextKey],
+        least_positions: int,
         measure: bool,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        self._only, self._shares, self._least_share, self._is_measured = only, shares, least_share, measure
+        self._only, self._contexts, self._least_positions, self._is_measured = only, contexts, least_positions, measure
 
     def setup(self, trainer: Any) -> None:
-        """Find all cuts before layers are shared: they are those of the whole module."""
+        """Assign layers to stages before the layers are sharded, because stages are found in the full module."""
         self._making.close()
         module, config, sizes = self._module, self._config, self.sizes
         self._plan = layouts.find_plan(module, config, sizes.tensor, None) if sizes.tensor > 1 else None
         self.record = Record(0.0 if self._plan is None else divided_share(self._plan, module))
-        if self._plan is not None and not self.record.divided_share:  # nobody asks what its ranks do
+        if self._plan is not None and not self.record.divided_share:  # then, no layout uses the record
             raise StopAfterFirstStepError
-        self._planned: set[tuple[str, ...]] = set()  # layers that the plan can divide
+        self._planned: set[tuple[str, ...]] = set()  # layers that the plan can shard
         self._bodies: dict[int, Body] = {}
         self._cuts: dict[tuple[int, int], _Cut | str] = {}
         numbers = [
@@ -122,13 +130,13 @@ class Recorder(DryRunStrategy):
             return _Cut(None, _UNCUT)
 
     def _layers(self, num_stages: int) -> Body:
-        """Return the layers for so many stages. Caches them: to find them in a deep module takes long."""
+        """Return the layers for a number of stages; cached, because finding them in a deep module takes long."""
         if num_stages not in self._bodies:
             self._bodies[num_stages] = layouts.find_layers(self._module, self._config, num_stages)
         return self._bodies[num_stages]
 
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """Keep two microbatches of different size.
+        """Record the step with two microbatches of different sizes.
 
         Raises:
             StopAfterFirstStepError: Always.
@@ -153,41 +161,41 @@ class Recorder(DryRunStrategy):
         times: dict[Any, tuple[Timing, ...]] = {}
         for cut in {cut.plain.names: cut for cut in self._cuts.values() if isinstance(cut, _Cut)}.values():
             names = cut.plain.names
-            for share in self._shares:
-                error = self._share_error_before(runs.get((names, WHOLE), ()), share)
-                runs[names, share] = error or self._trace(cut, share, microbatches, args)
+            for key in self._contexts:
+                error = self._too_short(runs.get((names, NO_CONTEXT), ()), key)
+                runs[names, key] = error or self._trace(cut, key, microbatches, args)
             if self._is_measured:
                 halved = (split_into(batch, 2**power, split)[0][0] for power in range(size.bit_length()))
                 times[names] = tuple(self._times(_of_different_sizes(halved), args, cut))
         self.record = Record(self.record.divided_share, size, found, runs, times, dict(self._usages()))
         raise StopAfterFirstStepError
 
-    def _share_error_before(self, whole: tuple[Trace, ...] | str, share: Share) -> str:
-        """Return why a division is refused before it is tried, by the length of the sequences; empty if it is tried."""
-        context, _ = share
+    def _too_short(self, whole: tuple[Trace, ...] | str, key: ContextKey) -> str:
+        """Return why sequences are too short for a kind of context parallelism; empty if they are long enough."""
+        context, _ = key
         length = whole[0].length if isinstance(whole, tuple) and whole else 0
-        if context > 1 and length < self._least_share * context:
+        if context > 1 and length < self._least_positions * context:
             return (
-                f"with {length} positions per sequence, each of {context} ranks has fewer than {self._least_share}"
+                f"with {length} positions per sequence, each of {context} ranks has fewer than {self._least_positions}"
                 " positions, so communication takes more time than sharding saves"
             )
         return ""
 
     def _trace(
-        self, cut: _Cut, share: Share, microbatches: Sequence[Any], args: Sequence[Any]
+        self, cut: _Cut, key: ContextKey, microbatches: Sequence[Any], args: Sequence[Any]
     ) -> tuple[Trace, ...] | str:
-        """The step with each of the microbatches, or why it cannot be run so."""
-        context, kind = share
+        """Return traces of the step with each microbatch, or why the step cannot run."""
+        context, kind = key
         if cut.body is None and context > 1:
             return "the module has no list of layers, so no layer can compute on sequence shards"
-        again = cut.body is not None  # their saved tensors are noted for every kind of recomputation
+        again = cut.body is not None  # then, saved tensors are recorded for every kind of recomputation
         config = self._config.changed({"recompute": again, "context_parallel_size": context, "context_parallel": kind})
         group = self._context_group(context) if context > 1 else None
         traces = []
         for microbatch in microbatches:
-            watch = Watch(cut.body, group, self._blocks())
+            recorder = TraceRecorder(cut.body, group, self._blocks())
             try:
-                saved = self._follow(microbatch, args, config, cut.body, cut.undivided, watch)
+                saved = self._follow(microbatch, args, config, cut.body, cut.as_one_stage, recorder)
             except WrongUseError as error:
                 if group is None:
                     raise
@@ -195,7 +203,7 @@ class Recorder(DryRunStrategy):
             size = find_batch_size(microbatch)
             assert size is not None
             saved = {recompute: merged(of_kind) for recompute, of_kind in saved.items()}
-            traces.append(Trace(size, watch.counter.counts, saved, watch.outputs, watch.length))
+            traces.append(Trace(size, recorder.counter.counts, saved, recorder.outputs, recorder.length))
         return tuple(traces)
 
     def _blocks(self) -> list[ParallelLayer]:
@@ -204,7 +212,7 @@ class Recorder(DryRunStrategy):
         return [layer for layer in layers if layer.sums_vector_gradients]
 
     def _times(self, microbatches: Iterable[Any], args: Sequence[Any], cut: _Cut) -> Iterator[Timing]:
-        """Of each microbatch, down to what is too small for the module, as one sample may be for batch norm."""
+        """Yield the times with each microbatch, down to a size that the module refuses, such as one with batch norm."""
         for number, microbatch in enumerate(microbatches):
             try:
                 timing = self._time(microbatch, args, cut)
@@ -215,23 +223,22 @@ class Recorder(DryRunStrategy):
             yield timing
 
     def _time(self, microbatch: Any, args: Sequence[Any], cut: _Cut) -> Timing:
-        """The seconds of each place in a forward with numbers: the shortest of some, after one that warms up."""
+        """Return the shortest time of each label in several forwards with values, after one forward to warm up."""
         if not self._has_values:
-            raise ValueError(
-                f"{type(self._module).__name__} has no parameter values, so it cannot be timed."
-            )  # made, and tried again
+            # The module is then made with values, and the step runs again.
+            raise ValueError(f"{type(self._module).__name__} has no parameter values, so it cannot be timed.")
         config = replace(self._config, recompute=False)
         runs = []
         for _ in range(_TIMED + 1):
-            watch = Stopwatch()
-            self._measure(microbatch, args, config, cut.body, cut.undivided, watch, nullcontext())
-            runs.append(watch.seconds)
+            timer = StepTimer()
+            self._measure(microbatch, args, config, cut.body, cut.as_one_stage, timer, nullcontext())
+            runs.append(timer.seconds)
         size = find_batch_size(microbatch)
         assert size is not None
         return Timing(size, {label: min(seconds.get(label, 0.0) for seconds in runs[1:]) for label in runs[-1]})
 
     def _usages(self) -> Iterator[tuple[HeldBy, tuple[MemoryUsage, ...]]]:
-        """Yield what each pipeline rank holds in every layout, apart from activations."""
+        """Yield the memory of each pipeline rank under every layout, without activations."""
         module, config, only = self._module, self._config, self._only
         estimator = MemoryEstimator(module, self.optimizers, float32_gradients=config.tuning.float32_gradients)
         options = {(0, False), *((zero, config.master_weights) for zero in range(4))}
@@ -251,5 +258,5 @@ class Recorder(DryRunStrategy):
 
 
 def _of_different_sizes(microbatches: Iterable[Any]) -> list[Any]:
-    """One microbatch of each size: a batch that cannot be split is the same for every number of microbatches."""
+    """Return one microbatch of each size. If a batch cannot be split, all microbatches have the same size."""
     return list({find_batch_size(microbatch): microbatch for microbatch in microbatches}.values())

@@ -1,4 +1,4 @@
-"""Layers that are alike run once in a step on shapes: the others repeat what the first one did."""
+"""Layers that are alike run once in a step on fake tensors: the others repeat the record of the first one."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from lightning_hybrid.tuning.dry_run.operations import OperationCounter
 
 
 class LeakError(Exception):
-    """Something outside of a layer uses a tensor that the layer made and did not return."""
+    """Code outside a layer uses a tensor that the layer created and did not return."""
 
 
 @dataclass
 class _Call:
-    """The record of a call of the first of some alike layers. Its tensors are detached.
+    """The record of a call of the first of several layers that are alike. Its tensors are detached.
 
     Attributes:
-        given: What it was given.
-        returned: What it returned.
-        spec: The shape of the tree that it returned.
-        made: The tensors that it made and returned, each once.
-        counted: What it added to the lists of the counter.
-        repetition: What it saved.
+        given: The inputs of the layer.
+        returned: The leaves of the output.
+        spec: The tree structure of the output.
+        made: The tensors that the layer created and returned, each once.
+        counted: The elements that the call added to the lists of the counter.
+        repetition: The tensors that the layer saved.
     """
 
     given: list[Any]
@@ -48,12 +48,12 @@ class _Call:
 
 @dataclass(frozen=True)
 class _Made:
-    """A tensor that a layer made.
+    """A tensor that a layer created.
 
     Attributes:
-        tensor: The tensor, detached; of a sequence in shares, the share of this rank.
-        requires_grad: True if it requires a gradient.
-        sequence: The division of the sequence over ranks; ``None`` if `tensor` is not a share.
+        tensor: The tensor, detached; for a sharded sequence, the shard of this rank.
+        requires_grad: True if the tensor requires a gradient.
+        sequence: How the sequence is sharded; ``None`` if `tensor` is not a sequence shard.
     """
 
     tensor: Tensor
@@ -64,13 +64,14 @@ class _Made:
 class RepeatedLayers:
     """Runs only the first of alike layers with alike inputs while entered.
 
-    The others return tensors of the same shapes, and what the first one computed, sent and saved counts for each.
+    The other layers return tensors of the same shapes, and repeat the operations, messages and saved tensors of the
+    first one.
 
     Args:
-        alike: The layers, each with the first one that is like it.
-        meter: Knows where the step is, and what it saves.
+        alike: The first layer that is like each layer.
+        meter: Knows the label of the current layer, and the saved tensors.
         counter: Counts the operations; ``None`` if nothing counts them.
-        inner: What else is entered around forwards, inside of this.
+        inner: Makes another context for forwards, which is entered inside this one.
     """
 
     def __init__(
@@ -82,21 +83,21 @@ class RepeatedLayers:
     ) -> None:
         self._alike, self._meter, self._counter, self._inner = alike, meter, counter, inner
         self._calls: dict[Hashable, _Call | None] = {}
-        self._watch = _Watch()
+        self._leaks = _LeakDetector()
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
-        """Enter it around forwards.
+        """Repeat layers while entered. Enter it around forwards.
 
         Raises:
-            LeakError: If a layer cannot be repeated, as what it makes is used elsewhere.
+            LeakError: If a layer cannot be repeated, because its inner tensors are used elsewhere.
         """
-        with self._inner(), replaced_forwards(self._alike, self._repeated), OperatorMode(self._watch):
+        with self._inner(), replaced_forwards(self._alike, self._repeated), OperatorMode(self._leaks):
             yield
 
     def _repeated(self, layer: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
         first = self._alike[layer]
-        kind = getattr(forward, "__qualname__", None)  # what runs again in backward is not like what does not
+        kind = getattr(forward, "__qualname__", None)  # a recomputed layer is not like one that is not recomputed
 
         def repeated(*args: Any, **kwargs: Any) -> Any:
             given, spec = flatten((args, kwargs))
@@ -105,7 +106,7 @@ class RepeatedLayers:
                 return forward(*args, **kwargs)
             key = first, kind, spec, signature, torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")
             if key not in self._calls:
-                self._calls[key] = None  # a layer that calls itself runs
+                self._calls[key] = None  # if the layer calls itself, the inner call runs
                 returned, self._calls[key] = self._run(forward, args, kwargs, given)
                 return returned
             call = self._calls[key]
@@ -119,7 +120,7 @@ class RepeatedLayers:
     def _run(self, forward: Callable[..., Any], args: Any, kwargs: Any, given: list[Any]) -> tuple[Any, _Call | None]:
         """Return the result of the first layer and its record; ``None`` for the record if it cannot be repeated."""
         lengths = [len(each) for each in self._lists()]
-        with self._watch.making() as made, self._meter.recorded() as repetition:
+        with self._leaks.making() as made, self._meter.recorded() as repetition:
             returned = forward(*args, **kwargs)
         counted = [each[length:] for each, length in zip(self._lists(), lengths, strict=True)]
         leaves, spec = flatten(returned)
@@ -132,9 +133,9 @@ class RepeatedLayers:
         if any(not inputs.isdisjoint(_keys(tensor)) for tensor in new.values()):
             return returned, None  # a view of an input
         outputs = {key for tensor in new.values() for key in _keys(tensor)}
-        self._watch.inside |= {key: storage for key, storage in made.items() if key not in outputs}
+        self._leaks.inside |= {key: storage for key, storage in made.items() if key not in outputs}
         repetition.made = frozenset(made)
-        with self._watch.paused():
+        with self._leaks.paused():
             plain = {id(leaf): _data(leaf).detach() for leaf in (*given, *leaves) if isinstance(leaf, Tensor)}
         of_given, of_returned = ([plain.get(id(leaf), leaf) for leaf in each] for each in (given, leaves))
         of_made = [
@@ -146,10 +147,10 @@ class RepeatedLayers:
     def _repeat(self, call: _Call, given: list[Any]) -> Any:
         lists = self._lists()
         lengths = [len(each) for each in lists]
-        with self._watch.paused():
+        with self._leaks.paused():
             made = _make(call.made, [leaf for leaf in given if isinstance(leaf, Tensor) and leaf.requires_grad])
-        for each, length, more in zip(lists, lengths, call.counted, strict=True):
-            each[length:] = more
+        for each, length, repeated in zip(lists, lengths, call.counted, strict=True):
+            each[length:] = repeated
         of_made = zip((each.tensor for each in call.made), made, strict=True)
         pairs = [*zip(call.given, given, strict=True), *of_made]
         pairs = [(before, now) for before, now in pairs if isinstance(now, Tensor)]
@@ -172,7 +173,7 @@ def _make(like: Sequence[_Made], given: list[Tensor]) -> list[Tensor]:
 
 
 class _LikeOthers(torch.autograd.Function):
-    """Tensors like others, in the graph of what they would be made of."""
+    """Tensors with given shapes that depend on given tensors in the autograd graph."""
 
     @staticmethod
     def forward(ctx: Any, like: Sequence[_Made], *given: Tensor) -> Any:
@@ -186,11 +187,12 @@ class _LikeOthers(torch.autograd.Function):
         raise NotImplementedError("a step that runs only on shapes has no backward")
 
 
-class _Watch:
-    """Notes what a layer makes, and sees whether others use it.
+class _LeakDetector:
+    """Records the storages that layers create, and raises an error if code outside a layer uses its inner ones.
 
     Attributes:
-        inside: The storages that layers made and did not return, alive, so that no other gets their address.
+        inside: The storages that layers created and did not return. They stay alive, so that no other storage gets
+            their address.
     """
 
     def __init__(self) -> None:
@@ -200,17 +202,17 @@ class _Watch:
 
     @contextmanager
     def making(self) -> Iterator[dict[int, Any]]:
-        """Note the storages of new tensors while entered."""
+        """Record the storages of new tensors while entered."""
         made: dict[int, Any] = {}
         with replaced_attributes(self, _made=made):
             yield made
 
     def paused(self) -> AbstractContextManager[None]:
-        """Note nothing while entered."""
+        """Record and check nothing while entered."""
         return replaced_attributes(self, _is_paused=True)
 
     def __call__(self, function: Any, args: Any, kwargs: Any) -> Any:
-        """Make a call, and look at it."""
+        """Run an operator, and check its inputs and outputs."""
         result = function(*args, **kwargs)
         if self._is_paused:
             return result
@@ -248,7 +250,8 @@ def _signature(given: Sequence[Any]) -> tuple[Hashable, ...] | None:
             data = _data(leaf)
             if type(data) not in (FakeTensor, Tensor):
                 return None
-            same = tuple(keys.setdefault(key, len(keys)) for key in _keys(leaf))  # which of them share memory
+            # Tensors with the same storage get the same number.
+            same = tuple(keys.setdefault(key, len(keys)) for key in _keys(leaf))
             of_data = type(data), data.shape, data.stride(), data.dtype, leaf.requires_grad, same
             parts.append((*of_data, _division(leaf) if isinstance(leaf, ShardedSequence) else None))
         else:
@@ -257,6 +260,6 @@ def _signature(given: Sequence[Any]) -> tuple[Hashable, ...] | None:
 
 
 def _division(x: ShardedSequence) -> Hashable:
-    """Return a key of the division of a sequence, and of whether its shares have been gathered or written."""
+    """Return a key of how a sequence is sharded, and of whether it has been gathered or written."""
     sharding, pieces = x.sharding, tuple(tuple(map(tuple, of_rank)) for of_rank in x.sharding.shares.pieces)
     return sharding.dim, sharding.outer, sharding.inner, sharding.shares.total, pieces, x.is_read, x.is_written()

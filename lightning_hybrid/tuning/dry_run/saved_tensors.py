@@ -1,4 +1,4 @@
-"""What autograd saves in a step for its backward, by the place where the step is, and how much of it at a time."""
+"""The tensors that autograd saves in a step for its backward, by label, and the most memory that they take."""
 
 from __future__ import annotations
 
@@ -14,27 +14,28 @@ from lightning_hybrid.memory.account import SavedTensorMeter
 from lightning_hybrid.pipeline_parallel.body import Body
 from lightning_hybrid.pipeline_parallel.schedules import Schedule
 
+#: The labels of code outside the layers. A layer has its position in the body as its label.
 BEFORE, AFTER = "before the body", "after the body"
 
+#: The bytes of each storage that a step saves, by label.
 Saved = dict[Hashable, dict[Hashable, int]]
-"""Saved tensors of a step: the bytes of each storage, by position of the layer, `BEFORE` or `AFTER`."""
 
 
 @dataclass(frozen=True)
 class Activations:
-    """What autograd saves.
+    """The activations that autograd saves.
 
     Attributes:
-        per_microbatch: Its bytes in each stage.
-        copies: The bytes of the weights of each stage that autocast has cast, which microbatches share: all but the
-            first one of a run (see :class:`SharedCasts`).
+        per_microbatch: The bytes of a microbatch in each stage.
+        copies: The bytes of weights that autocast has cast, in each stage. All microbatches of a run share them, except
+            for the first one (see :class:`SharedCasts`).
     """
 
     per_microbatch: Sequence[int]
     copies: Sequence[int]
 
     def peak(self, schedule: Schedule, rank: int) -> int:
-        """The most bytes that a pipeline rank holds at a time."""
+        """Return the largest number of bytes that a pipeline rank holds at a time."""
         current = peak = 0
         begun: Counter[int] = Counter()
         for action in schedule.actions[rank]:
@@ -50,24 +51,24 @@ class Activations:
 
 
 def labels_of_stages(stages: Sequence[range]) -> list[list[Hashable]]:
-    """What each stage runs of a step, by label.
+    """Return the labels of the parts of a step that each stage runs.
 
     Args:
         stages: The layers of each stage.
     """
     labels: list[list[Hashable]] = [list(layers) for layers in stages]
     labels[0].insert(0, BEFORE)
-    labels[-1] += [BEFORE, AFTER] if len(labels) > 1 else [AFTER]  # the last stage runs a step from its beginning, too
+    labels[-1] += [BEFORE, AFTER] if len(labels) > 1 else [AFTER]  # the last stage also runs a step from its beginning
     return labels
 
 
 def saved_bytes(saved: Saved, labels: Iterable[Hashable]) -> int:
-    """The bytes of what is saved under any of these labels; a storage counts once."""
+    """Return the saved bytes of some labels; each storage counts once."""
     return sum({key: size for label in labels for key, size in saved[label].items()}.values())
 
 
 def merged(saved: Saved) -> Saved:
-    """Merge the storages that are saved under the same labels, and number them: any labels need all of them or none."""
+    """Merge the storages that are saved under the same labels into one, and number the merged storages."""
     places, sizes = defaultdict[Hashable, list[int]](list), dict[Hashable, int]()
     for place, storages in enumerate(saved.values()):
         sizes |= storages
@@ -84,8 +85,8 @@ def merged(saved: Saved) -> Saved:
 
 
 @contextmanager
-def labelled_layers(body: Body | None, meter: SavedTensorMeter) -> Iterator[None]:
-    """While this is entered, what is saved is labelled with the position of the layer of the body that needs it."""
+def labeled_layers(body: Body | None, meter: SavedTensorMeter) -> Iterator[None]:
+    """Set the label of the meter to the position of the layer that runs, while entered."""
     meter.label = BEFORE
 
     def begin(index: int) -> Callable[[nn.Module, Any], None]:

@@ -1,4 +1,4 @@
-"""One forward of a module, counted on shapes or timed, by the place where the step is."""
+"""Traces of one forward of a module: operations and messages, or times, by label."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from lightning_hybrid.tuning.dry_run.saved_tensors import Saved
 
 @dataclass(frozen=True)
 class Trace:
-    """One forward with a microbatch.
+    """A trace of one forward with a microbatch.
 
     Attributes:
-        samples: Of the microbatch.
-        counts: Operations and messages, by label of the place.
-        saved: What it saves for backward, by what runs again of the layers of the body.
+        samples: The number of samples in the microbatch.
+        counts: Operations and messages, by label.
+        saved: The tensors that are saved for the backward, by kind of recomputation of the layers.
         outputs: The bytes that each layer of the body returns, by position.
-        length: The positions of the longest sequence that a layer of the body is given; 0 if there are none.
+        length: The number of positions of the longest sequence that a layer of the body receives; 0 without sequences.
     """
 
     samples: int
@@ -48,7 +48,7 @@ class Trace:
     def first_alike(self) -> dict[Hashable, Hashable]:
         """Map each label to the first label with the same operations and messages.
 
-        Layers that repeat what another one did share its records.
+        Repeated layers have the same records as the layer that they repeat.
         """
         firsts: dict[Hashable, Hashable] = {}
         return {
@@ -59,11 +59,11 @@ class Trace:
 
 @dataclass(frozen=True)
 class Timing:
-    """What forwards took here.
+    """The times of a forward on this machine.
 
     Attributes:
-        samples: Of the microbatch.
-        seconds: By label of the place.
+        samples: The number of samples in the microbatch.
+        seconds: The times by label.
     """
 
     samples: int
@@ -71,7 +71,7 @@ class Timing:
 
 
 def value_at(samples: int, traces: Sequence[Trace], values: Sequence[float]) -> float:
-    """The value for so many samples, on the line through those of the traces; through zero, if there is one trace."""
+    """Extrapolate the values of two traces, or of one trace and 0, linearly to a number of samples."""
     first = traces[0]
     if len(traces) == 1:
         return values[0] * samples / first.samples
@@ -80,13 +80,13 @@ def value_at(samples: int, traces: Sequence[Trace], values: Sequence[float]) -> 
 
 
 def value_between(samples: int, points: Sequence[tuple[int, float]]) -> float:
-    """The value for so many samples, interpolated between points.
+    """Interpolate values linearly to a number of samples.
 
-    Beyond the largest it grows with the samples; below the smallest it is the same.
+    Above the largest point, the value is proportional to the samples. Below the smallest point, it is constant.
 
     Args:
-        samples: Of a microbatch.
-        points: Samples and values, from the largest to the smallest.
+        samples: The number of samples.
+        points: Samples and values, from the largest to the smallest number of samples.
     """
     if samples >= points[0][0]:
         return points[0][1] * samples / points[0][0]
@@ -96,18 +96,18 @@ def value_between(samples: int, points: Sequence[tuple[int, float]]) -> float:
     return points[-1][1]
 
 
-class Watch:
-    """Counts what a step does; a step that is tried again is counted anew.
+class TraceRecorder:
+    """Records the operations, messages, inputs and outputs of a step. It starts again when the step is tried again.
 
     Args:
-        body: Whose inputs and outputs are noted.
-        context_group: The ranks that share sequences; ``None`` if there are none.
+        body: The layers whose inputs and outputs are recorded.
+        context_group: The context-parallel group; ``None`` if there is none.
         blocks: The layers that sum gradients of vectors, such as biases, over ranks.
 
     Attributes:
-        counter: Operations and messages.
+        counter: The counter of operations and messages.
         outputs: The bytes that each layer returns, by position.
-        length: The positions of the longest sequence that a layer is given; 0 if there are none.
+        length: The number of positions of the longest sequence that a layer receives; 0 without sequences.
     """
 
     counter: OperationCounter
@@ -121,15 +121,15 @@ class Watch:
 
     @contextmanager
     def __call__(self, meter: SavedTensorMeter) -> Iterator[OperationCounter]:
-        """Enter it around the step; it gives what counts."""
+        """Record while entered, and yield the counter. Enter it around the step."""
         group = self._blocks[0].tensor_group if self._blocks else None
         self.counter = OperationCounter(lambda: meter.label, self._context_group, group)
-        with self.counter(), self._noted_layers():
+        with self.counter(), self._recorded_layers():
             yield self.counter
 
     @contextmanager
-    def _noted_layers(self) -> Iterator[None]:
-        """While this is entered, what each layer of the body is given, and the bytes that it returns, are noted."""
+    def _recorded_layers(self) -> Iterator[None]:
+        """Record the inputs of each layer, and the bytes that it returns, while entered."""
         size = self._context_group.size() if self._context_group is not None else 1
 
         def begin(position: int) -> Callable[..., None]:
@@ -143,7 +143,7 @@ class Watch:
 
         def end(position: int) -> Callable[..., None]:
             def hook(layer: nn.Module, args: Any, output: Any) -> None:
-                # Of a sequence in shares each rank sends its own.
+                # Each rank sends its own sequence shard.
                 bytes_of = [x.nbytes // size if isinstance(x, ShardedSequence) else x.nbytes for x in _tensors(output)]
                 self.outputs[position] = sum(bytes_of)
 
@@ -166,11 +166,11 @@ def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in flatten(tree)[0] if isinstance(leaf, Tensor)]
 
 
-class Stopwatch:
-    """Times a step by the label of the place where it is.
+class StepTimer:
+    """A timer of a step, by label.
 
     Attributes:
-        seconds: By label.
+        seconds: The times by label.
     """
 
     def __init__(self) -> None:
@@ -178,10 +178,10 @@ class Stopwatch:
 
     @contextmanager
     def __call__(self, meter: SavedTensorMeter) -> Iterator[None]:
-        """Enter it around the step.
+        """Measure times while entered. Enter it around the step.
 
         Args:
-            meter: It knows where the step is.
+            meter: Knows the label of the current layer.
         """
         start = perf_counter()
 
@@ -191,7 +191,7 @@ class Stopwatch:
             self.seconds[meter.label] += now - start
             start = now
 
-        # Global hooks come before the layer's own, which say where the step will be from then on.
+        # Global hooks run before the hooks of the layer, which change the label.
         before = register_module_forward_pre_hook(note)
         after = register_module_forward_hook(note, always_call=True)
         try:

@@ -1,4 +1,4 @@
-"""One forward tells what layers would save with every kind of recomputation: what they save when they run again so."""
+"""One forward shows the tensors that layers save with every kind of recomputation, as if they were recomputed."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ class InPlace(Layer):
 
 
 class Views(Layer):
-    """A layer that returns a view of its input beside its result."""
+    """A layer that returns its result and a view of its input."""
 
     def forward(self, x: Tensor, mask: Tensor) -> Any:
         return super().forward(x, mask), x[:, :2]
 
 
 class Inner(Layer):
-    """A layer that runs again itself."""
+    """A layer that recomputes itself."""
 
     def forward(self, x: Tensor, mask: Tensor) -> Any:
         return checkpoint(super().forward, x, mask, use_reentrant=False)
@@ -72,7 +72,7 @@ class Attending(Layer):
 
 
 class Detached(Layer):
-    """A layer of whose result nothing needs a gradient."""
+    """A layer whose result needs no gradient."""
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         return super().forward(x, mask).detach()
@@ -102,11 +102,11 @@ class Stack(LightningModule):
         self.freeze()
 
     def freeze(self) -> None:
-        """Let some parameters have no gradients."""
+        """Freeze some parameters."""
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         x = self.tokens(batch)
-        if not x.requires_grad:  # as a batch is
+        if not x.requires_grad:  # like the layout of a batch
             x = x.transpose(0, 1).contiguous().transpose(0, 1)
         for layer in self.layers:
             found = layer(x * 1, self.mask.expand(2, 1, -1))
@@ -194,7 +194,7 @@ CASES: dict[str, tuple[Callable[[], LightningModule], dict[str, Any]]] = {
 
 
 class Real(ActivationCheckpointing):
-    """Layers that run again indeed, in the place of those of which it is noted."""
+    """Layers that are recomputed, in place of layers whose tensors are recorded."""
 
     def __init__(self, layers: list[nn.Module], meter: Any, uncounted: Any, *, selective: bool) -> None:
         super().__init__(layers, torch.device("cpu"), selective=selective)
@@ -204,7 +204,7 @@ Sizes = dict[Any, list[int]]
 
 
 def saved_in(make: Callable[[], LightningModule], precision: Precision, **arguments: Any) -> dict[bool | str, Sizes]:
-    """By kind of recomputation: the sizes of storages by place, and the bytes of the first one, two, ... places."""
+    """Return the sizes of storages by label, and the bytes of the first one, two, ... labels, by recomputation."""
     found: list[Any] = []
     follow = DryRunStrategy._follow
 
@@ -239,7 +239,7 @@ def test_what_is_noted_is_what_layers_that_run_again_save(
     assert (noted[True] == noted[False]) is case.startswith("Detached")
     for recompute in RECOMPUTE[1:]:
         if recompute == "selective" and arguments.get("context_parallel", "ulysses") != "ulysses":
-            continue  # refused
+            continue  # not supported
 
         def real(*given: Any, recompute: Any = recompute) -> AbstractContextManager[None]:
             return Real(*given, selective=recompute == "selective")  # type: ignore[return-value]

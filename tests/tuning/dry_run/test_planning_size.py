@@ -1,4 +1,4 @@
-"""What plans a run gives a module no memory, and runs one layer of each kind, whatever the module's size."""
+"""A plan of a run gives parameters no memory, and runs one layer of each kind, whatever the module's size."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from lightning_hybrid.tuning.dry_run.dry_run import DryRunStrategy, dry_run
 from lightning_hybrid.tuning.dry_run.parameters import made_without_memory, parameters_without_memory
 
 WIDTH = 16
-SIZES: list[int] = []  # of the layers that have run
+SIZES: list[int] = []  # hidden sizes of the layers that have run
 
 
 class Layer(nn.Module):
-    """A layer that knows its place, as those of transformers do."""
+    """A layer that knows its position, like the layers of transformers."""
 
     def __init__(self, position: int, hidden: int = 2 * WIDTH) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Deep(LightningModule):
 
 
 class DeepLater(Deep):
-    """The same, made in `configure_model`."""
+    """`Deep`, made in `configure_model`."""
 
     def __init__(self, layers: int = 6) -> None:
         LightningModule.__init__(self)
@@ -81,7 +81,7 @@ class DeepLater(Deep):
 
 
 class ReadsRates(Deep):
-    """Reads numbers that are no parameters, as stochastic depth does."""
+    """Reads values of tensors that are not parameters, like stochastic depth."""
 
     def make(self) -> None:
         self.rates = [rate.item() for rate in torch.linspace(0, 0.1, self.num_layers)]
@@ -89,7 +89,7 @@ class ReadsRates(Deep):
 
 
 class ReadsWeights(Deep):
-    """Cannot be made without the values of its parameters."""
+    """Reads the values of its parameters when it is made."""
 
     def make(self) -> None:
         super().make()
@@ -110,7 +110,7 @@ class Kinds(Deep):
 
 
 class Leaking(Deep):
-    """A loss uses what layers keep beside their results."""
+    """The loss uses tensors that layers keep but do not return."""
 
     def layer(self, position: int) -> nn.Module:
         return Keeping(position)
@@ -257,7 +257,7 @@ def test_a_layer_of_each_kind_runs_once() -> None:
 
 def test_layers_that_differ_in_an_attribute_or_a_shape_are_not_alike() -> None:
     layers = [Layer(position) for position in range(5)]
-    layers[2].hidden += 1  # as a flag that its forward reads
+    layers[2].hidden += 1  # like a flag that its forward reads
     layers[3].rise = nn.Linear(WIDTH, 2 * WIDTH, bias=False)
     layers[4].norm.requires_grad_(False)
     named = {f"layers.{position}": layer for position, layer in enumerate(layers)}
@@ -291,4 +291,4 @@ def test_repeated_layers_save_what_they_would_save_themselves(
     monkeypatch.setattr(DryRunStrategy, "_measure", measure_all)
     SIZES.clear()
     assert estimate(cls, **arguments) == repeated
-    assert (ran < len(SIZES)) is (cls is not Leaking), "what a layer keeps beside its result is not repeated"
+    assert (ran < len(SIZES)) is (cls is not Leaking), "a tensor that a layer keeps but does not return is not repeated"

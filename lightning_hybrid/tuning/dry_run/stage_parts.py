@@ -1,4 +1,4 @@
-"""The cost of one part of a step, a layer or the code around the layers, from traces of the step."""
+"""Parts of a stage, and the cost of a layer or of the code around the layers, from traces of a step."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from lightning_hybrid.tuning.machine import Machine
 from lightning_hybrid.tuning.messages import NO_EXCHANGE, Exchange
 
 
-def cost_of_place(
+def cost_of_label(
     traces: Sequence[Trace], samples: int, label: Hashable, layout: Layout, machine: Machine
 ) -> StageCost:
     """Add up the operations and messages of a label.
 
     Args:
         traces: The traces of the larger and the smaller microbatch.
-        samples: The samples of the microbatch to estimate.
+        samples: The number of samples in the microbatch.
         label: A layer, by position, or the code before or after the layers.
-        layout: Says what runs again in backward, and how attention communicates.
-        machine: Says how long an operation takes.
+        layout: The layout, which determines recomputation and attention communication.
+        machine: The machine, which determines the time of an operation.
     """
     recompute = layout.recompute if isinstance(label, int) else False
     operations, messages, context_messages = zip(*(trace.counts.of(label) for trace in traces), strict=True)
@@ -37,7 +37,7 @@ def cost_of_place(
         forward += seconds
         if recompute is True or (recompute and not alike[0].is_kept):
             recomputed += seconds
-        if layout.context_kind == "ring" and alike[0].is_attention:  # of its blocks
+        if layout.context_kind == "ring" and alike[0].is_attention:  # of blocks of the ring
             overlappable += seconds
     tensor = _sum(samples, traces, messages, repeats=recompute is True)
     context = _sum(samples, traces, context_messages, repeats=bool(recompute))
@@ -49,11 +49,11 @@ class StagePart:
     """The labels of a stage whose layers are recomputed in the same way.
 
     Attributes:
-        layout: A layout that treats all layers as these.
+        layout: A layout in which all layers are recomputed in this way.
         labels: The layers, by position, and the code before and after them.
         traces: The traces of the larger and the smaller microbatch.
         kinds: The number of labels with equal records, by the first of these labels.
-        saved: The bytes that they save for backward, in each trace.
+        saved: The bytes that the labels save for the backward, in each trace.
     """
 
     layout: Layout
@@ -92,7 +92,7 @@ def _sum(samples: int, traces: Sequence[Trace], rows: Sequence[Sequence[Exchange
 
 
 def _pairs(rows: Sequence[Sequence[Any]]) -> Iterable[tuple[Any, ...]]:
-    """Pair the same record of each trace; if the traces have other numbers of records, repeat those of the first."""
+    """Pair the records of the traces. If their numbers differ, use the records of the first trace for all traces."""
     if len({len(row) for row in rows}) == 1:
         return zip(*rows, strict=True)
     return [(each,) * len(rows) for each in rows[0]]

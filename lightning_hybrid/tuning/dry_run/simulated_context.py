@@ -1,4 +1,4 @@
-"""Layers that get their share of a sequence where the other ranks do not exist: on shapes, as the first rank."""
+"""Context parallelism on fake tensors, as rank 0 of a group whose other ranks do not exist."""
 
 from __future__ import annotations
 
@@ -32,24 +32,24 @@ from lightning_hybrid.tensor_parallel.context_parallel.trial import (
     written_text,
 )
 
-_POSITIONS = 4  # so many for each rank show what mixes neighbours, and statistics
-_MANY = 1024  # so many show what looks farther
-_MOST_PRODUCTS = 2**34  # of numbers, in a forward that is tried: more would take seconds, and large layers gigabytes
+_POSITIONS = 4  # per rank: enough to find layers that mix neighboring positions, or compute statistics
+_MANY = 1024  # in total: enough to find layers that mix distant positions
+_MOST_PRODUCTS = 2**34  # multiplications in a trial; more would take seconds, and gigabytes with large layers
 _CPU = torch.device("cpu")
 
 
-class AloneContextParallel(ContextParallel):
-    """As the first of some ranks, without the others: what they would send has no numbers.
+class SimulatedContextParallel(ContextParallel):
+    """Context parallelism on rank 0 without the other ranks, whose messages have no values.
 
-    So what layers compute cannot be compared as in a run. Whether they mix positions elsewhere than in attention can be
-    found out alone: with an attention in which each position attends to itself, a share of the result has to be the
-    result of the share. That is tried with numbers, where layers are not divided among tensor-parallel ranks, too; of
-    layers that are alike with the first one, and with none that is too large for it.
+    So the results of layers cannot be compared as in a run. But a single rank can find out whether layers mix positions
+    outside attention: if each position attends only to itself, the output for a sequence shard must be equal to that
+    shard of the full output. A trial with values tests this, unless a layer is also tensor-parallel or too large. If
+    several layers are alike, only the first one is tried.
 
     Args:
-        tried: What has been tried before, and where hooks meet the sequence; it grows.
-        alike: The layers, each with the first one that is like it.
-        given: As for :class:`ContextParallel`.
+        tried: The results of earlier trials: the places of the sequence in the hooks of each layer. It grows.
+        alike: The first layer that is like each layer.
+        given: See :class:`ContextParallel`.
     """
 
     def __init__(self, *given: Any, tried: dict[Hashable, Places], alike: Mapping[nn.Module, nn.Module]) -> None:
@@ -58,10 +58,10 @@ class AloneContextParallel(ContextParallel):
 
     @contextmanager
     def around(self, between: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
-        """Enter it around forwards, as there."""
+        """Return a context for forwards, see :class:`ContextParallel`."""
 
         def make_without_modes(*size: int) -> Tensor:
-            with without_modes():  # torch cannot make such a tensor where a mode sees all operations
+            with without_modes():  # torch cannot create such a tensor in a mode that sees all operations
                 bias: Tensor = causal_lower_right(*size)
                 return bias
 
@@ -79,25 +79,25 @@ class AloneContextParallel(ContextParallel):
         lengths = sorted(length for length in tried if length <= most)
         if not lengths:
             return {}
-        with torch.no_grad(), without_modes(), _with_numbers(layer):
+        with torch.no_grad(), without_modes(), _values_in(layer):
             ran = [self._runs(layer, forward, division, length, taps) for length in lengths]
             if not any(each is not None for each in ran) and total <= most:
-                ran = [self._runs(layer, forward, division, total, taps)]  # it is made for sequences of this length
+                ran = [self._runs(layer, forward, division, total, taps)]  # the layer requires sequences of this length
         found = [each for each in ran if each is not None]
         self._tried_alone[key] = common_places(found) if found else {}
-        return self._tried_alone[key]  # nothing is marked: only then the memory is what a run has
+        return self._tried_alone[key]  # no layer is marked as tried, so that the memory is the same as in a run
 
     def _runs(
         self, layer: nn.Module, forward: Callable[..., Any], division: Division, length: int, taps: Taps
     ) -> Places | None:
-        """Compare the shares of so many positions with the whole; ``None`` if the layer does not run with so many."""
-        given = _numbers(division.cropped(length))
+        """Compare a shard with the full output for a sequence length; ``None`` if the layer does not support it."""
+        given = _with_values(division.cropped(length))
         try:
             with without_trace(layer, _CPU) as buffers, taps.recording() as calls:
-                whole = _made(forward, *copied(given))
-        except Exception:  # it is made for sequences of another length, or cannot run with these numbers
+                whole = _created(forward, *copied(given))
+        except Exception:  # it requires another sequence length, or cannot run with these values
             return None
-        # Of two pieces: what mixes earlier positions alone makes the same of a first piece.
+        # The shard has two pieces, because a layer that mixes only earlier positions computes the first one correctly.
         short = division.of_cropped(*copied(given), balanced=True)
         with without_trace(layer, _CPU) as own_buffers, taps.recording() as own_calls:
             is_share = _is_share(short, forward, whole)
@@ -112,7 +112,7 @@ class AloneContextParallel(ContextParallel):
 
 
 def _is_share(division: Division, forward: Callable[..., Any], whole: Sequence[Tensor]) -> bool:
-    """Whether a layer makes of this rank's share what it has of the whole results."""
+    """Return True if the output of a layer for this rank's shard is equal to this shard of the full output."""
     args, kwargs = division.local()
     try:
         with FunctionMode(_BY_POSITION):
@@ -135,37 +135,37 @@ def _multi_head(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
-    """Return something of the own query, key and value of each position, in the shape of an attention's result."""
+    """Return a tensor with the shape of an attention result that depends only on each position's own inputs."""
     mixed = query.mean(-1, keepdim=True)
     if key.shape[-2] == query.shape[-2] and query.ndim == 4:
         mixed = mixed + key.mean((1, 3), keepdim=True) + value.mean(1, keepdim=True)
     return mixed.expand(*query.shape[:-1], value.shape[-1])
 
 
-#: Each position attends to itself, and nothing is dropped.
+#: Each position attends to itself, and dropout is off.
 _BY_POSITION = NoDraws(_CPU, {F.scaled_dot_product_attention: _attend, F.multi_head_attention_forward: _multi_head})
 
 
-def _with_numbers(layer: nn.Module) -> AbstractContextManager[None]:
-    """Give parameters and buffers values while entered; afterwards, buffers that a forward replaced are as before."""
+def _values_in(layer: nn.Module) -> AbstractContextManager[None]:
+    """Give parameters and buffers values while entered, and restore all of them afterwards."""
     tables = (vars(part)[kind] for part in layer.modules() for kind in ("_parameters", "_buffers"))
     return replaced_entries(
-        (table, {name: None if tensor is None else _number(tensor) for name, tensor in table.items()})
+        (table, {name: None if tensor is None else _value(tensor) for name, tensor in table.items()})
         for table in tables
     )
 
 
-def _numbers(tree: Any) -> Any:
-    """The same tree with tensors that have values; what comes twice is one tensor again."""
+def _with_values(tree: Any) -> Any:
+    """Return a tree with tensors that have values; a tensor that occurs twice is still one tensor."""
     leaves, spec = flatten(tree)
-    made = {id(leaf): _number(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves}
+    made = {id(leaf): _value(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves}
     return unflatten([made[id(leaf)] for leaf in leaves], spec)
 
 
-def _number(tensor: Tensor) -> Any:
-    """A copy; of what has no values one with small random numbers, or zeros if it is an index.
+def _value(tensor: Tensor) -> Any:
+    """Return a copy of a tensor that has values. A tensor without values gets small random ones, or zeros if integer.
 
-    A parameter that is zero at first, such as a gate, has random numbers too: it will not stay zero.
+    A parameter that is zero, such as a gate, gets random values too, because training changes it.
     """
     has_values = not isinstance(tensor, FakeTensor) and not tensor.is_meta
     if has_values and not (isinstance(tensor, nn.Parameter) and not tensor.any()):
@@ -177,8 +177,8 @@ def _number(tensor: Tensor) -> Any:
     return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
 
 
-def _made(forward: Callable[..., Any], args: Any, kwargs: Any) -> list[Tensor]:
-    """The tensors that a layer makes, each once."""
+def _created(forward: Callable[..., Any], args: Any, kwargs: Any) -> list[Tensor]:
+    """Return the tensors that a layer creates and returns, each once."""
     given = set(map(id, flatten((args, kwargs))[0]))
     with FunctionMode(_BY_POSITION):
         leaves = {id(leaf): leaf for leaf in flatten(forward(*args, **kwargs))[0]}

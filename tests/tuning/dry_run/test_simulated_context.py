@@ -1,4 +1,4 @@
-"""Which layers may get shares of sequences, and which heads go round, is known without any other rank."""
+"""A single rank finds out which layers support context parallelism, and with which numbers of heads."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def run(make: Callable[[], LightningModule], data: Any = None, **arguments: Any)
 
 
 def without_values(cls: type[nn.Module]) -> type[Any]:
-    """A module that is made in `configure_model`."""
+    """Return a class of modules that are made in `configure_model`."""
 
     class Later(cls):  # type: ignore[misc, valid-type]
         def __init__(self) -> None:
