@@ -20,6 +20,7 @@ BEGIN, END = "<!-- written by docs/draw_house.py -->", "<!-- end -->"
 # From the top. A subpackage imports only from those below it.
 SUBPACKAGES = (
     "cli",
+    "tuning",
     "strategy",
     "trainer",
     "checkpoint",

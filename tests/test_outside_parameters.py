@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 from lightning_hybrid import HybridStrategy
 from lightning_hybrid.axes import Sizes
 from lightning_hybrid.pipeline_parallel.placeholders import is_placeholder
-from lightning_hybrid.strategy.auto_layout.dry_run.dry_run import dry_run
+from lightning_hybrid.tuning.dry_run.dry_run import dry_run
 from tests.pool import Pools
 
 pytestmark = pytest.mark.timeout(300)

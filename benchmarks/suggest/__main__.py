@@ -29,12 +29,12 @@ from torch.utils.data import DataLoader, TensorDataset
 from benchmarks.block import Block
 from benchmarks.ratios import interval
 from lightning_hybrid import HybridStrategy
-from lightning_hybrid.strategy.auto_layout.arguments import arguments, keywords
-from lightning_hybrid.strategy.auto_layout.candidates import Layout, Step
-from lightning_hybrid.strategy.auto_layout.cost_model import CostModel
-from lightning_hybrid.strategy.auto_layout.machine import Machine
-from lightning_hybrid.strategy.auto_layout.measure import measure_machine
-from lightning_hybrid.strategy.auto_layout.module_profile import ModuleProfile
+from lightning_hybrid.tuning.arguments import arguments, keywords
+from lightning_hybrid.tuning.candidates import Layout, Step
+from lightning_hybrid.tuning.cost_model import CostModel
+from lightning_hybrid.tuning.machine import Machine
+from lightning_hybrid.tuning.measure import measure_machine
+from lightning_hybrid.tuning.module_profile import ModuleProfile
 
 RANKS = 2
 BATCHES_PER_ROUND, UNTIMED = 6, 2

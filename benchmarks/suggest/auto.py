@@ -30,7 +30,7 @@ from examples.gpt import GPT, Sources
 from examples.resnet import ResNet
 from examples.vit import ViT
 from lightning_hybrid import HybridStrategy
-from lightning_hybrid.strategy.auto_layout.candidates import arrangements
+from lightning_hybrid.tuning.candidates import arrangements
 
 AUTO = "auto"
 BAR = 1.05

@@ -22,12 +22,9 @@ from lightning_hybrid.cli.parser import PROGRAM, ConfigParser, Parser, with_advi
 from lightning_hybrid.cli.progress import count_progress
 from lightning_hybrid.error_codes.entry import CODE
 from lightning_hybrid.error_codes.printing import is_printed_here
-from lightning_hybrid.strategy.auto_layout.dry_run.dry_run import DryRun, dry_run
-from lightning_hybrid.strategy.auto_layout.dry_run.parameters import made_without_memory
 from lightning_hybrid.strategy.strategy import HybridStrategy
-
-#: Arguments of the Trainer that decide about the steps.
-_TRAINER = ("max_epochs", "max_steps", "accumulate_grad_batches", "limit_train_batches")
+from lightning_hybrid.tuning.dry_run.dry_run import DryRun, dry_run, step_arguments
+from lightning_hybrid.tuning.dry_run.parameters import made_without_memory
 
 
 class SaveConfigBesideLogs(SaveConfigCallback):
@@ -218,6 +215,6 @@ def run_on_shapes(
                 strategy.settings,
                 strategy.sizes,
                 precision=strategy.precision_plugin,
-                **{name: getattr(cli.trainer, name) for name in _TRAINER},
+                **step_arguments(cli.trainer),
             )
     return strategy, result

@@ -38,12 +38,12 @@ from lightning_hybrid.memory.activation_checkpoint.policy import check_recompute
 from lightning_hybrid.memory.offload import check_offload
 from lightning_hybrid.pipeline_parallel.partition import STAGE_MARK, is_numbered, numbered
 from lightning_hybrid.pipeline_parallel.schedules import SCHEDULES
+from lightning_hybrid.strategy.open_arguments import SIZES
 from lightning_hybrid.tensor_parallel.context_parallel.context_parallel import check_context_parallel
 from lightning_hybrid.tensor_parallel.plan import check_styles, plan_texts
 from lightning_hybrid.trainer.lightning_internals import validation_interval
 from lightning_hybrid.version import __version__
 
-_SIZES = ("tensor_parallel_size", "pipeline_parallel_size")  # one, or those that are allowed
 _OTHERWISE = {"data_parallel_size": "auto", "num_microbatches": "auto", "global_batch_size": None, "num_chunks": "auto"}
 
 
@@ -57,7 +57,7 @@ def check_arguments(config: HybridConfig) -> None:
         TypeError: If a value in a list has the wrong type.
         ValueError: If a value is not possible.
     """
-    sizes: dict[str, Any] = {name: getattr(config, name) for name in _SIZES}
+    sizes: dict[str, Any] = {name: getattr(config, name) for name in SIZES}
     for name, size in sizes.items():
         _check_allowed(name, size)
     for name in (*(axis.argument for axis in AXES if axis.is_optional), "tensor_parallel_depth"):

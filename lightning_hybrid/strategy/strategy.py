@@ -39,10 +39,11 @@ from lightning_hybrid.error_codes.printing import print_once_per_node
 from lightning_hybrid.pipeline_parallel.batch_norm import batch_norms, limit_microbatches
 from lightning_hybrid.pipeline_parallel.placeholders import absent_gradients
 from lightning_hybrid.strategy import checks, full_parameters, launch
-from lightning_hybrid.strategy.auto_layout.request import ALL_SIZES, resolve_open
 from lightning_hybrid.strategy.collectives import ReplicaCollectives, outside_of_steps
 from lightning_hybrid.strategy.layout import is_cut, runs_backward
+from lightning_hybrid.strategy.layout_search import load_choose_layout
 from lightning_hybrid.strategy.meta_init import lacks_values
+from lightning_hybrid.strategy.open_arguments import ALL_SIZES, resolve_open
 from lightning_hybrid.strategy.patches import add_callbacks
 from lightning_hybrid.strategy.rendezvous import Stores, stores_of_groups
 from lightning_hybrid.strategy.run import AttachedModule, Run, World
@@ -433,12 +434,10 @@ class HybridStrategy(ReplicaCollectives):
 
     def _find_layout(self) -> None:
         """Find the arguments that were left open, once for all runs with this mesh."""
-        from lightning_hybrid.strategy.auto_layout.choice import choose_layout  # what runs steps dry takes a while
-
         open_sizes = set(ALL_SIZES) & set(self.settings.searched)
         sizes = self.settings.requested_sizes if open_sizes else asdict(self.sizes)
         given = self._module, self.root_device, self.precision_plugin, self.num_nodes
-        found = choose_layout(self.settings, sizes, *given)
+        found = load_choose_layout()(self.settings, sizes, *given)
         self.sizes = found.sizes
         changed = {"searched": (), **found.arguments}
         if self.settings.auto_microbatches:

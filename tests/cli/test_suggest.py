@@ -14,10 +14,10 @@ from lightning_hybrid.cli.main import main
 from lightning_hybrid.cli.suggest.configured import Configured
 from lightning_hybrid.cli.suggest.report import as_text
 from lightning_hybrid.memory.account import MemoryUsage
-from lightning_hybrid.strategy.auto_layout.candidates import Layout, LoaderStep, Step
-from lightning_hybrid.strategy.auto_layout.cost_model import Cost
-from lightning_hybrid.strategy.auto_layout.machine import Machine
-from lightning_hybrid.strategy.auto_layout.search import Losers, Suggestions
+from lightning_hybrid.tuning.candidates import Layout, LoaderStep, Step
+from lightning_hybrid.tuning.cost_model import Cost
+from lightning_hybrid.tuning.machine import Machine
+from lightning_hybrid.tuning.search import Rejected, Suggestions
 
 CONFIG = str(Path(__file__).parent.parent.parent / "configs" / "gpt_hybrid.yaml")
 
@@ -135,8 +135,8 @@ def test_no_line_is_longer_than_a_terminal_is_wide(kind: type[Step]) -> None:
     )
     sent = dict.fromkeys(("tensor", "context", "pipeline", "data"), 1234.5 * 2**30)
     cost = Cost(layout, (MemoryUsage(79 * 2**30, 0, 0, 0, 0),), 1.0, {}, sent, 1234.5, 0.425, samples=4096)
-    losers = Losers("more tensor-parallel messages", 12345, layout, "at least 12.34 x the time of the best")
-    text = as_text(Suggestions((cost,), (losers,), 12345, 678), Machine(), kind(4096), CONFIGURED, {8: 0.01})
+    rejected = Rejected("more tensor-parallel messages", 12345, layout, "at least 12.34 x the time of the best")
+    text = as_text(Suggestions((cost,), (rejected,), 12345, 678), Machine(), kind(4096), CONFIGURED, {8: 0.01})
     lines = [line for line in text.splitlines() if not line.startswith("#")]
     assert max(map(len, lines)) <= 100
     assert "Fits: the fastest layout needs up to 79.00 GiB of the 80.00 GiB per rank." in lines
@@ -144,8 +144,8 @@ def test_no_line_is_longer_than_a_terminal_is_wide(kind: type[Step]) -> None:
 
 
 def test_what_does_not_fit_is_said_with_what_it_would_take() -> None:
-    losers = Losers("does not fit", 9, Layout(2, 1, 1), "96.0 GiB, 1.20 x the memory")
-    text = as_text(Suggestions((), (losers,), 9, 0), Machine(), Step(16), CONFIGURED, {})
+    rejected = Rejected("does not fit", 9, Layout(2, 1, 1), "96.0 GiB, 1.20 x the memory")
+    text = as_text(Suggestions((), (rejected,), 9, 0), Machine(), Step(16), CONFIGURED, {})
     text = " ".join(text.split())
     assert "Does not fit: no layout can be used with 80.00 GiB per device." in text
     assert "Even the layout with the lowest memory use needs 96.0 GiB, 1.20 x the memory." in text

@@ -17,12 +17,12 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_hybrid import HybridStrategy, Launch, Tuning
 from lightning_hybrid.axes import Sizes
 from lightning_hybrid.memory import offload
-from lightning_hybrid.strategy.auto_layout.dry_run.dry_run import dry_run
 from lightning_hybrid.tensor_parallel.context_parallel.block_attention.block_attention import (
     CudaKernel,
     Products,
     find_kernel,
 )
+from lightning_hybrid.tuning.dry_run.dry_run import dry_run
 from tests.gpu.fits import PP2, Compiled, assert_alike, fit, fit_on_ranks, loader, no_waits
 from tests.pool import Pools
 

@@ -33,7 +33,7 @@ from lightning_hybrid.memory.account import (
     storage_bytes,
 )
 from lightning_hybrid.pipeline_parallel.schedules import build
-from lightning_hybrid.strategy.auto_layout.dry_run.dry_run import dry_run
+from lightning_hybrid.tuning.dry_run.dry_run import dry_run
 from tests.memory.meter import MemoryMeter, printed_usages
 from tests.pool import Pools
 from tests.test_examples import CONFIGS

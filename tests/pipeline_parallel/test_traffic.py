@@ -29,8 +29,8 @@ from lightning_hybrid.pipeline_parallel.links.traffic import (
     traffic_text,
 )
 from tests.pool import Pools
-from tests.strategy.test_auto_layout_search import Blocks
 from tests.training_jobs import Regression, loader, make_trainer
+from tests.tuning.test_module_profile import Blocks
 
 SIZES = Sizes(2, 2, 2)
 TWO_NODES = [0] * 4 + [1] * 4

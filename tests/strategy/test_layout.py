@@ -18,8 +18,8 @@ from lightning_hybrid.axes import Sizes
 from lightning_hybrid.pipeline_parallel.placeholders import is_placeholder
 from lightning_hybrid.pipeline_parallel.schedules import Placement
 from lightning_hybrid.pipeline_parallel.stage_map import StageMap
-from lightning_hybrid.strategy.auto_layout.dry_run.dry_run import DryRun, dry_run
 from lightning_hybrid.strategy.layout import describe, find_stages, misplaced_text
+from lightning_hybrid.tuning.dry_run.dry_run import DryRun, dry_run
 from tests.pool import Pools
 from tests.training_jobs import make_trainer
 

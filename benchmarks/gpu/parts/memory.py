@@ -17,7 +17,7 @@ from benchmarks.gpu.place import Place
 from benchmarks.gpu.table import Report
 from lightning_hybrid import HybridStrategy
 from lightning_hybrid.axes import Sizes
-from lightning_hybrid.strategy.auto_layout.dry_run.dry_run import dry_run
+from lightning_hybrid.tuning.dry_run.dry_run import dry_run
 
 GIB = 2**30
 STEPS = 3

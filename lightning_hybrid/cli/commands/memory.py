@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from lightning_hybrid.cli.parser import ConfigParser, print_json, print_text, quantity
-from lightning_hybrid.strategy.auto_layout.machine import Machine
+from lightning_hybrid.tuning.machine import Machine
 
 if TYPE_CHECKING:
     from lightning_hybrid.memory.account import MemoryUsage

@@ -27,8 +27,8 @@ def run(args: Sequence[str]) -> None:
 
     from lightning_hybrid.cli.hybrid_cli import be_quiet, load_config, maker
     from lightning_hybrid.cli.progress import count_progress
-    from lightning_hybrid.strategy.auto_layout.dry_run.parameters import made_without_memory
     from lightning_hybrid.strategy.layout import describe, outline
+    from lightning_hybrid.tuning.dry_run.parameters import made_without_memory
 
     be_quiet()
     with count_progress("Reading the configuration") as progress:
@@ -69,11 +69,12 @@ def _between_nodes(
     from lightning.fabric.utilities.exceptions import MisconfigurationException
     from rich import filesize
 
-    from lightning_hybrid.cli.suggest.planned import TRAINER, planned_traffic
+    from lightning_hybrid.cli.suggest.planned import planned_traffic
     from lightning_hybrid.pipeline_parallel.links.traffic import bytes_between_nodes, least_bytes, traffic_text
+    from lightning_hybrid.tuning.dry_run.dry_run import step_arguments
 
     try:
-        traffic = planned_traffic(make, strategy, **{name: getattr(cli.trainer, name) for name in TRAINER})
+        traffic = planned_traffic(make, strategy, **step_arguments(cli.trainer))
     except (ValueError, TypeError, MisconfigurationException) as error:
         return None, f"It is unknown how many bytes a step sends between nodes: {error}"
     sizes, order = strategy.sizes, strategy.settings.axis_order

@@ -10,7 +10,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from lightning_hybrid.cli.parser import ConfigParser, positive, print_json, quantity
-from lightning_hybrid.strategy.auto_layout.machine import Machine
+from lightning_hybrid.tuning.machine import Machine
 
 _DESCRIPTION = (
     "Estimate the memory and step time of many layouts for a given number of ranks. Print the fastest layouts that fit"
@@ -64,17 +64,18 @@ def run(args: Sequence[str]) -> None:
     from lightning_hybrid.cli.progress import count_progress
     from lightning_hybrid.cli.suggest.configured import find_configured
     from lightning_hybrid.cli.suggest.report import as_data, as_text
-    from lightning_hybrid.strategy.auto_layout.candidates import LoaderStep, Step
-    from lightning_hybrid.strategy.auto_layout.cost_model import CostModel
-    from lightning_hybrid.strategy.auto_layout.module_profile import ModuleProfile
-    from lightning_hybrid.strategy.auto_layout.search import FOUND_UNSEEN, SearchSpace, search
+    from lightning_hybrid.tuning.candidates import LoaderStep, Step
+    from lightning_hybrid.tuning.cost_model import CostModel
+    from lightning_hybrid.tuning.dry_run.dry_run import step_arguments
+    from lightning_hybrid.tuning.module_profile import ModuleProfile
+    from lightning_hybrid.tuning.search import UNATTENDED, search
+    from lightning_hybrid.tuning.search_space import SearchSpace
 
     be_quiet()
     overrides += ["--trainer.devices", "1", "--trainer.num_nodes", "1"]
     overrides += [f"--trainer.strategy.init_args.{name}={value}" for name, value in _UNDIVIDED.items()]
     cli, strategy = load_config(parser, options.config, overrides)
-    names = ("max_epochs", "max_steps", "accumulate_grad_batches", "limit_train_batches")
-    trainer = {name: getattr(cli.trainer, name) for name in names}
+    trainer = step_arguments(cli.trainer)
     settings = strategy.settings
     if not isinstance(settings.partition, str):
         settings = replace(settings, partition="uniform")  # it is for the configuration's own number of stages
@@ -98,7 +99,7 @@ def run(args: Sequence[str]) -> None:
                 step = LoaderStep(profile.batch_size, *others)
             model = CostModel(profile, machine, step)
             space = SearchSpace(context=contexts, some_layers=True)
-            how = dict(FOUND_UNSEEN) if options.keep_batch else {}
+            how = dict(UNATTENDED) if options.keep_batch else {}
             how |= {"refuse": profile.refuse, "prepared": profile.recorded_ahead, "progress": progress}
             found = search(model, options.ranks, space=space, **how)
     configured = find_configured(cli, profile.batch_size)

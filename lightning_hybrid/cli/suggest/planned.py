@@ -10,14 +10,11 @@ from lightning.pytorch import LightningDataModule, LightningModule
 
 from lightning_hybrid.distributed.sizes import accumulated_batches
 from lightning_hybrid.pipeline_parallel.links.traffic import Traffic
-from lightning_hybrid.strategy.auto_layout.candidates import Layout, Step
-from lightning_hybrid.strategy.auto_layout.cost_model import CostModel
-from lightning_hybrid.strategy.auto_layout.machine import Machine
-from lightning_hybrid.strategy.auto_layout.module_profile import ModuleProfile
 from lightning_hybrid.strategy.strategy import HybridStrategy
-
-#: Of the Trainer, what decides about a step.
-TRAINER = ("max_epochs", "max_steps", "accumulate_grad_batches", "limit_train_batches")
+from lightning_hybrid.tuning.candidates import Layout, Step
+from lightning_hybrid.tuning.cost_model import CostModel
+from lightning_hybrid.tuning.machine import Machine
+from lightning_hybrid.tuning.module_profile import ModuleProfile
 
 
 def planned_traffic(
@@ -28,7 +25,7 @@ def planned_traffic(
     Args:
         make: Makes the user's module and its data.
         strategy: Of the configuration.
-        trainer: Other arguments of the Trainer, :data:`TRAINER`.
+        trainer: Other arguments of the Trainer, as :func:`step_arguments` returns them.
 
     Raises:
         ValueError, TypeError: As at the start of training, or if a step cannot be run on shapes.

@@ -10,7 +10,8 @@ import yaml
 
 from lightning_hybrid.cli.parser import wrapped
 from lightning_hybrid.cli.suggest.configured import Configured
-from lightning_hybrid.strategy.auto_layout.arguments import (
+from lightning_hybrid.strategy.summary import text_table
+from lightning_hybrid.tuning.arguments import (
     arguments,
     every_argument,
     in_words,
@@ -19,11 +20,10 @@ from lightning_hybrid.strategy.auto_layout.arguments import (
     recompute_text,
     schedule_text,
 )
-from lightning_hybrid.strategy.auto_layout.candidates import Layout, LoaderStep, Step
-from lightning_hybrid.strategy.auto_layout.cost_model import Cost
-from lightning_hybrid.strategy.auto_layout.machine import Machine
-from lightning_hybrid.strategy.auto_layout.search import DOES_NOT_FIT, Suggestions
-from lightning_hybrid.strategy.summary import text_table
+from lightning_hybrid.tuning.candidates import Layout, LoaderStep, Step
+from lightning_hybrid.tuning.cost_model import Cost
+from lightning_hybrid.tuning.machine import Machine
+from lightning_hybrid.tuning.search import DOES_NOT_FIT, Suggestions
 
 _TIGHT = 0.05  # a share of the memory: where less is free, the account is too rough to tell whether a layout fits
 _TIGHT_TEXT = (
@@ -45,7 +45,7 @@ def as_text(
         configured: What the configuration says.
         divided: The share of the parameters that tensor parallelism divides over ranks in a line, by their number.
     """
-    shown = [cost.layout for cost in found.best] + [group.best for group in found.losers]
+    shown = [cost.layout for cost in found.best] + [group.best for group in found.rejected]
     sequential = f" in each of {step.accumulated} accumulated batches" if step.accumulated > 1 else ""
     problem = f"Each step has {step.samples} samples{sequential}."
     if isinstance(step, LoaderStep):
@@ -75,9 +75,9 @@ def as_text(
         ]
     lines += _whole_lines({layout.tensor for layout in shown if layout.tensor_mode == "1d"}, divided)
     lines += ["", "Why other layouts were rejected:", ""]
-    for group in found.losers:
-        text = " ".join(group.text.split()).split(". ")[0]  # its remedies are other layouts, which are tried too
-        lines += wrapped(f"- {group.reason} ({group.count:,}), such as {in_words(group.best)}: {text}", "  ")
+    for group in found.rejected:
+        closest = f"{in_words(group.best)}: {group.first_sentence}"
+        lines += wrapped(f"- {group.reason} ({group.count:,}), such as {closest}", "  ")
     return "\n".join(lines)
 
 
@@ -86,7 +86,7 @@ def _fits_text(found: Suggestions, machine: Machine) -> str:
     memory = f"{machine.memory / 2**30:,.2f} GiB"
     if found.best:
         return f"Fits: the fastest layout needs up to {found.best[0].bytes / 2**30:,.2f} GiB of the {memory} per rank."
-    smallest = [group for group in found.losers if group.reason == DOES_NOT_FIT]
+    smallest = [group for group in found.rejected if group.reason == DOES_NOT_FIT]
     needed = f" Even the layout with the lowest memory use needs {smallest[0].text}." if smallest else ""
     return f"Does not fit: no layout can be used with {memory} per device.{needed}"
 
@@ -262,6 +262,6 @@ def as_data(
         ],
         "others": [
             {"why": group.reason, "layouts": group.count, "closest": nested(arguments(group.best)), "text": group.text}
-            for group in found.losers
+            for group in found.rejected
         ],
     }

@@ -1,1 +1,0 @@
-"""A run up to its first training step on shapes alone: what the step saves, computes and sends."""

@@ -1,0 +1,153 @@
+"""Candidates of a layout search, and the training step for which they are compared."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+from lightning_hybrid.axes import Sizes
+from lightning_hybrid.distributed.sizes import accumulated_batches
+
+#: The number of tensor-parallel ranks, ``tensor_parallel_mode`` and ``tensor_parallel_depth``.
+TensorKey = tuple[int, str, int]
+NO_TENSOR: TensorKey = (1, "1d", 1)
+#: The number of context-parallel ranks and ``context_parallel``.
+ContextKey = tuple[int, str]
+NO_CONTEXT: ContextKey = (1, "ulysses")
+
+
+def divisors(number: int) -> list[int]:
+    """Return the divisors of a number, in ascending order."""
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A layout: sizes and other arguments of `HybridStrategy`."""
+
+    data: int
+    tensor: int
+    pipeline: int
+    num_microbatches: int = 1
+    schedule: str = "1f1b"
+    num_chunks: int = 1
+    zero_stage: int = 0
+    recompute: bool | str | tuple[int, ...] = False  # a tuple has the number of layers of each stage
+    extra_in_flight: tuple[int, ...] = ()
+    context: int = 1
+    context_kind: str = "ulysses"
+    tensor_mode: str = "1d"
+    tensor_depth: int = 1
+
+    @property
+    def sizes(self) -> Sizes:
+        """The number of ranks along each axis."""
+        return Sizes(self.data, self.tensor, self.pipeline, self.context)
+
+    @property
+    def tensor_key(self) -> TensorKey:
+        """The number of tensor-parallel ranks and their arrangement."""
+        return self.tensor, self.tensor_mode, self.tensor_depth
+
+    @property
+    def context_key(self) -> ContextKey:
+        """The number of context-parallel ranks and the kind of attention communication."""
+        return self.context, self.context_kind
+
+    @property
+    def stages_key(self) -> tuple[Hashable, ...]:
+        """The fields that determine the costs of its stages for a microbatch of a given size."""
+        return *self.tensor_key, *self.context_key, self.pipeline, self.num_chunks, self.recompute
+
+    @property
+    def num_ranks(self) -> int:
+        """The number of processes of the layout."""
+        return self.data * self.tensor * self.pipeline * self.context
+
+    @property
+    def schedule_key(self) -> tuple[str, int, int, int, tuple[int, ...]]:
+        """The fields that determine the schedule: the arguments of :func:`schedule_of`."""
+        return self.schedule, self.pipeline, self.num_microbatches, self.num_chunks, self.extra_in_flight
+
+
+def arrangements(tensor: int) -> list[tuple[str, int]]:
+    """Return the possible arrangements of tensor-parallel ranks: ``tensor_parallel_mode`` and depth.
+
+    Squares and cubes have at least two ranks on each side, and ``"2.5d"`` has at least two squares.
+
+    Args:
+        tensor: The number of tensor-parallel ranks.
+
+    Example:
+        >>> arrangements(8)
+        [('1d', 1), ('2.5d', 2), ('3d', 1)]
+    """
+    found = [("1d", 1)]
+    sides = range(2, tensor + 1)
+    found += [("2d", 1) for side in sides if side**2 == tensor]
+    found += [("2.5d", tensor // side**2) for side in sides if tensor % side**2 == 0 and tensor > side**2]
+    return found + [("3d", 1) for side in sides if side**3 == tensor]
+
+
+@dataclass(frozen=True)
+class Step:
+    """The samples of an optimizer step, which are the same for every layout.
+
+    Attributes:
+        samples: The number of samples in one batch of each replica, summed over all replicas.
+        accumulated: The number of batches of an optimizer step.
+        rank_order: The axes, outermost first, as in `Launch`.
+        reshard_after_forward: When ZeRO stage 3 reshards parameters, as in `Tuning`.
+    """
+
+    samples: int
+    accumulated: int = 1
+    rank_order: str = "pp-dp-tp"
+    reshard_after_forward: bool | str = "auto"
+
+    def batch(self, replicas: int) -> int:
+        """Return the samples of a replica's batch, or of the largest one, for a number of replicas."""
+        return -(-self.samples // replicas)
+
+    def accumulations(self, replicas: int) -> int:
+        """Return the number of batches of an optimizer step, for a number of replicas."""
+        return self.accumulated
+
+    def is_possible(self, replicas: int) -> bool:
+        """Return True if the samples can be split evenly over a number of replicas."""
+        return self.samples % replicas == 0
+
+    def microbatch(self, layout: Layout) -> int:
+        """Return the samples of the largest microbatch."""
+        return -(-self.batch(layout.data) // layout.num_microbatches)
+
+    def total(self, layout: Layout) -> int:
+        """Return the samples of an optimizer step."""
+        return self.batch(layout.data) * layout.data * self.accumulations(layout.data)
+
+
+@dataclass(frozen=True)
+class LoaderStep(Step):
+    """A step in which each replica trains on whole batches of the loader, whatever the number of replicas.
+
+    Attributes:
+        samples: The number of samples in a batch of the loader.
+        global_batch_size: The number of samples of an optimizer step, summed over all replicas, as in `HybridStrategy`.
+            If it is ``None``, a step has `accumulated` batches.
+    """
+
+    global_batch_size: int | None = None
+
+    def batch(self, replicas: int) -> int:
+        """Return the samples of a batch of the loader."""
+        return self.samples
+
+    def accumulations(self, replicas: int) -> int:
+        """Return the number of batches with which the replicas reach `global_batch_size`."""
+        if self.global_batch_size is None:
+            return self.accumulated
+        return accumulated_batches(self.global_batch_size, self.samples, replicas)
+
+    def is_possible(self, replicas: int) -> bool:
+        """Return True if a number of replicas reach `global_batch_size` with whole batches."""
+        return self.global_batch_size is None or self.global_batch_size % (self.samples * replicas) == 0

@@ -1,0 +1,110 @@
+"""The results of a recorder as plain values, which outlive the module and can be sent between processes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from lightning_hybrid.memory.account import MemoryUsage
+from lightning_hybrid.tuning.candidates import ContextKey, Layout
+from lightning_hybrid.tuning.dry_run.traces import Timing, Trace
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The assignment of layers to stages.
+
+    Attributes:
+        names: The dotted names of the layers; ``None`` if the module has no layers and there is no pipeline.
+        positions: The layers of each stage; without a pipeline, all layers.
+    """
+
+    names: tuple[str, ...] | None
+    positions: tuple[range, ...]
+
+
+class HeldBy(NamedTuple):
+    """The fields of a layout that determine the memory of its pipeline ranks, without activations.
+
+    Attributes:
+        pipeline: The number of pipeline ranks.
+        num_chunks: The number of chunks of a rank.
+        data: The number of replicas.
+        zero_stage: The ZeRO stage.
+        num_microbatches: 1, or 2 for any larger number.
+        master_weights: True if master weights are included.
+    """
+
+    pipeline: int
+    num_chunks: int
+    data: int
+    zero_stage: int
+    num_microbatches: int
+    master_weights: bool
+
+
+@dataclass(frozen=True)
+class Record:
+    """The record of a step for one arrangement of the tensor-parallel ranks.
+
+    Attributes:
+        divided_share: The share of the parameters that tensor parallelism shards. If it is 0, nothing else is recorded.
+        batch_size: The number of samples in a batch of the loader.
+        cuts: The assignment of layers to stages, or why it is not possible, by pipeline ranks and chunks.
+        runs: Traces with a larger and a smaller microbatch, or only with the larger one if it has a single sample; or
+            why the step cannot run. By the names of the layers and the kind of context parallelism.
+        times: The times of forwards, from the largest microbatch to the smallest, by the names of the layers.
+        usages: The memory of each pipeline rank, without activations.
+    """
+
+    divided_share: float
+    batch_size: int = 0
+    cuts: Mapping[tuple[int, int], Cut | str] = field(default_factory=dict)
+    runs: Mapping[tuple[tuple[str, ...] | None, ContextKey], tuple[Trace, ...] | str] = field(default_factory=dict)
+    times: Mapping[tuple[str, ...] | None, tuple[Timing, ...]] = field(default_factory=dict)
+    usages: Mapping[HeldBy, tuple[MemoryUsage, ...]] = field(default_factory=dict)
+
+    def cut_error(self, layout: Layout) -> str:
+        """Return why layers cannot be split into the stages of a layout; empty if they can."""
+        found = self.cuts[layout.pipeline, layout.num_chunks]
+        return found if isinstance(found, str) else ""
+
+    def context_error(self, layout: Layout) -> str:
+        """Return why the context parallelism of a layout cannot be used; empty if it can."""
+        found = self.cuts[layout.pipeline, layout.num_chunks]
+        names = found.names if isinstance(found, Cut) else None
+        run = self.runs.get((names, layout.context_key), "")
+        return run if isinstance(run, str) else ""
+
+    def trace_error(self, layout: Layout) -> str:
+        """Return why the layers cannot be recomputed; empty if they can."""
+        if self.division(layout).names is None and layout.recompute:
+            return "the module has no list of layers, so no layer can be recomputed"
+        return self.context_error(layout)
+
+    def division(self, layout: Layout) -> Cut:
+        """Return the assignment of layers to stages."""
+        found = self.cuts[layout.pipeline, layout.num_chunks]
+        assert isinstance(found, Cut)
+        return found
+
+    def traces(self, layout: Layout) -> tuple[Trace, ...]:
+        """Return the traces with a larger and a smaller microbatch."""
+        found = self.runs[self.division(layout).names, layout.context_key]
+        assert not isinstance(found, str)
+        return found
+
+    def timings(self, layout: Layout) -> tuple[Timing, ...]:
+        """Return the times of forwards."""
+        return self.times[self.division(layout).names]
+
+    def held(self, layout: Layout, *, master_weights: bool) -> tuple[MemoryUsage, ...]:
+        """Return the memory of each pipeline rank, without activations.
+
+        Args:
+            layout: The layout.
+            master_weights: True if master weights are included.
+        """
+        sizes = layout.pipeline, layout.num_chunks, layout.data
+        return self.usages[HeldBy(*sizes, layout.zero_stage, min(layout.num_microbatches, 2), master_weights)]

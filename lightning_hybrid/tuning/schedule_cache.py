@@ -1,0 +1,43 @@
+"""Schedules and their microbatches in flight, cached for all layouts that have the same ones."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from lightning_hybrid.memory.account import most_in_flight
+from lightning_hybrid.pipeline_parallel.schedules import Schedule, build_unproven, compute_schedule
+
+
+@cache
+def schedule_of(name: str, num_ranks: int, num_microbatches: int, num_chunks: int, extra: tuple[int, ...]) -> Schedule:
+    """Return the schedule of a step for a simulation."""
+    return build_unproven(name, num_ranks, num_microbatches, num_chunks, extra)
+
+
+@cache
+def most_saved(schedule_key: tuple[str, int, int, int, tuple[int, ...]], saved: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the largest number of bytes of activations that each rank holds at a time; ZeRO does not change it.
+
+    Args:
+        schedule_key: The arguments of :func:`schedule_of`.
+        saved: The bytes that each stage saves for a microbatch.
+    """
+    return tuple(
+        max(sum(count * saved[stage] for stage, count in counts.items()) for counts in peaks)
+        for peaks in in_flight_of(*schedule_key)
+    )
+
+
+@cache
+def in_flight_of(
+    name: str, num_ranks: int, num_microbatches: int, num_chunks: int, extra: tuple[int, ...]
+) -> list[list[dict[int, int]]]:
+    """Return the numbers of microbatches of each stage that each rank holds at its peaks."""
+    schedule = order_of(name, num_ranks, num_microbatches, num_chunks, extra)
+    return [most_in_flight(schedule, rank) for rank in range(num_ranks)]
+
+
+@cache
+def order_of(name: str, num_ranks: int, num_microbatches: int, num_chunks: int, extra: tuple[int, ...]) -> Schedule:
+    """Return a schedule without communication. It is enough for memory, and takes much less time to build."""
+    return compute_schedule(name, num_ranks, num_microbatches, num_chunks, extra)
