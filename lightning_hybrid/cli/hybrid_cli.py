@@ -31,7 +31,10 @@ _TRAINER = ("max_epochs", "max_steps", "accumulate_grad_batches", "limit_train_b
 
 
 class SaveConfigBesideLogs(SaveConfigCallback):
-    """Saves the configuration with the logs. Without a logger, the folder may contain the user's `config.yaml`."""
+    """Saves the configuration with the logs.
+
+    Without a logger, nothing is saved, because the folder may be the folder of the user's own `config.yaml`.
+    """
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Save the configuration when a run begins, if there is a logger."""

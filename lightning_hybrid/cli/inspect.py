@@ -124,7 +124,7 @@ def inspect_checkpoint(path: Place) -> Inspection:
 
 
 def read_mapped(file: Path, *, trusted: bool = False) -> Mapping[str, Any]:
-    """Return the content of a file. Tensors are memory-mapped, and other objects are replaced by their class names.
+    """Return the content of a file, with memory-mapped tensors, and only the class names of other objects.
 
     Args:
         file: The file.

@@ -152,7 +152,7 @@ def storage_bytes(tensors: Iterable[Any]) -> int:
 
 def storages_of(tensor: Tensor) -> list[Any]:
     """Return the storages of a tensor's local part. A sparse tensor has several, and some layouts have none."""
-    # only for DTensors, because it is slow and called often
+    # Local parts are read only for DTensors, because this is slow and called often.
     local = to_local(tensor) if isinstance(tensor, DTensor) else tensor
     if local.layout is torch.sparse_coo:
         return [*storages_of(local._indices()), *storages_of(local._values())]
@@ -222,7 +222,7 @@ class SavedTensorMeter:
         self._kind: Hashable = None
         self._keeps: Any = None
         storages = (storage for tensor in excluded for storage in storages_of(tensor))
-        # kept alive, so that no other storage gets their address
+        # The storages are kept alive, so that no other storage gets their address.
         self._excluded = {storage._cdata: storage for storage in storages}
         self._saved: dict[Hashable, WeakSet[_Saved]] = defaultdict(WeakSet)
         self._casts: dict[Hashable, dict[int, Any]] = defaultdict(dict)

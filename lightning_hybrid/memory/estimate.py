@@ -90,7 +90,7 @@ class MemoryEstimator:
                     self._groups[id(parameter)].append((at, number))
         self._states_of: dict[Hashable, int | None] = {}
         self._described: dict[int, HeldParameter] = {}
-        # one object for all equal objects, so that its identity can be a key
+        # All equal objects are replaced by one object, so that its identity can be a key.
         self._held: dict[HeldTensors, HeldTensors] = {}
         self._counted: dict[Hashable, MemoryUsage] = {}
         self._latest: tuple[StageMap, list[TensorStages]] | None = None

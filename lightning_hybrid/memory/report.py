@@ -68,7 +68,7 @@ class MemoryReport(Callback):
         if self._first_step in (None, trainer.global_step):
             return
         self._first_step = None
-        # estimated again, because the first batch has shown the stages of parameters outside the layers
+        # The estimate is repeated, because the first batch has shown the stages of parameters outside the layers.
         own = self._try_estimate()
         if own is not None:
             self._compare(own, trainer, pl_module)

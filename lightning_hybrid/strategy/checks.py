@@ -90,7 +90,7 @@ def check_arguments(config: HybridConfig) -> None:
             )
     check_styles(config.tensor_parallel_plan)
     check_offload(config.offload)
-    # arguments with a value for each stage must be valid for all sizes
+    # Arguments with a value for each stage must be valid for all sizes.
     for size in choices(sizes["pipeline_parallel_size"]):
         _check_in_flight(config, size)
         _check_partition(config.partition, size, chunks)
@@ -244,7 +244,7 @@ def check_ranks(settings: Settings, sizes: Sizes, trainer: Trainer) -> list[Rank
     values |= {"searched": repr(settings.searched), "auto_microbatches": repr(settings.auto_microbatches)}
     values |= plan_texts(settings.tensor_parallel_plan)
     values |= {name: str(size) for name, size in sizes.by_argument.items()}
-    # the paths may differ between nodes
+    # The paths may differ between nodes.
     values["initial_weights"] = "None" if settings.initial_weights is None else "given"
     values |= {f"Trainer.{name}": repr(getattr(trainer, name, None)) for name in _SAME_OF_TRAINER}
     values["Trainer.val_check_interval in seconds"] = repr(validation_interval(trainer))

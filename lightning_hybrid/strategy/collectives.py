@@ -78,9 +78,9 @@ _PACKAGE = str(Path(__file__).parents[1])
 class StepCollectives:
     """Refuses collectives of `torch.distributed` over several stages in the user's step: other stages never join.
 
-    Collectives over ranks of one stage, such as the replicas, are allowed. Autograd is notified of the tensors that
-    they write, because they do not do this themselves. While a step is traced, they do nothing, because replicas may
-    trace different steps.
+    Collectives over ranks of one stage, such as the replicas, are allowed. This class notifies autograd of the tensors
+    that they write, because torch does not do this. While a step is traced, allowed collectives do nothing, because
+    replicas may trace different steps.
 
     Functions that were imported by name before the run are not checked. If ranks wait for each other forever, their
     watchers detect it.
@@ -108,7 +108,7 @@ class StepCollectives:
             if torch.compiler.is_compiling():  # the compiler knows torch's functions, but not this function
                 return original(*args, **kwargs)
             context = self._context
-            # other threads write checkpoints during steps
+            # Other threads write checkpoints during steps.
             if not context.in_step or threading.get_ident() != self._thread:
                 return original(*args, **kwargs)
             is_ours = sys._getframe(1).f_code.co_filename.startswith(_PACKAGE)
@@ -155,7 +155,7 @@ class ReplicaCollectives(ParallelStrategy):
     def __init__(self) -> None:
         super().__init__()
         self.sizes = Sizes()  # final once the number of processes is known
-        # the last broadcast: this rank's object, and the object that all ranks received
+        # The last broadcast, as (object of this rank, object that all ranks received).
         self._latest: tuple[Any, Any] = (None, None)
         self._log_dir: tuple[Any, Any] | None = None  # the last broadcast of `trainer.log_dir`
 

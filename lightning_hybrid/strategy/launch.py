@@ -35,7 +35,7 @@ from lightning_hybrid.trainer.lightning_internals import (
     subprocess_launcher,
 )
 
-# environment variable with the process that starts the other processes of its node
+# The environment variable with the process that starts the other processes of its node.
 _STARTED_BY = "LIGHTNING_HYBRID_STARTED_BY"
 _PR_SET_PDEATHSIG = 1  # a constant of Linux
 

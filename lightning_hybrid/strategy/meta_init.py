@@ -277,7 +277,7 @@ def _like(tensor: Tensor, value: Tensor) -> Tensor:
         whole = DTensor.from_local(
             value.detach(), tensor.device_mesh, [Replicate()] * tensor.device_mesh.ndim, run_check=False
         )
-        # cloned, because a view would keep the full tensor in memory
+        # The shard is cloned, because a view would keep the full tensor in memory.
         value = whole.redistribute(placements=tensor.placements).clone()
         if isinstance(tensor, nn.Parameter):
             value = nn.Parameter(value, tensor.requires_grad)

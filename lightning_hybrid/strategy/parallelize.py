@@ -124,7 +124,7 @@ class ModuleParallelizer:
             if fragment is not None:
                 rank_zero_warn(fragment)
         if not self.is_done:
-            # before placeholders exist, because the plan depends on the parameters of all layers
+            # This comes before placeholders, because the plan depends on the parameters of all layers.
             self._plan_tensor_parallel()
             if self.num_stages > 1:
                 self._agree_on_tracing()

@@ -193,7 +193,7 @@ class HybridStrategy(ReplicaCollectives):
 
     @takes(HybridConfig)
     def __init__(self, config: HybridConfig) -> None:
-        # so that errors before the ranks are connected, such as a wrong number of processes, are printed once per node
+        # Errors before the ranks are connected, such as a wrong number of processes, are printed once per node.
         print_once_per_node()
         provisional, searched = resolve_open(config)
         checks.check_arguments(provisional)
@@ -224,7 +224,7 @@ class HybridStrategy(ReplicaCollectives):
         }
         return {**super().__getstate__(), **empty}
 
-    # -- properties ----------------------------------------------------------------------------------------------------
+    # -- properties --------------------------------------------------------------------------------------------------
 
     @property
     def world(self) -> World:
@@ -261,8 +261,7 @@ class HybridStrategy(ReplicaCollectives):
     def root_device(self) -> torch.device:
         """The device of this process."""
         assert self.parallel_devices is not None
-        # the CPU: under a cluster launcher, a node may have more processes than `devices`
-        first = self.parallel_devices[0]
+        first = self.parallel_devices[0]  # On the CPU, a cluster may start more processes per node than `devices`.
         return first if first.type == "cpu" else self.parallel_devices[self.local_rank]
 
     @property
@@ -350,7 +349,7 @@ class HybridStrategy(ReplicaCollectives):
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
         environment = self.cluster_environment
-        # Lightning's own environment does not know this number
+        # Lightning's own environment does not know this number.
         environment.set_world_size(self.num_nodes * self.num_processes)
         self._resolve(environment.world_size())
         numbers = self.num_processes, self.num_nodes
@@ -433,7 +432,7 @@ class HybridStrategy(ReplicaCollectives):
 
     def _find_layout(self) -> None:
         """Search for the arguments that the user left open, once for all runs with this device mesh."""
-        # dry runs import many modules, which takes time
+        # The import takes time, because dry runs need many modules.
         from lightning_hybrid.strategy.auto_layout.choice import choose_layout
 
         open_sizes = set(ALL_SIZES) & set(self.settings.searched)
@@ -575,7 +574,7 @@ class HybridStrategy(ReplicaCollectives):
             self._attached.master_weights.remove()
             self._attached.close()
         module = self._lightning_module
-        # after an error; moving the module would raise another error that hides it
+        # This happens after an error. Moving the module would raise another error that hides it.
         if module is not None and lacks_values(module):
             self._lightning_module = None
         with moving(module):
@@ -601,7 +600,7 @@ class HybridStrategy(ReplicaCollectives):
             batch = pinned(batch)  # received batches are already pinned, and loaded batches may be
         if self._module.trainer.training and not moves:
             return batch
-        # also without a move, because all ranks count the transfers of evaluation
+        # The context is entered also without a move, because all ranks count the transfers of evaluation.
         with self.world.batch_hooks.transfer(self._module):
             return super().batch_to_device(batch, device, dataloader_idx) if moves else batch
 
@@ -816,7 +815,7 @@ class HybridStrategy(ReplicaCollectives):
     def checkpoint_io(self, io: CheckpointIO) -> None:
         checks.check_plugin(io, sharded=self.settings.save_distributed_checkpoint, beside=self.settings.async_save)
         if lightning_internals.is_wrapping_io(io):
-            # the innermost plugin, unless the user has given another plugin that writes files
+            # This applies to the innermost plugin, unless it wraps a plugin of the user that writes files.
             io.checkpoint_io = FileIO()
         self._checkpoint_io = io
 
@@ -849,7 +848,7 @@ class HybridStrategy(ReplicaCollectives):
         if self._attached is None:  # called outside of a run
             return super().load_checkpoint(checkpoint_path, weights_only)
         if not self._has_precision and not self.settings.master_weights:
-            # Lightning converts it only after loading, when weights of a higher precision are already rounded
+            # Lightning converts it only after loading, when weights of a higher precision are already rounded.
             self._convert_module()
         with self.attached.master_weights.opened():
             return self.attached.checkpointer.load(checkpoint_path, self.checkpoint_io, weights_only)

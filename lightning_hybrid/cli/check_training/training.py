@@ -271,7 +271,7 @@ class _SingleProcess(SingleDeviceStrategy):
     def teardown(self) -> None:
         module = self.lightning_module
         is_unfinished = module is not None and lacks_values(module)
-        # after an error, a module on the meta device cannot be moved
+        # After an error, a module on the meta device cannot be moved.
         with suppress(NotImplementedError) if is_unfinished else nullcontext():
             super().teardown()
 

@@ -77,7 +77,7 @@ def run(args: Sequence[str]) -> None:
     trainer = {name: getattr(cli.trainer, name) for name in names}
     settings = strategy.settings
     if not isinstance(settings.partition, str):
-        # a list is only valid for the configuration's number of stages
+        # A list is only valid for the configuration's number of stages.
         settings = replace(settings, partition="uniform")
     with parser.refusing(ValueError, TypeError, MisconfigurationException):
         machine = _machine(options)

@@ -36,7 +36,7 @@ def planned_traffic(
     config, sizes = strategy.settings, strategy.sizes
     tensor, pipeline = sizes.tensor, sizes.pipeline
     chunks = config.num_chunks if pipeline > 1 else 1
-    # the number of recomputed layers does not matter
+    # The number of recomputed layers does not matter.
     recompute = "selective" if config.recompute == "selective" else bool(config.recompute)
     number, zero = config.num_microbatches, config.zero_stage
     options = number, config.schedule, chunks, zero, recompute
@@ -60,6 +60,6 @@ def planned_traffic(
     links: dict[int, float] = {}
     for stage, cost in enumerate(model.stages(layout)[:-1] if pipeline > 1 else ()):
         link = stage % pipeline
-        # activations, and gradients of the same size
+        # Each link sends activations, and gradients of the same size.
         links[link] = links.get(link, 0.0) + 2 * number * accumulated * cost.output
     return Traffic(sent["data"], sent["tensor"], links)

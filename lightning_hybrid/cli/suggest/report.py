@@ -76,7 +76,7 @@ def as_text(
     lines += _whole_lines({layout.tensor for layout in shown if layout.tensor_mode == "1d"}, divided)
     lines += ["", "Why other layouts were rejected:", ""]
     for group in found.losers:
-        # the rest suggests other layouts, which the search has also tried
+        # The rest suggests other layouts, which the search has also tried.
         text = " ".join(group.text.split()).split(". ")[0]
         lines += wrapped(f"- {group.reason} ({group.count:,}), such as {in_words(group.best)}: {text}", "  ")
     return "\n".join(lines)

@@ -36,7 +36,7 @@ _PRODUCTS = frozenset(
 _BATCHED = {"aten::bmm": 0, "aten::baddbmm": 1}  # the position of the argument with the batch dimension
 _SUMS = frozenset(("c10d::allreduce_", "c10d::_reduce_scatter_base_"))
 _GLOO_COPIES = frozenset(("aten::split", "aten::copy_"))  # gloo writes a sum to its output with these
-# its base does not count changes of this view, which linear layers return in torch 2.15
+# The base does not count changes of this view, which linear layers return in torch 2.15.
 _UNCOUNTED = "aten::_unsafe_view"
 _VIEWS = frozenset(("aten::view", "aten::_unsafe_view", "aten::detach", "aten::alias"))
 

@@ -94,7 +94,7 @@ class StartWatch:
         Returns:
             The exception of another rank, if the exception of this rank only reports that another rank has left.
         """
-        # all ranks raise these, and the user can continue with other arguments
+        # All ranks raise these, and the user can continue with other arguments.
         if isinstance(exception, (ValueError, TypeError)):
             return None
         cause = self.failures.leave(exception, f"Rank {self._rank}", lambda: None)
