@@ -104,9 +104,10 @@ def end_with_parent() -> None:
     """Make the system send SIGTERM to this process when its parent exits, if :func:`make_launcher` started it there.
 
     Otherwise, this process would keep running if its parent is killed while it starts processes, or waits for them to
-    connect. This works only on Linux (``prctl``). On other systems, a rank notices the loss when process groups exist.
-    From then on, :func:`outlive_parent` undoes this, because the signal would also arrive at a normal exit, if the
-    parent, or its thread that started this process, ends first.
+    connect. If the parent has already exited, this process exits at once. This works only on Linux (``prctl``). On
+    other systems, a rank notices the loss when process groups exist. From then on, :func:`outlive_parent` undoes this,
+    because the signal would also arrive at a normal exit, if the parent, or its thread that started this process, ends
+    first.
     """
     parent = os.environ.get(_STARTED_BY)
     if parent is None or sys.platform != "linux":

@@ -165,8 +165,8 @@ def _marked_stages(module: nn.Module, settings: Settings, body: Body) -> list[in
     Modules outside the layers may also have this attribute. They are on the stages that use them.
 
     Raises:
-        ValueError: If only some layers have a stage, if parts of a layer or a layer and its copy have different stages,
-            or if `partition` is set too.
+        ValueError: If the attribute is set but a layer has none, if parts of a layer or a layer and its copy have
+            different stages, or if `partition` is set too.
     """
     named = ((name, part) for name, part in module.named_modules(remove_duplicate=False) if name)
     found: dict[str, Any] = {name: getattr(part, STAGE_MARK, None) for name, part in named}
