@@ -22,7 +22,11 @@ FILES_IN_A_FOLDER = 12
 # Reasons to look, no walls: what is longer has been looked at, and says why here.
 MODULE_LINES, FUNCTION_LINES = 500, 60
 LONGER: dict[str, str] = {
+    "cli/check.py": "the comparison of a layout with one process, and the text of each of its results",
     "config.py": "all arguments, with their texts and checks",
+    "pipeline_parallel/engine.py": "one algorithm, with the drawings and proofs that it needs",
+    "pipeline_parallel/splitting/microbatch.py": "the rules by which a batch is split, and their texts",
+    "tuning/cost_model.py": "one formula for the time of a step, term by term",
     "pipeline_parallel/frame/discovery.py": "one algorithm: how each tensor of a step gets its name",
     "pipeline_parallel/frame/frame.py": "the cut of a step, and the texts of all that it refuses",
     "pipeline_parallel/frame/discovery.py::_absent": "the attempts to run a call without values, in their order",

@@ -1,4 +1,7 @@
-"""Whether a layout trains a module with the numbers of one process, and if not, why: found out by training it."""
+"""Comparison of training under a layout with training in one process, and a search for the cause of differences.
+
+`lightning_hybrid.check` and the command `lightning-hybrid check` use it.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +20,11 @@ from lightning_hybrid.cli.local_ranks import RankError, run_ranks
 from lightning_hybrid.config import Faults, Launch, preferred
 from lightning_hybrid.strategy.strategy import HybridStrategy
 
-#: The largest relative difference of two trainings that are equal, and where the step computes in float32. Rounding is
-#: far below; an optimizer that divides by the size of a gradient may enlarge it.
+#: The largest relative difference of equal results, in float64 and in float32. Rounding errors are far smaller, but an
+#: optimizer that divides by the size of a gradient can increase them.
 TOLERANCE, TOLERANCE_FLOAT32 = 1e-8, 1e-4
 _TRAINER_ARGUMENTS = ("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm")
-# Where files are and how processes are connected does not matter to the numbers.
+# These arguments do not change the numbers.
 _IRRELEVANT: dict[str, Any] = {
     "initial_weights": None,
     "save_distributed_checkpoint": False,
@@ -199,21 +202,23 @@ def check(
 
 @dataclass(frozen=True)
 class _Explanation:
+    """The cause of a difference, and the remedy."""
+
     reason: str
     remedy: str
 
 
 @dataclass
 class _Check:
-    """The trainings of one check."""
+    """The training runs of one check, and their results."""
 
     training: Training
     layout: dict[str, Any]
-    chooses_microbatches: bool  # whether a run may choose one microbatch instead of those of the layout
+    chooses_microbatches: bool  # True if a run may use one microbatch instead of the layout's number
     time_limit: float
     progress: Callable[[str], None]
     experiments: list[Experiment] = field(default_factory=list)
-    _ranks: list[TrainingRecord] = field(default_factory=list)  # of the layout as it is
+    _ranks: list[TrainingRecord] = field(default_factory=list)  # the records of the unchanged layout
     _references: dict[tuple[Any, ...], TrainingRecord] = field(default_factory=dict)
 
     @property
@@ -249,7 +254,7 @@ class _Check:
         return replace(result, experiments=tuple(self.experiments), **vars(explanation))
 
     def with_same_draws(self, result: CheckResult) -> CheckResult:
-        """Compare with one process for each replica that runs the same microbatches, each with its random numbers."""
+        """Return a new result, compared with replicas that each run the same microbatches and seeds in one process."""
         layout = {**self.layout, **_WITHOUT_STAGES, **_WITHOUT_TENSOR_PARALLEL, "zero_stage": 0, "recompute": False}
         if all(self.layout.get(name, value) == value for name, value in layout.items()):
             return result
@@ -275,6 +280,7 @@ class _Check:
             raise RankError(f"Training {text}: {error}{advice}", is_raised=error.is_raised) from None
 
     def reference(self, replicas: int, *, seed: int = 0, fixed_statistics: bool = False) -> TrainingRecord:
+        """Return the record of training in one process on the batches of several replicas. Cached."""
         key = (replicas, seed, fixed_statistics)
         if key not in self._references:
             function = partial(self.training.in_one_process, replicas, seed=seed, fixed_statistics=fixed_statistics)
@@ -282,7 +288,7 @@ class _Check:
         return self._references[key]
 
     def compare(self, changes: Mapping[str, Any], *, fixed_statistics: bool = False) -> tuple[Comparison, ...]:
-        """Train under the layout with some changes, and compare with one process."""
+        """Train under the layout with changed arguments, and compare with one process."""
         layout = {**self.layout, **changes}
         replicas = _sizes(layout).num_replicas
         reference = self.reference(replicas, fixed_statistics=fixed_statistics)
@@ -318,7 +324,7 @@ class _Check:
     # -- why ---------------------------------------------------------------------------------------------------------
 
     def explain_draws(self) -> _Explanation:
-        """One process is different from itself, and so is a layout, whose microbatches and layers draw their own."""
+        """Return the explanation for random steps: even two runs in one process differ if their seeds differ."""
         draws = self.reference(self.replicas).draws
         who = "training draws random numbers" if draws is None else f"the step draws random numbers ({draws})"
         return _Explanation(
@@ -334,7 +340,7 @@ class _Check:
         )
 
     def explain(self, result: CheckResult) -> _Explanation:
-        """Change one thing after another until the numbers are equal."""
+        """Change one argument after another until the results are equal, and return the explanation."""
         one: dict[str, Any] = {}
         if self.num_microbatches > 1:
             one = {"num_microbatches": 1}
@@ -353,7 +359,7 @@ class _Check:
         )
 
     def about_plan(self) -> str:
-        """Where the plan of tensor parallelism is the user's: that it may be wrong, and where."""
+        """Return sentences about possible faults of the user's tensor-parallel plan; empty if the plan is automatic."""
         record = self._ranks[0]
         if not record.has_own_plan:
             return ""
@@ -361,7 +367,7 @@ class _Check:
         return "".join(f"{sentence} " for sentence in (first, *record.plan_faults[:_MOST_SHOWN]))
 
     def explain_microbatches(self, result: CheckResult) -> _Explanation:
-        """One microbatch is equal, several are not."""
+        """Return the explanation if one microbatch gives equal results, but several do not."""
         if layers := self.reference(self.replicas).batch_norms:
             text = "batch norm with running statistics"
             if self.is_equal(text, {}, fixed_statistics=True):
@@ -388,7 +394,7 @@ class _Check:
         return self.explain_weights(weights)
 
     def explain_weights(self, weights: MicrobatchWeights) -> _Explanation:
-        """Whether the batch is a weighted sum of its microbatches."""
+        """Return the explanation from the weights with which gradients of microbatches add up to the batch's."""
         found, used = map(_weights_text, (weights.found, weights.used))
         is_sum = weights.residual <= math.sqrt(self.tolerance)
         text = f"one process, sum of microbatch gradients weighted by {found}, compared with the gradient of the batch"
@@ -420,13 +426,13 @@ class _Check:
         )
 
     def is_repeatable(self) -> bool:
-        """Whether one process has the same numbers with other random numbers."""
+        """Return True if training in one process gives the same results with another seed."""
         first, second = self.reference(self.replicas), self.reference(self.replicas, seed=1)
         compared = compare(first, [second], steps=self.training.steps, replicas=1)
         return self.add("one process with another seed", compared).equal
 
     def is_equal(self, text: str, changes: Mapping[str, Any], *, fixed_statistics: bool = False) -> bool:
-        """Whether the layout is equal with some changes."""
+        """Return True if the results are equal with changed arguments."""
         try:
             compared = self.compare(changes, fixed_statistics=fixed_statistics)
         except RankError as error:
@@ -444,7 +450,7 @@ class _Check:
         self.experiments.append(Experiment(text, None, equal=False, failure=str(error)))
 
     def axes(self) -> list[tuple[str, dict[str, Any]]]:
-        """What a layout may do without, one at a time."""
+        """Return changes that each remove one kind of parallelism from the layout."""
         changes: dict[str, dict[str, Any]] = {
             "recompute": {"recompute": False},
             "tensor_parallel_size": _WITHOUT_TENSOR_PARALLEL,
@@ -479,12 +485,12 @@ def _named(comparison: Comparison) -> str:
 
 
 def _bound(difference: float) -> str:
-    """The power of ten that it is below, of those that mean something."""
+    """Return the smallest power of ten (at least 1e-12) that is not below a difference, as text."""
     return f"within 1e{max(-12, math.ceil(math.log10(difference)))}" if difference else "to the last bit"
 
 
 def _advice(text: str) -> str:
-    """Return the advice for a step that raises an error, with or without a layout."""
+    """Return the advice for a step that raises an error in one process or under a layout."""
     if text == _ALONE:
         return "The step also fails in one process. Train with `Trainer(devices=1)`, and fix the error there first."
     return (

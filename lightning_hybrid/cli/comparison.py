@@ -1,4 +1,4 @@
-"""Two trainings on the same batches, compared value by value in the order in which they came to be."""
+"""Comparison of two trainings on the same batches, value by value in the order in which they were computed."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import Tensor
 
 from lightning_hybrid.cli.check_training import TrainingRecord
 
-# What is smaller than this is compared by its absolute difference, in units of this: a gradient that is zero but for
-# rounding has no digits to compare.
+# Smaller values are compared by their absolute difference, relative to this number, because the digits of a gradient
+# that is zero except for rounding are arbitrary.
 _SMALLEST = 1e-3
 _OVER_REPLICAS: tuple[Callable[[Sequence[float]], float], ...] = (lambda v: sum(v) / len(v), sum, min, max)
 
@@ -45,17 +45,17 @@ class Comparison:
 def compare(
     reference: TrainingRecord, ranks: Sequence[TrainingRecord], *, steps: int, replicas: int
 ) -> tuple[Comparison, ...]:
-    """Compare a training under a layout with one process.
+    """Compare training under a layout with training in one process.
 
     Args:
-        reference: The record of one process, whose consecutive batches are the batches of the replicas.
+        reference: The record of one process, which trained on the batches of all replicas in turn.
         ranks: The record of every rank.
         steps: The number of optimizer steps.
         replicas: The data-parallel size.
 
     Returns:
-        The values of each step and those of the end, in this order. Where there are several replicas, buffers are left
-        out: they are those of the first replica, as in DDP.
+        The values of each step, then the values at the end. With several replicas, buffers are excluded, because the
+        first replica's buffers are used, as in DDP.
     """
     firsts = [next(rank for rank in ranks if rank.data_rank == number) for number in range(replicas)]
     compared: list[Comparison] = []
@@ -74,7 +74,7 @@ def compare(
 
 
 def interleaved(replicas: Sequence[TrainingRecord]) -> TrainingRecord:
-    """One process for each replica, as one process that takes their batches in turns."""
+    """Return the records of replicas in one process each as one record, with their batches in turn."""
     losses = zip(*(each.losses for each in replicas), strict=True)
     logged = zip(*(each.logged for each in replicas), strict=True)
     return replace(
@@ -85,7 +85,7 @@ def interleaved(replicas: Sequence[TrainingRecord]) -> TrainingRecord:
 
 
 def relative_difference(expected: float, actual: float) -> float:
-    """The relative difference of two numbers: 0 for two that are not finite and the same, infinite for one."""
+    """Return the relative difference of two numbers: 0 if equal or both NaN, infinite if only one is not finite."""
     if expected == actual or (math.isnan(expected) and math.isnan(actual)):
         return 0.0
     difference = abs(actual - expected) / max(abs(expected), _SMALLEST)
@@ -93,7 +93,7 @@ def relative_difference(expected: float, actual: float) -> float:
 
 
 def _of_step(values: Sequence[Any], step: int, steps: int) -> list[Any]:
-    """The part of a list over all batches that belongs to one step."""
+    """Return the part of a list over all batches that belongs to one step."""
     each = len(values) // steps
     return list(values[step * each : (step + 1) * each])
 
@@ -110,10 +110,10 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _logged(reference: TrainingRecord, firsts: Sequence[TrainingRecord], step: int, steps: int) -> Iterator[Comparison]:
-    """What was logged of the batches of a step.
+    """Yield comparisons of the values that were logged in a step.
 
-    A value is each replica's own, or with ``sync_dist=True`` a mean, sum, minimum or maximum over replicas; what was
-    asked for is the one that fits best.
+    A value is either the replica's own, or with ``sync_dist=True`` a mean, sum, minimum or maximum over the replicas.
+    The record does not contain the reduction, so the reduction with the smallest difference is used.
     """
     replicas = len(firsts)
     expected = _of_step(reference.logged, step, steps)
@@ -132,7 +132,7 @@ def _logged(reference: TrainingRecord, firsts: Sequence[TrainingRecord], step: i
 
 
 def _epoch_logged(reference: TrainingRecord, firsts: Sequence[TrainingRecord]) -> Iterator[Comparison]:
-    """What is there at the end only: values of the whole epoch."""
+    """Yield comparisons of values that were logged only at the end of the epoch."""
     of_steps = {name for logged in reference.logged for name in logged}
     names = dict.fromkeys((*reference.epoch_logged, *(name for first in firsts for name in first.epoch_logged)))
     for name in names:
@@ -160,7 +160,7 @@ def _norm(tensor: Tensor | None) -> float:
 
 
 def _tensor_difference(expected: Tensor, actual: Tensor) -> float:
-    """The norm of the difference, relative to the norm, or to that of a tensor of the smallest values."""
+    """Return the norm of the difference, relative to the norm of the expected tensor or to a minimum."""
     if expected.shape != actual.shape:
         return math.inf
     difference = _norm(actual.double() - expected.double()) / max(
@@ -170,12 +170,12 @@ def _tensor_difference(expected: Tensor, actual: Tensor) -> float:
 
 
 def comparison_table(comparisons: tuple[Comparison, ...], tolerance: float, most: int) -> str:
-    """Return the table of values: all losses, logged values and norms, and of weights those that differ most.
+    """Return a table of all losses, logged values and gradient norms, and of the weights with the largest differences.
 
     Args:
-        comparisons: What was compared.
-        tolerance: The largest relative difference of values that are equal.
-        most: How many weights and buffers are shown.
+        comparisons: The comparisons.
+        tolerance: The largest relative difference of equal values.
+        most: The largest number of weights and buffers in the table.
     """
     tensors = [each for each in comparisons if each.name.startswith(("weight ", "buffer "))]
     rows = [("step", "value", "one process", "this layout", "difference")]

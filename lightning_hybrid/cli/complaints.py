@@ -26,11 +26,11 @@ _TYPES = re.compile(r"^Does not validate .*?Subtypes: \[(.*)\]\s+Errors:.*Given 
 
 
 def in_words(message: str, known: str) -> str:
-    """A complaint about a configuration in a line; as it is where nothing better can be said.
+    """Return an error about a configuration as one line, or unchanged if its form is unknown.
 
     Args:
-        message: The complaint of jsonargparse, which lists for each type why a value is none of it.
-        known: The help of the parser, which names all its options.
+        message: The error of jsonargparse, which lists for each type why a value does not match it.
+        known: The help of the parser, which contains all its options.
     """
     unknown = re.search(r"(?:does not accept option|Option) '([\w.]+)'(?: is not accepted)?", message)
     if unknown and not _CLASS.search(message):
@@ -42,8 +42,8 @@ def with_path(message: str, keys: Iterable[str]) -> str | None:
     """Return an error of this package with the path of its argument; ``None`` if it is another error.
 
     Args:
-        message: The error, which jsonargparse may have put into its list of why a value is of none of the types.
-        keys: The paths of arguments. Errors begin with the name of one.
+        message: The error. jsonargparse may have put it into its list of types that do not match.
+        keys: The paths of arguments. An error of this package begins with the name of its argument.
 
     Example:
         >>> with_path("steps must be at least 1, got 0. [LH103]", ["check.steps"])
@@ -60,7 +60,7 @@ def constructor_error(error: BaseException) -> BaseException:
     """Return the error that a class of the configuration raised when it was created, with a note that names the class.
 
     Args:
-        error: The error that reached the parser. If jsonargparse lists it under an error of its own, the cause counts.
+        error: The error that the parser received. If jsonargparse has wrapped another error, the wrapped error is used.
     """
     while error.__cause__ is not None and (found := _CREATED.search(str(error))):
         error = error.__cause__
@@ -69,11 +69,11 @@ def constructor_error(error: BaseException) -> BaseException:
 
 
 def _of_key(path: str, text: str) -> str:
-    """Return the error of a value, or of what is inside of it, with the path of the value.
+    """Return the error about a value, or about a value inside it, with its path.
 
     Args:
-        path: The path of the value that the text is about, unless the text names a value inside.
-        text: A complaint of jsonargparse, with all that is indented below it.
+        path: The path of the value, unless the text names a value inside it.
+        text: The error of jsonargparse, with all lines that are indented below it.
     """
     text = text.strip()
     if key := _KEY.match(text):
@@ -87,7 +87,7 @@ def _of_key(path: str, text: str) -> str:
 
 
 def _as_choices(types: str) -> str:
-    """Return types as a reader of YAML takes them.
+    """Return types in the notation of YAML.
 
     Example:
         >>> _as_choices("<class 'int'>, list[int], typing.Literal['auto'], <class 'NoneType'>")
@@ -98,7 +98,7 @@ def _as_choices(types: str) -> str:
 
 
 def _of_class(key: str, path: str, problem: str) -> str:
-    """Return the error of a class in the configuration, or of its options."""
+    """Return the error about a class in the configuration, or about its options."""
     if option := re.fullmatch(r"Option '([\w.]+)' is not accepted", problem):
         parameters = _options(path)
         names, groups = list(parameters), group_of_parts(parameters)
@@ -118,7 +118,7 @@ def _of_class(key: str, path: str, problem: str) -> str:
 
 
 def _meant(option: str, known: list[str]) -> str:
-    """The option that may be meant by one of a configuration, or else the part of it that may be."""
+    """Return the option that the user probably meant, or otherwise the similar first part of an option."""
     first = option.partition(".")[0]
     heads = {each.partition(".")[0] for each in known}
     return did_you_mean(option, known) or ("" if first in heads else did_you_mean(first, heads))
@@ -134,12 +134,12 @@ def _options(path: str) -> dict[str, Parameter]:
         named = [each for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
         found |= {each.name: each for each in named if each.name not in ("self", *found)}
         if parameters and not any(each.kind == each.VAR_KEYWORD for each in parameters):
-            break  # it takes nothing else
+            break  # the class accepts no other arguments
     return found
 
 
 def _names(owner: str) -> Iterator[str]:
-    """Return the classes and submodules of a module; without a name, the modules in the working directory."""
+    """Yield the classes and submodules of a module; without a name, the modules in the working directory."""
     module: Any = import_module(owner) if owner else None
     yield from (name for name, value in vars(module).items() if isinstance(value, type)) if module else ()
     folders = getattr(module, "__path__", ()) if module else [str(Path.cwd())]

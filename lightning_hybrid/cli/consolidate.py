@@ -1,7 +1,7 @@
-"""A checkpoint that ranks wrote into a directory, as the ordinary file that plain Lightning reads.
+"""Conversion of a checkpoint directory to an ordinary file that plain Lightning can read.
 
-The file is laid out first, with room for every tensor, and then filled through a map of it, one tensor after the other.
-So a checkpoint may be larger than the memory of the machine::
+The file is first created with room for every tensor. The tensors are then written one after the other through a memory
+map, so a checkpoint may be larger than the memory of the node::
 
     .metadata, meta.pt ---> names, shapes, plain values ---> the file, without values
     __0_0.distcp, ... ----> one tensor after the other  ---> the same file, mapped
@@ -31,16 +31,16 @@ from lightning_hybrid.checkpoint.tree_paths import insert, tree_of
 from lightning_hybrid.distributed.pytree import TreePath
 
 _ORDER = ("epoch", "global_step", "pytorch-lightning_version", MODEL, "loops", "callbacks", OPTIMIZERS)
-_OF_TRAINING = ("callbacks", OPTIMIZERS, "lr_schedulers")  # what Lightning leaves out where only weights are saved
+_OF_TRAINING = ("callbacks", OPTIMIZERS, "lr_schedulers")  # entries that Lightning omits if it saves only weights
 
 
 @dataclass(frozen=True)
 class Outline:
-    """What a directory holds, as the tree of an ordinary checkpoint.
+    """The content of a checkpoint directory, as the tree of an ordinary checkpoint.
 
     Attributes:
-        checkpoint: The tree; its tensors of model and optimizers have no values yet, the others do.
-        tensors: Those without values, by their paths in the directory.
+        checkpoint: The tree. Tensors of the model and the optimizers have no values yet, but other tensors do.
+        tensors: The tensors without values, by their paths in the directory.
     """
 
     checkpoint: dict[str, Any]
@@ -54,16 +54,16 @@ def read_outline(
     weights_only: bool = False,
     read_extra: Callable[[Path], Any] | None = None,
 ) -> Outline:
-    """Find out what a directory holds; no tensor of the model or an optimizer is read.
+    """Return the content of a directory without reading tensors of the model or an optimizer.
 
     Args:
-        directory: Written by this package, or by Lightning's FSDP or ModelParallel strategy.
-        device: Where tensors without values are made; on the CPU they take memory when they are written to.
-        weights_only: Whether to leave out what only a run that goes on needs.
-        read_extra: Reads what is no tensor of the model or an optimizer.
+        directory: A directory of this package, or of Lightning's FSDP or ModelParallel strategy.
+        device: The device of tensors without values. On the CPU, they take memory when they are written.
+        weights_only: If True, omit everything that only a resumed run needs.
+        read_extra: Reads a file with all values that are not tensors of the model or an optimizer.
 
     Raises:
-        ValueError: If there is no module in it, or something cannot be read.
+        ValueError: If the directory has no module, or if a file cannot be read.
     """
     root = directory.module_root
     if not directory.below(root):
@@ -80,7 +80,7 @@ def read_outline(
     }
     try:
         values = targets | directory.read({path: None for path, target in targets.items() if target is None})
-    except Exception as error:  # whatever unpickling raises
+    except Exception as error:  # unpickling can raise any error
         raise ValueError(_unreadable(directory.path, error)) from error
     checkpoint = _merged(extra, values, directory)
     if weights_only:
@@ -90,7 +90,7 @@ def read_outline(
 
 
 def _merged(extra: dict[str, Any], values: Mapping[TreePath, Any], directory: DistributedCheckpoint) -> dict[str, Any]:
-    """The ordinary checkpoint of what is in ``meta.pt`` and the rest."""
+    """Return an ordinary checkpoint from the content of ``meta.pt`` and all other values."""
     metadata = dict(extra.get(METADATA, {}))
     names, layers = metadata.pop("names", {}), metadata.pop("layers", None)
     checkpoint = {**extra, METADATA: metadata} if METADATA in extra else dict(extra)
@@ -105,7 +105,7 @@ def _merged(extra: dict[str, Any], values: Mapping[TreePath, Any], directory: Di
     if layers is not None:
         checkpoint[MODEL] = OrderedDict(checkpoint[MODEL])
         checkpoint[MODEL]._metadata = OrderedDict(layers)
-    if "lr_schedulers" in extra:  # not weights alone
+    if "lr_schedulers" in extra:  # the checkpoint has more than weights
         checkpoint.setdefault(OPTIMIZERS, [])
     trees = [tree_of(state) for state in optimizers.values() if state]
     if trees:
@@ -127,26 +127,26 @@ def consolidate(
     overwrite: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> Outline:
-    """Write a directory's checkpoint as one file, which appears when it is complete.
+    """Write the checkpoint of a directory as one file, which appears when it is complete.
 
-    No process group, and no class of the module, is needed. Of the tensors, one is in memory at a time.
+    This needs no process group and no class of the module. Only one tensor is in memory at a time.
 
     Args:
-        path: The directory: of this package, or of Lightning's FSDP or ModelParallel strategy.
+        path: A directory of this package, or of Lightning's FSDP or ModelParallel strategy.
         file: The file.
-        weights_only: Whether to leave out states of optimizers, schedulers and callbacks, as Lightning does for
+        weights_only: If True, omit states of optimizers, schedulers and callbacks, as Lightning does with
             ``save_weights_only=True``.
-        overwrite: Whether a file that exists may be replaced.
-        progress: Called with the bytes that were just read, and with those that there are.
+        overwrite: If True, an existing file is replaced.
+        progress: Called with the number of bytes that were just read, and with the total number.
 
     Returns:
-        What was written; its tensors have no values.
+        The content of the file; its tensors have no values.
 
     Raises:
-        FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError: If something is not where it should
-            be.
-        ValueError: If the checkpoint is not complete, or damaged.
-        OSError: If the file cannot be written; what was there is as it was.
+        FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError: If a path does not exist, exists
+            already, or is of the wrong kind.
+        ValueError: If the checkpoint is incomplete or damaged.
+        OSError: If the file cannot be written. An existing file is then unchanged.
     """
     if path.is_file():
         raise NotADirectoryError(
@@ -168,7 +168,7 @@ def consolidate(
         for tree_path, tensor in outline.tensors.items():
             try:
                 directory.read({tree_path: mapped[id(tensor)]})
-            except Exception as error:  # whatever unpickling raises
+            except Exception as error:  # unpickling can raise any error
                 raise ValueError(_unreadable(directory.path, error)) from error
             if progress is not None:
                 progress(tensor.nbytes, total)
@@ -176,12 +176,12 @@ def consolidate(
 
 
 def _lay_out(outline: Outline, file: Path) -> dict[int, Tensor]:
-    """Write a file with room for the tensors, and values of those that have some.
+    """Write a file with room for the tensors, and with the values that are known.
 
     Returns:
-        For the identity of each tensor of the checkpoint that tensor in the file, mapped into memory.
+        The memory-mapped tensor in the file for the identity of each tensor of the checkpoint.
     """
-    file.touch()  # an error of the system says more than torch's
+    file.touch()  # an error of the system explains more than torch's error
     with torch.serialization.skip_data():
         torch.save(outline.checkpoint, file)
     reserve(file)
@@ -196,14 +196,14 @@ def _lay_out(outline: Outline, file: Path) -> dict[int, Tensor]:
 
 
 class _Finder(pickle.Pickler):
-    """Finds the tensors of a tree as pickling meets them, whatever objects hold them."""
+    """A pickler that collects the tensors of a tree in the order of pickling, also inside other objects."""
 
     def __init__(self) -> None:
         super().__init__(io.BytesIO(), protocol=2)
         self.found: list[Tensor] = []
 
     def persistent_id(self, obj: Any) -> str | None:
-        """Collect a strided tensor; others, which consist of tensors, are looked into."""
+        """Collect a strided tensor. Other tensors consist of tensors, which are pickled in turn."""
         if not isinstance(obj, Tensor) or obj.layout is not torch.strided:
             return None
         self.found.append(obj)
@@ -224,7 +224,7 @@ def _read_extra(file: Path) -> Any:
             f"{file} contains an object whose class cannot be imported: {error}. Run the command in an environment in"
             " which your project can be imported. [LH1013]"
         ) from error
-    except Exception as error:  # whatever unpickling raises
+    except Exception as error:  # unpickling can raise any error
         raise ValueError(_unreadable(file, error)) from error
 
 

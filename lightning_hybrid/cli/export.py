@@ -1,10 +1,10 @@
-"""The weights of a checkpoint as a folder of Hugging Face, which `from_pretrained` and `safetensors` open.
+"""Export of the weights of a checkpoint to a Hugging Face folder, for `from_pretrained` and `safetensors`.
 
 ::
 
-    names and shapes            --> what goes into which file, of at most `max_shard_size` bytes
-    the tensors of one file     --> model-00001-of-00002.safetensors    one file after the other: so a checkpoint may
-    the tensors of the next one --> model-00002-of-00002.safetensors    be larger than the memory of the machine
+    names and shapes            --> names of each file, with at most `max_shard_size` bytes
+    the tensors of one file     --> model-00001-of-00002.safetensors    one file after the other, so a checkpoint may
+    the tensors of the next one --> model-00002-of-00002.safetensors    be larger than the memory of the node
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from lightning_hybrid.cli.inspect import identity_of, read_mapped
 
 @dataclass(frozen=True)
 class Export:
-    """What was written.
+    """The result of an export.
 
     Attributes:
         files: The names of the files.
-        prefix: What the names had before them in the checkpoint, and have not any more.
-        tied: For the names that are not in the files the one that has their tensor.
-        left_out: Names that do not begin with the prefix.
-        first_parts: How many names of the checkpoint begin with what, up to the first dot.
-        has_config: Whether there is a ``config.json``.
+        prefix: The prefix that was removed from the names.
+        tied: For each name that is not in the files, the name with its tensor.
+        left_out: The names without the prefix.
+        first_parts: The number of names in the checkpoint by their part up to the first dot.
+        has_config: True if there is a ``config.json``.
     """
 
     files: list[str]
@@ -62,28 +62,30 @@ def export(
     config: Path | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Export:
-    """Write a folder of Hugging Face, which appears when it is complete.
+    """Write a Hugging Face folder, which appears when it is complete.
 
-    No process group, and neither the class of the module nor transformers, is needed. Of the tensors, those of one
-    file are in memory at a time.
+    This needs no process group, no class of the module, and not transformers. Only the tensors of one file are in
+    memory at the same time.
 
     Args:
-        path: The checkpoint: a file that `torch.save` has written, or a directory of shards.
-        folder: The folder; one that exists has to be empty.
-        prefix: The attribute of the module that holds the model, which names begin with in the checkpoint: it is
-            removed, and what has another name is left out. By default the attribute that all names begin with, if there
-            is one.
-        max_shard_size: The most bytes of tensors in a file; a larger tensor has one for itself.
-        dtype: What floating-point tensors are converted to; they stay as they are by default.
-        config: A ``config.json``, or the folder of one. By default the one in the checkpoint's hyper-parameters.
-        progress: Called with the bytes that were just written, and with those that there are.
+        path: The checkpoint: a file from `torch.save`, or a directory of shards.
+        folder: The folder, which must be new or empty.
+        prefix: The attribute of the module that contains the model, with which names in the checkpoint begin. It is
+            removed from names, and other names are not exported. ``None`` for the attribute with which all names begin,
+            if there is one.
+        max_shard_size: The maximum number of bytes of tensors in a file. A larger tensor has its own file.
+        dtype: The dtype to which floating-point tensors are converted; ``None`` to keep their dtypes.
+        config: The path of a ``config.json`` or of its folder; ``None`` for the one in the checkpoint's
+            hyperparameters.
+        progress: Called with the number of bytes that were just written, and with the total number.
 
     Returns:
-        What was written.
+        The names of the files, and the changes of tensor names.
 
     Raises:
-        FileNotFoundError, FileExistsError: If something is not where it should be.
-        ValueError: If the checkpoint is not complete or damaged, has no weights, none with the prefix, or adapters.
+        FileNotFoundError, FileExistsError: If an input does not exist, or the folder is not empty.
+        ValueError: If the checkpoint is incomplete or damaged, if it has no weights or no names with the prefix, or if
+            it has weights of adapters.
         OSError: If the folder cannot be written.
     """
     folder = folder.absolute()
@@ -128,7 +130,7 @@ def export(
 
 
 def _open(path: Place) -> tuple[Mapping[str, Any], Callable[[Tensor], Tensor]]:
-    """A checkpoint whose tensors were not read, and what reads one of them."""
+    """Return a checkpoint whose tensors have not been read, and a function that reads one of them."""
     if not is_directory(path):
         if not path.exists():
             raise FileNotFoundError(f"Checkpoint not found: {path} [LH913]")
@@ -158,7 +160,7 @@ def _state_of(checkpoint: Mapping[str, Any], path: Place) -> Mapping[str, Any]:
 
 
 def _find_prefix(names: Mapping[str, Any], prefix: str | None, path: Place) -> tuple[str, Counter[str]]:
-    """What is removed from names, and how many of them begin with what."""
+    """Return the prefix to remove, and the number of names by their part up to the first dot."""
     firsts = Counter(f"{first}." if rest else first for first, _, rest in (name.partition(".") for name in names))
     if prefix is None:
         (first, _), *others = firsts.most_common()
@@ -173,7 +175,7 @@ def _find_prefix(names: Mapping[str, Any], prefix: str | None, path: Place) -> t
 
 
 def _refuse_adapters(names: Sequence[str], path: Place) -> None:
-    """Raise an error for a model with adapters of peft: transformers would ignore all its weights, with a report."""
+    """Raise an error for a model with peft adapters, because transformers would ignore all its weights."""
     adapted = next((name for name in names if ".base_layer." in name or ".lora_A." in name), None)
     if adapted is not None:
         raise ValueError(
@@ -185,7 +187,7 @@ def _refuse_adapters(names: Sequence[str], path: Place) -> None:
 
 
 def _split(sizes: Mapping[str, int], most: int) -> list[list[str]]:
-    """The names of each file, in their order."""
+    """Return the names of the tensors of each file, in their order."""
     shards: list[list[str]] = [[]]
     room = most
     for name, size in sizes.items():
@@ -198,12 +200,12 @@ def _split(sizes: Mapping[str, int], most: int) -> list[list[str]]:
 
 
 def _dtype_of(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    """What a tensor is written as."""
+    """Return the dtype in which a tensor is written."""
     return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
 
 
 def _packed(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """A tensor as safetensors takes it: with memory of its own, in its order."""
+    """Return a tensor in the form that safetensors requires: contiguous, and with its own memory."""
     packed = tensor.detach().to(_dtype_of(tensor, dtype)).contiguous()
     return packed if packed.untyped_storage().nbytes() == packed.nbytes else packed.clone()
 
@@ -213,7 +215,7 @@ def _index(files: Mapping[str, str], total: int) -> dict[str, Any]:
 
 
 def _find_config(checkpoint: Mapping[str, Any], given: Path | None) -> dict[str, Any] | None:
-    """The model's configuration: what was given, or the only one among the hyper-parameters."""
+    """Return the model's configuration: from the given path, or the only configuration among the hyperparameters."""
     if given is not None:
         file = given / CONFIG if given.is_dir() else given
         if not file.is_file():
@@ -235,7 +237,7 @@ def _find_config(checkpoint: Mapping[str, Any], given: Path | None) -> dict[str,
 
 
 def _as_config(value: Any) -> dict[str, Any] | None:
-    """A configuration of transformers, as an object or a dictionary; nothing for anything else."""
+    """Return a configuration of transformers, an object or a dictionary, as a dictionary; otherwise ``None``."""
     if isinstance(value, Mapping):
         return dict(value) if isinstance(value.get("model_type"), str) else None
     if not hasattr(value, "model_type") or not hasattr(value, "to_json_string"):
@@ -245,9 +247,9 @@ def _as_config(value: Any) -> dict[str, Any] | None:
 
 
 def _with_dtype(settings: dict[str, Any], dtypes: Sequence[torch.dtype]) -> dict[str, Any]:
-    """With the dtype of most of the tensors: `from_pretrained` converts them to what is said there."""
+    """Return the configuration with the dtype of most tensors, because `from_pretrained` converts all tensors to it."""
     floating = Counter(dtype for dtype in dtypes if dtype.is_floating_point)
     if not floating:
         return settings
-    key = "torch_dtype" if "torch_dtype" in settings else "dtype"  # as it was called before
+    key = "torch_dtype" if "torch_dtype" in settings else "dtype"  # the name in older versions of transformers
     return {**settings, key: str(floating.most_common(1)[0][0]).removeprefix("torch.")}

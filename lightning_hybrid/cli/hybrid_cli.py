@@ -1,4 +1,4 @@
-"""Training from YAML files, and the module, data and strategy that they describe."""
+"""Training from YAML files, and loading of the module, data and strategy that they describe."""
 
 from __future__ import annotations
 
@@ -28,15 +28,19 @@ from lightning_hybrid.tuning.dry_run.parameters import made_without_memory
 
 
 class SaveConfigBesideLogs(SaveConfigCallback):
-    """Saves the configuration where logs are; without a logger that is the folder of the user's own `config.yaml`."""
+    """Saves the configuration with the logs.
+
+    Without a logger, nothing is saved, because the folder may be the folder of the user's own `config.yaml`.
+    """
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Save it when a run begins."""
+        """Save the configuration when a run begins, if there is a logger."""
         if trainer.loggers:
             super().setup(trainer, pl_module, stage)
 
 
-#: On a command line, with zeros between words: a part of a group of the strategy's arguments that gets no value.
+#: Matches, in a command line with zeros between words, a part of a group of the strategy's arguments whose value is
+#: null.
 _NO_PART = re.compile(r"(?<![^\0])(--trainer\.strategy\.(?:init_args\.)?(?!init_args\b)\w+)\.(\w+)([=\0])null(?![^\0])")
 
 
@@ -45,7 +49,7 @@ class HybridCLIParser(LightningArgumentParser):
 
     Args:
         args: Arguments of `LightningArgumentParser`.
-        kwargs: Likewise.
+        kwargs: Keyword arguments of `LightningArgumentParser`.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -56,13 +60,13 @@ class HybridCLIParser(LightningArgumentParser):
     def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, *others: Any, **kwargs: Any
     ) -> Any:
-        """Parse the command line; ``null`` for a part of a group becomes a mapping: jsonargparse would read "None"."""
+        """Parse the command line. Rewrites ``null`` for a part of a group, because jsonargparse reads it as "None"."""
         words = sys.argv[1:] if args is None else args
         text = _NO_PART.sub(r"\1\3{\2: null}", "\0".join(words))
         return super().parse_args(text.split("\0") if words else [], *others, **kwargs)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """End the program."""
+        """Print an error, and exit with status 2."""
         if not self.exit_on_error:
             super().error(message, ex)
         named = re.search(r"Expected a dot import path string: (hybrid\w*)", message)
@@ -78,11 +82,11 @@ class HybridCLIParser(LightningArgumentParser):
 
 
 class HybridCLI(LightningCLI):
-    """A `LightningCLI` whose configuration may name any model, data and strategy by ``class_path``.
+    """A `LightningCLI` whose configuration may contain any model, data and strategy by ``class_path``.
 
     Args:
-        model: Class path of the model when neither command line nor configuration names one.
-        data: Class path of the data when neither command line nor configuration names one.
+        model: The class path of the model, if neither the command line nor the configuration contains it.
+        data: The class path of the data, if neither the command line nor the configuration contains it.
         kwargs: Arguments of `LightningCLI`.
     """
 
@@ -94,13 +98,13 @@ class HybridCLI(LightningCLI):
         super().__init__(**kwargs)
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """The default classes; a configuration may still name others."""
+        """Set the default classes. A configuration may contain others."""
         for key, path in self._default_classes.items():
             if path is not None:
                 parser.set_defaults({key: {"class_path": path}})
 
     def instantiate_classes(self) -> None:
-        """Create the Trainer, the module and the data; print an error of this package with the path of its argument."""
+        """Create the Trainer, the module and the data. Errors of this package are printed with an argument's path."""
         try:
             super().instantiate_classes()
         except Exception as error:
@@ -111,17 +115,17 @@ class HybridCLI(LightningCLI):
             raise constructor_error(error)  # noqa: B904 - jsonargparse's own error only hides it
 
     def after_fit(self) -> None:
-        """Say what came out: progress bars vanish."""
+        """Print the metrics, because progress bars disappear."""
         if self.trainer.is_global_zero:
             metrics = {name: float(value) for name, value in sorted(self.trainer.callback_metrics.items())}
             print("  ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
 
 
 class DryCLI(HybridCLI):
-    """A configuration of which nothing is started: the CPU stands for devices that need not be there."""
+    """A configuration that is loaded without starting anything. The CPU replaces devices that may not exist."""
 
     def before_instantiate_classes(self) -> None:
-        """As many ranks as the configuration says; those that Lightning would count are counted before."""
+        """Set the accelerator to the CPU, and count the devices before that, as Lightning would do."""
         trainer = self.config.trainer
         if trainer.devices in ("auto", "-1", -1) and trainer.accelerator in ("auto", "gpu", "cuda"):
             trainer.devices = max(torch.cuda.device_count(), 1)
@@ -131,13 +135,16 @@ class DryCLI(HybridCLI):
 def load_config(
     parser: Parser, configs: Sequence[str], overrides: Sequence[str], *, with_values: bool = False
 ) -> tuple[HybridCLI, HybridStrategy]:
-    """Return the module, the data and the Trainer of a configuration, and its strategy; nothing is started.
+    """Load a configuration without starting anything.
 
     Args:
-        parser: Of the command, which refuses what cannot be.
-        configs: Paths of files; later ones change earlier ones.
-        overrides: Options that change them.
-        with_values: Whether the parameters of the module have values. By default they have no memory.
+        parser: The parser of the command, which prints errors and exits.
+        configs: The paths of files. Later files override earlier files.
+        overrides: Options that override the files.
+        with_values: If True, the parameters of the module have values. If False, they have no memory.
+
+    Returns:
+        The configuration with its module, data and Trainer; and its strategy.
     """
     load = partial(_load, configs, overrides, parser.prog)
     with parser.refusing(ValueError, OSError, MisconfigurationException):
@@ -158,7 +165,7 @@ def load_config(
 
 def _load(configs: Sequence[str], overrides: Sequence[str], program: str = PROGRAM) -> HybridCLI:
     words = [word for config in configs for word in ("--config", config)]
-    saved, sys.argv = sys.argv, [program, *words, *overrides]  # where a LightningCLI looks
+    saved, sys.argv = sys.argv, [program, *words, *overrides]  # LightningCLI reads this
     try:
         return DryCLI(run=False)
     finally:
@@ -168,12 +175,12 @@ def _load(configs: Sequence[str], overrides: Sequence[str], program: str = PROGR
 def maker(
     configs: Sequence[str], overrides: Sequence[str], cli: HybridCLI | None = None
 ) -> Callable[[], tuple[LightningModule, LightningDataModule | None]]:
-    """Return what makes the module and the data of a configuration, as often as it is called: a step may change them.
+    """Return a function that returns a new module and the data of a configuration, because a step may change a module.
 
     Args:
-        configs: As of :func:`load_config`.
-        overrides: Likewise.
-        cli: The configuration, if it has been loaded: the first call gives what it has.
+        configs: The argument of :func:`load_config`.
+        overrides: The argument of :func:`load_config`.
+        cli: The configuration, if it has been loaded. The first call returns its module and data.
     """
     unused = [] if cli is None else [cli]
 
@@ -185,7 +192,7 @@ def maker(
 
 
 def be_quiet() -> None:
-    """Keep back what Lightning logs and warns of at the start of a run: nothing is started."""
+    """Hide log lines and warnings about the start of a run, because no run starts."""
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", module=r"lightning\.")
@@ -198,12 +205,12 @@ def run_on_shapes(
     """Run the first training step of a configuration without processes, devices and memory for parameters.
 
     Args:
-        parser: The parser of the command; it prints an error of the configuration, and exits.
-        configs: As of :func:`load_config`.
-        overrides: Likewise.
+        parser: The parser of the command, which prints errors and exits.
+        configs: The argument of :func:`load_config`.
+        overrides: The argument of :func:`load_config`.
 
     Returns:
-        The strategy of the configuration, and what the step has shown.
+        The strategy of the configuration, and the results of the step.
     """
     be_quiet()
     with count_progress("Reading the configuration") as progress:

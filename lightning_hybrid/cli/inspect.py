@@ -1,6 +1,6 @@
-"""What a checkpoint holds, file or directory, as text or as data.
+"""Inspection of a checkpoint file or directory: its content as text or as data.
 
-No tensor of the model or an optimizer is read, and no code runs that a file names: this is for files nobody knows.
+Tensors of the model and the optimizers are not read, and no code from a file runs, so unknown files are safe.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ _KNOWN |= {"pytorch-lightning_version", "hyper_parameters", "hparams_name", "hpa
 
 @dataclass(frozen=True)
 class Inspection:
-    """A checkpoint without the values of its tensors.
+    """The content of a checkpoint, without the values of tensors.
 
     Attributes:
-        path: Where it is.
+        path: The path of the checkpoint.
         kind: ``"file"``, or ``"directory of N files"``.
-        num_bytes: Its size on the disk.
-        checkpoint: Its tree.
+        num_bytes: The size on the disk.
+        checkpoint: The tree of the checkpoint.
     """
 
     path: Place
@@ -47,16 +47,17 @@ class Inspection:
     checkpoint: Mapping[str, Any]
 
     def text(self, *, every_name: bool = False) -> str:
-        """All of it.
+        """Return the content as text.
 
         Args:
-            every_name: Whether tensors that are alike, but for numbers in their names, have lines of their own.
+            every_name: If True, each tensor has its own line. If False, tensors whose names differ only in numbers have
+                one line together.
         """
         tree = self.checkpoint
         head = f"{self.path}: {self.kind}, {filesize.decimal(self.num_bytes)}"
         if isinstance(tree.get("state_dict"), Mapping):
             others = [key for key in tree if key not in _KNOWN]
-        else:  # not of Lightning
+        else:  # not a checkpoint of Lightning
             others = [key for key, value in tree.items() if not _tensors(value)]
         state = _state_of(tree)
         sections = ["\n".join([head, _columns(_origin(tree))]).strip(), _table(state, every_name=every_name)]
@@ -68,7 +69,7 @@ class Inspection:
         return "\n\n".join(section for section in (*sections, _columns(rest)) if section)
 
     def as_dict(self) -> dict[str, Any]:
-        """What programs ask for: numbers, texts, lists and dictionaries."""
+        """Return the content as numbers, strings, lists and dictionaries, for programs."""
         tree, record = self.checkpoint, self.checkpoint.get(METADATA, {})
         first: dict[Any, str] = {}
         tensors = []
@@ -101,14 +102,14 @@ class Inspection:
 
 
 def inspect_checkpoint(path: Place) -> Inspection:
-    """Look into a checkpoint.
+    """Return the content of a checkpoint.
 
     Args:
-        path: A file that `torch.save` has written, or a directory of shards.
+        path: A file from `torch.save`, or a directory of shards.
 
     Raises:
-        FileNotFoundError: If there is nothing.
-        ValueError: If it is no checkpoint, or damaged.
+        FileNotFoundError: If the path does not exist.
+        ValueError: If it is not a checkpoint, or if it is damaged.
     """
     if not is_directory(path):
         if not path.exists():
@@ -123,14 +124,14 @@ def inspect_checkpoint(path: Place) -> Inspection:
 
 
 def read_mapped(file: Path, *, trusted: bool = False) -> Mapping[str, Any]:
-    """What a file holds; tensors are mapped, not read, and other objects have stand-ins that know their class's name.
+    """Return the content of a file, with memory-mapped tensors, and only the class names of other objects.
 
     Args:
         file: The file.
-        trusted: Whether objects are made whose classes are there.
+        trusted: If True, objects are created if their classes can be imported.
 
     Raises:
-        ValueError: If it is no checkpoint, or damaged.
+        ValueError: If it is not a checkpoint, or if it is damaged.
     """
     size = file.stat().st_size
     if not zipfile.is_zipfile(file):
@@ -143,7 +144,7 @@ def read_mapped(file: Path, *, trusted: bool = False) -> Mapping[str, Any]:
             raise ValueError(f"{file} ({size:,} bytes) is a TorchScript program, not a checkpoint. [LH902]")
     try:
         tree = load_lenient(file, mmap=True, trusted=trusted)
-    except Exception as error:  # whatever unpickling raises
+    except Exception as error:  # unpickling can raise any error
         raise ValueError(f"{file} ({size:,} bytes) cannot be read: {type(error).__name__}: {error} [LH901]") from error
     if not isinstance(tree, Mapping):
         raise ValueError(f"{file} contains {_value(tree)}, but a checkpoint must be a dictionary. [LH902]")
@@ -151,7 +152,7 @@ def read_mapped(file: Path, *, trusted: bool = False) -> Mapping[str, Any]:
 
 
 def _state_of(tree: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The state dict; of what is not Lightning's, all tensors by their places."""
+    """Return the state dict. If the checkpoint is not Lightning's, return all tensors by their paths."""
     state = tree.get("state_dict")
     if isinstance(state, Mapping):
         return state
@@ -162,7 +163,7 @@ def _state_of(tree: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _origin(tree: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Who wrote it, when in training, and how the ranks were laid out."""
+    """Yield the versions that wrote the checkpoint, the layout, and the progress of training."""
     record = tree.get(METADATA, {})
     versions = {**record.get("versions", {}), "lightning": tree.get("pytorch-lightning_version")}
     written_by = ", ".join(f"{name} {version}" for name, version in versions.items() if version is not None)
@@ -190,7 +191,7 @@ def _layout(layout: Mapping[str, Any]) -> str:
 
 
 def _table(state: Mapping[str, Any], *, every_name: bool) -> str:
-    """The tensors of a state dict: name, shape and type, those alike in one line; then the tied ones, and the sum."""
+    """Return the tensors of a state dict as text: a sum, a table with similar tensors in one line, and tied names."""
     first: dict[Any, str] = {}
     tied = {name: first.setdefault(identity_of(value), name) for name, value in state.items()}
     tensors = {name: value for name, value in state.items() if isinstance(value, Tensor) and tied[name] == name}
@@ -227,7 +228,7 @@ def _schedulers(states: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, str]
 
 
 def identity_of(value: Any) -> Any:
-    """The same for tensors that are tied: one object, or one memory."""
+    """Return a value that is equal for tied tensors, which are the same object or have the same memory."""
     if not isinstance(value, Tensor) or value.is_meta or value.layout is not torch.strided or value.numel() == 0:
         return id(value)
     return value.data_ptr(), value.shape, value.stride(), value.dtype
@@ -245,7 +246,7 @@ def _sum(tensors: Iterable[Tensor]) -> str:
 
 
 def _values(values: Any) -> str:
-    """Names and values that say something: neither nothing nor a default that is off."""
+    """Return names and values as text, without values that are ``None`` or ``False``."""
     if not isinstance(values, Mapping):
         return _value(values)
     return ", ".join(
@@ -254,14 +255,14 @@ def _values(values: Any) -> str:
 
 
 def _public(values: Any) -> Any:
-    """Without what Lightning and torch keep for themselves."""
+    """Return a mapping without the private entries of Lightning and torch."""
     if not isinstance(values, Mapping):
         return values
     return {key: value for key, value in values.items() if not str(key).startswith("_")}
 
 
 def _plain(value: Any) -> Any:
-    """As JSON has it; what it has not is shown as in the text."""
+    """Return a value as JSON types. Values that JSON cannot represent are replaced by their text."""
     if isinstance(value, Mapping):
         return {str(key): _plain(part) for key, part in value.items()}
     if isinstance(value, (list, tuple)):
@@ -271,7 +272,7 @@ def _plain(value: Any) -> Any:
 
 
 def _value(value: Any) -> str:
-    """A value in a few words."""
+    """Return a value as a short text."""
     tensors = _tensors(value)
     if isinstance(value, Tensor) and value.numel() == 1 and not value.is_meta:
         return str(value.item())

@@ -1,4 +1,4 @@
-"""Processes on this machine that run a function as the ranks of one job, and end in time."""
+"""Processes on this node that run a function as the ranks of one job, within a time limit."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# Seconds that other ranks may take to end after one has failed, and a rank to end itself at its limit.
+# The time in seconds in which other ranks must exit after a failure, and in which a rank must exit at its time limit.
 _GRACE = 5.0
 _LOG_LINES = 30
-_TIMEOUT = "Timeout ("  # as `faulthandler` begins
+_TIMEOUT = "Timeout ("  # the first word of `faulthandler`'s output
 _PACKAGE = Path(__file__).parent.parent
-#: Whose lines are left out where the user's own say where an error was raised.
+#: Lines of these packages are omitted from a traceback with lines of the user's code.
 _NOT_THE_USERS = (
     _PACKAGE,
     *(Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
@@ -51,11 +51,11 @@ class RankError(RuntimeError):
 
 
 class _Kind(IntEnum):
-    """How a rank ended without a result. The first of these tells most about the cause: other ranks follow it."""
+    """The ways in which a rank ends without a result. The first of these is the most likely cause of the others."""
 
     DIED = 0
     RAISED = 1
-    REFUSED = 2  # by this package, which says on every rank what is wrong or which rank failed
+    REFUSED = 2  # by this package, whose errors explain on every rank what is wrong or which rank has failed
     ENDED = 3
 
 
@@ -66,22 +66,23 @@ class _Failure:
 
 
 def run_ranks(function: Callable[[], Any], world_size: int, *, time_limit: float) -> list[Any]:
-    """Run a function in new processes, which are copies of this one.
+    """Run a function in new processes, which are forked from this process.
 
-    Each finds a gloo group of them all and the variables that ``torchrun`` sets, so a `Trainer` starts no others. What
-    they print is shown only if one of them dies.
+    Each process has a gloo group of all processes, and the environment variables of ``torchrun``, so that a `Trainer`
+    starts no other processes. Their output is shown only if a process dies or is terminated.
 
     Args:
-        function: Any callable, closures too. What it returns is pickled.
+        function: Any callable, including closures. Its result must support pickling.
         world_size: The number of processes.
-        time_limit: Seconds after which they are ended.
+        time_limit: The time in seconds after which the processes are terminated.
 
     Returns:
-        What the function returned, by rank.
+        The results, by rank.
 
     Raises:
-        RankError: If it raised, died or hung on a rank; with the text of the first cause.
-        RuntimeError: If this system cannot copy a process.
+        RankError: If the function raises an error, or if a process dies or exceeds the time limit. The message is about
+            the first cause.
+        RuntimeError: If the system cannot fork processes.
     """
     if "fork" not in multiprocessing.get_all_start_methods():
         raise RuntimeError(
@@ -112,13 +113,13 @@ def run_ranks(function: Callable[[], Any], world_size: int, *, time_limit: float
 
 
 def _run_rank(function: Callable[[], Any], rank: int, world_size: int, directory: Path, time_limit: float) -> None:
-    """The life of a rank."""
-    gc.freeze()  # garbage of the parent may hold groups, and to free one is to wait for threads that were not copied
-    log = (directory / f"log-{rank}").open("w")  # until the process ends
+    """Run the function in a process, and write its result or error to a file."""
+    gc.freeze()  # the parent's garbage may include groups, and freeing a group waits for threads that were not copied
+    log = (directory / f"log-{rank}").open("w")  # open until the process exits
     for stream in (1, 2):
         os.dup2(log.fileno(), stream)
     sys.stdout = sys.stderr = log
-    # It ends itself, whatever holds it and whether or not the parent still lives.
+    # This ends the process even if it is blocked, or if the parent has exited.
     faulthandler.dump_traceback_later(time_limit, exit=True, file=log)
     torch.set_num_threads(1)  # the threads of the parent were not copied
     names = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": world_size, "MASTER_PORT": 0}
@@ -141,7 +142,7 @@ def _run_rank(function: Callable[[], Any], rank: int, world_size: int, directory
 
 
 def _failure(error: BaseException) -> _Failure:
-    """What was raised: a text is enough where this package says what is wrong, other code needs its place."""
+    """Return a raised error: only the message for errors of this package, otherwise also the traceback."""
     frames = traceback.extract_tb(error.__traceback__)
     if isinstance(error, (ValueError, TypeError, RuntimeError)) and Path(frames[-1].filename).is_relative_to(_PACKAGE):
         return _Failure(_Kind.REFUSED, str(error))
@@ -152,7 +153,7 @@ def _failure(error: BaseException) -> _Failure:
 
 
 def _wait(ranks: Sequence[BaseProcess], directory: Path, time_limit: float) -> None:
-    """Until all have ended, or one has failed and the others had time to follow, or the limit."""
+    """Wait until all processes have exited, or until the deadline, which is soon after a first failure."""
     deadline = time.monotonic() + time_limit + _GRACE
     waiting = {process.sentinel: rank for rank, process in enumerate(ranks)}
     while waiting and (remaining := deadline - time.monotonic()) > 0:
@@ -164,7 +165,7 @@ def _wait(ranks: Sequence[BaseProcess], directory: Path, time_limit: float) -> N
 
 
 def _outcome(directory: Path, rank: int, process: BaseProcess, *, is_ended: bool) -> Any:
-    """What a rank left."""
+    """Return the result of a rank, or its failure."""
     file = directory / f"outcome-{rank}"
     if file.exists():
         return torch.load(file, weights_only=False)

@@ -1,4 +1,4 @@
-"""The program ``lightning-hybrid``: which commands there are. Each imports what it needs when it is called."""
+"""The program ``lightning-hybrid``, which runs the command that the user names, and imports it only then."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from pathlib import Path
 from lightning_hybrid.cli.parser import PROGRAM, did_you_mean
 from lightning_hybrid.version import __version__, environment
 
-#: The commands of Lightning's `LightningCLI`: what they do, and an example of their arguments.
+#: The commands of Lightning's `LightningCLI`: a description and an example of arguments.
 LIGHTNING_COMMANDS = {
     "fit": ("train", "--config FILE"),
     "validate": ("evaluate on the validation data", "--config FILE --ckpt_path FILE"),
     "test": ("evaluate on the test data", "--config FILE --ckpt_path FILE"),
     "predict": ("predict on new data", "--config FILE --ckpt_path FILE"),
 }
-#: Our own ones, each a file of `cli.commands`.
+#: The commands of this package, each in a module of `cli.commands`.
 COMMANDS = {
     "demo": ("train a built-in example", "--ranks 2"),
     "plan": ("show which layers each rank has", "--config FILE"),
@@ -39,14 +39,14 @@ def main(args: Sequence[str] | None = None, *, model: str | None = None, data: s
     """Run the program ``lightning-hybrid``.
 
     Args:
-        args: The command and its arguments; those of this process by default.
-        model: Class path of the model when neither command line nor configuration names one.
-        data: Class path of the data when neither command line nor configuration names one.
+        args: The command and its arguments. Default: the arguments of this process.
+        model: The class path of the model, if neither the command line nor the configuration contains it.
+        data: The class path of the data, if neither the command line nor the configuration contains it.
 
     Raises:
-        SystemExit: After help or wrong usage.
+        SystemExit: After help, or if the arguments are wrong.
     """
-    # Configurations name classes of the user's project, which is where the program is started.
+    # Configurations contain classes of the user's project, which is usually in the working directory.
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     arguments = list(sys.argv[1:] if args is None else args)
@@ -70,7 +70,7 @@ def main(args: Sequence[str] | None = None, *, model: str | None = None, data: s
 
 @contextmanager
 def _ended_by_closed_pipe() -> Iterator[None]:
-    """Who reads what is printed may stop (``| head``): the program then ends as others do, without a traceback."""
+    """Exit without a traceback if the reader of the output closes the pipe, as in ``| head``."""
     try:
         try:
             yield
@@ -80,8 +80,8 @@ def _ended_by_closed_pipe() -> Iterator[None]:
         poll = select.poll()
         poll.register(sys.stdout.fileno(), 0)
         if not any(events & select.POLLERR for _, events in poll.poll(0)):
-            raise  # it was another pipe
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is flushed at exit
+            raise  # the error is about another pipe
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for output that is flushed at exit
         raise SystemExit(128 + signal.SIGPIPE) from None
 
 

@@ -1,4 +1,4 @@
-"""How the commands read their options and refuse what cannot be."""
+"""Parsers of the commands' options, with suggestions for wrong options, and functions that print results."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from typing import Any, NoReturn
 from typing_extensions import override
 
 PROGRAM = "lightning-hybrid"
-#: The greatest width of what commands print, of a terminal on a laptop.
+#: The maximum width of the commands' output, which fits a terminal on a laptop.
 COLUMNS = 100
-#: Begins the last lines of the help of commands that take a configuration.
+#: The beginning of the last lines in the help of commands with a configuration.
 OPTIONS_OF_FIT = "This command also accepts all options of `fit`."
 
 
 def did_you_mean(word: str, words: Iterable[str]) -> str:
-    """What to add to the complaint about a word: the nearest one of those that there are, if one is near.
+    """Return the text to add to an error about a word: the most similar known word, or an empty text.
 
     Example:
         >>> did_you_mean("fitt", ["fit", "plan"]), did_you_mean("xyz", ["fit", "plan"])
@@ -33,21 +33,21 @@ def did_you_mean(word: str, words: Iterable[str]) -> str:
 
 
 def with_advice(message: str, known: str) -> str:
-    """A parser's complaint about options, with the option that was probably meant.
+    """Return a parser's error about an option, with the option that was probably meant.
 
     Args:
-        message: The complaint.
-        known: The help of the parser, which names all its options.
+        message: The error.
+        known: The help of the parser, which contains all its options.
     """
     unknown = re.search(r"unrecognized arguments: (--[\w.-]+)", message)
     return message + did_you_mean(unknown[1], re.findall(r"--[\w.-]+", known)) if unknown else message
 
 
 class Parser(argparse.ArgumentParser):
-    """The options of one command.
+    """The parser of one command's options.
 
     Args:
-        command: Its name.
+        command: The name of the command.
         kwargs: Arguments of `ArgumentParser`.
     """
 
@@ -56,11 +56,11 @@ class Parser(argparse.ArgumentParser):
         self._groups: dict[str, Any] = {}
 
     def add_choice(self, option: str, words: Sequence[str], **kwargs: Any) -> None:
-        """An option whose value is one of these words.
+        """Add an option whose value is one of several words.
 
         Args:
-            option: Its name.
-            words: What it may be.
+            option: The name of the option.
+            words: The words.
             kwargs: Arguments of `add_argument`.
         """
 
@@ -73,11 +73,11 @@ class Parser(argparse.ArgumentParser):
         self.add_argument(option, type=parse, metavar=f"{{{','.join(words)}}}", **kwargs)
 
     def add_json(self) -> None:
-        """The option for programs that read what is printed."""
+        """Add the option ``--json``."""
         self.group("output").add_argument("--json", action="store_true", help="print JSON")
 
-    def group(self, title: str) -> Any:  # argparse has no public name for it
-        """Return the options that the help shows under a title, including options that were added before.
+    def group(self, title: str) -> Any:  # argparse has no public type for it
+        """Return the group of options under a title in the help, which is created at the first call.
 
         Args:
             title: The title.
@@ -88,16 +88,16 @@ class Parser(argparse.ArgumentParser):
 
     @override
     def error(self, message: str) -> NoReturn:
-        """Say what is wrong, and what may have been meant."""
+        """Print the error with the option that was probably meant, and exit."""
         super().error(f"{with_advice(message, self.format_help())} [LH1001]")
 
     @contextmanager
     def refusing(self, *kinds: type[Exception], doing: str = "") -> Iterator[None]:
-        """Errors of these kinds, which the user can mend, end the program with their text and status 2.
+        """Print errors of these kinds, which the user can fix, and exit with status 2.
 
         Args:
-            kinds: What may be raised inside.
-            doing: What comes before the text.
+            kinds: The kinds of errors.
+            doing: A text before the error.
         """
         try:
             yield
@@ -107,11 +107,11 @@ class Parser(argparse.ArgumentParser):
 
 
 class ConfigParser(Parser):
-    """The options of a command that takes a configuration.
+    """The parser of a command with a configuration.
 
     Args:
-        command: Its name.
-        description: What it does.
+        command: The name of the command.
+        description: The description of the command.
         example: Other options of a typical call.
     """
 
@@ -131,22 +131,22 @@ class ConfigParser(Parser):
 
 
 def on_disk(text: str) -> Path:
-    """A path to write to, as the type of an option."""
+    """Return a local path, for an option with a path to write to."""
     if "://" in text:
         raise argparse.ArgumentTypeError(f"{text!r} is not a local path; write to a local disk, then copy the result")
     return Path(text)
 
 
 def positive(text: str) -> int:
-    """The value of an option that counts something: 1 or more."""
+    """Return a positive integer, for an option with a number of things."""
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
     return int(text)
 
 
 def quantity(text: str) -> float:
-    """The value of an option such as ``80GiB`` or ``2TB/s``."""
-    from lightning_hybrid.config import parse_quantity  # which imports torch
+    """Return the number of a value with a unit, such as ``80GiB`` or ``2TB/s``."""
+    from lightning_hybrid.config import parse_quantity  # imports torch
 
     try:
         return parse_quantity(text)
@@ -159,17 +159,17 @@ def wrapped(text: str, indent: str = "") -> list[str]:
 
     Args:
         text: The paragraph.
-        indent: What the lines after the first begin with.
+        indent: The beginning of each line after the first.
     """
     return textwrap.wrap(text, COLUMNS, subsequent_indent=indent, break_on_hyphens=False)
 
 
 def print_text(text: str) -> None:
-    """Print it for a person: sentences that are wider than :data:`COLUMNS` in several lines."""
+    """Print a text, with lines wider than :data:`COLUMNS` wrapped."""
     for line in text.splitlines():
         print("\n".join(wrapped(line, "  ")) if len(line) > COLUMNS else line)
 
 
 def print_json(value: Any) -> None:
-    """Print it for a program."""
+    """Print a value as JSON."""
     print(json.dumps(value, indent=2, allow_nan=False))

@@ -1,4 +1,4 @@
-"""Progress bars of commands, on the error stream."""
+"""Progress bars of commands, on stderr."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _SECONDS_BETWEEN_LINES = 15.0
 
 @contextmanager
 def byte_progress(name: str) -> Iterator[Callable[[int, int], None]]:
-    """While this is entered, a bar for files that are written stands in the terminal; where nobody watches is none.
+    """Show a progress bar for bytes inside the context, if stderr is a terminal.
 
     Args:
-        name: What stands before the bar.
+        name: The text before the bar.
 
     Returns:
-        What is called with the bytes that were just written, and with those that there are.
+        A function that receives the number of bytes that were just written, and the total number of bytes.
     """
     console = Console(stderr=True)
     columns = *Progress.get_default_columns(), DownloadColumn(), TransferSpeedColumn()
@@ -32,13 +32,13 @@ def byte_progress(name: str) -> Iterator[Callable[[int, int], None]]:
 
 @contextmanager
 def count_progress(name: str) -> Iterator[Callable[[str, int, int], None]]:
-    """While this is entered, a bar for things that are counted stands in the terminal; elsewhere a line now and then.
+    """Show a progress bar for a count inside the context; if stderr is not a terminal, print a line every 15 seconds.
 
     Args:
-        name: What stands before the bar at first.
+        name: The first text before the bar.
 
     Returns:
-        What is called with the new text before the bar, how many are done, and how many there are.
+        A function that receives the new text, the number of finished items, and the total number of items.
     """
     console = Console(stderr=True)
     is_watched = console.is_terminal

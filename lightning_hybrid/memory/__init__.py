@@ -1,1 +1,1 @@
-"""The memory of a rank: an estimate of it, and what makes it less: activation checkpointing and offload."""
+"""The memory of a rank: estimates of it, and ways to reduce it (activation checkpointing and offload)."""

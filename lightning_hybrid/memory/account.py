@@ -1,4 +1,7 @@
-"""The bytes of one rank: of parameters, gradients and optimizer states from shapes, of activations from a forward."""
+"""Numbers of bytes on one rank: parameters, gradients and optimizer states from shapes, activations from a forward.
+
+:class:`MemoryEstimator` and the layout search use these functions.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +27,15 @@ from lightning_hybrid.pipeline_parallel.schedules import Schedule
 
 @dataclass(frozen=True)
 class MemoryUsage:
-    """Bytes of a rank, each at the point of a training step where they are the most.
+    """The bytes on a rank. Each number is the maximum over a training step.
 
     Attributes:
-        parameters: Of its stages; with ZeRO its shards, and what is unsharded at a time; master copies, if there are.
-        gradients: Of these.
-        optimizer: States of the optimizers; ``None`` if unknown.
-        activations: What autograd saves of the microbatches in flight; ``None`` if unknown.
-        buffers: Of its stages.
+        parameters: The parameters of its stages. With ZeRO, these are its shards and the parameters that are unsharded
+            at the same time. Master weights are included.
+        gradients: The gradients of these parameters.
+        optimizer: The optimizer states; ``None`` if they are unknown.
+        activations: The tensors that autograd saves for the microbatches in flight; ``None`` if they are unknown.
+        buffers: The buffers of its stages.
     """
 
     parameters: int
@@ -42,7 +46,7 @@ class MemoryUsage:
 
     @property
     def total(self) -> int | None:
-        """The sum; ``None`` if a part of it is unknown."""
+        """The sum; ``None`` if a part is unknown."""
         parts = astuple(self)
         return None if None in parts else sum(parts)
 
@@ -52,10 +56,10 @@ class LocalParameter:
     """A parameter on one rank.
 
     Attributes:
-        shape: Its shape here; with tensor parallelism, that of this rank's part.
-        itemsize: Bytes of an element.
-        grad_itemsize: Bytes of an element of its gradient; 0 if it gets none.
-        layer: The layer that has it to itself; ``None`` if it is outside of layers, or in more than one.
+        shape: The local shape; with tensor parallelism, the shape of this rank's shard.
+        itemsize: The size in bytes of an element.
+        grad_itemsize: The size in bytes of an element of its gradient; 0 if it has no gradient.
+        layer: The only layer that has the parameter; ``None`` if no layer or several layers have it.
     """
 
     shape: torch.Size
@@ -72,21 +76,21 @@ def peak_parameter_bytes(
     frees_early: bool = False,
     single_backward: bool = False,
 ) -> tuple[int, int]:
-    """The most bytes of parameters, and of their gradients, during a training step.
+    """Return the maximum bytes of parameters and of their gradients during a training step.
 
-    ``docs/concepts/data-parallel.md`` has the formulas. No replica has more than the first one.
+    ``docs/concepts/data-parallel.md`` has the formulas. No replica needs more memory than the first.
 
     Args:
-        parameters: Those of a rank.
+        parameters: The parameters of a rank.
         num_replicas: The data-parallel size.
-        zero_stage: What is sharded over the replicas.
-        frees_early: Whether stage 3 reshards a layer after each use.
-        single_backward: Whether a step has only one: then the last layer in it has no shard of gradients yet.
+        zero_stage: The ZeRO stage.
+        frees_early: If True, stage 3 reshards a layer after each use.
+        single_backward: If True, a step has only one backward. The last layer in it then has no shard of gradients yet.
     """
     zero_stage = zero_stage if num_replicas > 1 else 0
     parameter_bytes = grad_bytes = 0
-    unsharded: dict[Hashable, int] = defaultdict(int)  # by layer
-    unsharded_grads: dict[Hashable, int] = defaultdict(int)  # what they add to the shards of gradients
+    unsharded: dict[Hashable, int] = defaultdict(int)  # bytes by layer
+    unsharded_grads: dict[Hashable, int] = defaultdict(int)  # bytes in addition to the shards of gradients
     for parameter in parameters:
         rows = RowShards.of(parameter.shape, num_replicas) if zero_stage else None
         size = parameter.shape.numel()
@@ -111,56 +115,57 @@ def peak_parameter_bytes(
 
 
 def optimizer_state_bytes(optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor) -> int | None:
-    """The bytes of an optimizer's state for one parameter, from a step of a copy with a parameter on the meta device.
+    """Return the bytes of an optimizer's state for one parameter, measured in a step of a copy of the optimizer.
 
     Args:
-        optimizer: It is not changed.
-        group: The parameter's group.
-        parameter: What the optimizer would get: its shape and dtype matter.
+        optimizer: The optimizer, which is not changed.
+        group: The parameter group.
+        parameter: A tensor with the shape and dtype of the parameter.
 
     Returns:
-        Bytes; ``None`` if the optimizer does not step for a single parameter, or reads values.
+        The bytes; ``None`` if the optimizer cannot step with a single parameter.
     """
-    for device in ("meta", "cpu"):  # some read values
+    for device in ("meta", "cpu"):  # on the CPU if the optimizer reads values
         trial_parameter = nn.Parameter(torch.zeros_like(parameter, device=device))
         trial_parameter.grad = torch.zeros_like(trial_parameter)
         trial = object.__new__(type(optimizer))
         vars(trial).update(vars(optimizer))
-        vars(trial).pop("step", None)  # the schedulers', which counts
+        vars(trial).pop("step", None)  # the wrapper of a scheduler, which counts calls
         trial.param_groups = [{**group, "params": [trial_parameter], "fused": None, "foreach": None}]
         trial.state = defaultdict(dict)
         for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
             setattr(trial, name, OrderedDict())
         try:
             trial.step()
-        except Exception:  # it needs a closure, or looks at other parameters
+        except Exception:  # it needs a closure, or other parameters
             continue
         return sum(leaf.nbytes for leaf in trial.state[trial_parameter].values() if isinstance(leaf, Tensor))
     return None
 
 
 def storage_bytes(tensors: Iterable[Any]) -> int:
-    """The bytes of this rank's parts of some tensors; a storage that several of them share counts once."""
+    """Return the bytes of the local parts of tensors. A storage with several of these tensors counts once."""
     present = (tensor for tensor in tensors if isinstance(tensor, Tensor) and not tensor.is_meta)
     storages = {storage._cdata: storage.nbytes() for tensor in present for storage in storages_of(tensor)}
     return sum(storages.values())
 
 
 def storages_of(tensor: Tensor) -> list[Any]:
-    """The storages of a tensor's local part: sparse ones have several, and some layouts none."""
-    local = to_local(tensor) if isinstance(tensor, DTensor) else tensor  # an operation, and it is asked often
+    """Return the storages of a tensor's local part. A sparse tensor has several, and some layouts have none."""
+    # Local parts are read only for DTensors, because this is slow and called often.
+    local = to_local(tensor) if isinstance(tensor, DTensor) else tensor
     if local.layout is torch.sparse_coo:
         return [*storages_of(local._indices()), *storages_of(local._values())]
     return [local.untyped_storage()] if local.layout is torch.strided else []
 
 
 def peak_activation_bytes(schedule: Schedule, rank: int, per_microbatch: Mapping[int, int]) -> int:
-    """The most bytes of activations that a rank holds at a time.
+    """Return the maximum bytes of activations that a rank stores at the same time.
 
     Args:
-        schedule: Of a training step.
-        rank: Pipeline rank.
-        per_microbatch: What one microbatch takes in each stage of the rank, by stage.
+        schedule: The schedule of a training step.
+        rank: The pipeline rank.
+        per_microbatch: The bytes of one microbatch in each stage of the rank, by stage.
     """
     current = peak = 0
     for action in schedule.actions[rank]:
@@ -170,13 +175,14 @@ def peak_activation_bytes(schedule: Schedule, rank: int, per_microbatch: Mapping
 
 
 def most_in_flight(schedule: Schedule, rank: int) -> list[dict[int, int]]:
-    """Return how many microbatches of each stage a rank holds at a time, for each time at which another has no more.
+    """Return the numbers of microbatches per stage that a rank stores, at all times that may have the maximum memory.
 
-    The most bytes, whatever a microbatch takes in each stage, are those at one of these times.
+    A time is included if no other time has at least as many microbatches in each stage. The maximum memory is at one of
+    these times, independent of the bytes per microbatch in each stage.
 
     Args:
-        schedule: Of a training step.
-        rank: Pipeline rank.
+        schedule: The schedule of a training step.
+        rank: The pipeline rank.
     """
     current: dict[int, int] = defaultdict(int)
     peaks: dict[tuple[tuple[int, int], ...], dict[int, int]] = {}
@@ -186,7 +192,7 @@ def most_in_flight(schedule: Schedule, rank: int) -> list[dict[int, int]]:
             current[action.stage] += 1
             grows = True
         elif action.kind.kept < 0:
-            if grows:  # before it was the most since the last one
+            if grows:  # the number before this action is a local maximum
                 peaks[tuple(current.items())] = dict(current)
             current[action.stage] -= 1
             grows = False
@@ -200,15 +206,15 @@ def most_in_flight(schedule: Schedule, rank: int) -> list[dict[int, int]]:
 
 
 class SavedTensorMeter:
-    """Counts what autograd saves in a forward for its backward, while it is entered.
+    """Counts the tensors that autograd saves in a forward for backward.
 
-    A storage counts once, however many of the saved tensors lie in it. What is recomputed in backward is not saved.
+    A storage counts once, even if several saved tensors use it. Tensors that are recomputed in backward are not saved.
 
     Args:
-        excluded: Parameters, buffers and batches, which are no activations.
+        excluded: Parameters, buffers and batches, which do not count as activations.
 
     Attributes:
-        label: What :meth:`storages` and :meth:`casts` know the tensors by that come from now on.
+        label: The label of tensors that are saved from now on, for :meth:`storages` and :meth:`casts`.
     """
 
     def __init__(self, excluded: Iterable[Tensor]) -> None:
@@ -216,30 +222,31 @@ class SavedTensorMeter:
         self._kind: Hashable = None
         self._keeps: Any = None
         storages = (storage for tensor in excluded for storage in storages_of(tensor))
-        self._excluded = {storage._cdata: storage for storage in storages}  # alive, so that no other gets their address
+        # The storages are kept alive, so that no other storage gets their address.
+        self._excluded = {storage._cdata: storage for storage in storages}
         self._saved: dict[Hashable, WeakSet[_Saved]] = defaultdict(WeakSet)
         self._casts: dict[Hashable, dict[int, Any]] = defaultdict(dict)
         self._repeated: dict[Hashable, list[_Repeated]] = defaultdict(list)
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
-        """Enter it around the forward."""
-        # Without, copies of weights count for each microbatch.
+        """Count saved tensors inside the context, which the caller enters around a forward."""
+        # Without this mode, casts of weights would count for each microbatch.
         casts = nullcontext() if OperatorMode is None else OperatorMode(self._call_operator)
         with casts, saved_tensors_hooks(self._pack, lambda saved: saved.tensor):
             yield
 
     def noting(self, kind: Hashable, keeps: Any = None) -> AbstractContextManager[None]:
-        """Note tensors that are saved while entered under a kind, which :meth:`storages` can leave out.
+        """Mark tensors that are saved inside the context with a kind, which :meth:`storages` can exclude.
 
         Args:
             kind: The kind.
-            keeps: An object that lives as long as one of these tensors.
+            keeps: An object that must live as long as one of these tensors.
         """
         return replaced_attributes(self, _kind=kind, _keeps=keeps)
 
     def _call_operator(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Make a call, and note if it makes a trained tensor anew in another dtype, as autocast does with weights."""
+        """Call an operator. Record its result if it casts a trained tensor to another dtype, as autocast does."""
         result = func(*args, **kwargs)
         is_cast = str(func) == "aten._to_copy.default" and isinstance(result, Tensor)
         if is_cast and result.dtype != args[0].dtype and args[0].requires_grad:
@@ -261,18 +268,18 @@ class SavedTensorMeter:
         repetition.casts = {key: storage.nbytes() for key, storage in of_label.items() if key not in casts}
 
     def repeat(self, repetition: Repetition, same: Mapping[Hashable, Hashable], alive: Any) -> None:
-        """Count a record once more, under the current label.
+        """Count a record again, under the current label.
 
         Args:
             repetition: The record.
-            same: The current storage of each recorded storage that was given or returned.
-            alive: Holds the former, so that no other gets their address.
+            same: The current storage of each recorded storage that was an input or output.
+            alive: Keeps the recorded storages alive, so that no other storage gets their address.
         """
         number = len(self._repeated[self.label])
         self._repeated[self.label].append(_Repeated(repetition, dict(same), (self.label, number), alive))
 
     def casts(self, label: Hashable) -> dict[Hashable, int]:
-        """The storages of what was made of parameters in another dtype under a label, with their bytes."""
+        """Return the bytes of casts of parameters under a label, by storage."""
         found: dict[Hashable, int] = {key: storage.nbytes() for key, storage in self._casts.get(label, {}).items()}
         for each in self._repeated.get(label, ()):
             found |= {each.key(key): size for key, size in each.repetition.casts.items()}
@@ -284,7 +291,7 @@ class SavedTensorMeter:
         return saved
 
     def storages(self, label: Hashable, without: Container[Hashable] = ()) -> dict[Hashable, int]:
-        """Return the storages that were saved under a label and are still needed, with their bytes.
+        """Return the bytes of storages that were saved under a label and are still needed, by storage.
 
         Args:
             label: The label.
@@ -299,12 +306,12 @@ class SavedTensorMeter:
 
 @dataclass
 class Repetition:
-    """Tensors that were saved while a layer ran, to be counted again for layers like it.
+    """The tensors that were saved while a layer ran. They are counted again for similar layers.
 
     Attributes:
         saved: The saved tensors that are still needed.
         casts: The bytes of casts of parameters, by storage.
-        made: The storages that were made meanwhile.
+        made: The storages that were created meanwhile.
     """
 
     saved: WeakSet[_Saved] = field(default_factory=WeakSet)
@@ -314,7 +321,7 @@ class Repetition:
 
 @dataclass
 class _Repeated:
-    """A repetition under another label: new storages get new keys, given storages are mapped by `same`."""
+    """A repetition under another label. New storages get new keys, and input storages are mapped by `same`."""
 
     repetition: Repetition
     same: Mapping[Hashable, Hashable]
@@ -333,7 +340,7 @@ def _sizes(saved: Iterable[_Saved], without: Container[Hashable]) -> dict[Hashab
 
 
 class _Saved:
-    """A saved tensor, without the graph that it is a result of: with it, the two would keep each other for ever."""
+    """A saved tensor, detached from its graph. Otherwise, the graph and the tensor would keep each other alive."""
 
     def __init__(self, tensor: Tensor, kind: Hashable, keeps: Any) -> None:
         self.tensor, self.kind, self.keeps = tensor.detach(), kind, keeps

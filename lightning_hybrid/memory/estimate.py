@@ -1,4 +1,7 @@
-"""What a rank will hold, estimated from the shapes of its tensors."""
+"""Estimate of the memory of a rank from the shapes of its tensors.
+
+`MemoryReport` logs it at the start of training, and the layout search compares layouts with it.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +31,12 @@ class HeldParameter:
     """The properties of a parameter that determine its bytes on a rank.
 
     Attributes:
-        shape: Its shape without ZeRO; with tensor parallelism, that of this rank's part.
-        shard: The shape of this rank's shard, if ZeRO has sharded it already.
-        dtype: Its dtype.
-        grad_itemsize: Bytes of an element of its gradient; 0 if it gets none.
-        layer: The number of the only layer that has it; ``None`` if no layer or several layers have it.
-        groups: The optimizers that train it and their groups of parameters, by number.
+        shape: The shape without ZeRO; with tensor parallelism, the shape of this rank's shard.
+        shard: The shape of this rank's ZeRO shard, if the parameter is already sharded.
+        dtype: The dtype.
+        grad_itemsize: The size in bytes of an element of the gradient; 0 without a gradient.
+        layer: The number of the only layer that has the parameter; ``None`` if no layer or several layers have it.
+        groups: The parameter groups that contain it, as (optimizer, group) numbers.
     """
 
     shape: torch.Size
@@ -44,7 +47,7 @@ class HeldParameter:
     groups: tuple[tuple[int, int], ...]
 
     def shard_shape(self, num_replicas: int) -> torch.Size:
-        """The shape of the shard of the first of so many replicas."""
+        """Return the shape of the first replica's shard."""
         if self.shard is not None:
             return self.shard
         rows = RowShards.of(self.shape, num_replicas)
@@ -53,11 +56,11 @@ class HeldParameter:
 
 @dataclass(frozen=True)
 class HeldTensors:
-    """The parameters and buffers of a pipeline rank; equal for ranks that hold alike layers.
+    """The parameters and buffers of a pipeline rank. Ranks with equal layers have equal objects.
 
     Attributes:
-        parameters: Its parameters, each once.
-        buffers: Bytes of its buffers.
+        parameters: The parameters, each once.
+        buffers: The bytes of the buffers.
     """
 
     parameters: tuple[HeldParameter, ...]
@@ -65,12 +68,12 @@ class HeldTensors:
 
 
 class MemoryEstimator:
-    """Estimates of the bytes of pipeline ranks, for one module. Results are cached.
+    """Estimates the bytes on pipeline ranks for one module. Results are cached.
 
     Args:
-        module: The user's module, with or without placeholders for the layers of other ranks.
-        optimizers: The user's; ``None`` if they are not to be tried.
-        float32_gradients: As in the configuration.
+        module: The user's module, with or without placeholders for layers of other ranks.
+        optimizers: The user's optimizers; ``None`` if they must not be tried.
+        float32_gradients: The setting `tuning.float32_gradients`.
     """
 
     def __init__(
@@ -87,12 +90,13 @@ class MemoryEstimator:
                     self._groups[id(parameter)].append((at, number))
         self._states_of: dict[Hashable, int | None] = {}
         self._described: dict[int, HeldParameter] = {}
-        self._held: dict[HeldTensors, HeldTensors] = {}  # one for all that are equal, known by its identity
+        # All equal objects are replaced by one object, so that its identity can be a key.
+        self._held: dict[HeldTensors, HeldTensors] = {}
         self._counted: dict[Hashable, MemoryUsage] = {}
         self._latest: tuple[StageMap, list[TensorStages]] | None = None
 
     def held(self, stage_map: StageMap, layers: Mapping[int, Sequence[nn.Module]], rank: int) -> HeldTensors:
-        """Find the parameters and buffers of a pipeline rank.
+        """Return the parameters and buffers of a pipeline rank.
 
         Args:
             stage_map: The stages of the parameters.
@@ -111,19 +115,19 @@ class MemoryEstimator:
 
     @cached_property
     def _named(self) -> tuple[list[tuple[str, Tensor]], list[tuple[str, Tensor]]]:
-        """The parameters and the buffers of the module, by all of their names. Cached: a deep module has thousands."""
+        """The parameters and the buffers of the module, by all their names. Cached: a deep module has thousands."""
         module = self._module
         named = module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
         return list(named[0]), list(named[1])
 
     def _located(self, stage_map: StageMap) -> list[TensorStages]:
-        """Return the stages and ranks of each parameter. Caches those of the latest stage map."""
+        """Return the stages and ranks of each parameter. The result for the latest stage map is cached."""
         if self._latest is None or self._latest[0] is not stage_map:
             self._latest = stage_map, locate(self._named[0], stage_map)
         return self._latest[1]
 
     def _alone(self, parameter: Tensor) -> HeldParameter:
-        """Describe a parameter as one outside of layers. Caches it: reading the local shape of a DTensor is slow."""
+        """Return the properties of a parameter outside layers. Cached: reading the local shape of a DTensor is slow."""
         if id(parameter) not in self._described:
             self._described[id(parameter)] = HeldParameter(
                 unsharded_shape(parameter),
@@ -136,13 +140,14 @@ class MemoryEstimator:
         return self._described[id(parameter)]
 
     def usage(self, held: HeldTensors, config: Settings, *, num_replicas: int, num_backwards: int) -> MemoryUsage:
-        """Estimate the bytes of a rank of the first replica. No other replica holds more.
+        """Return an estimate of the bytes on a rank of the first replica. No other replica needs more.
 
         Args:
             held: The parameters and buffers of the rank, from :meth:`held`.
             config: The arguments of the strategy.
             num_replicas: The data-parallel size.
-            num_backwards: The backwards of a stage before an optimizer step: microbatches times accumulated batches.
+            num_backwards: The number of backwards of a stage per optimizer step: microbatches times accumulated
+                batches.
 
         Returns:
             The estimate, without activations.
@@ -163,7 +168,7 @@ class MemoryEstimator:
         )
         shapes = [p.shard_shape(num_replicas if config.zero_stage else 1) for p in held.parameters]
         pairs = list(zip(held.parameters, shapes, strict=True))
-        if config.master_weights:  # and at the optimizer's step their gradients
+        if config.master_weights:  # during the optimizer step, their gradients are also in memory
             parameters += sum(_MASTER_BYTES * shape.numel() for shape in shapes)
             trained = sum(_MASTER_BYTES * shape.numel() for p, shape in pairs if p.grad_itemsize)
             gradients = max(gradients, trained)
@@ -178,7 +183,7 @@ class MemoryEstimator:
         return MemoryUsage(parameters, gradients, sum(known) if is_known else None, None, held.buffers)
 
     def _state_bytes(self, group: tuple[int, int], shape: torch.Size, dtype: torch.dtype) -> int | None:
-        """Return the bytes of an optimizer's state for a parameter, tried once for each kind; ``None`` if unknown."""
+        """Return the bytes of an optimizer's state for a parameter, tried once per shape; ``None`` if unknown."""
         key = group, shape, dtype
         if key not in self._states_of:
             assert self._optimizers is not None

@@ -1,4 +1,4 @@
-"""The memory of this machine, which its processes share."""
+"""The available memory of this node, which its processes share."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ _GROUPS = Path("/sys/fs/cgroup")
 
 
 def available_memory() -> int:
-    """Return the bytes that processes of this machine, or of this container, can still take."""
+    """Return the bytes that processes of this node or container can still allocate."""
     try:
         lines = _SYSTEM.read_text().splitlines()
         available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):  # other systems than Linux tell no more than this
+    except (OSError, StopIteration):  # on other systems, only the total memory is known
         available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limits = (_left_of("memory.max", "memory.current", "memory.stat"), _left_of_version_1())
     return min([available, *(limit for limit in limits if limit is not None)])
@@ -25,7 +25,7 @@ def _left_of_version_1() -> int | None:
 
 
 def _left_of(limit: str, used: str, statistics: str) -> int | None:
-    """Return the bytes that a container can still take; ``None`` without a limit. Cached files count as free."""
+    """Return the bytes that a container can still allocate; ``None`` without a limit. Cached files count as free."""
     try:
         most, now = ((_GROUPS / name).read_text() for name in (limit, used))
         stat = dict(line.split(maxsplit=1) for line in (_GROUPS / statistics).read_text().splitlines())

@@ -1,4 +1,4 @@
-"""Activations and optimizer states that wait on the host until the device needs them."""
+"""Offloading of activations and optimizer states to the host until the device needs them."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from torch.optim import Optimizer
 
 from lightning_hybrid.distributed.dtensor import put_local, to_local
 
-#: What can be offloaded to the host.
+#: The names of tensors that can be offloaded to the host.
 OFFLOADS = ("activations", "optimizer")
 
-# Smaller tensors stay on the device: a copy takes longer than it is worth.
+# Smaller tensors stay on the device, because copying them is not worth the time.
 _MIN_BYTES = 2**20
 
 
 def check_offload(offload: Any) -> None:
-    """Check the argument of `HybridStrategy`.
+    """Check the argument `offload` of `HybridStrategy`.
 
     Raises:
-        TypeError: If it is no name, list of names or ``None``.
-        ValueError: If there is no such thing to offload.
+        TypeError: If it is not a name, a list of names or ``None``.
+        ValueError: If a name is unknown.
     """
     names = [offload] if isinstance(offload, str) else [] if offload is None else offload
     if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
@@ -40,7 +40,7 @@ def check_offload(offload: Any) -> None:
 
 
 class Offload:
-    """Moves tensors to the host and back; on a device that is the host, it does nothing.
+    """Moves tensors to the host and back. It does nothing if the device is the CPU.
 
     ::
 
@@ -50,12 +50,16 @@ class Offload:
                      needs them
         optimizer    on the host                             host -> device, and back
 
-    Copies of activations overlap with what the device computes.
+    Copies of activations overlap with computation.
 
     Args:
         names: Some of :data:`OFFLOADS`.
-        device: Where this rank computes.
-        min_bytes: Activations of fewer bytes stay on the device.
+        device: The device of this rank.
+        min_bytes: Smaller activations, in bytes, stay on the device.
+
+    Attributes:
+        has_effect: True if something is offloaded.
+        moves_activations: True if activations are offloaded.
     """
 
     def __init__(self, names: Collection[str], device: torch.device, *, min_bytes: int = _MIN_BYTES) -> None:
@@ -65,19 +69,19 @@ class Offload:
         self.moves_activations = self.has_effect and "activations" in names
         self._states = self.has_effect and "optimizer" in names
         self._stream: Any = None
-        self._last: Callable[[], _OffloadedTensor | None] = lambda: None  # that autograd has saved
+        self._last: Callable[[], _OffloadedTensor | None] = lambda: None  # returns the activation that was saved last
 
     @contextmanager
     def activations(self, resident: Callable[[], Iterable[Tensor]]) -> Iterator[None]:
-        """Enter it around forwards; backwards may follow later.
+        """Offload the activations of forwards inside the context. Their backwards may run after the context.
 
         Args:
-            resident: Gives what is on the device anyway, such as parameters.
+            resident: Returns tensors that stay on the device, such as parameters.
         """
         if not self.moves_activations:
             yield
             return
-        self._last = lambda: None  # what an earlier forward has saved may be needed much later
+        self._last = lambda: None  # activations of an earlier forward may be needed much later
         resident_storages = {to_local(tensor).untyped_storage()._cdata for tensor in resident()}
 
         def pack(tensor: Tensor) -> Any:
@@ -98,20 +102,21 @@ class Offload:
             yield
 
     def load_states(self, optimizer: Optimizer) -> None:
-        """Move the optimizer's states to the device, for its step."""
+        """Move the optimizer's states to the device before its step."""
         if self._states:
             self._move(optimizer, torch.device("cpu"), self._device)
 
     def offload_states(self, optimizer: Optimizer) -> None:
-        """Move the optimizer's states to the host, after its step."""
+        """Move the optimizer's states to the host after its step."""
         if self._states:
             self._move(optimizer, self._device, torch.device("cpu"))
 
     def _move(self, optimizer: Optimizer, source: torch.device, target: torch.device) -> None:
-        """Move what has as many elements as its parameter: counters are where the optimizer wants them.
+        """Move states with the shape of their parameter. Other states, such as counters, stay on their device.
 
-        All copies are under way at a time, through page-locked memory. To the device they come before its step; on the
-        host anybody may read them afterwards, so it waits there once, for the last of them.
+        All copies run at the same time, through pinned memory. Copies to the device precede the optimizer step in its
+        stream. After copies to the host, the host waits once for the last copy, because any code may read them
+        afterwards.
         """
         copies = False
         for parameter, state in optimizer.state.items():
@@ -131,23 +136,24 @@ class Offload:
 
 
 def _pinned_copy(tensor: Tensor) -> Tensor:
-    """A copy in pinned memory of the host, which is there when the device's stream has come to it."""
+    """Return a copy in pinned memory of the host, which is complete when the device's stream has reached it."""
     copy = torch.empty_like(tensor, device="cpu", pin_memory=True)
     return copy.copy_(tensor, non_blocking=True)
 
 
 class _OffloadedTensor:
-    """An activation on the host, or on its way there or back.
+    """An activation on the host, or in transfer.
 
-    Backward needs activations in the reverse order of forward, so when one is asked for, the one before it is fetched::
+    Backward needs activations in the reverse order of forward. When it needs an activation, the previous activation is
+    fetched too::
 
         device    B3        | B2        | B1
         copies    3, 2      | 1         |
 
     Args:
         tensor: The activation on its device.
-        stream: The stream that copies it.
-        before: Gives what has been saved before it, if that still waits for its backward.
+        stream: The stream that copies the activation.
+        before: Returns the activation that was saved before this activation, if it still exists.
     """
 
     def __init__(self, tensor: Tensor, stream: Any, before: Callable[[], _OffloadedTensor | None]) -> None:
@@ -156,19 +162,19 @@ class _OffloadedTensor:
         with torch.cuda.stream(stream):
             self._copy = torch.empty_like(tensor, device="cpu", pin_memory=True)
             self._copy.copy_(tensor, non_blocking=True)
-        tensor.record_stream(stream)  # its memory is free when it has been copied, not before
+        tensor.record_stream(stream)  # its memory can be reused only after the copy
         self._fetched: Tensor | None = None
         self._arrived: Any = None
 
     def fetch(self) -> None:
-        """Begin to copy it to the device; on one stream with the copy to the host, which comes first."""
+        """Start the copy to the device, on the same stream as the copy to the host, which it follows."""
         if self._fetched is None:
             with torch.cuda.stream(self._stream):
                 self._fetched = self._copy.to(self._device, non_blocking=True)
             self._arrived = self._stream.record_event()
 
     def to_device(self) -> Tensor:
-        """The activation, on the device again."""
+        """Return the activation on the device."""
         self.fetch()
         before = self._before()
         if before is not None:
@@ -177,5 +183,5 @@ class _OffloadedTensor:
         assert tensor is not None
         current = torch.cuda.current_stream(self._device)
         current.wait_event(self._arrived)
-        tensor.record_stream(current)  # made on the other stream, and used on this one
+        tensor.record_stream(current)  # it was created on the other stream, and is used on this stream
         return tensor

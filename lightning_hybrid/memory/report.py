@@ -1,4 +1,4 @@
-"""What each rank is estimated to hold, logged when training begins, and what of it turns out otherwise."""
+"""Log of the estimated memory of each rank at the start of training, and warnings about wrong estimates."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.memory.account import MemoryUsage, storage_bytes
 
 _log = logging.getLogger("lightning.pytorch")
-_TOLERANCE = 1.2  # what an estimate may be short of
+_TOLERANCE = 1.2  # a larger ratio of actual to estimated bytes is logged as a warning
 
 
 class MemoryReport(Callback):
-    """Logs the estimate of each pipeline rank when training begins; on CUDA once more after the first optimizer step.
+    """Logs the estimate of each pipeline rank when training begins, and on CUDA again after the first optimizer step.
 
-    The second time the peak of the CUDA allocator stands beside the estimate. Of ranks that share layers, the one that
-    holds the most is shown. A rank whose parameters or optimizer states take more than they should says so, after that
-    step, by itself. Nothing is logged where this level of logging is switched off on the first rank.
+    The second log also has the peak of the CUDA allocator. Among tensor-parallel ranks, the largest estimate is shown.
+    After the first step, each rank warns if its parameters or optimizer states take more memory than estimated. If the
+    first rank does not log at this level, nothing is logged.
 
     Args:
-        estimate: What this rank will hold.
-        table: Makes a text of the estimates and, if there are any, the allocator's peaks, both by pipeline rank.
-        mesh: The ranks.
+        estimate: Returns the estimate of this rank.
+        table: Returns a table of the estimates and, if there are any, the allocator's peaks, both by pipeline rank.
+        mesh: The device mesh.
     """
 
     def __init__(
@@ -59,16 +59,17 @@ class MemoryReport(Callback):
     def _try_estimate(self) -> MemoryUsage | None:
         try:
             return self._estimate()
-        except Exception:  # no reason to end a run
+        except Exception:  # a failed estimate must not end a run
             _log.debug("The memory of this rank could not be estimated.", exc_info=True)
             return None
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """After the first optimizer step, compare what there is, and log the allocator's peaks."""
+        """After the first optimizer step, compare actual memory with the estimate, and log the allocator's peaks."""
         if self._first_step in (None, trainer.global_step):
             return
         self._first_step = None
-        own = self._try_estimate()  # anew: the first batch has shown where parameters around the layers live
+        # The estimate is repeated, because the first batch has shown the stages of parameters outside the layers.
+        own = self._try_estimate()
         if own is not None:
             self._compare(own, trainer, pl_module)
         if trainer.strategy.root_device.type != "cuda":
@@ -78,7 +79,7 @@ class MemoryReport(Callback):
         self._say(title, [max(of_rank) for of_rank in peaks])
 
     def _compare(self, own: MemoryUsage, trainer: Trainer, module: LightningModule) -> None:
-        """Warn of what takes more than was estimated, such as views of tensors that were loaded whole."""
+        """Warn about tensors that take more memory than estimated, such as views of larger tensors."""
         device = trainer.strategy.root_device
         states = (value for each in trainer.optimizers for state in each.state.values() for value in state.values())
         measured = {
@@ -99,7 +100,7 @@ class MemoryReport(Callback):
                 )
 
     def _gather(self, value: Any) -> list[list[Any]]:
-        """The values of the first replica, by pipeline rank and tensor-parallel rank."""
+        """Return the values of the first replica, by pipeline rank and tensor-parallel rank."""
         mesh, group = self._mesh, self._mesh.control_group
         values = all_gather_values(value, group)
         return [

@@ -1,8 +1,8 @@
-"""The strategy that Lightning calls, and how a run is put together: checks, layout, parallelized module, launch.
+"""The strategy that Lightning calls, and the parts that put a run together: checks, layout, parallelization, launch.
 
-Lightning's Trainer finds it by names such as ``"hybrid_pp2"``, of any sizes. They are registered as soon as both
-packages are imported, in whichever order. Lightning, which takes seconds, is not imported for them: where it comes
-later, they are registered when it has been imported.
+The Trainer also accepts the strategy by name, such as ``strategy="hybrid_pp2"``. The package registers these names when
+it is imported. Importing Lightning takes seconds, so the package does not import Lightning for this: if Lightning is
+imported later, the names are registered at that time.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from typing import Any
 
 from lightning_hybrid.axes import ALWAYS
 
-_REGISTRY = "lightning.pytorch.strategies"  # the module that has it
-_PREFIX = "hybrid"  # of names
-_ARGUMENTS = {  # what the parts of names are short for
+_REGISTRY = "lightning.pytorch.strategies"  # the module that contains Lightning's registry
+_PREFIX = "hybrid"  # the first part of each name
+_ARGUMENTS = {  # the argument for each abbreviation in a name
     **{axis.key: axis.argument for axis in ALWAYS},
     "zero": "zero_stage",
 }
 
 
 def register_with_lightning() -> None:
-    """Register ``"hybrid"`` and names such as ``"hybrid_tp2_pp2"``, now or with Lightning."""
+    """Register ``"hybrid"`` and names such as ``"hybrid_tp2_pp2"``, now or as soon as Lightning is imported."""
     if _REGISTRY in sys.modules:
         _register(import_module(_REGISTRY))
     else:
@@ -36,7 +36,7 @@ def register_with_lightning() -> None:
 
 
 def _register(strategies: ModuleType) -> None:
-    """Register the usual names; others with sizes in them when the Trainer looks for one, see :class:`_Names`."""
+    """Register the common names. The Trainer's lookups register other sizes, see :class:`_Names`."""
     registry = strategies.StrategyRegistry
     for tensor, pipeline in itertools.product((1, 2, 4, 8), repeat=2):
         parts = [f"{axis}{size}" for axis, size in (("tp", tensor), ("pp", pipeline)) if size > 1]
@@ -48,13 +48,14 @@ def _register(strategies: ModuleType) -> None:
 
 
 def _register_name(registry: Any, name: str) -> None:
+    """Register a name with the arguments of `HybridStrategy` that it sets."""
     arguments = _parse(name)
     text = ", ".join(f"{argument}={value}" for argument, value in arguments.items())
     registry.register(name, _make_strategy, description=f"HybridStrategy({text})", override=True, **arguments)
 
 
 class _Names(list[str]):
-    """The names of strategies, in which the Trainer looks for the one that it was given. Ours may have any sizes."""
+    """The names of all strategies, in which the Trainer looks up a name. It also contains our names with any sizes."""
 
     def __init__(self, names: Sequence[str], registry: Any) -> None:
         super().__init__(names)
@@ -67,15 +68,15 @@ class _Names(list[str]):
         return is_new or super().__contains__(name)
 
     def __reduce__(self) -> tuple[type, tuple[list[str]]]:
-        """A Trainer is pickled with the names that it has found."""
+        """Pickle the names as a plain list, because a Trainer is pickled with the names that it has found."""
         return list, (list(self),)
 
 
 def _parse(name: str) -> dict[str, int]:
-    """The arguments that a name such as ``"hybrid_dp2_tp2_pp4_zero1"`` stands for.
+    """Return the arguments that a name such as ``"hybrid_dp2_tp2_pp4_zero1"`` sets.
 
     Raises:
-        ValueError: If it stands for none.
+        ValueError: If a part of the name is unknown, or appears twice.
     """
     arguments: dict[str, int] = {}
     for part in name.split("_")[1:]:
@@ -100,7 +101,10 @@ def _make_strategy(**arguments: Any) -> Any:
 
 
 class _RegistryFinder:
-    """Finds the module of the registry as others would, once, and adds to its execution that names are registered."""
+    """Registers the names when Lightning's registry is imported.
+
+    It finds the module of the registry once, through the other finders, and wraps its loader.
+    """
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None

@@ -1,8 +1,9 @@
-"""What cannot work is refused, with what is wrong, the values, and what to do.
+"""Checks of arguments, modules, the Trainer, optimizers and plugins, with errors that explain the problem and its fix.
 
-Others are made where the knowledge is: of arguments in `memory.offload` and `memory.activation_checkpoint.policy`
-(called from here), of plans in `tensor_parallel.plan`, of the body in `pipeline_parallel.body`, of making a module
-whole again in `strategy.gather`, of optimizers in `trainer.precision`, of callbacks' states in `checkpoint`.
+Other checks are in the modules with the necessary knowledge: of arguments in `memory.offload` and
+`memory.activation_checkpoint.policy` (called from here), of plans in `tensor_parallel.plan`, of the body in
+`pipeline_parallel.body`, of gathering in `strategy.gather`, of optimizers in `trainer.precision`, and of callbacks'
+states in `checkpoint`.
 """
 
 from __future__ import annotations
@@ -48,14 +49,14 @@ _OTHERWISE = {"data_parallel_size": "auto", "num_microbatches": "auto", "global_
 
 
 def check_arguments(config: HybridConfig) -> None:
-    """Check the arguments of `HybridStrategy` that have the right types: their values, and how they go together.
+    """Check the arguments of `HybridStrategy`, whose types are already checked: their values and combinations.
 
     Args:
-        config: The arguments, with provisional values of searched ones.
+        config: The arguments. Arguments of the layout search have provisional values.
 
     Raises:
         TypeError: If a value in a list has the wrong type.
-        ValueError: If a value is not possible.
+        ValueError: If a value or a combination is invalid.
     """
     sizes: dict[str, Any] = {name: getattr(config, name) for name in SIZES}
     for name, size in sizes.items():
@@ -67,7 +68,7 @@ def check_arguments(config: HybridConfig) -> None:
             _check_number(name, getattr(config, name), f" or {other!r}")
     mode, depth, tensor = config.tensor_parallel_mode, config.tensor_parallel_depth, sizes["tensor_parallel_size"]
     check_arrangement(mode, choices(tensor), depth, sequence_parallel=config.sequence_parallel)
-    if config.schedule not in (known := (*SCHEDULES, "auto")):  # which has been replaced
+    if config.schedule not in (known := (*SCHEDULES, "auto")):  # "auto" has been replaced by a value
         raise ValueError(f"schedule must be one of {', '.join(map(repr, known))}, got {config.schedule!r}. [LH102]")
     check_context_parallel(
         config.context_parallel_size,
@@ -89,14 +90,15 @@ def check_arguments(config: HybridConfig) -> None:
             )
     check_styles(config.tensor_parallel_plan)
     check_offload(config.offload)
-    for size in choices(sizes["pipeline_parallel_size"]):  # what is said for each stage must fit all of them
+    # Arguments with a value for each stage must be valid for all sizes.
+    for size in choices(sizes["pipeline_parallel_size"]):
         _check_in_flight(config, size)
         _check_partition(config.partition, size, chunks)
         check_recompute(config.recompute, size, chunks)
 
 
 def _check_allowed(name: str, value: Any) -> None:
-    """Sizes that an axis may have."""
+    """Check a size, or a list of allowed sizes."""
     if not isinstance(value, (list, tuple)):
         _check_number(name, value, ", a list of integers or 'auto'")
         return
@@ -114,7 +116,7 @@ def _check_number(name: str, value: Any, others: str) -> None:
 
 
 def _check_in_flight(config: HybridConfig, num_ranks: int) -> None:
-    """What is on its way over links between stages."""
+    """Check the number of extra microbatches in flight on the links between stages."""
     extra, num_links = config.tuning.extra_in_flight, num_ranks - 1
     if extra == "auto":
         return
@@ -150,7 +152,7 @@ def _check_partition(partition: str | Sequence[int], num_ranks: int, num_chunks:
 
 
 def check_module(module: LightningModule, *, cut: bool, runs_backward: bool) -> None:
-    """Check what a module does on its own account.
+    """Check that the strategy can run the steps of a module.
 
     Args:
         module: The user's module.
@@ -158,7 +160,7 @@ def check_module(module: LightningModule, *, cut: bool, runs_backward: bool) -> 
         runs_backward: True if the strategy calls backward, so that manual optimization is impossible.
 
     Raises:
-        ValueError: If something of it cannot work.
+        ValueError: If the module does something that is not supported.
     """
     if not cut:
         return
@@ -180,7 +182,7 @@ def check_module(module: LightningModule, *, cut: bool, runs_backward: bool) -> 
             " `microbatch_weight`. [LH307]"
         )
     for step in ("training_step", "validation_step", "test_step", "predict_step"):
-        method = getattr(module, step)  # `None` is how some switch a step off
+        method = getattr(module, step)  # some users set a step to `None` to disable it
         if callable(method) and "dataloader_iter" in inspect.signature(method).parameters:
             raise ValueError(
                 f"`{name}.{step}(dataloader_iter)` fetches batches itself, so the strategy cannot split them into"
@@ -195,7 +197,7 @@ def check_module(module: LightningModule, *, cut: bool, runs_backward: bool) -> 
 
 
 def check_trainer(trainer: Trainer, module: LightningModule, *, num_stages: int) -> None:
-    """Check what else the Trainer was given.
+    """Check callbacks of the Trainer, and warn about hooks of the module that see only one stage.
 
     Args:
         trainer: The Trainer.
@@ -203,7 +205,7 @@ def check_trainer(trainer: Trainer, module: LightningModule, *, num_stages: int)
         num_stages: The number of stages.
 
     Raises:
-        ValueError: If something of it cannot work.
+        ValueError: If a callback is not supported.
     """
     if num_stages == 1:
         return
@@ -225,7 +227,7 @@ def check_trainer(trainer: Trainer, module: LightningModule, *, num_stages: int)
 
 
 def check_ranks(settings: Settings, sizes: Sizes, trainer: Trainer) -> list[RankInfo]:
-    """Compare on all ranks what they were given, where a difference would have some wait for the others for ever.
+    """Compare arguments over all ranks. A difference would make some ranks wait for others forever.
 
     Args:
         settings: The arguments of the strategy.
@@ -233,16 +235,17 @@ def check_ranks(settings: Settings, sizes: Sizes, trainer: Trainer) -> list[Rank
         trainer: The Trainer, which is about to run.
 
     Returns:
-        Of each rank, what the others have to know: it travels with what is compared.
+        Information about each rank, which is sent with the compared values.
 
     Raises:
-        ValueError: If something is not the same everywhere; on every rank.
+        ValueError: If a value differs between ranks; on every rank.
     """
     values = {name: repr(value) for name, value in settings.by_name().items()}
     values |= {"searched": repr(settings.searched), "auto_microbatches": repr(settings.auto_microbatches)}
     values |= plan_texts(settings.tensor_parallel_plan)
     values |= {name: str(size) for name, size in sizes.by_argument.items()}
-    values["initial_weights"] = "None" if settings.initial_weights is None else "given"  # each node has its paths
+    # The paths may differ between nodes.
+    values["initial_weights"] = "None" if settings.initial_weights is None else "given"
     values |= {f"Trainer.{name}": repr(getattr(trainer, name, None)) for name in _SAME_OF_TRAINER}
     values["Trainer.val_check_interval in seconds"] = repr(validation_interval(trainer))
     values["trainer.state.fn"] = str(trainer.state.fn)
@@ -254,10 +257,10 @@ def check_ranks(settings: Settings, sizes: Sizes, trainer: Trainer) -> list[Rank
 
 
 def check_tensor_groups(mesh: Mesh) -> None:
-    """Warn if the ranks of a tensor-parallel group are on several machines, between which all messages are slow.
+    """Warn if the ranks of a tensor-parallel group are on several nodes, because messages between nodes are slow.
 
     Args:
-        mesh: The ranks.
+        mesh: The device mesh.
     """
     size, hosts = mesh.sizes.tensor, mesh.hosts
     others = mesh.sizes.pipeline, mesh.num_replicas, mesh.sizes.context
@@ -276,15 +279,15 @@ def check_tensor_groups(mesh: Mesh) -> None:
 
 
 def check_modules(module: nn.Module) -> None:
-    """Compare on all ranks, before the module is divided, names and shapes of its parameters, and stages that it marks.
+    """Compare names and shapes of parameters, and `pipeline_stage` marks, over all ranks before parallelization.
 
-    Buffers may differ: an earlier run may have left results in them, on the rank that has made them.
+    Buffers may differ, because the rank that computed a result in an earlier run may have stored it in a buffer.
 
     Args:
         module: The user's module.
 
     Raises:
-        ValueError: If it is not the same everywhere; on every rank.
+        ValueError: If the module differs between ranks; on every rank.
     """
     parameters = module.named_parameters(remove_duplicate=False)
     values = {name: "lazy" if is_lazy(parameter) else _looks_of(parameter) for name, parameter in parameters}
@@ -303,18 +306,19 @@ def _looks_of(parameter: Tensor) -> str:
 
 
 def check_own_parts(module: nn.Module, before: Collection[Tensor], mesh: Mesh) -> None:
-    """Ask about parameters of which each rank may have made a part by itself, without saying so.
+    """Check if each rank has created its own part of a parameter in `configure_model`, as a plain tensor.
 
-    Ranks that share a plain parameter are given the values of the first one, so of such parts all but one are lost.
-    Where a seed is set, all ranks draw the same, unless code reads the rank. Otherwise it may be chance.
+    The ranks that hold a plain parameter receive the values of the first of them, so the other parts would be lost.
+    With a seed, all ranks draw equal values unless code reads the rank, so a difference is an error. Without a seed, it
+    may be chance.
 
     Args:
-        module: The user's module, not divided yet.
-        before: The parameters that it had before `configure_model`.
-        mesh: The ranks.
+        module: The user's module, not sharded yet.
+        before: The parameters of the module before `configure_model`.
+        mesh: The device mesh.
 
     Raises:
-        ValueError: If plain parameters that `configure_model` made differ although a seed was set; on every rank.
+        ValueError: If plain parameters that `configure_model` created differ although a seed was set; on every rank.
     """
     known = set(map(id, before))
     sums = {
@@ -343,7 +347,7 @@ def check_own_parts(module: nn.Module, before: Collection[Tensor], mesh: Mesh) -
         rank_zero_warn(text)
 
 
-#: Of the Trainer: what decides how often ranks meet.
+#: Attributes of the Trainer that determine how often ranks communicate.
 _SAME_OF_TRAINER = (
     *("max_epochs", "min_epochs", "max_steps", "min_steps", "accumulate_grad_batches", "gradient_clip_val"),
     *("gradient_clip_algorithm", "precision", "val_check_interval", "check_val_every_n_epoch", "num_sanity_val_steps"),
@@ -367,17 +371,16 @@ SEVERAL_OPTIMIZERS = (
 
 
 def check_optimizers(optimizers: list[Optimizer], module: nn.Module, *, cut: bool) -> None:
-    """Check what `configure_optimizers` returned.
+    """Check the optimizers that `configure_optimizers` returned.
 
     Args:
         optimizers: The optimizers.
-        module: The module, divided.
-        cut: As in :func:`check_module`.
+        module: The parallelized module.
+        cut: The argument of :func:`check_module`.
 
     Raises:
-        ValueError: If there is one whose step is a search over the whole model, one that needs all of a parameter
-            of which a rank has a part, one over parameters that the module had before its layers were shared, or one
-            that is not the same on every rank.
+        ValueError: If an optimizer searches along the gradient of the full model, needs full parameters although a rank
+            has shards, has parameters from before the module was sharded, or differs between ranks.
     """
     if any(is_sharded(parameter) for parameter in module.parameters()):
         names = {kind.__name__ for optimizer in optimizers for kind in type(optimizer).__mro__}
@@ -415,14 +418,14 @@ def check_optimizers(optimizers: list[Optimizer], module: nn.Module, *, cut: boo
 
 
 def check_nonfinite(on_nonfinite: str, scaler: object | None) -> None:
-    """Check what is to happen about gradients that are not finite, where a scaler makes some on purpose.
+    """Check the action for gradients that are not finite, because a gradient scaler causes them on purpose.
 
     Args:
         on_nonfinite: The argument of the strategy.
-        scaler: Of the precision plugin; ``None`` without one.
+        scaler: The scaler of the precision plugin; ``None`` without a scaler.
 
     Raises:
-        ValueError: If they are to be an error.
+        ValueError: If there is a scaler, and the action is an error.
     """
     if scaler is not None and on_nonfinite == "raise":
         raise ValueError(
@@ -434,15 +437,13 @@ def check_nonfinite(on_nonfinite: str, scaler: object | None) -> None:
 
 
 def check_plugin(plugin: CheckpointIO | None, *, sharded: bool, beside: bool) -> None:
-    """Check a plugin that the user brings for writing checkpoints.
+    """Check the user's plugin for checkpoint files.
 
-    Args:
-        plugin: The plugin.
-        sharded: Whether checkpoints are directories.
-        beside: Whether they are written beside training.
+    If ``sharded`` is True, checkpoints are directories, which a plugin cannot write. If ``beside`` is True, the
+    strategy writes checkpoints in the background, so the plugin must not do this too.
 
     Raises:
-        ValueError: If it would not be used, or both write beside training.
+        ValueError: If the plugin would not be used, or if it also writes in the background.
     """
     if beside and isinstance(plugin, AsyncCheckpointIO):
         raise ValueError(
@@ -458,7 +459,7 @@ def check_plugin(plugin: CheckpointIO | None, *, sharded: bool, beside: bool) ->
         )
 
 
-#: Of a checkpoint that is a directory; as Lightning says it.
+#: The error for checkpoints that are directories, in the style of Lightning's error.
 STORAGE_OPTIONS = (
     "`Trainer.save_checkpoint(..., storage_options=...)` is not supported with"
     " `HybridStrategy(save_distributed_checkpoint=True)`. Set save_distributed_checkpoint=False and use a plugin that"

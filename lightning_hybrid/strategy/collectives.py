@@ -1,4 +1,7 @@
-"""What the Trainer's collectives mean: to the user the world is the replicas, and decisions are everyone's."""
+"""The Trainer's collectives: values are reduced over the replicas, and decisions are made by all ranks.
+
+Also contains the check that refuses calls of `torch.distributed` in a step that would wait for ever.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def outside_of_steps(method: _Method) -> _Method:
-    """Refuse a method in a step: it needs every rank, but only two stages run the user's code, so it would hang.
+    """Make a method raise an error in a step: all ranks must call it, but a step runs only on the first and last stage.
 
     Args:
         method: A method of :class:`ReplicaCollectives`, or of a class that inherits from it.
@@ -53,7 +56,7 @@ def outside_of_steps(method: _Method) -> _Method:
     return checked  # type: ignore[return-value]
 
 
-#: Functions of `torch.distributed` for which ranks wait for each other, with the argument that each writes.
+#: Functions of `torch.distributed` in which ranks wait for each other, with the argument that each function writes.
 _WRITES: dict[str, str | None] = {
     **dict.fromkeys(("all_reduce", "broadcast", "irecv", "recv", "reduce", "scatter"), "tensor"),
     **dict.fromkeys(
@@ -73,17 +76,18 @@ _PACKAGE = str(Path(__file__).parents[1])
 
 
 class StepCollectives:
-    """Refuses collectives of torch that the user's step calls over several stages: the others would wait for them.
+    """Refuses collectives of `torch.distributed` over several stages in the user's step: other stages never join.
 
-    Over ranks of one stage, such as the replicas, they are let through, and what they write is told to autograd, which
-    they do not do themselves. While a step is only followed they do nothing: replicas may follow different steps.
+    Collectives over ranks of one stage, such as the replicas, are allowed. This class notifies autograd of the tensors
+    that they write, because torch does not do this. While a step is traced, allowed collectives do nothing, because
+    replicas may trace different steps.
 
-    Functions that were imported by name before the run are not seen here; ranks that wait for each other for ever are
-    found by their watchers.
+    Functions that were imported by name before the run are not checked. If ranks wait for each other forever, their
+    watchers detect it.
 
     Args:
-        mesh: The ranks.
-        context: Knows whether the user's step runs.
+        mesh: The device mesh.
+        context: The context of the step, which knows if the user's step runs.
     """
 
     def __init__(self, mesh: Mesh, context: StepContext) -> None:
@@ -93,7 +97,7 @@ class StepCollectives:
         self._thread = 0
 
     def installed(self) -> AbstractContextManager[None]:
-        """While entered, take the places of torch's functions, for the thread that calls, which runs steps."""
+        """Replace torch's functions inside the context, for the calling thread, which must be the thread of steps."""
         self._thread = threading.get_ident()
         functions = {name: getattr(dist, name) for name in _WRITES if hasattr(dist, name)}
         return replaced_attributes(dist, **{name: self._checked(name, each) for name, each in functions.items()})
@@ -101,10 +105,11 @@ class StepCollectives:
     def _checked(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def checked(*args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling():  # it knows torch's functions, and not this one
+            if torch.compiler.is_compiling():  # the compiler knows torch's functions, but not this function
                 return original(*args, **kwargs)
             context = self._context
-            if not context.in_step or threading.get_ident() != self._thread:  # checkpoints are written beside steps
+            # Other threads write checkpoints during steps.
+            if not context.in_step or threading.get_ident() != self._thread:
                 return original(*args, **kwargs)
             is_ours = sys._getframe(1).f_code.co_filename.startswith(_PACKAGE)
             if is_ours and not context.is_following:
@@ -135,38 +140,39 @@ class StepCollectives:
 
 
 class _Finished:
-    """Work that is over."""
+    """A collective that has finished."""
 
     def wait(self, *_: Any) -> bool:
-        """Nothing is waited for."""
+        """Return True at once."""
         return True
 
     is_completed = is_success = wait
 
 
 class ReplicaCollectives(ParallelStrategy):
-    """Values are reduced and gathered over the replicas; barriers, broadcasts and decisions are those of all ranks."""
+    """Reduces and gathers values over the replicas; barriers, broadcasts and decisions include all ranks."""
 
     def __init__(self) -> None:
         super().__init__()
         self.sizes = Sizes()  # final once the number of processes is known
-        self._latest: tuple[Any, Any] = (None, None)  # what was broadcast last: this rank's, and everyone's
-        self._log_dir: tuple[Any, Any] | None = None  # that of `trainer.log_dir`
+        # The last broadcast, as (object of this rank, object that all ranks received).
+        self._latest: tuple[Any, Any] = (None, None)
+        self._log_dir: tuple[Any, Any] | None = None  # the last broadcast of `trainer.log_dir`
 
     @property
     @abstractmethod
     def mesh(self) -> Mesh:
-        """The ranks."""
+        """The device mesh."""
 
     @property
     @abstractmethod
     def is_alone(self) -> bool:
-        """Whether there are no process groups: before a run, or after they were destroyed."""
+        """True if there are no process groups: before a run, or after they were destroyed."""
 
     @property
     @abstractmethod
     def in_step(self) -> bool:
-        """Whether the user's step runs, and not on every rank."""
+        """True if the user's step runs on some ranks only."""
 
     @override
     def reduce(self, tensor: Tensor | Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
@@ -224,10 +230,10 @@ class ReplicaCollectives(ParallelStrategy):
         return answer
 
     def remember_log_dir(self, trainer: Trainer) -> None:
-        """`trainer.log_dir` broadcasts, and is there to be asked for in steps: all ranks ask before.
+        """Read `trainer.log_dir` on all ranks, so that steps can read it later: the attribute broadcasts its value.
 
         Args:
-            trainer: The Trainer; on every rank.
+            trainer: The Trainer; every rank must call this.
         """
         _ = trainer.log_dir
         self._log_dir = self._latest

@@ -1,4 +1,4 @@
-"""Parameters that are whole for a while, on every rank, as `summon_full_params` of FSDP makes them."""
+"""Full parameters on every rank inside a context, like FSDP's `summon_full_params`."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ _CALL_TEXT = (
 
 
 class FullParameters:
-    """The parameters of a part of the module, which are whole on every rank inside :meth:`opened`.
+    """The parameters of a part of the module, which are complete on every rank inside :meth:`opened`.
 
-    Every rank must make this with the same part and enter it: both are collectives of all ranks.
+    Creating this object and entering its context are collectives. All ranks must pass the same part.
 
     Args:
-        root: The user's module, divided.
-        part: The module whose parameters are meant: ``root``, or a part of it.
+        root: The user's module, sharded.
+        part: The module whose parameters are gathered: ``root`` or a submodule.
         parameters: The places of the module's tensors.
-        mesh: The ranks.
-        device: Where whole parameters are.
-        gradients: If True, whole parameters have whole gradients.
+        mesh: The device mesh.
+        device: The device of the full parameters.
+        gradients: If True, the full parameters have full gradients.
 
     Raises:
         ValueError: If the part has parameters that the module does not have; on every rank.
@@ -83,15 +83,14 @@ class FullParameters:
     def opened(
         self, masters: Callable[[], AbstractContextManager[None]], *, writes: bool, refuses_calls: bool
     ) -> Iterator[None]:
-        """Inside, the module has whole parameters.
+        """Replace parameters by full parameters inside the context.
 
-        Args:
-            masters: Makes a context in which parameters are their masters in float32, if they have any.
-            writes: If True, changes are written back, unless an exception leaves the context.
-            refuses_calls: If True, a layer that is called inside raises an error.
+        ``masters`` returns a context in which parameters have their float32 master weights, if they have any. If
+        ``writes`` is True, changes are written back, unless an exception leaves the context. If ``refuses_calls`` is
+        True, calls of layers inside the context raise an error.
 
         Raises:
-            WrongUseError: If a layer is called inside, or a parameter is replaced.
+            WrongUseError: If a layer is called, or a parameter is replaced, inside the context.
         """
         with masters():
             self._gather()
@@ -129,7 +128,7 @@ class FullParameters:
             set_parameter(full, self._owners[id(parameter)])
 
     def _dtypes(self) -> list[tuple[torch.dtype, torch.dtype | None]]:
-        """Return the dtypes of each parameter and of its gradient, ``None`` without one, as their owner has them."""
+        """Return the dtype of each parameter and of its gradient (``None`` without a gradient), as on its owner."""
         own = [
             None
             if is_placeholder(each)
@@ -142,7 +141,7 @@ class FullParameters:
         return [told[self._mesh.model_group_rank(stage, 0)][index] for index, stage in enumerate(self._stages.values())]
 
     def _whole(self, tensor: Tensor | None, parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:
-        """A parameter or its gradient, in memory of its own; without values if this rank has none."""
+        """Return a full parameter or gradient in new memory; with arbitrary values if this rank has none."""
         if tensor is None or is_placeholder(tensor):
             return torch.empty(parameter.shape, dtype=dtype, device=self._device)
         full: Tensor = full_tensor(tensor.detach()).to(self._device)
@@ -150,7 +149,7 @@ class FullParameters:
 
     @torch.no_grad()
     def _write(self) -> None:
-        """Give the parameters, and their gradients if they are whole too, the values that the first rank has."""
+        """Copy the values of rank 0's full parameters, and of their full gradients, to the shards of all ranks."""
         world = dist.group.WORLD
         assert world is not None
         broadcast_tensors((full.data for full in self._full.values()), world)

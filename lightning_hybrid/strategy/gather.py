@@ -1,4 +1,7 @@
-"""The module made whole again: what was divided over stages and over shared layers comes together on every rank."""
+"""Gathering of a module: every rank gets the full module from the pipeline stages and tensor-parallel shards.
+
+The strategy does this after a run, or when the user calls `gather_module`.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +31,10 @@ from lightning_hybrid.tensor_parallel.styles import ParamSplit
 
 
 def check_gathering(module: LightningModule, plan: Plan | None) -> None:
-    """Whether all that is divided was divided by a plan of this package.
+    """Check that all shards of a module were made by styles of this package.
 
     Raises:
-        ValueError: If not.
+        ValueError: If a parameter was sharded by a torch style or by the user.
     """
     known = set(plan.param_splits()) if plan else set()
     others = [*(plan.torch_styles if plan else ())]
@@ -48,7 +51,7 @@ def check_gathering(module: LightningModule, plan: Plan | None) -> None:
         )
 
 
-#: A machine must have the memory for this many copies of the module in each of its processes: users copy and save it.
+#: A node must have memory for this many copies of the module in each of its processes, because users copy and save it.
 _TIMES = 3
 
 AFTER_ERROR = (
@@ -62,15 +65,15 @@ NOT_ASKED = (
 
 
 def why_not_gathered(module: LightningModule, plan: Plan | None, mesh: Mesh) -> tuple[str | None, bool]:
-    """Return why a module stays divided after a run; a collective of all ranks.
+    """Return why a module stays sharded after a run. All ranks must call this.
 
     Args:
-        module: The user's module, divided.
-        plan: How layers are shared; ``None`` if they are not.
-        mesh: The ranks.
+        module: The user's module, sharded.
+        plan: The tensor-parallel plan; ``None`` without tensor parallelism.
+        mesh: The device mesh.
 
     Returns:
-        The reason as sentences, ``None`` if it is to be made whole; and whether it can be made whole.
+        The reason as sentences, or ``None`` if the module is to be gathered; and True if it can be gathered.
     """
     try:
         check_gathering(module, plan)
@@ -101,12 +104,12 @@ def _is_dtensor(tensor: object) -> bool:
 
 
 class RefusedStep:
-    """The training step and the evaluation step of a run after its module was gathered: an error."""
+    """The training step and the evaluation step of a run after its module was gathered: each call raises an error."""
 
     has_gradients = False
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
-        """Refuse.
+        """Raise an error.
 
         Raises:
             RuntimeError: Always.
@@ -121,18 +124,18 @@ class RefusedStep:
 
 @torch.no_grad()
 def gather_module(module: LightningModule, parameters: ParameterMap, plan: Plan | None) -> None:
-    """Give every rank all values, as ordinary parameters and buffers, and make its layers what they were.
+    """Give every rank all values as ordinary parameters and buffers, and restore the original classes of layers.
 
-    Tensor by tensor, so that a rank holds the module and one tensor more. Ties, marks and `requires_grad` stay, and so
-    do the objects that were whole here already.
+    Tensors are gathered one by one, so the extra memory is one tensor. Tied parameters, extra attributes,
+    `requires_grad`, and tensor objects that are complete on this rank are kept.
 
     Args:
-        module: The user's module, divided.
+        module: The user's module, sharded.
         parameters: The places of its tensors.
         plan: The tensor-parallel plan; ``None`` without tensor parallelism.
 
     Raises:
-        ValueError: If others have divided layers of it; on every rank.
+        ValueError: If a layer was not sharded by a plan of this package; on every rank.
     """
     agree(lambda: check_gathering(module, plan))
     stage_map, mesh = parameters.stage_map, parameters.mesh
@@ -142,7 +145,7 @@ def gather_module(module: LightningModule, parameters: ParameterMap, plan: Plan 
     names: dict[str, list[str]] = {}
     for name in owners:
         names.setdefault(first[name], []).append(name)
-    buffers: dict[int, tuple[Tensor, Tensor]] = {}  # by placeholder: tied ones stay tied
+    buffers: dict[int, tuple[Tensor, Tensor]] = {}  # by placeholder, so that tied buffers stay tied
     for several in names.values():
         tensor = tensors[several[0]]
         division = next((divisions[name] for name in several if name in divisions), None)
@@ -153,7 +156,7 @@ def gather_module(module: LightningModule, parameters: ParameterMap, plan: Plan 
         value = _full_value(tensor, division, owners[several[0]], mesh)
         if division is None and not is_placeholder(tensor):
             if not isinstance(tensor, nn.Parameter):
-                tensor.copy_(value)  # its holders may have different ones, of which one counts
+                tensor.copy_(value)  # ranks may have different values in this buffer; the owner's values are used
             continue
         value = value.to(module.device)
         if isinstance(tensor, nn.Parameter):
@@ -172,7 +175,14 @@ def gather_module(module: LightningModule, parameters: ParameterMap, plan: Plan 
 
 
 def _full_value(tensor: Tensor, division: ParamSplit | None, stage: int, mesh: Mesh) -> Tensor:
-    """All of a tensor, on the host, from the pipeline rank whose value counts."""
+    """Return a full tensor on the host, with the values of its owner.
+
+    Args:
+        tensor: The tensor, its shard, or its placeholder.
+        division: The split of the parameter over the tensor-parallel ranks; ``None`` if it is not split.
+        stage: The pipeline rank that owns the tensor.
+        mesh: The device mesh.
+    """
     sources = [mesh.model_group_rank(stage, rank) for rank in range(mesh.sizes.tensor)]
     if division is None:
         return _received(tensor, list(tensor.shape), sources[0], mesh)
@@ -181,7 +191,7 @@ def _full_value(tensor: Tensor, division: ParamSplit | None, stage: int, mesh: M
 
 
 def _received(tensor: Tensor, shape: list[int], source: int, mesh: Mesh) -> Tensor:
-    """What one rank of the model group holds of a tensor, on the host: its shard, or all of it."""
+    """Return the local values of one rank of the model group, on the host: its shard or the full tensor."""
     group = mesh.control_group
     if group.rank() == source:
         value = to_local(tensor).cpu().contiguous()
@@ -193,7 +203,7 @@ def _received(tensor: Tensor, shape: list[int], source: int, mesh: Mesh) -> Tens
 
 
 def _share_extra_states(module: nn.Module, stage_map: StageMap, mesh: Mesh) -> None:
-    """What layers save beside tensors, from the stage that has run them."""
+    """Send the extra states of layers from the stage that has run them to the other stages."""
     for name, layer in module.named_modules():
         if type(layer).get_extra_state is nn.Module.get_extra_state:
             continue

@@ -1,4 +1,4 @@
-"""The processes of a job, as Lightning starts and names them, and the process group of them all."""
+"""The start of a job's processes by Lightning's launchers, and the process group of all processes."""
 
 from __future__ import annotations
 
@@ -35,21 +35,22 @@ from lightning_hybrid.trainer.lightning_internals import (
     subprocess_launcher,
 )
 
-_STARTED_BY = "LIGHTNING_HYBRID_STARTED_BY"  # the process that starts the others of its node
-_PR_SET_PDEATHSIG = 1  # of Linux
+# The environment variable with the process that starts the other processes of its node.
+_STARTED_BY = "LIGHTNING_HYBRID_STARTED_BY"
+_PR_SET_PDEATHSIG = 1  # a constant of Linux
 
 
 def make_launcher(
     strategy: ParallelStrategy, environment: ClusterEnvironment, num_processes: int, num_nodes: int, start_method: str
 ) -> Any:
-    """Return what starts the other processes, if there are any and they have not been started, and surrounds each run.
+    """Return the launcher, which starts the other processes of this node if needed, and enters a context for each run.
 
     Args:
-        strategy: Whose processes they are.
-        environment: The cluster.
-        num_processes: On this node.
+        strategy: The strategy of the processes.
+        environment: The cluster environment.
+        num_processes: The number of processes on this node.
         num_nodes: The number of nodes.
-        start_method: As of `Launch`.
+        start_method: The argument of `Launch`.
     """
     if environment.creates_processes_externally:
         end_with_parent()
@@ -65,19 +66,19 @@ def make_launcher(
 
 
 def _around_run() -> AbstractContextManager[None]:
-    """Return what surrounds a run, its choice of a checkpoint too, which comes before anything of a strategy."""
+    """Return the context of a run. It includes the choice of a checkpoint, which precedes all calls of the strategy."""
     return find_last_remotely(dated)
 
 
 def check_copying(start_method: str, device: torch.device) -> None:
-    """Check that worker processes can be copies of this one.
+    """Check that worker processes can be forked from this process.
 
     Args:
-        start_method: As of `Launch`.
+        start_method: The argument of `Launch`.
         device: A device of the worker processes.
 
     Raises:
-        RuntimeError: If this process uses a GPU already.
+        RuntimeError: If this process already uses a GPU.
     """
     if start_method == "fork" and device.type == "cuda" and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         raise RuntimeError(
@@ -89,7 +90,7 @@ def check_copying(start_method: str, device: torch.device) -> None:
 
 
 def why_parts_stay(module: LightningModule) -> str | None:
-    """Return why the weights of a module do not come back from a worker process; ``None`` if they do."""
+    """Return why the weights of a module are not returned from a worker process; ``None`` if they are returned."""
     if not any(map(is_part, (*module.parameters(), *module.buffers()))):
         return None
     return (
@@ -100,11 +101,13 @@ def why_parts_stay(module: LightningModule) -> str | None:
 
 
 def end_with_parent() -> None:
-    """If :func:`make_launcher` of another process is why this one runs, have it get SIGTERM when that one ends.
+    """Make the system send SIGTERM to this process when its parent exits, if :func:`make_launcher` started it there.
 
-    Whoever is killed while its children start, or wait for it to connect, would leave them behind. Only Linux does this
-    (``prctl``); elsewhere a rank notices when process groups exist. Then :func:`outlive_parent` takes it back: the
-    signal would also come when the first process, or the thread in it that started the others, just ends before them.
+    Otherwise, this process would keep running if its parent is killed while it starts processes, or waits for them to
+    connect. If the parent has already exited, this process exits at once. This works only on Linux (``prctl``). On
+    other systems, a rank notices the loss when process groups exist. From then on, :func:`outlive_parent` undoes this,
+    because the signal would also arrive at a normal exit, if the parent, or its thread that started this process, ends
+    first.
     """
     parent = os.environ.get(_STARTED_BY)
     if parent is None or sys.platform != "linux":
@@ -113,7 +116,7 @@ def end_with_parent() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
         if parent == str(os.getppid()):
             return
-    elif _is_there(int(parent)):  # this process is not its child
+    elif _is_there(int(parent)):  # this process is not a child of that process
         return
     print(f"Process {os.getpid()} exits because its parent process {parent} has exited.", file=sys.stderr)
     os.kill(os.getpid(), signal.SIGTERM)
@@ -124,7 +127,7 @@ def _is_there(pid: int) -> bool:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
         return False
-    return state != "Z"  # it has ended, and whoever started it has not asked for its status yet
+    return state != "Z"  # a zombie has exited, but its parent has not read its status yet
 
 
 def outlive_parent() -> None:
@@ -134,7 +137,7 @@ def outlive_parent() -> None:
 
 
 def announce(rank: int) -> None:
-    """Tell everything that logs on rank 0 only, which rank this is."""
+    """Set the rank in the functions of Lightning that log only on rank 0."""
     for package in (pytorch_rank_zero, fabric_rank_zero):
         package.rank_zero_only.rank = rank
 
@@ -147,25 +150,25 @@ def start_groups(
     *,
     watch: Callable[[Stores], object] = bool,
 ) -> str:
-    """Make the process group of all processes.
+    """Create the process group of all processes.
 
-    The random state is left as it is: ranks that run the same program have the same one, which is that of one process.
+    The random state stays the same. Ranks that run the same program have the same random state as a single process.
 
     Args:
-        environment: The cluster.
-        backend: nccl on CUDA and gloo elsewhere if ``None``.
+        environment: The cluster environment.
+        backend: The backend; ``None`` for nccl on CUDA devices and gloo on others.
         device: The device of this process.
-        timeout: Of the group.
-        watch: Is called as soon as there is a store.
+        timeout: The timeout of the group; ``None`` for torch's default.
+        watch: Called with the stores as soon as they exist.
 
     Returns:
         The backend.
 
     Raises:
-        ValueError: If the address of the first rank's machine is a name that this machine does not know.
+        ValueError: If this node cannot resolve the address of the first node.
     """
     backend = backend or dist.Backend.default_device_backend_map.get(device.type, "gloo")
-    # A group that is bound to a device would open connections at once; through gloo there are none to a device.
+    # A group that is bound to a device opens connections at once. Gloo does not connect devices.
     bound = device if device.type == "cuda" and "nccl" in backend else None
     choose_interface(environment.main_address)
     stores = make_stores(environment, timeout or default_pg_timeout)
@@ -178,13 +181,14 @@ def start_groups(
 
 
 def _leave_groups() -> None:
-    """Before the interpreter ends: a thread of gloo may still hold tensors of a collective that is over.
+    """Destroy the process groups before the interpreter exits.
 
-    It would ask the interpreter to let go of them, and one that ends answers by ending the thread, in the middle of a
-    destructor: "terminate called without an active exception", and SIGABRT, at about one exit in 200 on a busy machine.
-    A group that is destroyed waits for its threads. (After a failure there are no groups any more.)
+    A thread of gloo may still hold tensors of a finished collective. To free them, it would call the interpreter, which
+    ends threads when it exits, here in the middle of a destructor: "terminate called without an active exception" and
+    SIGABRT, at about one exit in 200 on a busy machine. Destroying a group waits for its threads. After a failure, no
+    groups exist.
     """
     if dist.is_initialized():
         with suppress(Exception):
             dist.destroy_process_group()
-        gc.collect()  # what refers to groups in circles
+        gc.collect()  # frees reference cycles that contain groups

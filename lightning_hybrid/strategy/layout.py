@@ -1,4 +1,7 @@
-"""How a module will be divided, found out without any process."""
+"""Layout of a module: its stages, its tensor-parallel plan and its recomputed layers, found without processes.
+
+`ModuleParallelizer` applies what these functions return, and the `plan` command prints it.
+"""
 
 from __future__ import annotations
 
@@ -37,14 +40,16 @@ from lightning_hybrid.strategy.summary import (
 from lightning_hybrid.tensor_parallel.layouts.layout import stage_axes
 from lightning_hybrid.tensor_parallel.plan import Plan, make_plan
 
-# A larger share of the parameters outside of the body is worth a warning.
+# A warning is shown if a larger fraction of the parameters is outside the body.
 _LARGEST_REST = 0.2
-# Smaller parameters outside of units, as a share of all, stay on every stage.
+# Smaller parameters outside units, as a fraction of all parameters, stay on every stage.
 _LEAST_SHARE = 1e-3
 
 
 def is_cut(config: Settings, sizes: Sizes, module: nn.Module) -> bool:
-    """Whether steps run in stages, in microbatches, on shared layers or on shares of sequences, or losses have weights.
+    """Return True if the strategy runs the steps.
+
+    It does so with several stages, several microbatches, tensor or context parallelism, or `microbatch_weight`.
 
     Args:
         config: The arguments of the strategy.
@@ -55,25 +60,25 @@ def is_cut(config: Settings, sizes: Sizes, module: nn.Module) -> bool:
 
 
 def runs_backward(config: Settings, sizes: Sizes, module: nn.Module) -> bool:
-    """Return whether the strategy calls backward: with stages, several microbatches or `microbatch_weight`.
+    """Return True if the strategy calls backward: with stages, several microbatches or `microbatch_weight`.
 
-    Otherwise a step may call it, by manual optimization. The arguments are those of :func:`is_cut`.
+    Otherwise, a step can call backward itself, with manual optimization. See :func:`is_cut` for the arguments.
     """
     weighs = getattr(module, "microbatch_weight", None) is not None
     return max(sizes.pipeline, config.num_microbatches) > 1 or weighs
 
 
 def describe(module: LightningModule, settings: Settings, sizes: Sizes, hosts: Sequence[str] = ()) -> str:
-    """The layout, the stages and the plan of shared layers, found out without any process.
+    """Return the layout, the table of stages and the tensor-parallel plan as text.
 
     Args:
-        module: The user's module, whole.
+        module: The full user's module.
         settings: The settings.
         sizes: The number of ranks along each axis.
-        hosts: The machine of each rank; none if it does not matter.
+        hosts: The node of each rank; empty if the text should not contain nodes.
 
     Raises:
-        ValueError, TypeError: As at the start of training.
+        ValueError, TypeError: The same errors as at the start of training.
     """
     body, stage_map = _find_stages_if_any(module, settings, sizes.pipeline)
     plan = None if sizes.tensor == 1 else find_plan(module, settings, sizes.tensor, body)
@@ -82,16 +87,16 @@ def describe(module: LightningModule, settings: Settings, sizes: Sizes, hosts: S
 
 
 def outline(module: LightningModule, settings: Settings, sizes: Sizes, num_nodes: int) -> dict[str, Any]:
-    """What :func:`describe` says, for programs: numbers, texts, lists and dictionaries.
+    """Return the content of :func:`describe` as numbers, strings, lists and dictionaries, for programs.
 
     Args:
-        module: The user's module, whole.
+        module: The full user's module.
         settings: The settings.
         sizes: The number of ranks along each axis.
-        num_nodes: The number of machines, over which the ranks are dealt out in equal shares.
+        num_nodes: The number of nodes, each with the same number of consecutive ranks.
 
     Raises:
-        ValueError, TypeError: As at the start of training.
+        ValueError, TypeError: The same errors as at the start of training.
     """
     body, stage_map = _find_stages_if_any(module, settings, sizes.pipeline)
     schedule = find_schedule(settings, sizes.pipeline, settings.num_microbatches)
@@ -130,17 +135,17 @@ def _find_stages_if_any(module: LightningModule, settings: Settings, num_ranks: 
 def find_stages(
     module: LightningModule, settings: Settings, num_ranks: int, body: Body | None = None
 ) -> tuple[Body, StageMap]:
-    """The body, and which stage gets which layers.
+    """Return the body, and the assignment of its layers to stages.
 
     Args:
         module: The user's module.
         settings: The settings.
         num_ranks: The number of pipeline ranks.
-        body: The body for so many stages, if it has been found.
+        body: The body for this number of stages, if it is known.
 
     Raises:
-        ValueError: If there is no body, or it has fewer layers than there are stages.
-        TypeError: If the body cannot be divided.
+        ValueError: If there is no body, or if it has fewer layers than there are stages.
+        TypeError: If the body cannot be split.
     """
     placement = find_placement(settings, num_ranks)
     num_stages = placement.num_stages
@@ -155,12 +160,13 @@ def find_stages(
 
 
 def _marked_stages(module: nn.Module, settings: Settings, body: Body) -> list[int] | None:
-    """The stage of each row of layers, if `pipeline_stage` of these, or of what holds them, says it.
+    """Return the stage of each row of layers, if the user has set `pipeline_stage` of layers or of their containers.
 
-    What is outside of the layers may be marked beside them; it lives where the step uses it.
+    Modules outside the layers may also have this attribute. They are on the stages that use them.
 
     Raises:
-        ValueError: If some layers are marked and others are not, only other things are, or it is said otherwise too.
+        ValueError: If the attribute is set but a layer has none, if parts of a layer or a layer and its copy have
+            different stages, or if `partition` is set too.
     """
     named = ((name, part) for name, part in module.named_modules(remove_duplicate=False) if name)
     found: dict[str, Any] = {name: getattr(part, STAGE_MARK, None) for name, part in named}
@@ -199,14 +205,14 @@ def _marked_stages(module: nn.Module, settings: Settings, body: Body) -> list[in
 
 
 def misplaced_text(module: nn.Module, stage_map: StageMap) -> str | None:
-    """Return the warning about marks outside of the layers that say another stage than where a module lives.
+    """Return a warning about modules outside the layers whose `pipeline_stage` differs from their actual stage.
 
     Args:
         module: The user's module.
-        stage_map: Of the module, whose parameters live where the first batch uses them.
+        stage_map: The stages of the module's parameters, after the first batch has placed them.
 
     Returns:
-        The text; ``None`` if no mark is wrong.
+        The warning; ``None`` if all stages are correct.
     """
     wrong = []
     for name, part in module.named_modules():
@@ -227,7 +233,7 @@ def misplaced_text(module: nn.Module, stage_map: StageMap) -> str | None:
 
 
 def _path_up(name: str) -> list[str]:
-    """A dotted name, and those of what holds it, from the inside to the outside."""
+    """Return a dotted name and the names of its containers, from the inside to the outside."""
     return [name.rsplit(".", count)[0] for count in range(name.count(".") + 1)]
 
 
@@ -247,14 +253,17 @@ def _stage_map(
 
 
 def _traces_chain(module: nn.Module, settings: Settings, stage_map: StageMap) -> bool:
-    """Return whether steps are traced around a chain: only if it has parameters there, and once for all steps."""
+    """Return True if steps are traced around a chain.
+
+    They are traced if the chain has parameters around it, and if one trace is valid for all steps.
+    """
     if settings.dynamic_shapes or not stage_map.body or FakeMode is None:
         return False
     return any(stage_map.is_outside(name) for name, _ in module.named_parameters())
 
 
 def _weights(module: nn.Module, settings: Settings, body: Body) -> list[int]:
-    """The parameters that each layer brings to its stage: its own, and what is expected beside it."""
+    """Return the number of parameters that each layer adds to its stage, including parameters expected outside it."""
     number = len(body.layers)
     alone = _stage_map(
         module, settings, body, tuple(range(at, at + 1) for at in range(number)), Placement.in_turns(number)
@@ -268,11 +277,11 @@ def _weights(module: nn.Module, settings: Settings, body: Body) -> list[int]:
 
 
 def find_layers(module: LightningModule, settings: Settings, num_stages: int) -> Body:
-    """The body: an `nn.Sequential` that holds most of the parameters, or else the layers in lists of any kind.
+    """Return the body: an `nn.Sequential` with most of the parameters, or otherwise the layers in lists.
 
     Raises:
-        ValueError: If there is none.
-        TypeError: If it cannot be divided.
+        ValueError: If there is no body.
+        TypeError: If the body cannot be split.
     """
     wanted = settings.body or getattr(module, "pipeline_body", None)
     says_stages = not isinstance(settings.partition, str) or any(hasattr(each, STAGE_MARK) for each in module.modules())
@@ -280,13 +289,16 @@ def find_layers(module: LightningModule, settings: Settings, num_stages: int) ->
 
 
 def find_frames(module: LightningModule, settings: Settings, num_stages: int, body: Body | None = None) -> list[str]:
-    """The names of the modules that hold the body: of the same ones with as many stages.
+    """Return the names of the modules that contain the body.
 
     Args:
         module: The user's module.
         settings: The settings.
         num_stages: The number of stages.
-        body: The body, if it has been found.
+        body: The body, if it is known.
+
+    Returns:
+        The names, with ``""`` for the module itself. They are equal on all ranks.
     """
     try:
         body = body or find_layers(module, settings, num_stages)
@@ -297,7 +309,7 @@ def find_frames(module: LightningModule, settings: Settings, num_stages: int, bo
 
 
 def find_own_layers(module: nn.Module, body: Body | None, stage_map: StageMap, rank: int) -> dict[int, list[nn.Module]]:
-    """The layers of each stage of a pipeline rank; without stages, those that lists of layers in the module have."""
+    """Return the layers of each stage of a pipeline rank; without stages, the layers in the module's layer lists."""
     if body is None:
         return {0: list(listed_layers(module))}
     own = stage_map.placement.stages_of(rank)
@@ -307,22 +319,23 @@ def find_own_layers(module: nn.Module, body: Body | None, stage_map: StageMap, r
 def find_outside(
     module: nn.Module, stage_map: StageMap, used: Mapping[str, Collection[int]]
 ) -> dict[str, frozenset[int]]:
-    """Where parameters outside of the body are to live: on the stages that use them.
+    """Return the parameters outside the body that must move to the stages that use them.
 
-    Around units small ones stay everywhere, and so do those that no stage uses: who does may still be seen.
+    Parameters that no stage uses stay on every stage, because a later step may use them. Around units, small parameters
+    also stay on every stage.
 
     Args:
         module: The user's module.
-        stage_map: Which stage holds what.
-        used: The stages that use a parameter, by one of its names.
+        stage_map: The assignment of parameters to stages.
+        used: The stages that use each parameter, by one of its names.
 
     Returns:
-        The stages by name, of those that are to leave one.
+        The new stages of each parameter that leaves a stage, by name.
     """
     total = sum(parameter.numel() for parameter in module.parameters())
     names: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        # Around a chain both ends would sum the gradient of a small one in each step.
+        # Around a chain, the first and last stage would sum the gradient of a small parameter in each step.
         leaves = stage_map.is_chain or parameter.numel() >= _LEAST_SHARE * total
         if leaves and stage_map.is_outside(name):
             names.setdefault(id(parameter), []).append(name)
@@ -335,11 +348,11 @@ def find_outside(
 
 
 def expect_outside(module: nn.Module, stage_map: StageMap) -> StageMap:
-    """Where parameters outside of the body will live, as far as that can be told before the first batch of training.
+    """Return the stage map with the expected places of parameters outside the body, before the first training batch.
 
     Args:
         module: The user's module.
-        stage_map: Which stage holds what. Where it is known already, that stays.
+        stage_map: The assignment of parameters to stages. Known places outside the body are kept.
     """
     if stage_map.outside or not stage_map.places_outside:
         return stage_map
@@ -347,11 +360,12 @@ def expect_outside(module: nn.Module, stage_map: StageMap) -> StageMap:
 
 
 def _expected_use(module: nn.Module, stage_map: StageMap) -> dict[str, frozenset[int]]:
-    """The stages that are expected to use each parameter outside of the body, by its names.
+    """Return the stages that are expected to use each parameter outside the body, by each of its names.
 
-    Around a chain that is not followed the first and the last one. Else the order in which parts are registered is
-    taken for the order in which they are called: what comes before the first unit is used with it, an embedding between
-    two stacks with the second one, and what comes behind the last unit with that. Nothing but balance depends on it.
+    Around a chain that is not traced, these are the first and the last stage. Otherwise, modules are expected to be
+    called in the order in which they are registered. A parameter is expected on the stage of the next unit, and after
+    the last unit on the last stage. An embedding between two stacks is thus on the stage of the second stack. Only load
+    balance depends on this.
     """
     named = list(module.named_parameters(remove_duplicate=False))
     inside = {id(parameter) for name, parameter in named if not stage_map.is_outside(name)}
@@ -360,7 +374,7 @@ def _expected_use(module: nn.Module, stage_map: StageMap) -> dict[str, frozenset
     for name, parameter in reversed(named):
         if not stage_map.is_outside(name):
             next_ones = stage_map.stages_of(name)
-        elif id(parameter) not in inside:  # a second name of a layer is no use of it
+        elif id(parameter) not in inside:  # a second name of a layer's parameter is not a use of the layer
             used[name] = next_ones if stage_map.places_outside else stage_map.stages_of(name)
     return used
 
@@ -368,10 +382,10 @@ def _expected_use(module: nn.Module, stage_map: StageMap) -> dict[str, frozenset
 def find_recomputed(
     module: LightningModule, settings: Settings, body: Body | None, stage_map: StageMap
 ) -> list[nn.Module]:
-    """The layers that run again in backward.
+    """Return the layers that are recomputed in backward.
 
     Raises:
-        ValueError, TypeError: If there are none such, or no body to find them in.
+        ValueError, TypeError: If no layers match, or if there is no body to choose layers from.
     """
     if settings.recompute is False:
         return []
@@ -383,7 +397,7 @@ def find_recomputed(
 
 
 def requested_plan(module: LightningModule, settings: Settings) -> UserPlan | str | None:
-    """The plan that the user asks for, as an argument of the strategy or by a method of the module."""
+    """Return the user's plan, from the argument of the strategy or from the module's `tensor_parallel_plan`."""
     hook = getattr(module, "tensor_parallel_plan", None)
     if settings.tensor_parallel_plan != "auto" or hook is None:
         return settings.tensor_parallel_plan
@@ -392,10 +406,10 @@ def requested_plan(module: LightningModule, settings: Settings) -> UserPlan | st
 
 
 def find_plan(module: LightningModule, settings: Settings, size: int, body: Body | None) -> Plan:
-    """How layers are shared by `size` ranks.
+    """Return the tensor-parallel plan for `size` ranks.
 
     Raises:
-        ValueError: If layers cannot be shared as the user says, or not together with this body.
+        ValueError: If layers cannot be sharded as the user requests, or not together with this body.
     """
     requested = requested_plan(module, settings)
     plan = make_plan(
@@ -412,22 +426,22 @@ def find_plan(module: LightningModule, settings: Settings, size: int, body: Body
 
 
 def check_plan(plan: Plan, module: LightningModule, body: Body) -> None:
-    """Check that layers can be shared as a plan says together with a body.
+    """Check that a plan can be combined with a body.
 
     Raises:
-        ValueError: If they cannot.
+        ValueError: If they cannot be combined.
     """
     if body.chain is None:
         _check_plan(plan, module, body, _tensor_parallel(module))
 
 
 def with_plan(stage_map: StageMap, body: Body | None, plan: Plan | None, module: LightningModule) -> StageMap:
-    """Which stage holds what, where layers may be shared: around a chain these are not followed.
+    """Return the stage map for a plan: steps are not traced if a chain has tensor-parallel layers outside of it.
 
     Args:
-        stage_map: Which stage holds what, as far as the module alone tells.
-        body: What is divided into stages, if anything is.
-        plan: How layers are shared, if they are.
+        stage_map: The assignment of parameters to stages for the module alone.
+        body: The body; ``None`` with one stage.
+        plan: The tensor-parallel plan; ``None`` without tensor parallelism.
         module: The user's module.
     """
     if body is None or body.chain is None or plan is None:
@@ -438,12 +452,12 @@ def with_plan(stage_map: StageMap, body: Body | None, plan: Plan | None, module:
 
 
 def fits_units(plan: Plan, module: LightningModule, body: Body) -> bool:
-    """Return whether layers that are shared as a plan says may be called by any code, and not only as a chain.
+    """Return True if any code may call the layers that a plan shards, and not only an `nn.Sequential`.
 
     Args:
-        plan: How layers are shared.
+        plan: The tensor-parallel plan.
         module: The user's module.
-        body: What is divided into stages.
+        body: The body.
     """
     rows = tuple(f"{row.name}." for row in plan.rows)
     divided = [name for name in _tensor_parallel(module) if not name.startswith(rows)]  # the plan may have been applied
@@ -459,7 +473,7 @@ def _tensor_parallel(module: nn.Module) -> list[str]:
 
 
 def _check_plan(plan: Plan, module: LightningModule, body: Body, divided: Sequence[str]) -> None:
-    """Steps are followed without values, where layers compute alone: they must give there what they give in a step."""
+    """Check that each layer returns the same in a trace, where layers run without the other ranks, as in a step."""
     text = f"tensor_parallel_size={plan.size} cannot be combined with a pipeline for {type(module).__name__},"
     text += f" whose layers in {body.name!r} are called by your own code: "
     if plan.torch_styles or divided:
@@ -493,17 +507,18 @@ def stages_text(
     num_microbatches: int | None = None,
     hosts: Sequence[str] = (),
 ) -> str:
-    """The sizes, the schedule, and the table of stages if there is a body.
+    """Return the sizes, the schedule and, with a body, the table of stages as text.
 
     Args:
-        module: The user's module, with placeholders or without.
+        module: The user's module, with or without placeholders.
         settings: The settings.
         sizes: The number of ranks along each axis.
-        body: What is divided into stages, if anything is.
-        stage_map: Which stage holds what.
+        body: The body; ``None`` with one stage.
+        stage_map: The assignment of parameters to stages.
         is_placed: True if a step has been traced, so that the stages of parameters outside layers are known.
-        num_microbatches: Of a batch that has been split: it may have fewer samples than there should be microbatches.
-        hosts: The machine of each rank; the table shows them if there are several.
+        num_microbatches: The number of microbatches of an actual batch, which may have fewer samples than microbatches
+            are requested; ``None`` for the number in the settings.
+        hosts: The node of each rank. The table contains them if there are several.
     """
     schedule = find_schedule(settings, sizes.pipeline, num_microbatches or settings.num_microbatches)
     line = layout_text(sizes, schedule, bubble=simulate(schedule).bubble)
@@ -524,11 +539,13 @@ def stages_text(
 
 
 def fragment_text(module: nn.Module, body: Body) -> str | None:
-    """The text for a module of which too little is divided, if it is so; its vocabulary does not count.
+    """Return a warning if the body has too few of the module's parameters; ``None`` otherwise.
+
+    Embeddings, and linear layers over their vocabulary, do not count as outside the body.
 
     Args:
         module: The user's module.
-        body: What is divided into stages.
+        body: The body.
     """
     sizes = {part.num_embeddings for part in module.modules() if isinstance(part, nn.Embedding)}
     parts = [

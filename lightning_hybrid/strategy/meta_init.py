@@ -1,4 +1,4 @@
-"""Values for what was made on the meta device: the same ones whatever this rank holds of the module."""
+"""Initialization of tensors on the meta device, with values that do not depend on the layout."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from lightning_hybrid.distributed.module_names import named_tensors
 from lightning_hybrid.distributed.random import RandomStreams, derive_seed, seed_generators
 from lightning_hybrid.pipeline_parallel.placeholders import is_placeholder
 
-_METHODS = ("reset_parameters", "_reset_parameters")  # as layers of torch call them
+_METHODS = ("reset_parameters", "_reset_parameters")  # names of the methods in layers of torch
 
 
 @dataclass(eq=False)
 class _Unit:
-    """What gets its values at once: a layer with all that is in it.
+    """A layer with all its submodules, which are initialized together.
 
     Attributes:
-        name: Its dotted name.
+        name: The dotted name of the layer.
         layer: The layer.
-        is_frame: Whether it holds the body: then it is only what the layer has itself.
-        is_done: Whether it has its values.
+        is_frame: True if the layer contains the body. The unit then has only the layer's own tensors.
+        is_done: True if the layer is initialized.
     """
 
     name: str
@@ -36,26 +36,26 @@ class _Unit:
     is_done: bool = False
 
     def modules(self) -> list[tuple[str, nn.Module]]:
-        """The layers in it by name, from the inside out."""
+        """Return the layer and its submodules by name, inner modules first."""
         if self.is_frame:
             return [(self.name, self.layer)]
         return list(self.layer.named_modules(prefix=self.name))[::-1]
 
     def tensors(self) -> Iterator[tuple[nn.Module, str, Tensor]]:
-        """Parameters and buffers, with their owners."""
+        """Yield the parameters and buffers of the unit, each with its module and attribute name."""
         for _, layer in self.modules():
             yield from ((layer, leaf, tensor) for leaf, tensor in _own_tensors(layer))
 
 
 @dataclass(eq=False)
 class _Fresh:
-    """A tensor without values that belongs on this rank.
+    """A tensor on the meta device that this rank must initialize.
 
     Attributes:
-        tensor: It, on the meta device.
-        names: Its dotted names; the first one is in the layer that decides about its values.
-        owners: The layers that have it, and what they call it.
-        unit: Where its values are made.
+        tensor: The tensor, on the meta device.
+        unit: The unit that initializes the tensor.
+        names: The dotted names of the tensor. The first name is in the layer that determines the values.
+        owners: The modules that have the tensor, each with its attribute name.
     """
 
     tensor: Tensor
@@ -64,32 +64,33 @@ class _Fresh:
     owners: list[tuple[nn.Module, str]] = field(default_factory=list)
 
     def put(self, value: Tensor) -> None:
-        """Replace it wherever it is."""
+        """Replace the tensor in all its owners."""
         for layer, leaf in self.owners:
             setattr(layer, leaf, value)
 
 
 class Initialization:
-    """Brings to life what was made under ``with torch.device("meta")``, layer by layer.
+    """Initializes a module that was created under ``with torch.device("meta")``, layer by layer.
 
-    The values are those that each layer's own `reset_parameters` makes, or `_reset_parameters` as some layers of torch
-    call it, first of what is in a layer and then of the layer. Before each call the generators are seeded from the
-    global seed and the dotted name of the layer, so values do not depend on what else this rank holds.
+    Each layer sets its values in its `reset_parameters` (or `_reset_parameters`, as some layers of torch call it),
+    inner layers first. Before each call, the generators are seeded with the global seed and the dotted name of the
+    layer, so values do not depend on the other layers of this rank.
 
-    A layer is made whole, and what of it is not missing gets a substitute meanwhile: a tensor that has values keeps
-    them, one that lives elsewhere stays there, and of a tied one the layer with the first name decides. What must not
-    be whole for longer, because it is divided, can be divided after each layer: see :meth:`__call__`.
+    While a layer is initialized, it is complete: tensors that must not change are replaced by substitutes. Therefore a
+    tensor that already has values keeps them, and a placeholder stays a placeholder. The values of a tied tensor are
+    determined by the layer with its first name. The caller can shard each layer after it was initialized, so that only
+    one layer at a time takes its full memory: see :meth:`__call__`.
 
     Args:
-        module: The whole module, with placeholders for what lives elsewhere.
-        device: Where values are made.
+        module: The full module, with placeholders for tensors of other stages.
+        device: The device for the values.
         seed: The global seed, equal on all ranks.
-        frames: The names of the modules that hold the body, which no rank need have whole. Their own parameters are
-            made, and their `reset_parameters` may change no others.
-        given: Names of tensors whose values come from elsewhere: these get memory only.
+        frames: The names of the modules that contain the body, which may be incomplete on a rank. Their own parameters
+            are initialized, and their `reset_parameters` must not change other parameters.
+        given: The names of tensors whose values are loaded later. These tensors get only memory.
 
     Raises:
-        ValueError: If there are tensors on the meta device that are neither parameters nor buffers.
+        ValueError: If tensors on the meta device are neither parameters nor buffers.
     """
 
     def __init__(
@@ -121,23 +122,23 @@ class Initialization:
             _check_attributes(module)
 
     def __call__(self, name: str) -> None:
-        """Give values to a layer, and to all that is made with it.
+        """Initialize a layer, and all layers in the same units.
 
         Args:
             name: The dotted name of the layer.
 
         Raises:
-            ValueError: If something has got no values.
+            ValueError: If the layer does not initialize one of its tensors.
         """
         for _, layer in self._module.get_submodule(name).named_modules():
             if id(layer) in self._unit_of:
                 self._make(self._unit_of[id(layer)])
 
     def finish(self) -> None:
-        """Give values to all that has none yet.
+        """Initialize all remaining layers.
 
         Raises:
-            ValueError: If something has got no values.
+            ValueError: If a layer does not initialize one of its tensors.
         """
         for unit in self._units:
             self._make(unit)
@@ -149,7 +150,7 @@ class Initialization:
         keys = dict.fromkeys(id(tensor) for *_, tensor in unit.tensors())
         missing = [self._fresh[key] for key in keys if key in self._fresh]
         for fresh in missing:
-            self._make(fresh.unit)  # of what is tied, the layer that decides comes first
+            self._make(fresh.unit)  # the layer that determines the values of a tied tensor comes first
         of_unit = [fresh for fresh in missing if fresh.unit is unit]
         wanted = [fresh for fresh in of_unit if id(fresh.tensor) not in self._given]
         memory = (_memory(fresh.tensor, self._device) for fresh in of_unit)
@@ -158,7 +159,7 @@ class Initialization:
             fresh.put(_like(fresh.tensor, value))
 
     def _values(self, unit: _Unit, of_unit: list[_Fresh], wanted: list[_Fresh]) -> list[Tensor]:
-        """What the layers of a unit make of memory of their own."""
+        """Return the values that the layers of a unit write into newly allocated memory."""
         originals = list(unit.tensors())
         memory = {id(tensor): tensor for *_, tensor in originals}
         memory = {key: _unset(tensor, self._device) for key, tensor in memory.items()}
@@ -178,14 +179,14 @@ class Initialization:
         return values
 
     def _reset(self, unit: _Unit) -> None:
-        """Let the layers of a unit make their values."""
+        """Call the reset methods of a unit's layers."""
         others = [] if not unit.is_frame else [(name, x, x._version) for name, x in named_tensors(self._module)]
         own = {id(tensor) for *_, tensor in unit.tensors()}
         for name, layer in unit.modules():
             method = _method(layer)
             if method is not None:
                 with self._streams.isolated(), torch.no_grad(), self._device:
-                    # The constant keeps this apart from the seeds of steps.
+                    # The constant -2 distinguishes these seeds from the seeds of steps.
                     seed_generators(derive_seed(self._seed, -2, zlib.crc32(name.encode())), self._device)
                     method()
         changed = [name for name, x, version in others if id(x) not in own and x._version != version]
@@ -210,7 +211,7 @@ class Initialization:
 
 
 def lacks_values(module: nn.Module) -> bool:
-    """Whether there are tensors that were made on the meta device, and do not live elsewhere."""
+    """Return True if a module has tensors on the meta device that are not placeholders."""
     return any(_is_missing(tensor) for _, tensor in named_tensors(module))
 
 
@@ -219,7 +220,7 @@ def _is_missing(tensor: Tensor) -> bool:
 
 
 def _units(name: str, layer: nn.Module, frames: Collection[str], seen: set[int]) -> Iterator[_Unit]:
-    """The outermost layers that have tensors or a way to set some; what holds the body comes after that."""
+    """Yield the outermost layers with tensors or a reset method. A module with the body follows its children."""
     if id(layer) in seen:
         return
     seen.add(id(layer))
@@ -247,7 +248,7 @@ def _name_of_method(layer: nn.Module) -> str | None:
 
 
 def _memory(tensor: Tensor, device: torch.device) -> Tensor:
-    """A whole tensor like this one; its values mean nothing."""
+    """Return memory for the full tensor, with arbitrary values."""
     if isinstance(tensor, DTensor):
         memory = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
     else:
@@ -256,7 +257,7 @@ def _memory(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def _unset(tensor: Tensor, device: torch.device) -> Tensor:
-    """The same, full of a value by which it can be seen that nobody has set it."""
+    """Return memory for the full tensor, filled with NaN if its dtype allows, to detect values that were not set."""
     memory = _memory(tensor, device)
     if memory.dtype.is_floating_point or memory.dtype.is_complex:
         memory.detach().fill_(torch.nan)
@@ -264,19 +265,20 @@ def _unset(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def _is_unset(tensor: Tensor) -> bool:
-    """Whether there is what :func:`_unset` has left; to be asked if torch has not seen that it was changed."""
+    """Return True if a tensor has the values of :func:`_unset`. Callers check first that its version is unchanged."""
     if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
         return bool(tensor.isnan().any())
     return True
 
 
 def _like(tensor: Tensor, value: Tensor) -> Tensor:
-    """A value in the place of a tensor: divided as that is, with its marks."""
+    """Return a value as the replacement of a tensor: sharded in the same way, and with the same extra attributes."""
     if isinstance(tensor, DTensor):
         whole = DTensor.from_local(
             value.detach(), tensor.device_mesh, [Replicate()] * tensor.device_mesh.ndim, run_check=False
         )
-        value = whole.redistribute(placements=tensor.placements).clone()  # else a part keeps the whole alive
+        # The shard is cloned, because a view would keep the full tensor in memory.
+        value = whole.redistribute(placements=tensor.placements).clone()
         if isinstance(tensor, nn.Parameter):
             value = nn.Parameter(value, tensor.requires_grad)
     copy_attributes(tensor, value)

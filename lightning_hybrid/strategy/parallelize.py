@@ -1,4 +1,4 @@
-"""A module is parallelized: cut into stages, its layers shared, its parameters sharded over replicas; and undone."""
+"""Parallelization of a module: split into stages, shard over tensor-parallel ranks and replicas, and undo all of it."""
 
 from __future__ import annotations
 
@@ -43,33 +43,35 @@ from lightning_hybrid.tensor_parallel.context_parallel.mappings import ContextGr
 from lightning_hybrid.tensor_parallel.layouts.layout import stage_axes
 from lightning_hybrid.tensor_parallel.plan import Plan, check_names, plan_texts
 
-_PLAN = "_tensor_parallel_plan"  # where a module remembers how its layers were divided
-_OUTSIDE = "_parameters_outside_the_body"  # where it remembers (stages, where what is outside of the body went)
+_PLAN = "_tensor_parallel_plan"  # attribute of a module with its tensor-parallel plan
+_OUTSIDE = "_parameters_outside_the_body"  # attribute with (stages, stages of parameters outside the body)
 
 
 class ModuleParallelizer:
-    """One module, its stages, and its layers that are shared by several ranks.
+    """Parallelizes one module: splits it into stages, and shards its layers.
+
+    `AttachedModule` creates it and calls it in the setup of a run. `strategy.layout` makes the decisions.
 
     Args:
         module: The user's module.
         settings: The settings.
-        mesh: The ranks.
-        device: Where this rank computes.
+        mesh: The device mesh.
+        device: The device of this rank.
         seed: The global seed, equal on all ranks.
-        before: The earlier parallelizer, which has divided the module for these ranks and made it whole again.
-            Parameters outside of the layers live on the same stages again, and shards are the same objects, which
-            optimizers and callbacks know.
+        before: The earlier parallelizer of the module, if the module was sharded for these ranks and then gathered.
+            Parameters outside the layers return to the same stages. Shards are the same objects as before, because
+            optimizers and callbacks refer to them.
 
     Attributes:
-        num_stages: Stages over all ranks; chunks on a single rank would be neighbours and are one stage.
-        body: What is divided into stages; ``None`` if there is one stage, or before the division.
+        num_stages: The number of stages over all ranks. The chunks of a single pipeline rank count as one stage.
+        body: The body; ``None`` with one stage, or before the module is parallelized.
         parameters: The places of the module's tensors.
-        plan: How layers are shared by the tensor-parallel ranks; ``None`` if they are not, or before the division.
-        is_done: Whether the module has been divided.
-        source: Where the weights come from; ``None`` if the module has them, or makes them.
-        is_whole: Whether the module was divided, and is whole again.
-        shards: The sharded parameters by all their names, before the module was made whole.
-        context_parallel: Gives layers their share of a sequence, in a run; ``None`` if sequences are not shared.
+        plan: The tensor-parallel plan; ``None`` without tensor parallelism, or before the module is parallelized.
+        is_done: True if the module is parallelized.
+        source: The source of the weights; ``None`` if the module has or initializes them.
+        is_whole: True if the module was parallelized and then gathered.
+        shards: The sharded parameters by all their names, from before the module was gathered.
+        context_parallel: Splits the sequences of layers during a run; ``None`` without context parallelism.
     """
 
     def __init__(
@@ -98,12 +100,12 @@ class ModuleParallelizer:
         self.context_parallel: ContextParallel | None = None
 
     def __call__(self) -> None:
-        """Put placeholders for what other stages hold, and divide the layers that are left; once.
+        """Put placeholders for parameters of other stages, and shard the remaining layers; only once.
 
         Raises:
-            ValueError: If there is no body, it has fewer layers than there are stages, layers cannot be shared as the
-                plan says, or what was made on the meta device cannot get values; on every rank.
-            TypeError: If the body cannot be divided; on every rank.
+            ValueError: If there is no body, if it has fewer layers than there are stages, if layers cannot be sharded
+                as the plan requires, or if a tensor on the meta device cannot be initialized; on every rank.
+            TypeError: If the body cannot be split; on every rank.
         """
         if not self._settings.zero_stage and any(map(is_shard, self._module.parameters())):
             raise ValueError(
@@ -112,7 +114,7 @@ class ModuleParallelizer:
                 " [LH318]"
             )
         if self._settings.master_weights:
-            self._module.float()  # what is loaded from here on is not rounded
+            self._module.float()  # so that loaded weights are not rounded
         lacks = lacks_values(self._module)
         if self.num_stages > 1 and not self.is_done:
             agree(self._plan)
@@ -122,7 +124,8 @@ class ModuleParallelizer:
             if fragment is not None:
                 rank_zero_warn(fragment)
         if not self.is_done:
-            self._plan_tensor_parallel()  # of the whole module: a block on a placeholder would be another one
+            # This comes before placeholders, because the plan depends on the parameters of all layers.
+            self._plan_tensor_parallel()
             if self.num_stages > 1:
                 self._agree_on_tracing()
                 self._replace_with_placeholders()
@@ -145,16 +148,16 @@ class ModuleParallelizer:
 
     @property
     def stage_map(self) -> StageMap:
-        """The stages of the module's tensors."""
+        """The assignment of the module's tensors to stages."""
         return self.parameters.stage_map
 
     @property
     def adds_up(self) -> Collection[str]:
-        """Names of parameters whose gradients are parts of a sum over the tensor-parallel ranks."""
+        """The names of parameters whose gradients are partial sums on the tensor-parallel ranks."""
         return self.plan.partial_grads if self.plan else ()
 
     def make_zero(self) -> ZeroParameters | NoZero:
-        """What unshards parameters that replicas shard."""
+        """Return the object that unshards parameters in steps; `NoZero` if they are not sharded over replicas."""
         if not self._settings.zero_stage or self._mesh.num_replicas == 1:
             return NoZero()
         return ZeroParameters(
@@ -166,21 +169,21 @@ class ModuleParallelizer:
         )
 
     def own_parameters(self) -> list[nn.Parameter]:
-        """Return the parameters of which this rank has values, as the optimizers of the last run know them."""
+        """Return the parameters with values on this rank, as the same objects as in the optimizers of the last run."""
         earlier = {} if self._before is None else self._before.shards
         named = self._module.named_parameters(remove_duplicate=False)
         parameters = {earlier.get(name, parameter): None for name, parameter in named}
         return [parameter for parameter in parameters if not parameter.is_meta]
 
     def own_layers(self) -> dict[int, list[nn.Module]]:
-        """The layers of each stage of this rank."""
+        """Return the layers of each stage of this rank."""
         return layout.find_own_layers(self._module, self.body, self.stage_map, self._mesh.pipeline_rank)
 
     def load(self, source: Source) -> None:
-        """Take weights from elsewhere: now, or when the module is divided.
+        """Load weights now, or when the module is parallelized.
 
         Raises:
-            FileNotFoundError, ValueError, RuntimeError: If they cannot be read, or do not fit; on every rank.
+            FileNotFoundError, ValueError, RuntimeError: If they cannot be read, or do not match; on every rank.
         """
         if not self.is_done and not self.is_whole:
             self.source = source
@@ -189,21 +192,21 @@ class ModuleParallelizer:
         agree(lambda: self._load(weights))
 
     def _load(self, weights: Weights) -> None:
-        trainer = self._module.trainer  # the processes of a machine share the work on files
+        trainer = self._module.trainer  # the processes of a node share the reading of files
         weights.load(self._module, self.parameters, share=(trainer.local_rank, trainer.num_devices))
 
     def around_forwards(
         self, offload: Offload, stays: Callable[[], Iterable[Tensor]]
     ) -> Callable[[], AbstractContextManager[None]]:
-        """What is entered around forwards: layers that run again in backward, and activations that go to the host.
+        """Return a context for forwards, in which layers are recomputed and activations are offloaded to the host.
 
         Args:
-            offload: Moves them.
-            stays: Gives what does not move.
+            offload: Offloads activations.
+            stays: Returns tensors that are not offloaded.
 
         Raises:
-            ValueError, TypeError: If there are no layers such as are to run again, or no body to find them in; on every
-                rank.
+            ValueError, TypeError: If no layers match the argument `recompute`, or if there is no body to choose layers
+                from; on every rank.
         """
         layers = layout.find_recomputed(self._module, self._settings, self.body, self.stage_map)
         recompute = ActivationCheckpointing(layers, self._device, selective=self._settings.recompute == "selective")
@@ -234,7 +237,11 @@ class ModuleParallelizer:
         return around
 
     def estimate_memory(self, optimizers: Collection[Optimizer]) -> MemoryUsage:
-        """What this rank will hold; of optimizers those of torch can be tried, as they ask nothing of other ranks."""
+        """Return an estimate of this rank's memory.
+
+        The estimate includes optimizer states only if all optimizers are torch's, because others may communicate in a
+        step.
+        """
         tried = optimizers if all(type(each).__module__.startswith("torch.optim.") for each in optimizers) else None
         settings = self._settings
         estimator = MemoryEstimator(self._module, tried, float32_gradients=settings.tuning.float32_gradients)
@@ -247,7 +254,10 @@ class ModuleParallelizer:
         )
 
     def _materialize(self, weights: Weights | None) -> None:
-        """Give values to what has none, and divide it layer by layer: no other layer is whole at the same time."""
+        """Initialize tensors on the meta device layer by layer.
+
+        Each layer is sharded before the next layer is initialized, so that only one full layer is in memory.
+        """
         shapes = weights.shapes(self._module) if weights else {}
         given = [name for name, value in self._module.state_dict().items() if shapes.get(name) == _shape(value)]
         frames = layout.find_frames(self._module, self._settings, self.num_stages, self.body)
@@ -289,14 +299,14 @@ class ModuleParallelizer:
             rank_zero_info(table if self.num_stages > 1 else f"{self.text()}\n{table}")
 
     def _agree_on_tracing(self) -> None:
-        """Agree whether steps are traced: not around a chain with tensor-parallel layers outside of it."""
+        """Agree on all ranks if steps are traced: not if a chain has tensor-parallel layers outside of it."""
         if self._mesh.sizes.tensor > 1:
             stage_map = layout.with_plan(self.stage_map, self.body, self.plan, self._module)
             places_outside = all(all_gather_values(stage_map.places_outside))
             self._set_stage_map(replace(self.stage_map, places_outside=places_outside))
 
     def _find_plan(self, size: int) -> Plan:
-        """The plan, the same on every rank: the automatic one is the first rank's, whose trials of blocks count."""
+        """Return the plan, equal on every rank. Only the first rank makes automatic plans, by trials of blocks."""
         requested = agree(lambda: layout.requested_plan(self._module, self._settings))
         check_equal(plan_texts(requested), "Use the same tensor_parallel_plan on every rank.")
         is_auto = requested == "auto"
@@ -317,10 +327,10 @@ class ModuleParallelizer:
             self.plan.apply(self._module, self._mesh.tensor_mesh, group, self._device, prepare)
 
     def undo(self) -> None:
-        """Make the module whole again on every rank, so that it can be divided in another way.
+        """Gather the full module on every rank, so that it can be parallelized for another layout.
 
         Raises:
-            ValueError: If others have divided layers of it; on every rank.
+            ValueError: If other code has sharded layers of the module; on every rank.
         """
         named = self._module.named_parameters(remove_duplicate=False)
         self.shards = {name: parameter for name, parameter in named if isinstance(parameter, DTensor)}
@@ -330,14 +340,14 @@ class ModuleParallelizer:
             vars(self._module).pop(name, None)
 
     def find_outside(self, used: Mapping[str, Collection[int]] | None) -> dict[str, frozenset[int]] | None:
-        """Where parameters outside of the body are to live, on every rank: see :func:`layout.find_outside`.
+        """Return the new stages of parameters outside the body, on every rank: see :func:`layout.find_outside`.
 
         Args:
-            used: The stages that use a parameter in the steps of this replica, by one of its names; ``None`` if these
-                cannot be followed.
+            used: The stages that use each parameter in the steps of this replica, by one of its names; ``None`` if
+                steps cannot be traced.
 
         Returns:
-            The stages by name, of those that are to leave one; ``None`` if some replica does not know.
+            The new stages of each parameter that leaves a stage, by name; ``None`` if a replica has no trace.
         """
         found = None if used is None else {name: sorted(stages) for name, stages in used.items()}
         of_replicas = all_gather_values(found)
@@ -351,7 +361,7 @@ class ModuleParallelizer:
         """Do nothing before parameters move; see :class:`Follower`."""
 
     def take_parameters(self, placeholders: Mapping[int, Tensor]) -> None:
-        """Remember the new stages for the next run, and put placeholders into the copies that callbacks have."""
+        """Store the new stages for the next run, and put placeholders into the callbacks' copies of the module."""
         stage_map, rank = self.stage_map, self._mesh.pipeline_rank
         vars(self._module)[_OUTSIDE] = stage_map.stages, stage_map.outside
         callbacks: list[Any] = self._module.trainer.callbacks  # type: ignore[attr-defined]
@@ -363,10 +373,10 @@ class ModuleParallelizer:
         mark_parts(self._module)
 
     def check(self) -> None:
-        """The body is still what was divided.
+        """Check that the body has not changed since it was split.
 
         Raises:
-            ValueError: If it, or the number of its layers, is another.
+            ValueError: If the body, or the number of its layers, has changed.
         """
         if self.body is None:
             return
@@ -393,7 +403,7 @@ class ModuleParallelizer:
             refuse_call(layer, BodyCallError, layer_call_text(body.name, body.lists))
 
     def _plan(self) -> None:
-        """Find the body and say which stage gets which layers."""
+        """Find the body, and assign its layers to stages."""
         body, stage_map = layout.find_stages(self._module, self._settings, self._mesh.sizes.pipeline)
         before = None if self._before is None else self._before.stage_map
         known = (None, {}) if before is None else (before.stages, before.outside)
@@ -422,14 +432,14 @@ class ModuleParallelizer:
 
     @property
     def opens_chain(self) -> bool:
-        """Return whether the layers of a chain may serve as units, if a step needs that."""
+        """Return True if the layers of a chain may be used as units, for a step that needs this."""
         body = self.body
         if body is None or body.chain is None or FakeMode is None:
             return False
         return self.plan is None or layout.fits_units(self.plan, self._module, body)
 
     def _check_units(self, body: Body) -> None:
-        """What does not go together with layers that any code may call."""
+        """Check that torch supports the tracing of layers that any code may call."""
         if FakeMode is None:
             raise ValueError(
                 f"Your own code calls the layers {body.name!r}, so the strategy must trace them with fake tensors,"
@@ -438,7 +448,7 @@ class ModuleParallelizer:
             )
 
     def text(self) -> str:
-        """The layout and the table of stages."""
+        """Return the layout and the table of stages."""
         mesh = self._mesh
         return layout.stages_text(self._module, self._settings, mesh.sizes, self.body, self.stage_map, hosts=mesh.hosts)
 

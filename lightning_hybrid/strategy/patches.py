@@ -1,29 +1,29 @@
-"""All that a run puts in, or changes, in the Trainer and in Lightning, torchmetrics and TensorBoard; and takes back.
+"""Changes to the Trainer, Lightning, torchmetrics and TensorBoard during a run, all of which are undone after the run.
 
-What is replaced, and where:
+This file contains some of the changes. The table lists all of them, with the modules that make them:
 
 ===============================================  =====================================  ===============================
 `trainer.callbacks`                              ours before the user's                 :func:`add_callbacks`
-hooks of the module, once                        divided after `configure_model`        :class:`AfterHook`
-`ThroughputMonitor`, inference mode, example     one process is not the whole model     :func:`patches`
+hooks of the module, once                        parallelized after `configure_model`   :class:`AfterHook`
+`ThroughputMonitor`, inference mode, example     a process has a part of the model      :func:`patches`
 input, TensorBoard's `SummaryWriter.add_*`
 between closure and optimizer's step             gradients that are not finite          `trainer.debug`
-a hook after an optimizer's first step           what half precision is too coarse for  `trainer.debug`
-what replicas reduce of what is logged           replicas that log different keys       `trainer.debug`
+a hook after an optimizer's first step           warnings about half precision          `trainer.debug`
+reduction of logged values over replicas         replicas that log different keys       `trainer.debug`
 the loop's automatic optimization                gradients zeroed before the step       `trainer.optimization`
-`use_distributed_sampler`                        we divide the samples                  `trainer.dataloader`
+`use_distributed_sampler`                        we split the samples                   `trainer.dataloader`
 `_on_before_batch_transfer`                      seeded                                 `trainer.batch_hooks`
 signal handlers, the broadcast of SIGTERM        no collective in a handler             `strategy.watch.signals`
 `self.log`, `self.print`, `trainer.loggers`      recorded during a step                 `trainer.results`
-`_ResultMetric.to`                               moves what is not there yet            :func:`patches`
-Lightning's console handlers, `showwarning`      lines beside progress bars             `trainer.results.terminal`
+`_ResultMetric.to`                               copies only to another device          :func:`patches`
+Lightning's console handlers, `showwarning`      lines above progress bars              `trainer.results.terminal`
 `Metric.sync`, `compute`, `update`               over the replicas, on the last stage   `trainer.results.metrics`
-`torch.distributed.all_reduce`, ...              not in a step over stages              `strategy.collectives`
-`clip_grad_norm_`, `get_total_norm`, `grad_norm` the gradients of the whole model       `trainer.gradient_functions`
-numbers and arrays read from a `DTensor`         of the whole tensor, or refused        `distributed.dtensor`
+`torch.distributed.all_reduce`, ...              no call over stages in a step          `strategy.collectives`
+`clip_grad_norm_`, `get_total_norm`, `grad_norm` the gradients of the full model        `trainer.gradient_functions`
+numbers and arrays read from a `DTensor`         of the full tensor, or an error        `distributed.dtensor`
 `torch.save`, `DTensor.storage`, as long as the  no file without all values             `checkpoint.parts`
-module is divided, also after the run
-`body.forward`                                   the step is cut there                  `pipeline_parallel.body`
+module is sharded, also after the run
+`body.forward`                                   the step is split there                `pipeline_parallel.body`
 ===============================================  =====================================  ===============================
 """
 
@@ -56,9 +56,10 @@ from lightning_hybrid.trainer.optimization import GlobalBatch
 from lightning_hybrid.trainer.results.epoch_sync import EpochSync
 from lightning_hybrid.trainer.resume.resume import ResumeCallback
 
-#: Our callbacks go before the user's, in this order: hooks of a batch are seeded before anything draws; what the last
-#: stage has kept is shared before anybody reads it at an epoch's end; the place in the data is taken before one of them
-#: saves a checkpoint; and an exception ends the run before one of them waits for other ranks.
+#: Our callbacks run before the user's, in this order. Batch hooks are seeded before any of them draws random numbers.
+#: Results of the last stage are sent to all ranks before callbacks read them at the end of an epoch. The position in
+#: the data is recorded before a callback saves a checkpoint. An exception ends the run before a callback waits for
+#: other ranks.
 CALLBACK_ORDER: tuple[type[Callback], ...] = (
     SeededBatchHooks,
     EpochSync,
@@ -71,7 +72,7 @@ CALLBACK_ORDER: tuple[type[Callback], ...] = (
 
 
 def add_callbacks(trainer: Trainer, *callbacks: Callback) -> None:
-    """Put callbacks of ours before the user's, in the order of :data:`CALLBACK_ORDER`."""
+    """Add callbacks of this package before the user's callbacks, in the order of :data:`CALLBACK_ORDER`."""
     ours = [each for each in trainer.callbacks if type(each) in CALLBACK_ORDER]  # type: ignore[attr-defined]
     users = [each for each in trainer.callbacks if type(each) not in CALLBACK_ORDER]  # type: ignore[attr-defined]
     ours = sorted([*ours, *callbacks], key=lambda callback: CALLBACK_ORDER.index(type(callback)))
@@ -79,18 +80,18 @@ def add_callbacks(trainer: Trainer, *callbacks: Callback) -> None:
 
 
 def remove_callbacks(trainer: Trainer) -> None:
-    """Take all of ours out again. The Trainer may be calling them just now, so its list is replaced, not changed."""
+    """Remove all callbacks of this package. The Trainer may be iterating over its list, so the list is replaced."""
     users = [each for each in trainer.callbacks if type(each) not in CALLBACK_ORDER]  # type: ignore[attr-defined]
     trainer.callbacks = users  # type: ignore[attr-defined]
 
 
 class AfterHook:
-    """Takes the place of a method of one module until it has been called once.
+    """Replaces a method of one module for one call, and calls a function after this call.
 
     Args:
         module: The module.
-        name: Of the method.
-        then: What is done after it.
+        name: The name of the method.
+        then: The function to call after the method.
     """
 
     def __init__(self, module: nn.Module, name: str, then: Callable[[], None]) -> None:
@@ -106,28 +107,31 @@ class AfterHook:
         vars(module)[name] = called
 
     def remove(self) -> None:
-        """Give the method its place back."""
+        """Restore the method."""
         vars(self._module).pop(self._name, None)
 
 
 @contextmanager
 def patches(trainer: Trainer, module: LightningModule, mesh: Mesh) -> Iterator[None]:
-    """While entered, some things in the Trainer, the module and TensorBoard are others.
+    """Change the Trainer, the module and TensorBoard inside the context.
 
-    - `ThroughputMonitor` multiplies what it counts on rank 0 by the number of processes. Ranks of one model group work
-      on the same samples: the number of replicas is right, and a "device" of its peak is a model group.
-    - Evaluation makes batches, and the state of metrics, in inference mode. Tensors made there may not be changed in
-      place outside of it; autograd functions inside of it. Without gradients is enough.
-    - `ModelSummary` runs the module on `example_input_array`. No rank has all layers; without the example it shows
-      everything but the sizes of inputs and outputs.
-    - `self.log` copies all that belongs to a value at each call, to move it to where it is.
-    - TensorBoard's writer draws random numbers for a tensor on the meta device, as if those were its values. What it
-      is given of parameters of other stages is left out, with a warning.
+    - `ThroughputMonitor` multiplies the counts of rank 0 by the number of processes. The ranks of a model group work on
+      the same samples, so the monitor gets the number of replicas instead, and the peak FLOP/s of a model group instead
+      of a device.
+    - Evaluation does not use inference mode. Tensors that are created in inference mode, such as batches and states of
+      metrics, cannot be changed in place outside of it, and autograd functions cannot run inside of it. Disabled
+      gradients are enough.
+    - `ModelSummary` runs the module on `example_input_array`. No rank has all layers, so the example is removed. The
+      summary then has everything except the sizes of inputs and outputs.
+    - `self.log` copies all attributes of a logged result at each call, to move the result to a device. Here, it does
+      this only if the result is on another device.
+    - TensorBoard's writer draws random numbers as the values of a tensor on the meta device. Calls with parameters of
+      other stages are skipped, with a warning.
 
     Args:
         trainer: The Trainer.
         module: The user's module.
-        mesh: The ranks.
+        mesh: The device mesh.
     """
     with ExitStack() as undo:
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
@@ -145,8 +149,8 @@ def patches(trainer: Trainer, module: LightningModule, mesh: Mesh) -> Iterator[N
 
 
 def _without_placeholders() -> AbstractContextManager[None]:
-    """While entered, writers of TensorBoard leave placeholders out."""
-    tensorboard = sys.modules.get("torch.utils.tensorboard")  # loggers have made their writers before a run
+    """Make TensorBoard's writers skip placeholders inside the context."""
+    tensorboard = sys.modules.get("torch.utils.tensorboard")  # loggers create their writers before a run
     if tensorboard is None:
         return nullcontext()
     methods = {name: method for name, method in vars(tensorboard.SummaryWriter).items() if name.startswith("add_")}

@@ -1,14 +1,15 @@
-"""How the processes of a job find each other: the interface that gloo listens on, and a store that nobody used before.
+"""Rendezvous of the processes of a job: the network interface for gloo, and a store that no earlier attempt has used.
 
-A restart under torchrun finds the store of its agent as the processes before it have left it, with their addresses
-(https://github.com/pytorch/pytorch/issues/135712). Neither the number of restarts (each agent has its own) nor the size
-of the world says which processes belong together, so the first rank says it, and proves that it is alive::
+After a restart, torchrun's agent provides the same store, with the addresses of the earlier processes
+(https://github.com/pytorch/pytorch/issues/135712). Neither the number of restarts (each agent has its own) nor the
+world size identifies the processes that belong together. Therefore the first rank publishes a token, and proves that it
+is alive::
 
     rank 0                      the agents' store                   rank 1, 2, ...
     listens on a port   ------> attempt = address, port, token ---> reads it, and connects there
-    tells its token     <------------------------------------------
-                                                                    refused, or another token: of an attempt before,
-                                                                    it is read again
+    sends its token     <------------------------------------------
+                                                                    if refused, or if the token differs, the entry is
+                                                                    from an earlier attempt: it is read again
     every rank: PrefixStore(token, the agents' store)
 """
 
@@ -32,44 +33,44 @@ import torch.distributed as dist
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-_INTERFACE = "GLOO_SOCKET_IFNAME"  # of gloo, which listens on that interface
+_INTERFACE = "GLOO_SOCKET_IFNAME"  # gloo's variable for the interface on which it listens
 _ATTEMPT = "lightning_hybrid/attempt"
-_SIOCGIFADDR = 0x8915  # of Linux, <linux/sockios.h>
-_PATIENCE = 30.0  # seconds for a name that is not known yet: in a cluster it may belong to a container that starts
-_ANSWER = 5.0  # seconds for an answer
+_SIOCGIFADDR = 0x8915  # a constant of Linux, <linux/sockios.h>
+_PATIENCE = 30.0  # seconds until a name must be resolvable: it may belong to a container that is starting
+_ANSWER = 5.0  # seconds to wait for an answer
 _POLL = 0.05  # seconds
-_POLL_NAME = 1.0  # seconds: a server of names is asked
+_POLL_NAME = 1.0  # seconds between DNS queries
 
-_STARTS = count()  # of several ranks in this process, so equally many on each of them
+_STARTS = count()  # counts starts with several ranks in this process; the count is equal on all ranks
 
 
 class Stores(NamedTuple):
-    """Two clients of what all ranks see: while one thread waits for a key, a client is locked.
+    """Two clients of the same store. There are two because a client is locked while a thread waits for a key.
 
     Attributes:
-        of_run: For the process groups, and for the thread that trains.
-        of_watcher: For the thread beside it.
+        of_run: The client for the process groups and the training thread.
+        of_watcher: The client for the watch thread.
     """
 
     of_run: Store
     of_watcher: Store
 
     def part(self, name: str) -> Stores:
-        """The same, with keys of their own."""
+        """Return clients of the same store whose keys have a prefix."""
         return Stores(*(PrefixStore(name, each) for each in self))
 
 
 def choose_interface(main_address: str) -> None:
-    """Have gloo listen where the other machines reach this one, unless the user has said where.
+    """Set the network interface on which gloo listens, so that other nodes can reach it, unless the user has set it.
 
-    By itself it takes the address of the machine's own name, which is one of the loopback device where ``/etc/hosts``
-    says so, as Debian and Ubuntu write it (``127.0.1.1 NAME``). Nobody else reaches that.
+    By default, gloo listens on the address of the node's own name. On Debian and Ubuntu, ``/etc/hosts`` maps this name
+    to a loopback address (``127.0.1.1 NAME``), which other nodes cannot reach.
 
     Args:
-        main_address: Of the first rank's machine; nothing is done where no other machine is on the way there.
+        main_address: The address of the first node. If the route to it is only the loopback device, nothing is set.
 
     Raises:
-        ValueError: If no machine has that name.
+        ValueError: If the name of the first node cannot be resolved.
     """
     if os.environ.get(_INTERFACE):
         return
@@ -80,21 +81,21 @@ def choose_interface(main_address: str) -> None:
 
 
 def address_towards(main_address: str) -> str | None:
-    """This machine's address on the way to another one, or to itself.
+    """Return the address of this node on the route to another node, or to itself.
 
     Args:
-        main_address: A name or an address; a name may have several, and a way need not lead to each.
+        main_address: A name or an address. A name may have several addresses, of which some may be unreachable.
 
     Returns:
-        One that other machines can reach; ``None`` if there is only that of the loopback device, or no way at all, as
-        connecting will say.
+        An address that other nodes can reach; ``None`` if there is only the loopback device, or no route. Without a
+        route, connecting fails later with its own error.
 
     Raises:
-        ValueError: If no machine has that name.
+        ValueError: If the name cannot be resolved.
     """
     for family, kind, protocol, _, place in _resolve(main_address):
         with suppress(OSError), socket.socket(family, kind, protocol) as probe:
-            probe.connect(place)  # which sends nothing: the system chooses a way, and with it an address
+            probe.connect(place)  # sends nothing: the system only chooses a route, and with it a local address
             address = str(probe.getsockname()[0]).partition("%")[0]
             if not ip_address(address).is_loopback:
                 return address
@@ -102,7 +103,7 @@ def address_towards(main_address: str) -> str | None:
 
 
 def _resolve(main_address: str) -> list[Any]:
-    """What to make a socket with, and where to connect it, for each address of a machine."""
+    """Return the results of `socket.getaddrinfo` for a node, after waiting for its name to become known."""
     deadline = time.monotonic() + _PATIENCE
     while True:
         try:
@@ -117,18 +118,18 @@ def _resolve(main_address: str) -> list[Any]:
 
 
 def _interface_of(address: str) -> str | None:
-    """The interface that has an address; ``None`` if that cannot be found out, as on other systems than Linux."""
+    """Return the network interface with an address; ``None`` if it cannot be found, as on systems other than Linux."""
     if not sys.platform.startswith("linux"):
         return None
     if ip_address(address).version == 6:
         wanted = ip_address(address).packed.hex()
         rows = [row.split() for row in Path("/proc/net/if_inet6").read_text(encoding="ascii").splitlines()]
         return next((row[5] for row in rows if row[0] == wanted), None)
-    import fcntl  # there is none on Windows
+    import fcntl  # not available on Windows
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         for _, name in socket.if_nameindex():
-            with suppress(OSError):  # it has no address
+            with suppress(OSError):  # the interface has no address
                 answer = fcntl.ioctl(any_socket, _SIOCGIFADDR, name.encode().ljust(256, b"\0"))
                 if socket.inet_ntoa(answer[20:24]) == address:
                     return name
@@ -136,20 +137,19 @@ def _interface_of(address: str) -> str | None:
 
 
 def make_stores(environment: ClusterEnvironment, timeout: timedelta) -> Stores:
-    """The store of this attempt: its own, or a part of the agents', which they share with the attempts before.
+    """Return clients of a store for this attempt: a new store, or a part of the agents' store under torchrun.
 
-    One of its own may still be there from a start before in the same processes, with the addresses of its groups.
-
-    Nobody waits for the others here: who has a store is watched.
+    A new store may still exist from an earlier start in the same processes, with the addresses of its groups, so a part
+    of it is used. This function does not wait for the other ranks: the watch begins as soon as a rank has a store.
 
     Args:
-        environment: The cluster.
-        timeout: Of what the store is asked for, and of waiting for the first rank.
+        environment: The cluster environment.
+        timeout: The timeout of requests to the store, and of waiting for the first rank.
 
     Raises:
-        TimeoutError: If the first rank does not come.
+        TimeoutError: If the first rank does not start in time.
     """
-    # Asked once, and by this thread: over MPI the question is a collective.
+    # Called once, on this thread, because with MPI these calls are collectives.
     rank, main_address, main_port = environment.global_rank(), environment.main_address, environment.main_port
     is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
 
@@ -168,7 +168,7 @@ def make_stores(environment: ClusterEnvironment, timeout: timedelta) -> Stores:
         server = connect(True)
         stores = Stores(server, server.clone())  # type: ignore[attr-defined]
     else:
-        with ThreadPoolExecutor(1) as beside:  # each takes two ways there and back
+        with ThreadPoolExecutor(1) as beside:  # in parallel, because each connection takes two round trips
             second = beside.submit(connect, False)
             stores = Stores(connect(False), second.result())
     if not is_agents:
@@ -182,7 +182,7 @@ def make_stores(environment: ClusterEnvironment, timeout: timedelta) -> Stores:
 
 
 def stores_of_groups() -> Stores:
-    """What the processes have met over, where the group of them all exists already."""
+    """Return clients of the store of the existing process group of all ranks."""
     world = dist.group.WORLD
     assert world is not None
     store = world.get_group_store()
@@ -190,12 +190,12 @@ def stores_of_groups() -> Stores:
 
 
 def _part_of_start(stores: Stores, size: int) -> Stores:
-    """For this start alone: nothing that one before has written is in it."""
+    """Return a part of a store for this start, without keys of earlier starts."""
     return stores.part(f"lightning_hybrid/start {next(_STARTS) if size > 1 else -1}")
 
 
 def _begin_attempt(store: Store, address: str, others: set[int]) -> str:
-    """Say which attempt this is, until all other ranks have asked."""
+    """Publish the token of this attempt, and send it in the background to the other ranks until all have it."""
     token = uuid.uuid4().hex
     listener = _listen(len(others))
     store.set(_ATTEMPT, f"{address} {listener.getsockname()[1]} {token}")
@@ -204,7 +204,7 @@ def _begin_attempt(store: Store, address: str, others: set[int]) -> str:
         with listener:
             while others:
                 connection, _ = listener.accept()
-                with connection, suppress(OSError, ValueError):  # of somebody else, who is no rank
+                with connection, suppress(OSError, ValueError):  # a connection that is not from a rank
                     connection.settimeout(_ANSWER)
                     asked = int(connection.makefile().readline())
                     connection.sendall(token.encode())
@@ -215,14 +215,17 @@ def _begin_attempt(store: Store, address: str, others: set[int]) -> str:
 
 
 def _listen(backlog: int) -> socket.socket:
-    """A socket that takes connections by any protocol of the internet."""
+    """Return a socket that accepts IPv4 and, if available, IPv6 connections."""
     if socket.has_dualstack_ipv6():
         return socket.create_server(("", 0), family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True)
     return socket.create_server(("", 0), backlog=backlog)
 
 
 def _join_attempt(store: Store, rank: int, timeout: timedelta) -> str:
-    """What the first rank says; what one of an attempt before has said is found to be so, as it listens no more."""
+    """Return the token that rank 0 has published for this attempt.
+
+    An entry of an earlier attempt is recognized because its process no longer listens, or has another token.
+    """
     deadline = time.monotonic() + timeout.total_seconds()
     while time.monotonic() < deadline:
         if store.check([_ATTEMPT]):

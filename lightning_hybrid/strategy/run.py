@@ -1,10 +1,12 @@
-"""What lives as long as the process groups, as long as a module is attached, and as long as one run of the Trainer.
+"""Objects by lifetime: as long as the process groups, as long as a module is attached, and as long as one run.
 
 ::
 
-    World             process groups are made ............................................... and destroyed
-    AttachedModule          module attached, divided, its checkpoints ..... another module
+    World             process groups created ................................................ and destroyed
+    AttachedModule          module attached, sharded, its checkpoints ..... another module
     Run                          setup ... steps ... teardown    setup ... steps ... teardown
+
+`HybridStrategy` creates all three in its hooks.
 """
 
 from __future__ import annotations
@@ -77,35 +79,35 @@ from lightning_hybrid.trainer.training_step import TrainingStep, UncutTrainingSt
 
 
 class _InFlight(Protocol):
-    """What holds process groups, or work on them."""
+    """An object that refers to process groups, or has work in flight on them."""
 
     def abandon(self) -> None:
-        """Let go of them, after a failure."""
+        """Drop the references and the work, after a failure."""
 
 
 class World:
-    """What lives as long as the process groups. Every rank makes it at the same time: groups are made.
+    """The objects that exist as long as the process groups. All ranks must create this at the same time.
 
     Args:
         config: The arguments of the strategy.
         sizes: The number of ranks along each axis.
         device: The device of this process.
-        start: What has watched this rank since there is a store.
-        ranks: What each rank has told of itself.
+        start: The watch of this rank since the creation of the store.
+        ranks: Information about each rank, from the rank itself.
 
     Attributes:
-        connections: Those of the process groups.
-        mesh: The ranks.
-        failures: Where failures are written.
-        watch: The thread beside a run.
-        desync: Compares what ranks do.
+        connections: The connections of the process groups.
+        mesh: The device mesh.
+        failures: The record of failures.
+        watch: The watch thread of a run.
+        desync: Compares the actions of ranks.
         streams: The random streams of this rank.
         engine: Runs schedules.
-        exceptions: Leaves the groups after a failure.
-        resume: Goes on where a checkpoint was written.
-        loaders: Prepares loaders.
-        batch_hooks: Seeds hooks around a batch.
-        in_flight: What has to let go after a failure, beside the engine and the mesh.
+        exceptions: The callback that leaves the groups after a failure.
+        resume: The callback that resumes from a checkpoint.
+        loaders: Prepares data loaders.
+        batch_hooks: The callback that seeds batch hooks.
+        in_flight: Objects to abandon after a failure, in addition to the engine and the mesh.
     """
 
     def __init__(
@@ -155,7 +157,7 @@ class World:
         self.batch_hooks = SeededBatchHooks(self.streams, alone=self.mesh.model_group.size() == 1)
 
     def open(self, trainer: Trainer) -> None:
-        """A run begins; :meth:`close` undoes this."""
+        """Begin a run. :meth:`close` undoes this."""
         self.loaders.attach(trainer)
         if self.mesh.sizes.tensor > 1 or self.config.zero_stage:
             self._mixed_operations.enter_context(mixed_operations())
@@ -165,7 +167,7 @@ class World:
             self.resume.open(trainer)
 
     def _place(self) -> str:
-        """Return this rank and its place, as text."""
+        """Return this rank and its position, as text."""
         return place_text(self.engine, self.mesh, self.watch.trainer)
 
     def _position(self) -> Position:
@@ -174,7 +176,7 @@ class World:
         return Position() if trainer is None else find_position(trainer, self.engine, self.mesh)
 
     def close(self, trainer: Trainer) -> None:
-        """A run ends."""
+        """End a run."""
         self.watch.close()
         self._mixed_operations.close()
         self.loaders.detach(trainer)
@@ -183,33 +185,33 @@ class World:
         self.exceptions.close(trainer)
 
     def abandon(self) -> None:
-        """Let go of everything that is under way, after a failure."""
+        """Drop all work in flight and all references to process groups, after a failure."""
         in_flight: list[_InFlight] = [self.engine, self.mesh, *self.in_flight]
         for each in in_flight:
             each.abandon()
 
 
 class AttachedModule:
-    """The user's module: how it is divided, and its checkpoints.
+    """The user's module, with its parallelization and its checkpoints.
 
     Args:
-        world: The ranks.
+        world: The objects of the process groups.
         module: The module.
-        started: Modules that have had their initial weights, in this run or an earlier one.
+        started: Modules that have received their initial weights, in this run or an earlier run.
 
     Attributes:
         module: The module.
-        parallelizer: Divides it.
-        is_cut: Whether steps are cut into stages or microbatches.
-        checkpointer: Saves and loads it, as it is divided now.
-        master_weights: Its parameters in float32, during a run in half precision that keeps them.
+        parallelizer: Parallelizes the module.
+        is_cut: True if steps are split into stages or microbatches.
+        checkpointer: Saves and loads the module as it is sharded now.
+        master_weights: The float32 master weights during a run with half-precision parameters, if the run uses them.
     """
 
     def __init__(self, world: World, module: LightningModule, started: WeakSet[LightningModule]) -> None:
         self.module, self._started = module, started
         self.is_cut = is_cut(world.config, world.sizes, module)
         self.parallelizer = self._new_parallelizer(world)
-        if module.trainer.ckpt_path is None and module not in started:  # what is resumed or trained wins
+        if module.trainer.ckpt_path is None and module not in started:  # resumed or trained weights are kept
             self.parallelizer.source = world.config.initial_weights
         self._world = world
         self.master_weights: MasterWeights | NoMasterWeights = NoMasterWeights()
@@ -227,29 +229,29 @@ class AttachedModule:
         return Checkpointer(self.module, self.parallelizer.parameters, world.config, world.resume, self._optimizers)
 
     def divide_early(self) -> None:
-        """Put placeholders as soon as there is a body: now, or on leaving the hook that makes it, whoever calls that.
+        """Put placeholders as soon as the body exists: now, or when `configure_model` or `setup` returns.
 
-        Callbacks that average weights do, and copy the module right after it.
+        Callbacks that average weights call `configure_model` themselves, and copy the module right after the call.
         """
-        mark_parts(self.module)  # after an earlier run it may have refused calls
+        mark_parts(self.module)  # after an earlier run, the module may refuse calls
         if is_overridden("configure_model", self.module) and not self.parallelizer.is_done:
             self._before_configure_model = list(self.module.parameters())
             self._hook = AfterHook(self.module, "configure_model", self.divide)
             return
         try:
             self.divide()
-        except ValueError:  # on every rank
+        except ValueError:  # raised on every rank
             if not is_overridden("setup", self.module):
                 raise
             self._hook = AfterHook(self.module, "setup", self.divide)
 
     def divide(self) -> None:
-        """Put placeholders for what other stages hold; once for each module.
+        """Parallelize the module, with placeholders for parameters of other stages. A second call does nothing.
 
         Raises:
-            ValueError: If there is no body, it has fewer layers than there are stages, or the module is not the same on
-                every rank; on every rank.
-            TypeError: If the body cannot be divided; on every rank.
+            ValueError: If there is no body, if it has fewer layers than there are stages, or if the module differs
+                between ranks; on every rank.
+            TypeError: If the body cannot be split; on every rank.
         """
         if self.parallelizer.is_done:
             return
@@ -263,10 +265,10 @@ class AttachedModule:
         self.checkpointer = self._new_checkpointer()
 
     def gather(self, run: Run | None) -> None:
-        """Undo the division, on every rank.
+        """Gather the full module on every rank.
 
         Args:
-            run: The run with the module, if there has been one; it cannot go on.
+            run: The run with the module, or ``None``. It cannot continue.
         """
         if not self._is_divided:
             return
@@ -277,7 +279,7 @@ class AttachedModule:
         self._optimizers.remember_names(self.module.trainer.strategy.optimizers)
         self.parallelizer.undo()
         mark_parts(self.module)
-        # The checkpointer stays: it knows which rank has which optimizer states.
+        # The checkpointer stays the same, because it knows which rank has which optimizer states.
         self.parallelizer = self._new_parallelizer(self._world, self.parallelizer)
 
     @property
@@ -287,12 +289,13 @@ class AttachedModule:
         return self.parallelizer.is_done and (is_split or bool(self._world.config.zero_stage))
 
     def end_run(self, run: Run | None) -> None:
-        """Make the module whole after a run, as `gather_module_on_teardown` says; or refuse uses that need all of it.
+        """Gather the module after a run if `gather_module_on_teardown` requires it; otherwise mark it as sharded.
 
-        After a failure the other ranks may be gone, and no collective is begun.
+        A sharded module refuses uses that need the full module. After a failure, other ranks may have exited, so no
+        collective starts.
 
         Args:
-            run: The run, if it had begun.
+            run: The run, or ``None`` if it had not begun.
         """
         asked, failures = self._world.config.gather_module_on_teardown, self._world.failures
         if not self._is_divided:
@@ -310,11 +313,11 @@ class AttachedModule:
             rank_zero_info(why)
         if is_possible:
             refuse_parts(self.module, why)
-        else:  # tensor-parallel layers can be called by all their ranks together, layers with shards of ZeRO cannot
+        else:  # all ranks together can call tensor-parallel layers, but not layers with ZeRO shards
             refuse_calls(self.module, why, is_zero_sharded)
 
     def detach(self) -> None:
-        """A run is over: no hook is waited for any more."""
+        """Remove the hook that parallelizes the module, because the run is over."""
         if self._hook is not None:
             self._hook.remove()
 
@@ -322,36 +325,36 @@ class AttachedModule:
         """Wait for checkpoints that are still being written.
 
         Raises:
-            OSError: If one could not be written.
+            OSError: If a checkpoint could not be written.
         """
         if not self._world.failures.failed:
             self.checkpointer.close()
 
     def abandon(self) -> None:
-        """Let go of torch's mesh, which holds the group of all ranks."""
+        """Drop torch's device mesh, which refers to the group of all ranks."""
         lightning_internals.set_device_mesh(self.module, None)
 
 
 class Run:
-    """One run of the Trainer with a divided module, on its device; all ranks begin it with equal values.
+    """One run of the Trainer with a parallelized module, on its device. All ranks begin it with equal parameters.
 
     Args:
-        world: The ranks.
+        world: The objects of the process groups.
         attached: The module.
-        sync_batch_norm: Whether batch norm takes its statistics over the replicas.
-        autocasts: Whether steps run under autocast.
+        sync_batch_norm: If True, batch norm computes its statistics over the replicas.
+        autocasts: If True, steps run under autocast.
 
     Attributes:
-        grad_sync: What this rank has in common with others.
-        context: Around the user's steps; ``None`` if they are not cut.
+        grad_sync: Synchronizes gradients and parameters with other ranks.
+        context: The context of the user's steps; ``None`` if they are not split.
         offload: Moves optimizer states and activations to the host.
         training_step: Runs training batches.
         evaluation_step: Runs evaluation batches.
-        nonfinite: Keeps an optimizer from a step with gradients that are not finite; ``None`` if nothing does.
-        is_installed: Whether it has taken its places, and not given them back.
+        nonfinite: Prevents optimizer steps with gradients that are not finite; ``None`` without this check.
+        is_installed: True between :meth:`install` and :meth:`remove`.
 
     Raises:
-        ValueError: If the body is not the one that was divided; on every rank.
+        ValueError: If the body has changed since the module was parallelized; on every rank.
     """
 
     def __init__(self, world: World, attached: AttachedModule, *, sync_batch_norm: bool, autocasts: bool) -> None:
@@ -364,7 +367,7 @@ class Run:
         self.evaluation_step: EvaluationStep | UncutEvaluationStep | RefusedStep
         agree(parallelizer.check)
         attached.checkpointer.open()
-        with world.connections.opened(), ExitStack() as undo:  # undone also where the rest fails
+        with world.connections.opened(), ExitStack() as undo:  # undone also if a later line raises an error
             self.grad_sync = GradientSync(
                 parallelizer.parameters,
                 sync_batch_norm=sync_batch_norm,
@@ -426,7 +429,7 @@ class Run:
         self.evaluation_step = EvaluationStep(self.context, self.grad_sync)
 
     def _followers(self) -> list[Follower]:
-        """Return the parts of the run that depend on the places of parameters, in the order of their changes."""
+        """Return the parts of the run that depend on the places of parameters, in the order of their updates."""
         attached = self._attached
         context = [] if self.context is None else [self.context]
         return [attached.parallelizer, attached.checkpointer, attached.master_weights, self.grad_sync, *context]
@@ -446,10 +449,10 @@ class Run:
 
     @property
     def moves_batches(self) -> bool:
-        """Whether batches of what the Trainer does now move to the device as a whole.
+        """True if the Trainer's current loop moves batches to the device as a whole.
 
-        In training their microbatches move when they are needed; in evaluation no stage but the first and the last one
-        of a chain reads them. On a host there is nothing to save.
+        In training, microbatches are moved when they are needed. In evaluation of a chain, only the first and the last
+        stage read batches. On the CPU, nothing can be saved.
         """
         context, trains = self.context, self._attached.module.trainer.training
         if context is None or self._world.device.type == "cpu":
@@ -458,20 +461,20 @@ class Run:
 
     @cached_property
     def _hooks_read(self) -> tuple[bool, bool]:
-        """Whether hooks read batches of evaluation, and of training."""
+        """True if hooks read evaluation batches, and True if hooks read training batches."""
         module = self._attached.module
         return bool(batch_reading_hooks(module, training=False)), bool(batch_reading_hooks(module))
 
     @property
     def has_actions(self) -> bool:
-        """Whether steps are cut, so that there is a schedule."""
+        """True if steps are split, so that there is a schedule."""
         return self.context is not None
 
     def record(self) -> Recorder | None:
-        """Note from here on when actions begin and end, until :meth:`stop_recording`.
+        """Record the beginning and end of each action, until :meth:`stop_recording`.
 
         Returns:
-            Where that is noted; ``None`` where there are no actions.
+            The recorder; ``None`` if there are no actions.
         """
         if self.context is not None:
             self.context.recorder = Recorder(self.context.engine, self._world.device)
@@ -479,12 +482,12 @@ class Run:
         return None
 
     def stop_recording(self) -> None:
-        """Note nothing any more."""
+        """Stop recording."""
         if self.context is not None:
             self.context.recorder = None
 
     def stop_steps(self) -> None:
-        """The module is about to be made whole: no step can follow in this run."""
+        """Make all further steps of this run raise an error, before the module is gathered."""
         self.grad_sync.zero.remove()
         self.training_step = self.evaluation_step = RefusedStep()
 
@@ -494,12 +497,13 @@ class Run:
         nonfinite: GradientWatch | None = None,
         gradient_functions: GradientFunctions | None = None,
     ) -> None:
-        """Take the places in the Trainer and the module that are needed during a run; :meth:`remove` gives them back.
+        """Install all changes to the Trainer and the module that a run needs. :meth:`remove` undoes them.
 
         Args:
-            trainer: The Trainer, whose optimizers are there.
-            nonfinite: Looks at gradients before an optimizer steps.
-            gradient_functions: Lets functions over gradients see those of all ranks; ``None`` if this rank has all.
+            trainer: The Trainer, with its optimizers.
+            nonfinite: Checks gradients before an optimizer step.
+            gradient_functions: Makes functions over gradients use the gradients of all ranks; ``None`` if this rank has
+                all gradients.
         """
         world, module, undo = self._world, self._attached.module, self._installed
         self.is_installed = True
@@ -546,7 +550,7 @@ class Run:
         self._installed.callback(detector.remove)
 
     def remove(self) -> None:
-        """Undo :meth:`install`, and wait for sends that are under way."""
+        """Undo :meth:`install`, and wait for sends in flight."""
         self.is_installed = False
         self._installed.close()
         if not self._world.failures.failed:

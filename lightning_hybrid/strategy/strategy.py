@@ -1,4 +1,4 @@
-"""`HybridStrategy`: joins the parts of the package to the Trainer's hooks. No algorithm lives here."""
+"""`HybridStrategy`, which connects the parts of the package to the Trainer's hooks. It contains no algorithms."""
 
 from __future__ import annotations
 
@@ -197,7 +197,8 @@ class HybridStrategy(ReplicaCollectives):
 
     @takes(HybridConfig)
     def __init__(self, config: HybridConfig) -> None:
-        print_once_per_node()  # errors before the ranks are connected, such as of their number
+        # Errors before the ranks are connected, such as a wrong number of processes, are printed once per node.
+        print_once_per_node()
         provisional, searched = resolve_open(config)
         checks.check_arguments(provisional)
         self.settings = self._requested = Settings.of(config, provisional, searched)
@@ -205,9 +206,9 @@ class HybridStrategy(ReplicaCollectives):
         self._world: World | None = None
         self._attached: AttachedModule | None = None
         self._run: Run | None = None
-        self._has_precision = False  # whether this run has given the module its own
+        self._has_precision = False  # True if this run has converted the module to the run's precision
         self._start: StartWatch | None = None
-        self._started: WeakSet[LightningModule] | None = None  # modules that have had their initial weights
+        self._started: WeakSet[LightningModule] | None = None  # modules that have received their initial weights
         self._connections = Connections()
         self._global_batch: GlobalBatch | None = None
         self._sync_blocked = False
@@ -216,7 +217,7 @@ class HybridStrategy(ReplicaCollectives):
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        # Process groups, and what is known of modules, stay with their process.
+        # Process groups and knowledge of modules are not pickled.
         empty = {
             "_start": None,
             "_world": None,
@@ -227,7 +228,7 @@ class HybridStrategy(ReplicaCollectives):
         }
         return {**super().__getstate__(), **empty}
 
-    # -- what there is -----------------------------------------------------------------------------------------------
+    # -- properties --------------------------------------------------------------------------------------------------
 
     @property
     def world(self) -> World:
@@ -264,7 +265,7 @@ class HybridStrategy(ReplicaCollectives):
     def root_device(self) -> torch.device:
         """The device of this process."""
         assert self.parallel_devices is not None
-        first = self.parallel_devices[0]  # the host, of which a cluster may have more processes than `devices` says
+        first = self.parallel_devices[0]  # On the CPU, a cluster may start more processes per node than `devices`.
         return first if first.type == "cpu" else self.parallel_devices[self.local_rank]
 
     @property
@@ -352,16 +353,17 @@ class HybridStrategy(ReplicaCollectives):
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
         environment = self.cluster_environment
-        environment.set_world_size(self.num_nodes * self.num_processes)  # Lightning's own knows no other number
+        # Lightning's own environment does not know this number.
+        environment.set_world_size(self.num_nodes * self.num_processes)
         self._resolve(environment.world_size())
         numbers = self.num_processes, self.num_nodes
         self._launcher = launch.make_launcher(self, environment, *numbers, self.settings.launch.start_method)
 
     def _resolve(self, world_size: int) -> None:
-        """Find the sizes of the axes; where they are open, nothing is divided until :meth:`_find_layout`."""
+        """Find the sizes of the axes. With a layout search, the module is sharded only after :meth:`_find_layout`."""
         is_found = bool(self._requested.searched) and not self.settings.searched
         if is_found and self.sizes.num_ranks == world_size:
-            return  # by a run under another Trainer
+            return  # a run under another Trainer has found them
         self.settings = self._requested
         if set(ALL_SIZES) & set(self.settings.searched):
             self.sizes = Sizes(data=world_size)
@@ -400,7 +402,7 @@ class HybridStrategy(ReplicaCollectives):
             check_accumulation(samples, trainer, self._module)
         if not dist.is_initialized():
             assert self.cluster_environment is not None
-            if self._start is not None:  # of groups that are gone: what fails now is not theirs
+            if self._start is not None:  # the watch of earlier process groups: new errors do not concern it
                 self._start.close()
             self._world = self._start = None
             with self._connections.opened():
@@ -411,7 +413,7 @@ class HybridStrategy(ReplicaCollectives):
                     self.settings.time_limit,
                 )
                 self._process_group_backend = launch.start_groups(*given, watch=self._watch_start)
-            if not has_nccl():  # whose connections come and go
+            if not has_nccl():  # nccl opens and closes connections during a run
                 self._connections.watch_opened(self.cluster_environment.main_port)
         elif self._world is None:
             self._watch_start(stores_of_groups())
@@ -433,7 +435,7 @@ class HybridStrategy(ReplicaCollectives):
         self._attached.divide_early()
 
     def _find_layout(self) -> None:
-        """Find the arguments that were left open, once for all runs with this mesh."""
+        """Search for the arguments that the user left open, once for all runs with this device mesh."""
         open_sizes = set(ALL_SIZES) & set(self.settings.searched)
         sizes = self.settings.requested_sizes if open_sizes else asdict(self.sizes)
         given = self._module, self.root_device, self.precision_plugin, self.num_nodes
@@ -485,7 +487,7 @@ class HybridStrategy(ReplicaCollectives):
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
             self._reset_optimizers_and_schedulers()
-            if self.settings.global_batch_size is not None:  # before schedulers ask how many steps there will be
+            if self.settings.global_batch_size is not None:  # before schedulers read the number of steps
                 self._global_batch = GlobalBatch(self.settings.global_batch_size, self.mesh.num_replicas, trainer)
                 self._global_batch.accumulate()
                 add_callbacks(trainer, self._global_batch)
@@ -504,7 +506,7 @@ class HybridStrategy(ReplicaCollectives):
         self.remember_log_dir(trainer)
 
     def _convert_module(self) -> None:
-        """To the dtype of its parameters, if the precision has one of its own."""
+        """Convert parameters to the dtype of the precision plugin, if it has one."""
         assert self.model is not None
         if self.settings.master_weights:
             self.attached.master_weights = MasterWeights(self.model)
@@ -543,7 +545,7 @@ class HybridStrategy(ReplicaCollectives):
         told_elsewhere = cause is not None or (exceptions is not None and exceptions.are_told_elsewhere(exception))
         print_shortly(cause or exception, self.global_rank, told_elsewhere=told_elsewhere)
         if cause is not None:
-            self.teardown()  # the Trainer comes no further than this
+            self.teardown()  # the Trainer does not call it after an exception in this hook
             raise cause from exception
 
     @override
@@ -573,13 +575,14 @@ class HybridStrategy(ReplicaCollectives):
             self._attached.master_weights.remove()
             self._attached.close()
         module = self._lightning_module
-        if module is not None and lacks_values(module):  # after an error, which torch's about moving it would hide
+        # This happens after an error. Moving the module would raise another error that hides it.
+        if module is not None and lacks_values(module):
             self._lightning_module = None
         with moving(module):
             super().teardown()
         self._lightning_module = module
         if self._attached is not None and module is self._attached.module:
-            self._attached.end_run(self._run)  # on the host, where there is more room
+            self._attached.end_run(self._run)  # on the CPU, which has more memory
 
     # -- data --------------------------------------------------------------------------------------------------------
 
@@ -587,7 +590,7 @@ class HybridStrategy(ReplicaCollectives):
     def process_dataloader(self, dataloader: object) -> object:
         """Return the dataloader of this rank. Only one rank of each model group loads the samples of its replica."""
         if self._world is None and self.sizes.num_replicas == 1:
-            return dataloader  # asked for before a run, such as for `Trainer.estimated_stepping_batches`
+            return dataloader  # requested before a run, for example by `Trainer.estimated_stepping_batches`
         return self.world.loaders(dataloader, self._module.trainer)
 
     @override
@@ -595,10 +598,11 @@ class HybridStrategy(ReplicaCollectives):
         """Move a batch to the device. Transfer hooks draw the same random numbers on all ranks of a model group."""
         moves = self.run.moves_batches
         if self.attached.is_cut and self.root_device.type == "cuda":
-            batch = pinned(batch)  # what was received is already, and what was loaded may be
+            batch = pinned(batch)  # received batches are already pinned, and loaded batches may be
         if self._module.trainer.training and not moves:
             return batch
-        with self.world.batch_hooks.transfer(self._module):  # all ranks count the transfers of evaluation
+        # The context is entered also without a move, because all ranks count the transfers of evaluation.
+        with self.world.batch_hooks.transfer(self._module):
             return super().batch_to_device(batch, device, dataloader_idx) if moves else batch
 
     # -- steps -------------------------------------------------------------------------------------------------------
@@ -643,15 +647,15 @@ class HybridStrategy(ReplicaCollectives):
             return plugin.post_backward(closure_loss, module)
 
     def _backward_without_loss(self) -> bool:
-        """Take part in what the others send, where this replica has no loss; return whether one of them has."""
+        """Take part in the reduction of gradients if this replica has no loss. Return True if any replica has one."""
         if not self.run.training_step.backward(None, reduce=not self._sync_blocked):
             return False
         plugin, nothing = self.precision_plugin, torch.zeros((), device=self.root_device)
         scaler = getattr(plugin, "scaler", None)
         if scaler is not None:
-            scaler.scale(nothing)  # it gets ready at the first loss
+            scaler.scale(nothing)  # the scaler is initialized at the first loss
         with absent_gradients():
-            plugin.post_backward(nothing, self._module)  # for hooks that look at the gradients
+            plugin.post_backward(nothing, self._module)  # for hooks that read gradients
         return True
 
     @contextmanager
@@ -707,14 +711,14 @@ class HybridStrategy(ReplicaCollectives):
         self._precision_plugin = plugin
 
     def _owners(self) -> dist.ProcessGroup | None:
-        """The ranks that together own the parameters: the model group, or with ZeRO all."""
+        """Return the ranks that together own the parameters: all ranks with ZeRO, otherwise the model group."""
         if self._world is None:
             return None
         return dist.group.WORLD if self.settings.zero_stage else self.mesh.model_group
 
     @property
     def _shares_model(self) -> bool:
-        """Return whether other ranks own a part of the parameters."""
+        """Return True if other ranks own a part of the parameters."""
         owners = self._owners()
         return owners is not None and owners.size() > 1
 
@@ -723,7 +727,7 @@ class HybridStrategy(ReplicaCollectives):
         """Call `configure_optimizers` with the full module, and keep only this rank's parameters in the optimizers."""
         masters = self.attached.master_weights
         try:
-            with masters.opened():  # some make their states at once
+            with masters.opened():  # some optimizers create their states at once
                 super().setup_optimizers(trainer)
         except RuntimeError as error:
             backward = runs_backward(self.settings, self.sizes, self._module)
@@ -743,7 +747,7 @@ class HybridStrategy(ReplicaCollectives):
         offload, masters = self.run.offload, self.attached.master_weights
 
         def fetching() -> Any:
-            masters.close()  # some call it more than once
+            masters.close()  # some optimizers call the closure more than once
             output = closure()  # forward and backward
             masters.open()
             offload.load_states(optimizer)
@@ -812,7 +816,8 @@ class HybridStrategy(ReplicaCollectives):
     def checkpoint_io(self, io: CheckpointIO) -> None:
         checks.check_plugin(io, sharded=self.settings.save_distributed_checkpoint, beside=self.settings.async_save)
         if lightning_internals.is_wrapping_io(io):
-            io.checkpoint_io = FileIO()  # for the innermost one, unless it has something that writes files
+            # This applies to the innermost plugin, unless it wraps a plugin of the user that writes files.
+            io.checkpoint_io = FileIO()
         self._checkpoint_io = io
 
     @outside_of_steps
@@ -841,10 +846,11 @@ class HybridStrategy(ReplicaCollectives):
 
         Before a run, the module is first converted to the precision of the run.
         """
-        if self._attached is None:  # asked for outside of a run
+        if self._attached is None:  # called outside of a run
             return super().load_checkpoint(checkpoint_path, weights_only)
         if not self._has_precision and not self.settings.master_weights:
-            self._convert_module()  # Lightning does it later, and rounds what a module of another one has saved
+            # Lightning converts it only after loading, when weights of a higher precision are already rounded.
+            self._convert_module()
         with self.attached.master_weights.opened():
             return self.attached.checkpointer.load(checkpoint_path, self.checkpoint_io, weights_only)
 
@@ -855,9 +861,9 @@ class HybridStrategy(ReplicaCollectives):
 
         If checkpoints are directories (`save_distributed_checkpoint`), return the part of this rank instead.
         """
-        if self._attached is None:  # no run has begun, and nothing is divided
+        if self._attached is None:  # no run has begun, and the module is not sharded
             return super().lightning_module_state_dict()
-        if self.world.exceptions.why_not_saved is not None:  # the Trainer asks for this first
+        if self.world.exceptions.why_not_saved is not None:  # the Trainer calls this method first when it saves
             raise RuntimeError(self.world.exceptions.why_not_saved)
         with self.attached.master_weights.opened():
             return self.attached.checkpointer.module_state()
@@ -974,6 +980,6 @@ class HybridStrategy(ReplicaCollectives):
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load this rank's part of the optimizer states."""
-        with self.attached.master_weights.opened():  # which states are converted to the dtype of
+        with self.attached.master_weights.opened():  # the states are converted to the dtype of the master weights
             self.attached.checkpointer.load_optimizer_states(self.optimizers, checkpoint["optimizer_states"])
         lightning_internals.move_optimizer_states(self.optimizers, self.root_device)

@@ -1,4 +1,4 @@
-"""What runs where, as text: the layout, the tables of stages, shared layers and memory, and the effective batch."""
+"""Texts about the layout: tables of stages, tensor-parallel layers and memory, and the effective batch size."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from lightning_hybrid.pipeline_parallel.stage_map import StageMap, locate
 from lightning_hybrid.tensor_parallel.plan import Plan
 from lightning_hybrid.tensor_parallel.styles import PlanRow
 
-_MOST = 5  # kinds of blocks that a line lists
-_COLUMNS = 100  # the greatest width of a table
-_NARROWEST = 16  # columns of a text in a table
+_MOST = 5  # the number of kinds of blocks that a line lists
+_COLUMNS = 100  # the maximum width of a table
+_NARROWEST = 16  # the minimum width of a column of texts
 
 
 @dataclass(frozen=True)
 class StageRow:
-    """One stage.
+    """A stage, as a row of the table.
 
     Attributes:
-        stage: Its global index.
-        rank: Its pipeline rank.
-        layers: Its layers in the body.
-        kinds: What they are, such as ``"4 x Block"``.
-        in_layers: The number of their parameters; one that it has twice counts once.
-        outside: The number of the other parameters that it holds.
-        share: Its part of what all stages hold.
+        stage: The global index of the stage.
+        rank: The pipeline rank of the stage.
+        layers: The indices of its layers in the body.
+        kinds: The classes of its layers, such as ``"4 x Block"``.
+        in_layers: The number of parameters in its layers; tied parameters count once.
+        outside: The number of its other parameters.
+        share: The fraction of the parameters of all stages that are on this stage.
     """
 
     stage: int
@@ -49,17 +49,17 @@ class StageRow:
 
     @property
     def num_parameters(self) -> int:
-        """The number of all parameters that it holds."""
+        """The number of all parameters of the stage."""
         return self.in_layers + self.outside
 
 
 def stage_rows(module: nn.Module, layers: Sequence[nn.Module], stage_map: StageMap) -> list[StageRow]:
-    """The stages as data.
+    """Return the rows of the table of stages.
 
     Args:
-        module: The user's module, with placeholders or without.
+        module: The user's module, with or without placeholders.
         layers: The layers of the body.
-        stage_map: Which stage holds what.
+        stage_map: The assignment of parameters to stages.
     """
     held: list[dict[int, int]] = [{} for _ in stage_map.stages]
     for found in locate(module.named_parameters(remove_duplicate=False), stage_map):
@@ -91,7 +91,7 @@ def _short(text: str) -> str:
 
 
 def ranks_of_stages(sizes: Sizes, rank_order: str) -> list[list[int]]:
-    """The global ranks that hold the stages of each pipeline rank.
+    """Return the global ranks that hold the stages of each pipeline rank.
 
     Args:
         sizes: The number of ranks along each axis.
@@ -105,19 +105,19 @@ def ranks_of_stages(sizes: Sizes, rank_order: str) -> list[list[int]]:
 
 
 def stage_holders(sizes: Sizes, rank_order: str, hosts: Sequence[str]) -> list[tuple[str, str]]:
-    """Who holds the stages of each pipeline rank, as texts: global ranks, and their machines.
+    """Return the global ranks and the nodes of each pipeline rank, as texts.
 
     Args:
-        sizes: As of :func:`ranks_of_stages`.
-        rank_order: Likewise.
-        hosts: The machine of each global rank.
+        sizes: The argument of :func:`ranks_of_stages`.
+        rank_order: The argument of :func:`ranks_of_stages`.
+        hosts: The node of each global rank.
     """
     held = ranks_of_stages(sizes, rank_order)
     return [(_short(_ranges(ranks)), _short(", ".join(dict.fromkeys(hosts[rank] for rank in ranks)))) for ranks in held]
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """Ascending numbers, neighbours together: ``"0-3, 8"``."""
+    """Return ascending numbers with consecutive numbers as ranges: ``"0-3, 8"``."""
     grouped = groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
     runs = [[number for _, number in run] for _, run in grouped]
     return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
@@ -126,13 +126,13 @@ def _ranges(numbers: Sequence[int]) -> str:
 def stage_table(
     rows: Sequence[StageRow], body: str, *, is_estimate: bool, holders: Sequence[tuple[str, str]] = ()
 ) -> str:
-    """The stages as text; the last line is their sum, in which what several stages hold counts several times.
+    """Return the table of stages. In its last line, parameters of several stages count several times.
 
     Args:
         rows: The stages.
         body: The dotted name of the body.
-        is_estimate: Whether it is not known yet which stages hold what is outside of the layers.
-        holders: For each pipeline rank the global ranks and machines, which are shown in its place.
+        is_estimate: If True, the stages of parameters outside the layers are not known yet.
+        holders: The global ranks and nodes of each pipeline rank, which replace the pipeline rank in the table.
     """
     has_outside = any(row.outside for row in rows)
     titles = ("in layers", "outside, est." if is_estimate else "outside") if has_outside else ()
@@ -148,35 +148,35 @@ def stage_table(
 
 
 def _numbers(rows: Sequence[StageRow], has_outside: bool) -> list[str]:
-    """The parameters of some stages: in layers and outside, where that differs, and all."""
+    """Return the numbers of parameters of some stages: in layers and outside, if there are any outside, and all."""
     counts = [(row.in_layers, row.outside, row.num_parameters) for row in rows]
     return [f"{sum(column):,}" for column in zip(*counts, strict=True)][0 if has_outside else 2 :]
 
 
 def outside_text(module: nn.Module, layers: Sequence[nn.Module], where: str) -> str:
-    """How many parameters are outside of the layers, as text; nothing if there are none.
+    """Return a text about the number of parameters outside the layers; empty if there are none.
 
     Args:
         module: The user's module.
         layers: The layers of the body.
-        where: On which stages they are.
+        where: A text about the stages that hold them.
     """
     total, outside = _count([module]), sum(count for _, count in outside_parts(module, layers))
     return f"not in layers: {outside:,} parameters ({100 * outside / total:.1f}%), {where}" if outside else ""
 
 
 def placed_text(outside: Mapping[str, Collection[int]]) -> str:
-    """Where parameters outside of the layers live, as text.
+    """Return a text about the stages of parameters outside the layers.
 
     Args:
-        outside: Their stages, by name.
+        outside: The stages of each parameter, by name.
     """
     places = [f"{name} on stage {' and '.join(map(str, sorted(stages)))}" for name, stages in outside.items()]
     return f"Parameters outside the layers: {', '.join(places)}"
 
 
 def outside_parts(module: nn.Module, layers: Sequence[nn.Module]) -> list[tuple[str, int]]:
-    """The parts of a module that have parameters outside of its layers: names and numbers of parameters.
+    """Return the submodules with parameters outside the layers: their names and numbers of these parameters.
 
     Args:
         module: The user's module.
@@ -193,11 +193,11 @@ def outside_parts(module: nn.Module, layers: Sequence[nn.Module]) -> list[tuple[
 
 
 def memory_table(estimates: Sequence[MemoryUsage], peaks: Sequence[int] = ()) -> str:
-    """What each pipeline rank holds, as text.
+    """Return a table of the memory of each pipeline rank, in GiB.
 
     Args:
-        estimates: By pipeline rank.
-        peaks: The most bytes that the device's allocator has given to each pipeline rank, if that is known.
+        estimates: The estimate for each pipeline rank.
+        peaks: The peak memory of the device's allocator on each pipeline rank in bytes; empty if it is unknown.
     """
     every = [field.name for field in fields(MemoryUsage)]
     names = [name for name in every if any(getattr(usage, name) is not None for usage in estimates)]
@@ -214,7 +214,7 @@ def memory_table(estimates: Sequence[MemoryUsage], peaks: Sequence[int] = ()) ->
 
 
 def _digits(largest: int) -> int:
-    """Return how many decimals show three digits of a number of bytes, in GiB."""
+    """Return the number of decimals that show three digits of a number of bytes, in GiB."""
     return min(5, max(1, 2 - math.floor(math.log10(max(1, largest) / 2**30))))
 
 
@@ -223,11 +223,11 @@ def _gibibytes(value: int | None, digits: int) -> str:
 
 
 def text_table(rows: Sequence[Sequence[str]], left: Collection[int] | None = None) -> str:
-    """Return rows in columns, below a line of titles; the widest text continues below itself if there is no room.
+    """Return a table. If it is too wide, the texts of its widest column are wrapped.
 
     Args:
         rows: The titles, then the cells of each row.
-        left: The columns of texts, which are aligned to the left, by index; ``None`` for all of them.
+        left: The indices of the columns with texts, which are aligned to the left; ``None`` for all columns.
     """
     texts = range(len(rows[0])) if left is None else left
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -253,7 +253,7 @@ def _row_lines(row: Sequence[str], widths: Sequence[int], texts: Collection[int]
 
 
 def divided_share(plan: Plan, module: nn.Module) -> float:
-    """The share of the parameters that are divided over the tensor-parallel ranks.
+    """Return the fraction of the parameters that are sharded over the tensor-parallel ranks.
 
     Args:
         plan: The plan.
@@ -264,10 +264,10 @@ def divided_share(plan: Plan, module: nn.Module) -> float:
 
 
 def plan_table(plan: Plan, module: nn.Module) -> str:
-    """How layers are shared by the tensor-parallel ranks, as text: module, style, full and local shape.
+    """Return a table of tensor-parallel layers: module, style, full and local shape.
 
     Args:
-        plan: The plan; layers alike are in one line.
+        plan: The plan. Similar layers are in one line.
         module: The module.
     """
     rows: list[tuple[str, ...]] = []
@@ -282,7 +282,7 @@ def plan_table(plan: Plan, module: nn.Module) -> str:
 
 
 def plan_rows(plan: Plan) -> list[dict[str, Any]]:
-    """How layers are shared by the tensor-parallel ranks, for programs: numbers, texts, lists and dictionaries.
+    """Return the tensor-parallel layers as strings, lists and dictionaries, for programs.
 
     Args:
         plan: The plan.
@@ -303,7 +303,7 @@ def plan_rows(plan: Plan) -> list[dict[str, Any]]:
 
 
 def _shapes(plan: Plan, row: PlanRow) -> dict[str, tuple[Sequence[int], Sequence[int]]]:
-    """The full and the local shape of the parameters that a row divides."""
+    """Return the full and the local shape of each parameter that a row of the plan shards."""
     found: dict[str, tuple[Sequence[int], Sequence[int]]] = {}
     for name, split in row.parameters().items():
         full = plan.shapes[name]
@@ -312,7 +312,7 @@ def _shapes(plan: Plan, row: PlanRow) -> dict[str, tuple[Sequence[int], Sequence
 
 
 def _whole(plan: Plan, module: nn.Module) -> list[str]:
-    """What stays whole, with its share of the parameters: what has a reason, then weights that nothing divides."""
+    """Return lines about parameters that are not sharded: those with a reason, then weights without a plan entry."""
     sizes = {id(parameter): parameter.numel() for parameter in module.parameters()}
     total = max(1, sum(sizes.values()))
     for divided in _divided(plan, module):
@@ -336,8 +336,8 @@ def _whole(plan: Plan, module: nn.Module) -> list[str]:
 
 
 def _divided(plan: Plan, module: nn.Module) -> set[int]:
-    """The parameters that are divided, by their identities."""
-    parameters = dict(module.named_parameters(remove_duplicate=False))  # a layout may divide a buffer too
+    """Return the identities of the sharded parameters."""
+    parameters = dict(module.named_parameters(remove_duplicate=False))  # a plan may also shard buffers
     names = {name for row in plan.rows for name in row.parameters()} & parameters.keys()
     divided = {id(parameters[name]) for name in names}
     return divided | {id(each) for name in plan.torch_styles for each in module.get_submodule(name).parameters()}
@@ -348,12 +348,12 @@ def _shape(shape: Iterable[int]) -> str:
 
 
 def layout_text(sizes: Sizes, schedule: Schedule, *, bubble: float) -> str:
-    """The layout in one line.
+    """Return the layout in one line.
 
     Args:
         sizes: The number of ranks along each axis.
-        schedule: Of a training step.
-        bubble: The share of the step that an average rank is idle.
+        schedule: The schedule of a training step.
+        bubble: The fraction of the step in which an average rank is idle.
     """
     layout = f"Layout: {sizes} = {sizes.num_ranks} processes"
     if schedule.num_stages == 1 and schedule.num_microbatches == 1:
@@ -368,13 +368,13 @@ def layout_text(sizes: Sizes, schedule: Schedule, *, bubble: float) -> str:
 def batch_text(
     batch_size: int | None, replicas: int, accumulated: int, *, num_microbatches: int, requested: int
 ) -> str:
-    """The effective batch in one line.
+    """Return the effective batch size in one line.
 
     Args:
-        batch_size: Of the loader, on each replica; ``None`` if it does not say.
+        batch_size: The batch size of the loader on each replica; ``None`` if it is unknown.
         replicas: The data-parallel size.
-        accumulated: The number of batches of an optimizer step.
-        num_microbatches: The number of microbatches of a batch that has as many samples.
+        accumulated: The number of batches per optimizer step.
+        num_microbatches: The number of microbatches for a batch of this size.
         requested: The number of microbatches in the table of the layout.
     """
     parts = f"{_counted(replicas, 'replica')} x {_counted(accumulated, 'accumulated batch', 'es')}"

@@ -1,4 +1,4 @@
-"""A few steps of training in float64, in one process or under a layout, on the same batches, and what came of it."""
+"""A few training steps in float64, in one process or under a layout, with a record of the results."""
 
 from lightning_hybrid.cli.check_training.training import (
     MakeData,

@@ -1,4 +1,4 @@
-"""The probabilities of dropout that a module keeps in attributes."""
+"""Dropout probabilities that a module stores in attributes."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from lightning_hybrid.tensor_parallel.auto_plan.forward_code import parse_source
 
 
 def set_dropout_to_zero(module: nn.Module) -> int:
-    """Set those of a module to 0, not of the modules in it.
+    """Set the dropout probabilities of a module to 0, but not of its submodules.
 
-    They are attributes with ``drop`` in their names and not ``keep``, and ``p`` if it is one: see :func:`_is_dropout`.
+    These are attributes with ``drop`` but not ``keep`` in their names, and ``p`` in some classes: see
+    :func:`_is_dropout`.
 
     Returns:
-        The number of those that were not 0.
+        The number of probabilities that were not 0.
     """
     in_range = [name for name, value in vars(module).items() if isinstance(value, float) and 0 < value <= 1]
     named = [name for name in in_range if "drop" in name.lower() and "keep" not in name.lower()]
@@ -26,10 +27,10 @@ def set_dropout_to_zero(module: nn.Module) -> int:
 
 
 def _is_dropout(kind: type[nn.Module]) -> bool:
-    """Whether ``self.p`` is a probability of dropout; it may be another thing, such as the order of a norm.
+    """Return True if ``self.p`` of a class is a dropout probability and not, for example, the order of a norm.
 
-    It is one in a class called so; or where the source of the class, or of one that it inherits from, takes it from
-    something called dropout (``self.p = dropout``), or hands it to something called dropout.
+    This is the case if the name of the class contains a word for dropout, or if its source, or the source of a base
+    class, assigns ``self.p`` from a name with dropout (``self.p = dropout``), or passes it to such a name.
     """
     if any(word in kind.__name__.lower() for word in ("dropout", "droppath", "dropblock")):
         return True
@@ -38,7 +39,7 @@ def _is_dropout(kind: type[nn.Module]) -> bool:
 
 def _uses_for_dropout(kind: type) -> bool:
     tree = parse_source(source_of(kind))
-    for node in () if tree is None else ast.walk(tree):  # of what was typed in, there may be no source
+    for node in () if tree is None else ast.walk(tree):  # interactively defined classes may have no source
         if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
             ends = [node.value, *(node.targets if isinstance(node, ast.Assign) else [node.target])]
             if any(map(_is_p, ends)) and any(map(_is_called_dropout, ends)):
@@ -51,7 +52,7 @@ def _uses_for_dropout(kind: type) -> bool:
 
 
 def _is_p(node: ast.expr) -> bool:
-    """Whether an expression is ``self.p``, or that in one of two cases."""
+    """Return True if an expression is ``self.p``, or a conditional expression with ``self.p``."""
     if isinstance(node, ast.IfExp):
         return _is_p(node.body) or _is_p(node.orelse)
     return isinstance(node, ast.Attribute) and node.attr == "p"

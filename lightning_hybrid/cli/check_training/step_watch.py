@@ -1,4 +1,4 @@
-"""Where a step computes in float32, and where it draws random numbers."""
+"""Detection of float32 computations and random numbers in a step."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _NARROW = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class StepWatch:
-    """Finds the first call that makes a narrower tensor of one in float64, and the first that draws random numbers.
+    """Finds the first call that returns a narrower dtype for a float64 tensor, and the first that draws random numbers.
 
-    Calls are looked at in a :class:`~lightning_hybrid.distributed.modes.FunctionMode` with it.
+    It is called for each torch function inside a :class:`~lightning_hybrid.distributed.modes.FunctionMode`.
 
     Attributes:
-        float32: The file and line of the one; ``None`` if there was none.
-        draws: Likewise of the other.
+        float32: The file and line of the first narrowing call; ``None`` if there was none.
+        draws: The file and line of the first random call; ``None`` if there was none.
     """
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class StepWatch:
         self.draws: str | None = None
 
     def __call__(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Make a call, and look at it."""
+        """Call a function, and check its result and the random state."""
         before = torch.default_generator.get_state()
         result = func(*args, **kwargs)
         if self.draws is None and not torch.equal(torch.default_generator.get_state(), before):
@@ -41,7 +41,7 @@ class StepWatch:
 
 
 def _caller() -> str:
-    """The line that called a function of torch."""
+    """Return the line of the user's code that called a function of torch."""
     inside = {str(Path(torch.__file__).parent), modes.__file__, __file__}
     frames = (frame for frame in reversed(traceback.extract_stack()) if not frame.filename.startswith(tuple(inside)))
     frame = next(frames)

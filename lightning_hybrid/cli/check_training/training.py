@@ -1,4 +1,7 @@
-"""A few steps of training in float64, in one process or under a layout, on the same batches, and what came of it."""
+"""A few training steps in float64, in one process or under a layout, with a record of the results.
+
+Each run uses the same batches. `cli.check` runs it several times and compares the records.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ from lightning_hybrid.strategy.strategy import HybridStrategy
 from lightning_hybrid.tensor_parallel.auto_plan.heads import missing_heads
 from lightning_hybrid.tensor_parallel.layers import ParallelLayer
 
-#: What makes a user's module, and the data to train it on: loaders, a data module, ``None`` if the module has loaders.
+#: Functions that return the user's module, and its data: loaders, a data module, or ``None`` if the module has loaders.
 MakeModule = Callable[[], LightningModule]
 MakeData = Callable[[], Any]
 
@@ -43,22 +46,22 @@ _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 
 @dataclass
 class TrainingRecord:
-    """What one rank saw.
+    """The results of training on one rank.
 
     Attributes:
-        data_rank: Its replica.
-        losses: By batch.
+        data_rank: The replica of the rank.
+        losses: The loss of each batch.
         logged: `callback_metrics` after each batch.
         epoch_logged: `callback_metrics` at the end.
-        grad_norms: The norm of all gradients before each optimizer step.
-        weights: The state of the undivided module at the end, on the first rank.
-        parameter_names: Which of them are parameters.
-        dropouts: The number of probabilities of dropout that were set to 0.
-        batch_norms: The number of layers with batch statistics.
-        has_own_plan: Whether the user says how layers are shared by tensor-parallel ranks.
-        plan_faults: What that plan may lack, in sentences.
-        float32: Where the step turned float64 into something narrower first; ``None`` if it did not.
-        draws: Where the first step drew random numbers first; ``None`` if it did not.
+        grad_norms: The global gradient norm before each optimizer step.
+        weights: The state dict of the full module at the end, on the first rank.
+        parameter_names: The names in `weights` that are parameters.
+        dropouts: The number of dropout probabilities that were set to 0.
+        batch_norms: The number of batch norm layers.
+        has_own_plan: True if the user has written the tensor-parallel plan.
+        plan_faults: Sentences about possible omissions in this plan.
+        float32: The place where the step first converted float64 to a narrower dtype; ``None`` if it did not.
+        draws: The place where the first step first drew random numbers; ``None`` if it did not.
     """
 
     data_rank: int = 0
@@ -78,12 +81,12 @@ class TrainingRecord:
 
 @dataclass(frozen=True)
 class MicrobatchWeights:
-    """How the loss of a batch is made of the losses of its microbatches.
+    """The weights with which the losses of microbatches add up to the loss of their batch.
 
     Attributes:
-        found: The weights with which their gradients, and their losses, add up to those of the whole batch best.
-        residual: What is left, relative to the gradient of the batch.
-        used: The weights that a run under the layout uses.
+        found: The weights for which the sum of the microbatches' gradients and losses best fits the full batch.
+        residual: The norm of the error of this fit, relative to the gradient of the batch.
+        used: The weights in a run under the layout.
     """
 
     found: tuple[float, ...]
@@ -93,15 +96,15 @@ class MicrobatchWeights:
 
 @dataclass(frozen=True)
 class Training:
-    """What is trained, and how long.
+    """The training that is repeated in each run of a check.
 
     Attributes:
-        make_module: Makes the module.
-        make_data: Makes what `Trainer.fit` takes as data.
-        steps: Optimizer steps.
-        trainer: Arguments of the Trainer that decide about steps, such as ``accumulate_grad_batches``.
+        make_module: Returns the module.
+        make_data: Returns the data for `Trainer.fit`.
+        steps: The number of optimizer steps.
+        trainer: Arguments of the Trainer that affect steps, such as ``accumulate_grad_batches``.
         settings: The arguments of the layout.
-        directory: Where the batches are kept: the first run takes them from the user's loaders.
+        directory: The directory for batches, which the first run writes from the user's loaders.
     """
 
     make_module: MakeModule
@@ -113,19 +116,19 @@ class Training:
 
     @property
     def accumulated(self) -> int:
-        """Batches of an optimizer step, on each replica."""
+        """The number of batches per optimizer step on each replica."""
         return int(self.trainer.get("accumulate_grad_batches", 1))
 
     def batches(self, loader: Any, number: int, count: int) -> list[Any]:
-        """The first batches of a loader of the user's, from its beginning again if there are not so many.
+        """Return the first batches of a user's loader. If it has fewer batches, it starts again from its beginning.
 
         Args:
             loader: The loader.
-            number: Which one, where there are several.
-            count: How many batches.
+            number: The index of the loader among the user's loaders.
+            count: The number of batches.
 
         Raises:
-            ValueError: If the loader gives none.
+            ValueError: If the loader has no batches.
         """
         file = self.directory / f"loader-{number}-batches-{count}"
         if not file.exists():
@@ -135,12 +138,12 @@ class Training:
         return loaded
 
     def in_one_process(self, replicas: int, *, seed: int = 0, fixed_statistics: bool = False) -> TrainingRecord:
-        """Train with plain Lightning, the mean over the batches of several replicas as accumulated batches.
+        """Train with plain Lightning, with the batches of several replicas as accumulated batches.
 
         Args:
-            replicas: The number of replicas whose batches make a step.
-            seed: Of the random numbers that are drawn while training, not of the initial weights.
-            fixed_statistics: Whether batch norms use their running statistics.
+            replicas: The number of replicas whose batches make up a step.
+            seed: The seed of random numbers during training, not of the initial weights.
+            fixed_statistics: If True, batch norms use their running statistics.
         """
         recorder = _Recorder(seed=seed, fixed_statistics=fixed_statistics)
         strategy = _OneProcess(self, self.steps * self.accumulated * replicas, replicas)
@@ -151,11 +154,11 @@ class Training:
         return record
 
     def under_layout(self, layout: Mapping[str, Any], *, fixed_statistics: bool = False) -> TrainingRecord:
-        """Train under a layout; to be run on every rank.
+        """Train under a layout. All ranks call this.
 
         Args:
             layout: Arguments of `HybridStrategy`.
-            fixed_statistics: Whether batch norms use their running statistics.
+            fixed_statistics: If True, batch norms use their running statistics.
         """
         recorder = _Recorder(seed=0, fixed_statistics=fixed_statistics)
         strategy = _UnderLayout(self, **layout)
@@ -164,11 +167,11 @@ class Training:
         return recorder.record
 
     def microbatch_weights(self, num_microbatches: int, loss_reduction: str) -> MicrobatchWeights:
-        """With which weights the microbatches of the first batch have its loss and its gradient, in one process.
+        """Return the weights with which the first batch's microbatches have its loss and its gradient, in one process.
 
         Args:
             num_microbatches: The number of microbatches.
-            loss_reduction: Of the layout.
+            loss_reduction: The argument of the layout.
         """
         strategy = _Microbatches(self, num_microbatches, loss_reduction)
         self._fit(strategy, 1, _Recorder(seed=0, fixed_statistics=False), accumulated=1)
@@ -179,7 +182,7 @@ class Training:
         seed_generators(0)
         module, data = self.make_module(), self.make_data()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a run says them too
+            warnings.simplefilter("ignore")  # a normal run shows the same warnings
             trainer = Trainer(
                 accelerator="cpu",
                 devices=devices,
@@ -215,7 +218,7 @@ def _repeated(loader: Iterable[Any]) -> Iterator[Any]:
 
 
 class _UnderLayout(HybridStrategy):
-    """The layout, on batches that were taken before."""
+    """The strategy under test, on batches of the user's loaders that were stored in files."""
 
     def __init__(self, training: Training, **layout: Any) -> None:
         super().__init__(**layout)
@@ -231,10 +234,12 @@ class _UnderLayout(HybridStrategy):
 
 
 class _SingleProcess(SingleDeviceStrategy):
-    """Plain Lightning, where layers on the meta device get the values that they get under a layout, when they do there.
+    """Plain Lightning, but layers on the meta device are initialized with the same values as under a layout.
+
+    They are also initialized at the same time: after `configure_model`, or after the hook `setup`.
 
     Args:
-        training: What is trained.
+        training: The training.
     """
 
     def __init__(self, training: Training) -> None:
@@ -259,14 +264,15 @@ class _SingleProcess(SingleDeviceStrategy):
 
     @override
     def setup(self, trainer: Trainer) -> None:
-        self._initialize()  # what the hook `setup` has made
+        self._initialize()  # layers that the hook `setup` has created
         super().setup(trainer)
 
     @override
     def teardown(self) -> None:
         module = self.lightning_module
         is_unfinished = module is not None and lacks_values(module)
-        with suppress(NotImplementedError) if is_unfinished else nullcontext():  # it cannot be moved, after an error
+        # After an error, a module on the meta device cannot be moved.
+        with suppress(NotImplementedError) if is_unfinished else nullcontext():
             super().teardown()
 
     def _initialize(self) -> None:
@@ -278,15 +284,15 @@ class _SingleProcess(SingleDeviceStrategy):
 
 
 class _OneProcess(_SingleProcess):
-    """Plain Lightning, on batches that are taken now or were before.
+    """Plain Lightning, on batches of the user's loaders that are stored in files.
 
-    Where the user names the normaliser of the loss, batches of the replicas of a step are weighted by it, so that they
-    are one batch; otherwise each counts the same, as in Lightning's DDP.
+    If the user has defined `microbatch_weight`, the batches of the replicas of a step are weighted with it, as if they
+    were one batch. Otherwise, each batch has the same weight, as in Lightning's DDP.
 
     Attributes:
-        factors: By which each batch's loss is multiplied.
-        float32: Where the first step turned float64 into something narrower.
-        draws: Where it drew random numbers.
+        factors: The factor of each batch's loss.
+        float32: The place where the first step converted float64 to a narrower dtype; ``None`` if it did not.
+        draws: The place where the first step drew random numbers; ``None`` if it did not.
     """
 
     def __init__(self, training: Training, count: int, replicas: int) -> None:
@@ -330,7 +336,7 @@ class _OneProcess(_SingleProcess):
 
 
 class _Microbatches(_SingleProcess):
-    """Computes the gradients of a batch and of each of its microbatches, and changes no weights."""
+    """Computes the gradients of a batch and of each of its microbatches, without changing weights."""
 
     def __init__(self, training: Training, num_microbatches: int, loss_reduction: str) -> None:
         super().__init__(training)
@@ -360,7 +366,7 @@ class _Microbatches(_SingleProcess):
         return loss
 
     def result(self) -> MicrobatchWeights:
-        """The weights."""
+        """Return the weights that best fit the gradients."""
         whole, *pieces = self._columns
         matrix = torch.stack(pieces, 1)
         found = torch.linalg.lstsq(matrix, whole.unsqueeze(1), driver="gelsd").solution
@@ -372,12 +378,13 @@ class _Microbatches(_SingleProcess):
 
 
 class _Recorder(Callback):
-    """Keeps what happens, the same way in one process and under a layout.
+    """Records results, in the same way in one process and under a layout.
 
-    Dropout that is found is off: microbatches draw other random numbers than a batch, so nothing could be compared.
+    It also disables the dropout that it finds, because microbatches draw other random numbers than a batch, so that
+    results could not be compared.
 
     Attributes:
-        record: What it has kept.
+        record: The results.
     """
 
     def __init__(self, *, seed: int, fixed_statistics: bool) -> None:

@@ -1,4 +1,5 @@
-"""The commands of ``lightning-hybrid``, a file each: options and what is printed; the work is done elsewhere.
+"""The commands of ``lightning-hybrid``, one module each, which parse options and print results.
 
-Only the command that is called is imported, and it imports torch and Lightning when its options have been understood.
+Other modules do the work. Only the module of the called command is imported. It imports torch and Lightning after it
+has parsed its options.
 """

@@ -1,4 +1,4 @@
-"""``lightning-hybrid check``: whether a layout trains with the numbers of one process."""
+"""``lightning-hybrid check``: comparison of training under a layout with training in one process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lightning_hybrid.cli.parser import ConfigParser, print_json, print_text
 
 
 def run(args: Sequence[str]) -> None:
-    """Say whether a layout trains with the numbers of one process."""
+    """Compare training under a layout with training in one process, and exit with status 0 if they are equal."""
     description = (
         "Train a few steps in one process and again under the layout of a configuration, and compare losses, logged"
         " values, gradients and weights. Both runs use float64 on the CPU of this machine. If values differ, print the"
@@ -48,7 +48,7 @@ def run(args: Sequence[str]) -> None:
     overrides += ["--trainer.precision", "64-true"]
     cli, strategy = load_config(parser, options.config, overrides, with_values=True)
     layout = vars(strategy.settings.requested) | strategy.sizes.by_argument
-    layout["master_weights"] = False  # in float64 there are none
+    layout["master_weights"] = False  # float64 training has no master weights
     names = ("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm")
     console = Console(stderr=True)
     with parser.refusing(ValueError, TypeError, RuntimeError):
@@ -58,7 +58,7 @@ def run(args: Sequence[str]) -> None:
             steps=options.steps,
             trainer={name: getattr(cli.trainer, name) for name in names},
             time_limit=options.time_limit,
-            # No bar: its thread would be copied, half at work, with the process.
+            # A progress bar has a thread, which would be copied in the middle of its work when the process is forked.
             progress=lambda text: console.print(f"Training {text}", style="dim") if console.is_terminal else None,
             **layout,
         )

@@ -1,4 +1,4 @@
-"""``lightning-hybrid consolidate``: one file of a checkpoint that is a directory."""
+"""``lightning-hybrid consolidate``: conversion of a checkpoint directory to one file."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from lightning_hybrid.cli.parser import Parser, on_disk
 
 
 def run(args: Sequence[str]) -> None:
-    """Make one file of a directory."""
+    """Convert a checkpoint directory to one file."""
     parser = Parser(
         "consolidate",
         description="Convert a checkpoint directory to an ordinary Lightning checkpoint in one file. The checkpoint can"

@@ -1,4 +1,4 @@
-"""``lightning-hybrid demo``: trains a Vision Transformer on handwritten digits; all that it needs is in the package."""
+"""``lightning-hybrid demo``: training of a Vision Transformer on handwritten digits, without a download."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def run(args: Sequence[str]) -> None:
 
     with parser.refusing(ModuleNotFoundError):
         load_digits()
-    # Where a LightningCLI looks, and what Lightning runs again for the other ranks.
+    # LightningCLI reads these arguments, and Lightning starts the other ranks with them.
     sys.argv[1:] = ["fit", "--config", str(_CONFIG), *_layout(options.ranks), *overrides]
     HybridCLI()
 

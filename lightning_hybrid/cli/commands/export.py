@@ -1,4 +1,4 @@
-"""``lightning-hybrid export``: the weights of a checkpoint as Hugging Face writes them."""
+"""``lightning-hybrid export``: export of a checkpoint's weights to a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
 def run(args: Sequence[str]) -> None:
-    """Write the weights of a checkpoint as Hugging Face does."""
+    """Export the weights of a checkpoint to a Hugging Face folder."""
     parser = Parser(
         "export",
         description="Export the weights of a checkpoint to a new folder, in safetensors format. You can load them with"
@@ -72,7 +72,7 @@ def run(args: Sequence[str]) -> None:
 
 
 def _text(result: Export) -> str:
-    """What is not to be seen in the files."""
+    """Return notes about the export that the files do not show."""
     from lightning_hybrid.distributed.module_names import fold_numbered
 
     lines = [f"{name} is tied to {stored} and stored only once" for name, stored in result.tied.items()]
@@ -95,7 +95,7 @@ def _text(result: Export) -> str:
 
 
 def _parse_bytes(text: str) -> int:
-    """Bytes of a size such as ``5GB``, ``500MB`` or ``2GiB``."""
+    """Return the bytes of a size such as ``5GB``, ``500MB`` or ``2GiB``."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?))?B?", text.strip(), re.IGNORECASE)
     number = (
         0

@@ -1,4 +1,4 @@
-"""``lightning-hybrid inspect``: what a checkpoint holds."""
+"""``lightning-hybrid inspect``: the content of a checkpoint."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from lightning_hybrid.cli.parser import Parser, print_json, print_text
 
 
 def run(args: Sequence[str]) -> None:
-    """Show what a checkpoint holds."""
+    """Print the content of a checkpoint."""
     parser = Parser(
         "inspect",
         description="Show the contents of a checkpoint: tensors, optimizers and the layout of the run. The values"

@@ -1,4 +1,4 @@
-"""``lightning-hybrid memory``: what each rank would hold of a configuration's training."""
+"""``lightning-hybrid memory``: an estimate of each rank's memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def run(args: Sequence[str]) -> None:
-    """Show what each rank would hold."""
+    """Print an estimate of each rank's memory."""
     description = (
         "Estimate how much memory each rank needs for parameters, gradients, optimizer states, activations and buffers."
         " The command needs no GPU, because it runs the training step on fake tensors, which have no values."
@@ -49,7 +49,7 @@ def run(args: Sequence[str]) -> None:
 
 
 def _most(usages: Sequence[MemoryUsage]) -> tuple[int, int] | None:
-    """Return the bytes of the pipeline rank that needs the most, and that rank; ``None`` if bytes are unknown."""
+    """Return the bytes of the pipeline rank that needs the most, and its index; ``None`` if some bytes are unknown."""
     totals = [usage.total for usage in usages]
     known = [(total, -rank) for rank, total in enumerate(totals) if total is not None]
     total, rank = max(known, default=(0, 0))
@@ -57,7 +57,7 @@ def _most(usages: Sequence[MemoryUsage]) -> tuple[int, int] | None:
 
 
 def _verdict(most: tuple[int, int] | None, memory: float) -> str:
-    """Return the line that says whether the layout fits."""
+    """Return the line that states if the layout fits."""
     if most is None:
         return "It is unknown whether the layout fits, because part of the memory cannot be estimated."
     total, rank = most

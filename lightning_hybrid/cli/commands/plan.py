@@ -1,4 +1,4 @@
-"""``lightning-hybrid plan``: which rank would hold what of a configuration's module."""
+"""``lightning-hybrid plan``: the layout, the stages and the tensor-parallel plan of a configuration."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def run(args: Sequence[str]) -> None:
-    """Show which rank would hold what."""
+    """Print the layout, the stages and the tensor-parallel plan of a configuration."""
     description = (
         "Show the layout, the pipeline stages and the tensor-parallel plan of a configuration. With several nodes, also"
         " show how many bytes a training step sends between nodes. The command does not train."
@@ -44,7 +44,7 @@ def run(args: Sequence[str]) -> None:
                 text = describe(module, strategy.settings, strategy.sizes, list(map(str, nodes)))
         if strategy.num_nodes > 1:
             progress("Running the step on fake tensors", 2, 3)
-            make = maker(options.config, overrides)  # a step changes the module
+            make = maker(options.config, overrides)  # a new module, because a step changes the module
             between, sentence = _between_nodes(make, cli, strategy, nodes)
     if options.json:
         print_json(data | ({"between_nodes": between} if strategy.num_nodes > 1 else {}))
@@ -53,7 +53,7 @@ def run(args: Sequence[str]) -> None:
 
 
 def _configured(make: Callable[[], tuple[LightningModule, Any]]) -> LightningModule:
-    """Return the module of a configuration with what `configure_model` makes."""
+    """Return the module of a configuration, after `configure_model`."""
     from lightning.pytorch.utilities.model_helpers import is_overridden
 
     module, _ = make()
@@ -65,7 +65,7 @@ def _configured(make: Callable[[], tuple[LightningModule, Any]]) -> LightningMod
 def _between_nodes(
     make: Callable[[], Any], cli: HybridCLI, strategy: HybridStrategy, nodes: Sequence[int]
 ) -> tuple[dict[str, Any] | None, str]:
-    """What a step sends between nodes, for programs and in words; nothing for programs if it cannot be told."""
+    """Return the bytes that a step sends between nodes, as data (``None`` if they are unknown) and as a sentence."""
     from lightning.fabric.utilities.exceptions import MisconfigurationException
     from rich import filesize
 

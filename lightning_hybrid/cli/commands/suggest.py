@@ -1,4 +1,4 @@
-"""``lightning-hybrid suggest``: which layouts of so many ranks are the fastest that fit."""
+"""``lightning-hybrid suggest``: the fastest layouts that fit in memory, for a number of ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _DESCRIPTION = (
     " training step on fake tensors, which have no values. The hardware options, from --nodes to --overlap, describe"
     " the devices and links. Their defaults describe A100 GPUs with 80 GiB."
 )
-# The sizes of the configuration give way to those that are tried.
+# These values replace the configuration's values, because the search tries others.
 _UNDIVIDED = {
     "data_parallel_size": 1,
     "tensor_parallel_size": 1,
@@ -33,9 +33,9 @@ _UNDIVIDED = {
     "recompute": "false",
     "layout": "null",
     "tuning.memory_limit": "null",
-    "global_batch_size": "null",  # `--samples` says what a step has
+    "global_batch_size": "null",  # `--samples` sets the samples per step
 }
-# Arguments of a machine: option, what it is, the unit of its value.
+# Arguments of `Machine`: the help text and the unit of each option.
 _MACHINE = {
     "memory": ("memory that is available to a run on each device, excluding memory used by libraries", "B"),
     "flops": ("speed of matrix multiplications on a device", "FLOP/s"),
@@ -52,7 +52,7 @@ _SECONDS = {
 
 
 def run(args: Sequence[str]) -> None:
-    """Say which layouts are the fastest that fit."""
+    """Search for the fastest layouts that fit in memory, and print them."""
     parser = ConfigParser("suggest", _DESCRIPTION, "--ranks 8 --memory 40GiB")
     _add_arguments(parser)
     parser.add_json()
@@ -78,7 +78,8 @@ def run(args: Sequence[str]) -> None:
     trainer = step_arguments(cli.trainer)
     settings = strategy.settings
     if not isinstance(settings.partition, str):
-        settings = replace(settings, partition="uniform")  # it is for the configuration's own number of stages
+        # A list is only valid for the configuration's number of stages.
+        settings = replace(settings, partition="uniform")
     with parser.refusing(ValueError, TypeError, MisconfigurationException):
         machine = _machine(options)
         contexts = None if options.max_context is None else range(1, options.max_context + 1)
@@ -111,7 +112,7 @@ def run(args: Sequence[str]) -> None:
 
 @contextmanager
 def _short_passes() -> Iterator[None]:
-    """Let the garbage collector pass over new objects alone while entered: all objects of the imports take 0.2 s."""
+    """Exclude existing objects from garbage collection inside the context, because a pass over them takes 0.2 s."""
     gc.freeze()
     try:
         yield
@@ -120,7 +121,7 @@ def _short_passes() -> Iterator[None]:
 
 
 def _add_arguments(parser: ConfigParser) -> None:
-    """The options of the command."""
+    """Add the options of the command."""
     _add_search(parser.group("search"))
     _add_hardware(parser.group("hardware"))
 

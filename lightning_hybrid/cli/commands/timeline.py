@@ -1,4 +1,4 @@
-"""``lightning-hybrid timeline``: one step of a schedule, drawn. It needs no torch."""
+"""``lightning-hybrid timeline``: a drawing of one step of a schedule. It does not import torch."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def run(args: Sequence[str]) -> None:
 
 
 def _add_arguments(parser: Parser) -> None:
-    """The options of the command."""
+    """Add the options of the command."""
     parser.add_choice("--schedule", list(SCHEDULES), default="1f1b", help="pipeline schedule (default: %(default)s)")
     parser.add_argument(
         "--ranks", type=int, default=4, metavar="N", help="number of pipeline ranks (default: %(default)s)"
@@ -106,7 +106,7 @@ def _add_arguments(parser: Parser) -> None:
 
 
 def _times(options: argparse.Namespace, ranks: int, chunks: int) -> StepTimes:
-    """What computing and messages take; a forward of a rank takes 1."""
+    """Return the times of actions and messages, relative to the time of a rank's forward pass."""
     if ranks % options.nodes:
         raise ValueError(f"--ranks {ranks} cannot be split evenly over --nodes {options.nodes}. [LH1008]")
     nodes = [rank * options.nodes // ranks for rank in range(ranks)]
@@ -121,7 +121,7 @@ def _times(options: argparse.Namespace, ranks: int, chunks: int) -> StepTimes:
 
 
 def _extra(text: str) -> int | str | tuple[int, ...]:
-    """A number, one for each link, or ``auto``."""
+    """Return a number, one number for each link, or ``auto``."""
     if text == "auto":
         return text
     try:
@@ -154,7 +154,7 @@ def _text(timeline: Timeline) -> str:
 
 
 def _data(timeline: Timeline, links: Sequence[int]) -> dict[str, Any]:
-    """The figures, and when each rank computes what: ``2F0`` is the forward of microbatch 0 through stage 2."""
+    """Return the timeline as data. The action ``2F0`` is the forward pass of microbatch 0 on stage 2."""
     schedule = timeline.schedule
     return {
         "schedule": schedule.name,

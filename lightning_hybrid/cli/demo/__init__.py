@@ -1,1 +1,1 @@
-"""What ``lightning-hybrid demo`` trains: a module and data as users write them."""
+"""The module and data of ``lightning-hybrid demo``, written as users write them."""

@@ -1,4 +1,4 @@
-"""Handwritten digits as training data; nothing is downloaded."""
+"""The handwritten digits of scikit-learn as training data, without a download."""
 
 from __future__ import annotations
 

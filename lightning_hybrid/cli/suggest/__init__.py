@@ -1,1 +1,1 @@
-"""What `lightning-hybrid suggest` says of the layouts that are found, and what a configuration says beside them."""
+"""Output of `lightning-hybrid suggest`: the layouts that were found, and the values from the configuration."""

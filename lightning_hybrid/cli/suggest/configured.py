@@ -1,4 +1,4 @@
-"""What a configuration says that no suggested layout changes."""
+"""The values of a configuration that no suggested layout changes."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ import yaml
 from lightning_hybrid.cli.hybrid_cli import HybridCLI
 from lightning_hybrid.config import HybridConfig
 
-#: Arguments of `HybridStrategy` that say how fast a layout is and what fits, and that are not tried.
+#: Arguments of `HybridStrategy` that affect speed or memory, but that the search does not vary.
 _NOT_TRIED = ("partition", "sequence_parallel", "tuning.reshard_after_forward", "offload", "launch.rank_order")
 
 
 @dataclass(frozen=True)
 class Configured:
-    """What all layouts that are tried have in common.
+    """The values that all layouts in the search have in common.
 
     Attributes:
-        batch_size: Of the loader.
-        fixed: What could be varied and is not, by name.
-        arguments: Those of `HybridStrategy` that are not as by default, by name, as YAML has them.
+        batch_size: The batch size of the loader.
+        fixed: The arguments that could be varied, but are not, by name.
+        arguments: The arguments of `HybridStrategy` that differ from their defaults, by name, as in YAML.
     """
 
     batch_size: int
@@ -33,11 +33,11 @@ class Configured:
 
 
 def find_configured(cli: HybridCLI, batch_size: int) -> Configured:
-    """What a configuration says.
+    """Return the values of a configuration that the search does not change.
 
     Args:
-        cli: The configuration, loaded.
-        batch_size: Of its loader.
+        cli: The loaded configuration.
+        batch_size: The batch size of its loader.
     """
     given = cli.config.trainer.strategy.init_args
     plain = yaml.safe_load(cli.parser.dump(cli.config))["trainer"]["strategy"]["init_args"]

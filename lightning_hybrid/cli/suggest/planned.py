@@ -1,4 +1,4 @@
-"""What a configuration would send between machines, by the costs that layouts are compared by."""
+"""Traffic of a configuration between nodes, from the cost model of the layout search."""
 
 from __future__ import annotations
 
@@ -20,27 +20,28 @@ from lightning_hybrid.tuning.module_profile import ModuleProfile
 def planned_traffic(
     make: Callable[[], tuple[LightningModule, LightningDataModule | None]], strategy: HybridStrategy, **trainer: Any
 ) -> Traffic:
-    """The bytes of an optimizer step, of a step that is run on shapes.
+    """Return the bytes that an optimizer step sends, from a step on fake tensors.
 
     Args:
-        make: Makes the user's module and its data.
-        strategy: Of the configuration.
+        make: Returns the user's module and its data.
+        strategy: The strategy of the configuration.
         trainer: Other arguments of the Trainer, as :func:`step_arguments` returns them.
 
     Raises:
-        ValueError, TypeError: As at the start of training, or if a step cannot be run on shapes.
+        ValueError, TypeError: The errors of the start of training, or if a step cannot run on fake tensors.
     """
     config, sizes = strategy.settings, strategy.sizes
     tensor, pipeline = sizes.tensor, sizes.pipeline
     chunks = config.num_chunks if pipeline > 1 else 1
-    recompute = "selective" if config.recompute == "selective" else bool(config.recompute)  # which layers, is no matter
+    # The number of recomputed layers does not matter.
+    recompute = "selective" if config.recompute == "selective" else bool(config.recompute)
     number, zero = config.num_microbatches, config.zero_stage
     options = number, config.schedule, chunks, zero, recompute
     mode = (config.tensor_parallel_mode, config.tensor_parallel_depth) if tensor > 1 else ("1d", 1)
     layout = Layout(sizes.data, tensor, pipeline, *options, (), sizes.context, config.context_parallel, *mode)
     num_ranks = layout.num_ranks
     machine, precision = Machine(ranks_per_node=num_ranks // strategy.num_nodes), strategy.precision_plugin
-    open_config = replace(config, global_batch_size=None)  # its accumulation is counted below
+    open_config = replace(config, global_batch_size=None)  # the accumulation of batches is computed below
     profile = ModuleProfile(make, open_config, num_ranks, machine, only=layout, precision=precision, **trainer)
     refused = profile.refuse(layout)
     if refused is not None:
@@ -56,5 +57,6 @@ def planned_traffic(
     links: dict[int, float] = {}
     for stage, cost in enumerate(model.stages(layout)[:-1] if pipeline > 1 else ()):
         link = stage % pipeline
-        links[link] = links.get(link, 0.0) + 2 * number * accumulated * cost.output  # and as much of gradients
+        # Each link sends activations, and gradients of the same size.
+        links[link] = links.get(link, 0.0) + 2 * number * accumulated * cost.output
     return Traffic(sent["data"], sent["tensor"], links)

@@ -1,4 +1,4 @@
-"""Suggestions as a table with the YAML to paste, and as plain data."""
+"""Suggested layouts as a table with YAML for the configuration, and as data for programs."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ from lightning_hybrid.tuning.cost_model import Cost
 from lightning_hybrid.tuning.machine import Machine
 from lightning_hybrid.tuning.search import DOES_NOT_FIT, Suggestions
 
-_TIGHT = 0.05  # a share of the memory: where less is free, the account is too rough to tell whether a layout fits
+_TIGHT = 0.05  # a fraction of the memory: if less is free, the estimate is too rough to determine if a layout fits
 _TIGHT_TEXT = (
     f"GiB !: less than {_TIGHT:.0%} of the memory is free. The estimate may be too low, so test the layout first"
 )
 _SENT = {"tensor": "tp", "context": "cp", "pipeline": "pp", "data": "dp"}
-_MOSTLY_WHOLE = 0.5  # a share of the parameters: where tensor parallelism divides less, a plan may be missing
+_MOSTLY_WHOLE = 0.5  # a fraction of the parameters: if tensor parallelism shards less, a plan may be missing
 
 
 def as_text(
     found: Suggestions, machine: Machine, step: Step, configured: Configured, divided: Mapping[int, float]
 ) -> str:
-    """What a person reads.
+    """Return the suggestions as text.
 
     Args:
-        found: What was found.
-        machine: What ranks were supposed to run on.
-        step: What a step does.
-        configured: What the configuration says.
-        divided: The share of the parameters that tensor parallelism divides over ranks in a line, by their number.
+        found: The result of the search.
+        machine: The devices and links of the ranks.
+        step: The step that the layouts must run.
+        configured: The values from the configuration.
+        divided: The fraction of the parameters that 1D tensor parallelism shards, by the number of ranks.
     """
     shown = [cost.layout for cost in found.best] + [group.best for group in found.rejected]
     sequential = f" in each of {step.accumulated} accumulated batches" if step.accumulated > 1 else ""
@@ -82,7 +82,7 @@ def as_text(
 
 
 def _fits_text(found: Suggestions, machine: Machine) -> str:
-    """Return the line that says whether a layout fits, with its memory."""
+    """Return the line about the memory of the fastest layout, or about the missing memory."""
     memory = f"{machine.memory / 2**30:,.2f} GiB"
     if found.best:
         return f"Fits: the fastest layout needs up to {found.best[0].bytes / 2**30:,.2f} GiB of the {memory} per rank."
@@ -92,7 +92,7 @@ def _fits_text(found: Suggestions, machine: Machine) -> str:
 
 
 def _whole_lines(sizes: Collection[int], divided: Mapping[int, float]) -> list[str]:
-    """What to do where tensor parallelism leaves most of the module whole on each rank."""
+    """Return advice if tensor parallelism leaves most parameters unsharded."""
     shares = {size: divided[size] for size in sorted(sizes) if 0 < divided.get(size, 0.0) < _MOSTLY_WHOLE}
     if not shares:
         return []
@@ -130,12 +130,12 @@ def _layouts_table(best: Sequence[Cost]) -> list[str]:
 
 
 def _table(columns: Mapping[str, list[str]], always: Collection[str], left: Collection[str]) -> list[str]:
-    """Return a table of numbered layouts; what they all have in common is a line above it instead of a column.
+    """Return a table of numbered layouts. Columns with equal cells are replaced by a line above the table.
 
     Args:
         columns: The cells by title.
-        always: Titles that are columns in any case.
-        left: Titles of texts.
+        always: The titles of columns that are always in the table.
+        left: The titles of columns with texts.
     """
     number = len(next(iter(columns.values())))
     varies = {title: number == 1 or title in always or len(set(cells)) > 1 for title, cells in columns.items()}
@@ -185,25 +185,25 @@ def _legend(best: Sequence[Cost], machine: Machine) -> list[str]:
 
 
 def strategy_arguments(layout: Layout, configured: Configured) -> dict[str, Any]:
-    """The arguments of `HybridStrategy` that make a layout, and those of the configuration that no layout changes."""
+    """Return the arguments of `HybridStrategy` for a layout, with the configuration's unchanged arguments."""
     chosen = every_argument(layout)
     others = {name: value for name, value in configured.arguments.items() if name not in chosen}
     return nested(arguments(layout) | others)
 
 
 def devices(layout: Layout, machine: Machine) -> dict[str, int]:
-    """The arguments of the Trainer that start the ranks of a layout: as many on each node."""
+    """Return the arguments of the Trainer for a layout, with the same number of ranks on each node."""
     return {"num_nodes": layout.num_ranks // machine.ranks_per_node, "devices": machine.ranks_per_node}
 
 
 def as_yaml(cost: Cost, machine: Machine, step: Step, configured: Configured) -> str:
-    """What to paste into a configuration.
+    """Return YAML for the configuration.
 
     Args:
-        cost: Of the layout.
-        machine: What ranks were supposed to run on.
-        step: What a step does.
-        configured: What the configuration says.
+        cost: The layout with its cost.
+        machine: The devices and links of the ranks.
+        step: The step that the layout must run.
+        configured: The values from the configuration.
     """
     layout, batch = cost.layout, step.batch(cost.layout.data)
     started = devices(layout, machine)
@@ -228,14 +228,14 @@ def as_yaml(cost: Cost, machine: Machine, step: Step, configured: Configured) ->
 def as_data(
     found: Suggestions, machine: Machine, step: Step, configured: Configured, divided: Mapping[int, float]
 ) -> dict[str, Any]:
-    """What a program reads: bytes and seconds.
+    """Return the suggestions as data for programs, in bytes and seconds.
 
     Args:
-        found: What was found.
-        machine: What ranks were supposed to run on.
-        step: What a step does.
-        configured: What the configuration says.
-        divided: The share of the parameters that tensor parallelism divides, by its size.
+        found: The result of the search.
+        machine: The devices and links of the ranks.
+        step: The step that the layouts must run.
+        configured: The values from the configuration.
+        divided: The fraction of the parameters that tensor parallelism shards, by its size.
     """
     return {
         "samples": step.samples,

@@ -1,1 +1,1 @@
-"""Activations that are recomputed in backward instead of being saved."""
+"""Activation checkpointing: activations are recomputed in backward instead of saved."""

@@ -1,4 +1,4 @@
-"""Layers that run again in backward, with the inputs, random numbers and buffers of their forward."""
+"""Recomputation of layers in backward, with the inputs, random numbers and buffers of their forward."""
 
 from __future__ import annotations
 
@@ -18,37 +18,37 @@ from lightning_hybrid.memory.activation_checkpoint.selective import SavedResults
 
 
 class ActivationCheckpointing:
-    """While this is entered, layers save their inputs and nothing else, and run again in backward.
+    """Makes layers save only their inputs, and run again in backward.
 
     ::
 
         layer(x)      hooks before --> forward --> hooks after
                                           :
-        backward                       forward, again, until all that autograd needs is there
+        backward                       forward again, until autograd has all tensors that it needs
 
-    Hooks on the layer do not run again; what is inside of it does. Layers look as always as soon as it is left: names,
-    copies and pickles know nothing of it.
+    Hooks of the layer do not run again, but hooks of its submodules do. Outside the context, layers are unchanged,
+    including names, copies and pickles.
 
     Args:
         layers: The layers.
-        device: Where they draw random numbers.
-        selective: Whether the results of matrix products and of attention are saved as well.
+        device: The device on which the layers draw random numbers.
+        selective: If True, also save the results of matrix products and of attention.
     """
 
     def __init__(self, layers: Iterable[nn.Module], device: torch.device, *, selective: bool = False) -> None:
         self._layers = {layer: _Layer(layer, device, selective) for layer in layers}
 
     def __call__(self) -> AbstractContextManager[None]:
-        """Enter it around forwards; backwards may follow later."""
+        """Return a context for forwards. Their backwards may run after the context."""
         return replaced_forwards(self._layers, lambda module, forward: self._layers[module].checkpointed(forward))
 
 
 class _SideEffects(NamedTuple):
-    """What the first call of a layer changed.
+    """The side effects of a layer's first call.
 
     Attributes:
-        changes_input: Whether it changed its inputs in place.
-        buffers: The buffers that it changed: their owners and names.
+        changes_input: True if the call changed its inputs in place.
+        buffers: The buffers that the call changed: their modules and names.
     """
 
     changes_input: bool
@@ -56,7 +56,7 @@ class _SideEffects(NamedTuple):
 
 
 class _Layer:
-    """A layer, and its side effects as far as they are known."""
+    """A layer, with its known side effects."""
 
     def __init__(self, module: nn.Module, device: torch.device, selective: bool) -> None:
         self.module = module
@@ -66,7 +66,7 @@ class _Layer:
         self._side_effects: dict[tuple[Hashable, ...], _SideEffects] = {}
 
     def checkpointed(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """What takes the place of the layer's `forward`."""
+        """Return the function that replaces the layer's `forward`."""
 
         def checkpointed(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
@@ -77,7 +77,8 @@ class _Layer:
                 return forward(*args, **kwargs)
             positions = {id(tensor): position for position, tensor in enumerate(tensors)}
             order = [positions.get(id(leaf)) if isinstance(leaf, Tensor) else None for leaf in leaves]
-            # The layer is given its own objects once, and then what they were, such as a cache without its keys.
+            # The first run gets the caller's objects. Later runs get copies from before it, such as a cache without its
+            # keys.
             given = [[None if isinstance(leaf, Tensor) else leaf for leaf in leaves]]
             others = [copy_object(other) for other in given[0]]
 
@@ -90,7 +91,7 @@ class _Layer:
             del args, kwargs, leaves
             known = self.side_effects
             changes_input = known is None or known.changes_input
-            # The layer is given its own arguments, to change them as it does; what it is run on again are copies then.
+            # The first run gets the caller's tensors and may change them. Later runs use the copies.
             kept = [_copy(tensor) for tensor in tensors] if changes_input else tensors
             call = _Call(self, run, tuple(tensors))
             del tensors
@@ -102,7 +103,7 @@ class _Layer:
 
     @property
     def side_effects(self) -> _SideEffects | None:
-        """Those in the present mode, training or not; ``None`` before it was called in it."""
+        """The side effects in the current mode (training or evaluation); ``None`` before the first call in it."""
         return self._side_effects.get(self._mode())
 
     @side_effects.setter
@@ -110,22 +111,22 @@ class _Layer:
         self._side_effects[self._mode()] = side_effects
 
     def _mode(self) -> tuple[Hashable, ...]:
-        # Under a dispatch mode, such as a comparison's, a layer may leave alone what it changes otherwise.
+        # Under a dispatch mode, such as a mode that compares results, a layer may have fewer side effects.
         return type(_current_mode()), *[submodule.training for submodule in self._submodules]
 
     def buffers(self) -> list[tuple[nn.Module, str]]:
-        """The owners and names of its buffers."""
+        """Return the modules and names of the layer's buffers."""
         named = ((owner, name, buffer) for owner in self._submodules for name, buffer in owner._buffers.items())
         return [(owner, name) for owner, name, buffer in named if buffer is not None]
 
 
 class _Call:
-    """One call of a layer: runs it in forward, and again each time that backward asks.
+    """One call of a layer, which is run in forward and again at each recomputation.
 
     Args:
         layer: The layer.
-        run: Runs it on the tensors among its arguments.
-        given: Those tensors; backward has others with the same values, if the layer changes them.
+        run: Runs the layer with the tensors among its arguments.
+        given: These tensors. If the layer changes them, recomputation gets other tensors with the same values.
     """
 
     def __init__(self, layer: _Layer, run: Callable[..., Any], given: tuple[Tensor, ...]) -> None:
@@ -139,7 +140,7 @@ class _Call:
         if self._given is not None:
             given, self._given = self._given, None
             return self._forward(given)
-        # Autograd needs the saved inputs as they are.
+        # Autograd needs the saved inputs unchanged.
         inputs = [tensor.clone() for tensor in tensors] if self._changes_input else tensors
         with self._random.replay(), self._former_buffers(), self.results.replay():
             return self._run(*inputs)
@@ -160,20 +161,20 @@ class _Call:
         return outputs
 
     def _former_buffers(self) -> AbstractContextManager[None]:
-        """Give buffers that the layer changes the values from before its forward while entered."""
+        """Restore, inside the context, the values that changed buffers had before forward."""
         return replaced_entries((owner._buffers, {name: value.clone()}) for owner, name, value in self._buffers)
 
 
 def tensors_to_save(leaves: Iterable[Any]) -> list[Tensor] | None:
-    """Return the tensors that a layer saves of its arguments to run again; ``None`` if it does not run again.
+    """Return the tensors among a layer's arguments that are saved for recomputation; ``None`` if it is not recomputed.
 
-    A tensor that comes twice is one tensor again, which layers look at.
+    A tensor that occurs twice is in the list once, because layers may compare identities.
 
     Args:
-        leaves: Of the arguments.
+        leaves: The leaves of the arguments.
     """
     tensors = list({id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}.values())
-    # Vocabulary-parallel logits are no tensors that autograd could save.
+    # Autograd cannot save vocabulary-parallel logits.
     can_be_saved = all(type(tensor) in _PLAIN or isinstance(tensor, DTensor) for tensor in tensors)
     return tensors if tensors and can_be_saved else None
 
@@ -183,7 +184,7 @@ def _copy(tensor: Tensor) -> Tensor:
 
 
 def _is_same(current: Tensor | None, former: Tensor) -> bool:
-    """Whether a buffer was certainly left alone; fake tensors do not tell."""
+    """Return True if a buffer has certainly not changed. Fake tensors are never certain."""
     if current is None or current.shape != former.shape or type(current) not in _WITH_VALUES:
         return False
     return torch.equal(current, former)
@@ -194,11 +195,11 @@ _PLAIN = _WITH_VALUES
 try:
     from torch._subclasses.fake_tensor import FakeTensor
 
-    _PLAIN = (*_PLAIN, FakeTensor)  # of dry runs
+    _PLAIN = (*_PLAIN, FakeTensor)  # in dry runs
 except ImportError:
     pass
 _current_mode: Callable[[], Any]
 try:
     from torch.utils._python_dispatch import _get_current_dispatch_mode as _current_mode
-except ImportError:  # then there are no modes of this package either
+except ImportError:  # this package then has no dispatch modes either
     _current_mode = type(None)

@@ -1,4 +1,4 @@
-"""Which layers are recomputed."""
+"""Selection of the layers that are recomputed, from the argument `recompute`."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from lightning_hybrid.pipeline_parallel.body import Body
 
 
 def check_recompute(recompute: Any, num_ranks: int, num_chunks: int) -> None:
-    """Check the argument by itself.
+    """Check the argument `recompute`.
 
     Args:
         recompute: The argument.
         num_ranks: The number of pipeline ranks.
-        num_chunks: Stages per rank; on a single rank they are one stage.
+        num_chunks: The number of stages per rank. With a single pipeline rank, they count as one stage.
 
     Raises:
-        TypeError: If it is of no type that means something.
-        ValueError: If its value is not possible.
+        TypeError: If its type is not supported.
+        ValueError: If its value is invalid.
     """
     if isinstance(recompute, bool):
         return
@@ -72,24 +72,24 @@ def _check_list(recompute: list[Any], num_stages: int) -> None:
 
 
 def is_by_name(recompute: Recompute) -> bool:
-    """Whether modules are named, and not layers of a body counted."""
+    """Return True if the argument contains module names instead of numbers of layers."""
     return isinstance(recompute, (list, tuple)) and isinstance(recompute[0], str)
 
 
 def chosen_layers(
     recompute: Recompute, module: nn.Module, body: Body | None, stages: Sequence[range]
 ) -> list[nn.Module]:
-    """The layers to recompute, on whatever stage they are; the same on every rank.
+    """Return the layers to recompute, of all stages. The result is equal on every rank.
 
     Args:
-        recompute: The argument, checked.
-        module: The module with all its layers, placeholders or not.
-        body: The body; where modules are named, ``None`` if the step is not cut at it. The name of a container of units
-            means these units.
-        stages: The layers of each stage, by position.
+        recompute: The checked argument.
+        module: The module with all its layers, with or without placeholders.
+        body: The body. With module names, it may be ``None`` if there is only one stage. The name of a container of
+            units selects the units in it.
+        stages: The indices of the layers of each stage.
 
     Raises:
-        ValueError: If a pattern matches nothing, or something that the step is cut in.
+        ValueError: If a pattern matches no module, or a module that contains the layers of all stages.
     """
     if is_by_name(recompute):
         chain = body.name if body and body.chain else None
@@ -101,7 +101,7 @@ def chosen_layers(
 
 
 def _count(recompute: Any, stage: int, size: int) -> int:
-    """How many of a stage's layers are recomputed."""
+    """Return the number of layers of a stage that are recomputed."""
     if isinstance(recompute, (bool, str)):
         return size if recompute else 0
     if isinstance(recompute, float):
@@ -110,7 +110,7 @@ def _count(recompute: Any, stage: int, size: int) -> int:
 
 
 def _matching(patterns: list[str], module: nn.Module, body: str | None, units: Sequence[str]) -> list[nn.Module]:
-    """Return the modules that patterns match; the units in a container that is matched stand for it."""
+    """Return the modules that match patterns. A matching container of units is replaced by its units."""
     modules = {name: layer for name, layer in module.named_modules(remove_duplicate=False) if name}
     found: dict[str, nn.Module] = {}
     for pattern in patterns:
@@ -130,5 +130,5 @@ def _matching(patterns: list[str], module: nn.Module, body: str | None, units: S
                 )
             inside = [unit for unit in units if unit.startswith(f"{name}.")]
             found |= {each: modules[each] for each in inside or [name]}
-    # What is in another one that is recomputed would run three times.
+    # A layer inside another recomputed layer would run three times.
     return [layer for name, layer in found.items() if not any(name.startswith(f"{other}.") for other in found)]

@@ -1,9 +1,9 @@
-"""Results that are saved while the rest is recomputed: products with weights, fused attention, sums over ranks.
+"""Selective checkpointing: products with weights, fused attention and sums over ranks are not recomputed.
 
-torch's own `create_selective_checkpoint_contexts` saves results likewise, but refuses a layer that changes one of them
-in place (`nn.ReLU(inplace=True)` after a linear layer), would ask the other ranks for their sums again, and gives other
-random numbers to what follows an attention that drops out by itself. Here a result that was changed is computed again,
-sums are saved, and random streams go on where they were.
+torch's `create_selective_checkpoint_contexts` also saves results, with three differences. It refuses a layer that
+changes a saved result in place (`nn.ReLU(inplace=True)` after a linear layer); here, this result is recomputed. It
+repeats all-reduces, for which other ranks would have to call them again; here, sums are saved. After an attention with
+dropout, it draws other random numbers; here, the random streams continue from the same states.
 """
 
 from __future__ import annotations
@@ -31,56 +31,57 @@ _PRODUCTS = frozenset(
         "_efficient_attention_forward",
     )
 )
-# With several products at once there are no weights in it, but the scores of an attention that is written out: they
-# grow with the square of the length and are quickly made, so saving them is what "selective" is to avoid.
-_BATCHED = {"aten::bmm": 0, "aten::baddbmm": 1}  # which argument tells how many
+# Batched products have no weights. They are the scores of attention without a fused kernel, which are fast to compute,
+# but grow with the square of the sequence length. "selective" is meant to avoid saving them.
+_BATCHED = {"aten::bmm": 0, "aten::baddbmm": 1}  # the position of the argument with the batch dimension
 _SUMS = frozenset(("c10d::allreduce_", "c10d::_reduce_scatter_base_"))
-_GLOO_COPIES = frozenset(("aten::split", "aten::copy_"))  # with which gloo writes a sum to its output
-_UNCOUNTED = "aten::_unsafe_view"  # a view whose changes its base does not count: of linear layers in torch 2.15
+_GLOO_COPIES = frozenset(("aten::split", "aten::copy_"))  # gloo writes a sum to its output with these
+# The base does not count changes of this view, which linear layers return in torch 2.15.
+_UNCOUNTED = "aten::_unsafe_view"
 _VIEWS = frozenset(("aten::view", "aten::_unsafe_view", "aten::detach", "aten::alias"))
 
 
 class SavedResults:
-    """What one call of a layer saves for its recomputation.
+    """The results that one call of a layer saves for its recomputation.
 
     ::
 
-        record      op op MM op op SUM op MM op       results of capitals are saved
-        replay      op op .. op op ... op .. op       and returned, without computing
+        record      op op MM op op SUM op MM op       results in capitals are saved
+        replay      op op .. op op ... op .. op       and returned without computing them
 
     Args:
-        device: Where random numbers are drawn.
-        enabled: Whether anything is saved.
+        device: The device on which random numbers are drawn.
+        enabled: If True, save results.
     """
 
     def __init__(self, device: torch.device, *, enabled: bool) -> None:
         self._device = device
-        self._enabled = enabled and TorchDispatchMode is not None  # else all is recomputed
+        self._enabled = enabled and TorchDispatchMode is not None  # otherwise everything is recomputed
         self._results: list[_Result] = []
         self._saved: Any = None
 
     def record(self) -> AbstractContextManager[Any]:
-        """Around the call of the layer."""
+        """Return a context for the call of the layer."""
         return _RecordMode(self._results, self._device) if self._enabled else nullcontext()
 
     def save(self) -> None:
-        """After the call, hand everything to autograd, whose hooks may take it elsewhere."""
+        """Pass the results to autograd after the call, so that saved-tensor hooks, such as offloading, see them."""
         for result in self._results:
             result.is_lost |= result.is_changed
         for product, follower in zip_longest(self._results, self._results[1:]):
-            # What a sum over ranks has freed is of use only together with the sum.
+            # The freed input of a sum is usable only if the sum is saved too.
             product.is_lost |= product.is_freed and (follower is None or follower.is_lost)
         tensors = [tensor for result in self._results for tensor in result.pack()]
         if tensors:
             self._saved = save_tensors(tensors)
 
     def replay(self) -> AbstractContextManager[Any]:
-        """Around the recomputation."""
+        """Return a context for the recomputation."""
         if not self._enabled:
             return nullcontext()
         try:
             tensors = iter(() if self._saved is None else self._saved.grad_fn.saved_tensors)
-        except RuntimeError:  # somebody has changed one of them since, or backward comes a second time
+        except RuntimeError:  # a tensor was changed in the meantime, or backward runs a second time
             return nullcontext()
         return _ReplayMode([(result, result.unpack(tensors)) for result in self._results], self._device)
 
@@ -90,8 +91,11 @@ class _Result:
 
     Args:
         operation: The name of the operation.
-        value: What it gave: a tensor, or a tuple with tensors.
-        states: The states of torch's generators afterwards, if it draws.
+        value: The result: a tensor, or a tuple with tensors.
+        states: The states of torch's generators after the operation, if it draws random numbers.
+
+    Attributes:
+        is_lost: True if the result cannot be saved, and must be recomputed.
     """
 
     def __init__(self, operation: str, value: Any, states: Any = None) -> None:
@@ -101,21 +105,21 @@ class _Result:
         self._leaves, self._spec = flatten(value)
         self._positions = [position for position, leaf in enumerate(self._leaves) if isinstance(leaf, Tensor)]
         self._freed: tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device] | None = None
-        self._shape: torch.Size | None = None  # of a product for which its view stands
-        self._bases: list[Tensor] = []  # for which views stand
+        self._shape: torch.Size | None = None  # the shape of a product that was replaced by its view
+        self._bases: list[Tensor] = []  # tensors that were replaced by their views
         self.note_versions()
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The tensors in it, until it is closed."""
+        """The tensors in the result, until :meth:`pack`."""
         return [self._leaves[position] for position in self._positions]
 
     def note_versions(self) -> None:
-        """From here on, what changes the tensors makes them useless."""
+        """Store the current versions of the tensors. Later changes make the result useless."""
         self._versions = [tensor._version for tensor in (*self.tensors, *self._bases)]
 
     def view_as(self, view: Tensor) -> None:
-        """Now a view stands for the one tensor in it: it is what is used, and counts its changes for itself."""
+        """Replace the only tensor of the result by its view, which has its own version counter, and which is used."""
         (position,) = self._positions
         self._bases.append(self._leaves[position])
         self._shape = self._leaves[position].shape if self._shape is None else self._shape
@@ -123,22 +127,22 @@ class _Result:
         self.note_versions()
 
     def shares(self, tensor: Tensor) -> bool:
-        """Whether a tensor has its memory."""
+        """Return True if a tensor has the same memory as the result."""
         return any(_address(own) == _address(tensor) for own in self.tensors)
 
     @property
     def is_changed(self) -> bool:
-        """Whether a tensor is not what it was."""
+        """True if a tensor was changed after :meth:`note_versions`."""
         return self._versions != [tensor._version for tensor in (*self.tensors, *self._bases)]
 
     @property
     def is_freed(self) -> bool:
-        """Whether a sum over ranks has freed its memory: nobody reads the values any more."""
+        """True if a sum over ranks has freed the memory of the result, whose values are no longer needed."""
         plain = [tensor for tensor in self.tensors if type(tensor) is Tensor and tensor.numel()]
         return any(not tensor.untyped_storage().size() for tensor in plain)
 
     def pack(self) -> list[Tensor]:
-        """The call is over: what is to be saved of it."""
+        """Return the tensors to save, and drop the references to them."""
         tensors = self.tensors
         self._bases.clear()
         if self.is_freed:
@@ -151,7 +155,7 @@ class _Result:
         return [tensor.detach() for tensor in tensors] if self._positions else []
 
     def unpack(self, tensors: Iterator[Tensor]) -> Callable[[], Any] | None:
-        """What makes its value from what was saved; ``None`` if it must be computed."""
+        """Return a function that returns the result from saved tensors; ``None`` if the result must be recomputed."""
         if self.is_lost:
             return None
         if self._freed is not None:
@@ -165,25 +169,25 @@ class _Result:
 
 
 class _RecordMode(TorchDispatchMode or object):  # type: ignore[misc]
-    """Records results.
+    """Records the results of operations.
 
     Args:
-        results: They are added here.
-        device: Where random numbers are drawn.
+        results: The list to which results are added.
+        device: The device on which random numbers are drawn.
     """
 
     def __init__(self, results: list[_Result], device: torch.device) -> None:
         super().__init__()
         self._results = results
         self._device = device
-        self._latest: _Result | None = None  # a product that nothing has used yet
+        self._latest: _Result | None = None  # a product that no operation has used yet
         self._summed: list[_Result] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation, and record its result if it is to be saved."""
         name = func._schema.name
         for result in self._summed:
-            result.note_versions()  # autograd has noted, after it was done, that the sum changed its input
+            result.note_versions()  # autograd increases the input's version only after the sum
         if name not in _GLOO_COPIES:
             self._summed = []
         out = func(*args, **(kwargs or {}))
@@ -202,12 +206,12 @@ class _RecordMode(TorchDispatchMode or object):  # type: ignore[misc]
         return out
 
     def _record_collective(self, name: str, args: Any) -> None:
-        """A collective has written to its first argument, which autograd does not notice."""
+        """Record a sum over ranks, and mark results that a collective has overwritten without notifying autograd."""
         latest, self._latest = self._latest, None
         targets = [leaf for leaf in flatten(args[0])[0] if isinstance(leaf, Tensor)]
         in_place = name in _SUMS and latest is not None and all(latest.shares(target) for target in targets)
         for result in self._results:
-            # A product that was summed in place, and for nothing else, is saved as the sum.
+            # If a product was summed in place and has no other use, the sum is saved instead.
             if not (in_place and result is latest) and any(result.shares(target) for target in targets):
                 result.is_lost = True
         if name in _SUMS:
@@ -217,11 +221,11 @@ class _RecordMode(TorchDispatchMode or object):  # type: ignore[misc]
 
 
 class _ReplayMode(TorchDispatchMode or object):  # type: ignore[misc]
-    """Returns saved results.
+    """Returns saved results instead of running operations.
 
     Args:
-        results: The results, in their order, and what makes the value of each.
-        device: Where random numbers are drawn.
+        results: The results in the order of their operations, each with a function that returns its value.
+        device: The device on which random numbers are drawn.
     """
 
     def __init__(self, results: list[tuple[_Result, Callable[[], Any] | None]], device: torch.device) -> None:
@@ -230,7 +234,7 @@ class _ReplayMode(TorchDispatchMode or object):  # type: ignore[misc]
         self._device = device
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Return the result of the operation if it was saved, else run it."""
+        """Return the result of the operation if it was saved; otherwise run the operation."""
         name = func._schema.name
         if not _is_saved(func, args) and name not in _SUMS:
             return func(*args, **(kwargs or {}))
@@ -259,7 +263,7 @@ def _is_saved(func: Any, args: Any) -> bool:
     name = func._schema.name
     position = _BATCHED.get(name)
     chosen = name in _PRODUCTS if position is None else args[position].shape[0] == 1
-    return chosen and not func._schema.is_mutable  # with `out=` it has to be run
+    return chosen and not func._schema.is_mutable  # operations with `out=` must run
 
 
 def _address(tensor: Tensor) -> int:
@@ -268,17 +272,17 @@ def _address(tensor: Tensor) -> int:
 
 
 def save_tensors(tensors: Sequence[Tensor]) -> Tensor:
-    """Let autograd save tensors until the returned tensor is freed; without a reference to it torch 2.11 frees them.
+    """Make autograd save tensors until the returned tensor is freed. Without a reference to it, torch 2.11 frees them.
 
     Args:
-        tensors: Without a graph.
+        tensors: The tensors, without a graph.
     """
     saved: Tensor = _Save.apply(_ANCHOR, *tensors)  # type: ignore[no-untyped-call]
     return saved
 
 
 class _Save(torch.autograd.Function):
-    """Lets autograd save tensors on somebody else's behalf."""
+    """An autograd function that only saves tensors."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, *tensors: Tensor) -> Tensor:
@@ -291,7 +295,7 @@ class _Save(torch.autograd.Function):
 
 
 class _Done(dist.Work):
-    """The handle of a sum over ranks that need not be made."""
+    """The handle of a collective that is skipped."""
 
     def wait(self, timeout: Any = None) -> bool:
         return True

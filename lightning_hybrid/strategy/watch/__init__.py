@@ -1,1 +1,1 @@
-"""The thread beside a run: what it looks at, and what it does about signals."""
+"""The watch thread of a run: its checks, and the agreement of ranks about signals."""

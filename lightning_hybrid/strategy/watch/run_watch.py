@@ -1,4 +1,4 @@
-"""The watch of a run: signals, requests for tensors, and all that `RankWatch` looks at."""
+"""The watch thread of a run, which handles signals, requests for tensors, and the checks of `RankWatch`."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from lightning_hybrid.strategy.watch.start_watch import StartWatch
 
 
 class RunWatch:
-    """Watches this rank's runs, while process groups exist.
+    """The watch of this rank's runs, as long as process groups exist; it continues :class:`StartWatch`.
 
     Args:
-        mesh: The ranks.
-        engine: The engine, whose messages are looked at.
+        mesh: The device mesh.
+        engine: The engine, whose messages are watched.
         start: The watch of this rank until now.
-        stall: Seconds after which a run in which nothing finishes has stalled; ``None`` if it may take any time.
-        since: The last collective before the groups were made.
-        desync: Compares what ranks do.
-        fetch: Sends tensors that other ranks ask for.
-        position: Returns where the rank is, as for `StallWatch`.
+        stall: The time in seconds after which a run without progress counts as stalled; ``None`` for no limit.
+        since: The number of the last collective before the groups were created.
+        desync: Compares the actions of the ranks.
+        fetch: Sends tensors that other ranks request.
+        position: Returns the position of this rank, as for `StallWatch`.
 
     Attributes:
         trainer: The Trainer whose run is watched; ``None`` outside of a run.
@@ -68,7 +68,7 @@ class RunWatch:
     def open(self, trainer: Trainer) -> None:
         """Begin a run."""
         self.trainer = trainer
-        if not self._start.is_first_run:  # which has begun with the store
+        if not self._start.is_first_run:  # the watch of the first run began when the store was created
             self._failures.begin()
             self._rank_watch.begin()
         self._desync.begin()
@@ -81,14 +81,14 @@ class RunWatch:
         self._watcher.wake()
 
     def close(self) -> None:
-        """Give the Trainer back."""
+        """Restore the Trainer's signal handlers."""
         self._signals.remove()
 
     def end_together(self) -> None:
-        """Wait for the others at the end of a run without a failure: none has succeeded where another one fails.
+        """Wait for all ranks at the end of a run without a failure, so that no rank succeeds if another rank fails.
 
-        No other code calls the collective that is used: a barrier that a rank has called alone before would be taken
-        for this one.
+        No other code calls the collective that is used here. A barrier could be matched with an earlier barrier that
+        another rank has called alone.
         """
         is_in_run = self.trainer is not None and dist.is_initialized()
         if is_in_run and not self._failures.failed and not self._failures.is_leaving:
@@ -108,14 +108,14 @@ class RunWatch:
     # -- on the watcher's thread ---------------------------------------------------------------------------------------
 
     def _look(self, signals: Collection[int]) -> None:
-        if not self._failures.is_known:  # otherwise there is nothing left to find, and the store may be gone
+        if not self._failures.is_known:  # after a failure there is nothing left to find, and the store may be closed
             self._signals.look(signals)
-            with suppress(dist.DistError, OSError):  # the store is gone: then the run ends for that reason
+            with suppress(dist.DistError, OSError):  # if the store is closed, the run ends for that reason
                 self._fetch.look()
         self._rank_watch.look(signals)
 
     def _messages(self) -> Messages:
-        """Return the messages between stages, and those of batches and results."""
+        """Return the messages between stages, and the messages with batches and results."""
         mesh, counts, awaited = self._mesh, self._engine.num_messages(), self._engine.awaited_message()
         name_of = {}
         for key in counts:
@@ -129,7 +129,7 @@ class RunWatch:
         return Messages(next((each for each in of_others if each is not None), None), sent)
 
     def _state(self) -> str:
-        """Return the state of the Trainer."""
+        """Return the state of the Trainer as text; empty outside of a run."""
         trainer = self.trainer
         if trainer is None or trainer.state.fn is None:
             return ""
@@ -140,5 +140,5 @@ class RunWatch:
         return f"{stage}, epoch {trainer.current_epoch}, global_step {trainer.global_step}{stops}"
 
     def _interrupt(self, exception: Exception) -> bool:
-        """Raise an exception in the thread of the run; return whether that is possible."""
+        """Raise an exception in the thread of the run. Return True if that is possible."""
         return self._signals.interrupt(exception, self._thread.interrupt)

@@ -1,4 +1,4 @@
-"""SIGTERM, SLURM's signal before a requeue, and the time to validate: noted when they come, agreed between batches."""
+"""Agreement of all ranks on SIGTERM, SLURM's signal before a requeue, and time-based validation, before each batch."""
 
 from __future__ import annotations
 
@@ -17,34 +17,34 @@ from lightning_hybrid.distributed.process_group import GroupRef
 from lightning_hybrid.distributed.watch.board import REQUEUE, TERMINATE, Board
 from lightning_hybrid.trainer import lightning_internals as internals
 
-_TERMINATE, _REQUEUE = 1, 2  # bits: both may have come
+_TERMINATE, _REQUEUE = 1, 2  # bits, because both signals may arrive
 _VALIDATE = 4  # not a signal, but sent in the same message: `Trainer(val_check_interval="00:10:00")`
 
 
 class SignalAgreement:
-    """All ranks act on a signal of any rank before the same batch.
+    """Makes all ranks act on a signal of any rank before the same batch.
 
     ::
 
         rank 3   signal --> watcher: a flag on the board
         rank 0              watcher: from the board, a note ----.
-        all                              before each batch: rank 0's notes come to all ranks --> act
+        all                              before each batch: all ranks receive rank 0's notes --> act
 
-    The watcher learns of a signal even while the run waits in C++, where no handler of Python is called. The handler
-    does the same, in case the watcher cannot receive signals.
+    The watcher sees a signal even while the run waits in C++, where Python calls no handlers. The handler does the
+    same, in case the watcher cannot receive signals.
 
-    Lightning's handlers run collectives, wherever the other ranks are, and only rank 0's SIGTERM ends its loops. This
-    class replaces Lightning's broadcast. Before the next batch a checkpoint can be saved: all ranks stop there with
-    `SIGTERMException`, or requeue the job and continue until SLURM ends it. The time to validate
-    (`Trainer(val_check_interval="00:10:00")`), by the clock of rank 0, is sent with the signals.
+    Lightning's handlers run collectives even if the other ranks are elsewhere, and only SIGTERM on rank 0 ends its
+    loops. This class replaces Lightning's broadcast. A checkpoint can be saved before the next batch. All ranks stop
+    there with `SIGTERMException`, or requeue the job and continue until SLURM ends it. Rank 0 also decides by its clock
+    when to validate (`Trainer(val_check_interval="00:10:00")`), and sends this with the signals.
 
-    In one replica rank 0's notes are messages, and a rank that waits for one would wait for the batch anyway. With
-    several replicas they are a broadcast, which has a second use: replicas with different numbers of batches call
-    collectives of different kinds there, and the watch finds that. Gloo aborts the process if two ranks reduce tensors
-    of different sizes (fault 31 of ``tests/faults``).
+    With one replica, rank 0's notes are messages, and a rank that waits for a note would wait for the batch anyway.
+    With several replicas, the notes are a broadcast, which has a second use: replicas with different numbers of batches
+    call different collectives there, and the watch detects that. Gloo aborts the process if two ranks reduce tensors of
+    different sizes (fault 31 of ``tests/faults``).
 
     Args:
-        mesh: The ranks.
+        mesh: The device mesh.
         board: The board, over the store of the watcher.
         wake: Wakes the watcher.
     """
@@ -54,16 +54,16 @@ class SignalAgreement:
         self._messages = mesh.posted_broadcast("signals", 0) if mesh.num_replicas == 1 else None
         self._board, self._wake = board, wake
         self._is_first = dist.get_rank() == 0
-        self._noted = 0  # by this rank's handlers; of rank 0 by those of all ranks
+        self._noted = 0  # signals that this rank's handlers have noted; on rank 0, signals of all ranks
         self._told = self._done = 0
         self._requeue_signal = 0
         self._is_timed, self._last_validation = False, 0.0
         self._trainer: Trainer | None = None
-        self._exception: Exception | None = None  # to be raised in the handler
+        self._exception: Exception | None = None  # an exception that the handler raises
         self._is_interrupted = False
 
     def install(self, trainer: Trainer) -> None:
-        """Begin a run."""
+        """Begin a run: replace the Trainer's signal handlers and its broadcast of SIGTERM."""
         self._noted = self._told = self._done = 0
         self._exception, self._is_interrupted = None, False
         self._trainer = trainer
@@ -72,18 +72,18 @@ class SignalAgreement:
         internals.replace_sigterm_broadcast(trainer, self._agree)
 
     def remove(self) -> None:
-        """End a run."""
+        """End a run: restore the signal handlers and the broadcast."""
         if self._trainer is not None:
             internals.restore_signal_handlers(self._trainer)
             internals.restore_sigterm_broadcast(self._trainer)
             self._trainer = None
 
     def interrupt(self, exception: Exception, send: Callable[[], bool]) -> bool:
-        """Have the handler raise an exception in the thread of the run; return whether that is possible.
+        """Make the handler raise an exception in the thread of the run. Return True if that is possible.
 
         Args:
             exception: The exception.
-            send: Sends SIGTERM to that thread, if it has a handler; returns whether it has.
+            send: Sends SIGTERM to this thread if it has a handler, and returns True if it has one.
         """
         self._exception, self._is_interrupted = exception, True
         return send()
@@ -102,7 +102,7 @@ class SignalAgreement:
         if launcher is not None and not self._noted & _TERMINATE:
             launcher.kill(signum)
         self._note(_TERMINATE)
-        if trainer.state.fn != TrainerFn.FITTING:  # nothing is to be saved
+        if trainer.state.fn != TrainerFn.FITTING:  # no checkpoint is to be saved
             internals.set_received_sigterm(trainer)
 
     def _on_requeue(self, signum: int) -> None:
@@ -114,14 +114,14 @@ class SignalAgreement:
         self._wake()
 
     def look(self, signals: Collection[int] = ()) -> None:
-        """Raise flags for the signals of this rank, and on rank 0 note those of all ranks. Called by the watcher.
+        """Raise flags for the signals of this rank. Rank 0 also notes the signals of all ranks. Called by the watcher.
 
         Args:
-            signals: The signals since the last look.
+            signals: The signals since the last call.
         """
         if signal.SIGTERM in signals and not self._is_interrupted:
             self._note_terminate(signal.SIGTERM)
-        with suppress(Exception):  # the store is gone: then the run ends for that reason
+        with suppress(Exception):  # if the store is closed, the run ends for that reason
             self._exchange()
 
     def _exchange(self) -> None:
@@ -133,7 +133,7 @@ class SignalAgreement:
                 self._told |= number
 
     def _agree(self) -> None:
-        """Act on the notes of rank 0, before each batch of training, on all ranks."""
+        """Act on the notes of rank 0. All ranks call this before each training batch."""
         trainer = self._trainer
         assert trainer is not None
         notes = self._notes_of_first(self._noted | self._note_of_time(trainer))
@@ -150,7 +150,7 @@ class SignalAgreement:
             raise SIGTERMException
 
     def _note_of_time(self, trainer: Trainer) -> int:
-        """Return the note that the time between validations has passed, by the clock of this rank."""
+        """Return the note to validate now, if enough time has passed by the clock of this rank; otherwise 0."""
         if not self._is_timed:
             return 0
         is_due, self._last_validation = internals.is_time_to_validate(trainer, self._last_validation)

@@ -1,4 +1,4 @@
-"""The watch of a rank from the moment it has a store: while groups are made, and the module is divided."""
+"""The watch thread of a rank, from the creation of the store until the first run."""
 
 from __future__ import annotations
 
@@ -21,35 +21,37 @@ from lightning_hybrid.distributed.watch.watcher import Watcher
 
 
 class StartWatch:
-    """The watch of this rank, before a run gives it more to look at.
+    """The watch of this rank until `RunWatch` extends it.
 
     ::
 
-        store    groups are made    mesh    module divided ... first run          ... second run
-        |------- this ------------------| RunWatch: the same thread, which looks at more things ...
+        store     groups are made   mesh    module parallelized ... first run     ... second run
+        |------- this ------------------| RunWatch: the same thread, with more checks ...
 
-    The first run begins for the watch as soon as there is a store. A rank that waits in the set-up waits in C++, often
-    for the store, where no connection can be closed to wake it: then its process ends, with the cause.
+    For the watch, the first run begins as soon as there is a store. A rank that is blocked in the setup is blocked in
+    C++, often in a call of the store, where closing a connection cannot wake it. Its process then exits, with the
+    cause.
 
     Args:
         store: A store that all ranks see.
-        watched: Another client of it, for the watcher alone: one is locked while it waits for a key.
-        config: The timeouts.
+        watched: A second client of the store, only for the watcher, because a client is locked while it waits for a
+            key.
+        config: The settings, with the timeouts.
         connections: The connections of the process groups.
-        rank: This rank.
+        rank: The global rank of this process.
         size: The number of ranks.
 
     Attributes:
-        store: As given.
-        watched: As given.
-        connections: As given.
+        store: The argument `store`.
+        watched: The argument `watched`.
+        connections: The argument `connections`.
         board: The board, over `store`.
         watched_board: The board, over `watched`.
         failures: The first failure.
         thread: The thread of the run.
         rank_watch: Finds failures.
-        watcher: The thread that looks.
-        is_first_run: If True, no run has come to an end yet.
+        watcher: The watch thread.
+        is_first_run: True if no run has ended yet.
     """
 
     def __init__(
@@ -60,7 +62,7 @@ class StartWatch:
         self.watched_board = self.board.over(watched)
         self.failures = Failures(self.board)
         if size > 1:
-            self.failures.begin()  # before all else: a rank that is cut off before it has begun is never missed
+            self.failures.begin()  # before all else: ranks cannot detect the loss of a rank that has not begun
         self.thread = WatchedThread()
         self.is_first_run = size > 1
         stall, silence = config.seconds_to_stall, config.seconds_of_heartbeat
@@ -82,17 +84,18 @@ class StartWatch:
             stuck=self.rank_watch.end_without_store,
         )
         if size > 1:
-            self.board.learn_host(0, os.environ.get("MASTER_ADDR"))  # until its record names its host
+            self.board.learn_host(0, os.environ.get("MASTER_ADDR"))  # until its record contains the name of its node
             self.watcher.start()
             self.watcher.wake()
 
     def leave(self, exception: BaseException) -> BaseException | None:
-        """Report an exception to the other ranks and leave the groups, unless all ranks raise it.
+        """Report an exception to the other ranks and leave the groups, unless all ranks raise the exception.
 
         Returns:
-            The exception of another rank, if this one only says that it has left.
+            The exception of another rank, if the exception of this rank only reports that another rank has left.
         """
-        if isinstance(exception, (ValueError, TypeError)):  # with other arguments they go on
+        # All ranks raise these, and the user can continue with other arguments.
+        if isinstance(exception, (ValueError, TypeError)):
             return None
         cause = self.failures.leave(exception, f"Rank {self._rank}", lambda: None)
         return cause if is_transport(exception) else None
@@ -103,7 +106,7 @@ class StartWatch:
         self.rank_watch.close()
 
     def _abort(self) -> None:
-        """Wake this rank where it waits in a group."""
+        """Wake this rank if it is blocked in a collective or message."""
         if dist.is_initialized() and has_nccl():
             close_groups(self.failures.cause(patience=0.0) if self.failures.is_known else None)
         port = os.environ.get("MASTER_PORT", "")
