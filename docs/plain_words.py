@@ -23,8 +23,8 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "lightning_hybrid"
 
-#: Findings by reader. Lower a number whenever there are fewer; never raise one.
-MOST = {"users": 0, "maintainers": 1233}
+#: Allowed findings by reader.
+MOST = {"users": 0, "maintainers": 0}
 
 #: Pages for maintainers.
 PROJECT_PAGES = ("docs/project/",)
