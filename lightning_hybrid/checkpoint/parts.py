@@ -33,6 +33,7 @@ from lightning_hybrid.distributed.dtensor import is_sharded
 from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.distributed.pytree import flatten_with_path
 from lightning_hybrid.pipeline_parallel.placeholders import is_placeholder, is_sent
+from lightning_hybrid.torch_internals import forward_pre_hooks
 
 #: Methods of Lightning, transformers and PEFT that write files. Some write other files before the weights.
 _WRITERS = ("save_pretrained", "push_to_hub", "to_onnx", "to_torchscript", "to_tensorrt")
@@ -56,8 +57,9 @@ def mark_parts(module: LightningModule) -> None:
     for _, handle in _HOOKS.pop(module, ()):
         handle.remove()
     for part in module.modules():  # by their kinds: a copy of a divided module has copies of them
-        for key in [key for key, hook in part._forward_pre_hooks.items() if isinstance(hook, _CallHook)]:
-            del part._forward_pre_hooks[key]
+        calls = forward_pre_hooks(part)
+        for key in [key for key, hook in calls.items() if isinstance(hook, _CallHook)]:
+            del calls[key]
         for name in [name for name, value in vars(part).items() if isinstance(value, _Writer)]:
             del vars(part)[name]
     divided = _divided_modules(module, is_part)

@@ -14,12 +14,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-#: What `torch.nn.functional` calls for its losses over classes.
-_FUNCTIONS: Any
-try:
-    from torch._C import _nn as _FUNCTIONS
-except ImportError:  # then no loss is recognized, and the comparison of microbatches judges by values alone
-    _FUNCTIONS = None
+from lightning_hybrid.torch_internals import loss_functions
 
 __all__ = ["Observer", "normalizer_of", "observed", "reported"]
 
@@ -48,8 +43,9 @@ def observed(observer: Observer) -> Iterator[None]:
     before, _observer = _observer, observer
     with ExitStack() as stack:
         for name in ("cross_entropy_loss", "nll_loss_nd"):
-            if hasattr(_FUNCTIONS, name):
-                stack.enter_context(patch.object(_FUNCTIONS, name, seen(getattr(_FUNCTIONS, name))))
+            # Without them no loss is recognized, and the comparison of microbatches judges by values alone.
+            if hasattr(loss_functions, name):
+                stack.enter_context(patch.object(loss_functions, name, seen(getattr(loss_functions, name))))
         try:
             yield
         finally:

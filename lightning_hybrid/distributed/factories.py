@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+
+from lightning_hybrid.torch_internals import dtensor_handlers
 
 _LIKE = ("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like")
 _NEW = ("new_zeros", "new_ones", "new_empty", "new_full", "new_empty_strided")
@@ -22,8 +23,8 @@ def plain_factories() -> Iterator[None]:
     A step makes states and noise with them, and uses the result in code that knows no DTensors. Optimizers outside of
     the step get DTensors. In a version of torch that keeps its handlers elsewhere, nothing changes.
     """
-    handlers = getattr(getattr(DTensor, "_op_dispatcher", None), "_custom_op_handlers", None)
-    if not isinstance(handlers, dict):
+    handlers = dtensor_handlers()
+    if handlers is None:
         yield
         return
 
@@ -57,10 +58,10 @@ def plain_factories() -> Iterator[None]:
 @contextmanager
 def sharded_factories() -> Iterator[None]:
     """Leave :func:`plain_factories`: for an optimizer that makes its states inside of a step."""
-    if not _PLAIN:
+    handlers = dtensor_handlers()
+    if not _PLAIN or handlers is None:
         yield
         return
-    handlers: Any = DTensor._op_dispatcher._custom_op_handlers
     own = _PLAIN.pop()
     for each in own:
         handlers.pop(each)

@@ -22,6 +22,7 @@ from lightning_hybrid.distributed.messages.host_messages import HostMessages, co
 from lightning_hybrid.distributed.messages.posted_broadcast import PostedBroadcast
 from lightning_hybrid.distributed.messages.tree_broadcast import TreeBroadcast
 from lightning_hybrid.distributed.process_group import GroupRef, device_backends, make_group, set_timeout
+from lightning_hybrid.torch_internals import clear_dtensor_cache, forget_mesh_groups
 
 #: Tags of what travels between two stages through the control group.
 STAGE_TAGS: dict[Literal["activation", "gradient"], int] = {"activation": 1, "gradient": 2}
@@ -50,7 +51,9 @@ class _WorldCache:
         if self._world() is not world:
             if self._entries or self._of_parent:  # to collect takes a good part of a second
                 self.clear()
-                _clear_sharding_cache()
+                # Torch caches how results on DTensors are sharded, with the mesh of the first time. An equal mesh of a
+                # world that is gone has groups that are gone, whose names others may have now.
+                clear_dtensor_cache()
                 gc.collect()
             self._world = weakref.ref(world)
         if key not in self._entries:
@@ -67,22 +70,10 @@ class _WorldCache:
         """Drop everything: meshes, parameters that are sharded over them, and messages under way hold groups."""
         for entry in self._entries.values():
             if isinstance(entry, DeviceMesh):
-                getattr(entry, "_pg_registry", {}).clear()
+                forget_mesh_groups(entry)
             if isinstance(entry, PostedBroadcast | HostMessages):
                 entry.abandon()
         self._entries.clear()
-
-
-def _clear_sharding_cache() -> None:
-    """Torch caches how the results of operations on DTensors are sharded, with the mesh of the first time.
-
-    An equal mesh of a world that is gone has groups that are gone; their names may now be those of others.
-    """
-    try:
-        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-    except ImportError:  # then a second world in one process needs meshes of other shapes
-        return
-    _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
 
 
 _WORLD_CACHE = _WorldCache()

@@ -6,22 +6,19 @@ import hashlib
 import inspect
 import os
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
+
+from lightning_hybrid.torch_internals import abort_all_groups, group_tables, name_of_ranks, set_options_timeout
 
 # The names that torch 2.13 brought. The old ones are looked up only where there are no new ones: they may go.
 all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-#: Whether torch's profiler runs. A message of gloo that is under way writes its end into the cycle of the profiler in
-#: which it began, which may have been freed.
-torch_profiles: Callable[[], bool] = getattr(torch.autograd, "_profiler_enabled", lambda: True)
 
 #: Thread blocks of a device that a pipeline message may take: NCCL would take up to 32 of an H100's 132 processors for
 #: as long as a posted receive waits.
@@ -197,9 +194,8 @@ def abort_groups() -> None:
     (pytorch#119797). A torch that cannot gets the next best: the groups made here, latest first, which is one order on
     all ranks.
     """
-    abort_all = getattr(distributed_c10d, "_abort_process_group", None)
-    if abort_all is not None:
-        abort_all()
+    if abort_all_groups is not None:
+        abort_all_groups()
         return
     groups = [made for made in (reference() for reference in reversed(_MADE)) if made is not None]
     for group in [*(group for group in groups if group is not _world()), _world()]:
@@ -281,7 +277,7 @@ def _message_options(timeout: timedelta | None) -> Any:
     options.is_high_priority_stream = True
     options.config.max_ctas = MESSAGE_CTAS
     if timeout is not None:
-        options._timeout = timeout
+        set_options_timeout(options, timeout)
     return options
 
 
@@ -297,10 +293,9 @@ def _num_groups() -> int | None:
     Such a name is a hash of the group's ranks and of the number of groups that the process has, or in torch 2.15 of
     those that it has been asked for.
     """
-    world, name_of = (getattr(distributed_c10d, name, None) for name in ("_world", "_hash_ranks_to_str"))
-    if name_of is None:
+    if name_of_ranks is None:
         return None
-    name = name_of([0])
+    world, name = group_tables(), name_of_ranks([0])
     for number in (len(getattr(world, "pg_names", ())), getattr(world, "group_count", 0)):
         if name == hashlib.sha1(f"0_{number}".encode(), usedforsecurity=False).hexdigest():
             return number
@@ -373,7 +368,7 @@ def leave_groups_to_parent() -> None:
     """
     if not dist.is_initialized():
         return
-    world = getattr(distributed_c10d, "_world", None)
+    world = group_tables()
     found = [getattr(world, name, None) for name in _TABLES]
     tables = [table for table in found if isinstance(table, dict)]
     if world is None or len(tables) < len(found):

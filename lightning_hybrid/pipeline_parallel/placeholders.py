@@ -17,6 +17,7 @@ from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.distributed.module_names import named_tensors
 from lightning_hybrid.distributed.pytree import flatten
 from lightning_hybrid.pipeline_parallel.stage_map import StageMap
+from lightning_hybrid.torch_internals import DisableTorchFunctionSubclass, forward_pre_hooks, load_state_dict_pre_hooks
 
 _T = TypeVar("_T", bound=Tensor)
 
@@ -69,7 +70,7 @@ class PlaceholderTensor(Tensor):
             raise WrongUseError(without_value_text(f"the tensor in the `{func.__name__.strip('_')}` call"))
         if func in _ADDRESSES:
             raise WrongUseError(_SAVED_TEXT)
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             if _writes_values(func, args, kwargs or {}):
                 raise WrongUseError(_WRITTEN_TEXT)
             try:
@@ -184,7 +185,7 @@ class PlaceholderParameter(PlaceholderTensor, nn.Parameter):
         """The gradient: ``None``, and a tensor without a value inside :func:`absent_gradients`."""
         if not _shows_absent or not self.requires_grad:
             return None
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             return self.detach().as_subclass(AbsentGradient)
 
     @grad.setter
@@ -197,7 +198,7 @@ class PlaceholderParameter(PlaceholderTensor, nn.Parameter):
         pass
 
     def _like(self, tensor: Tensor) -> Tensor:
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             plain = tensor.detach().as_subclass(Tensor)
         return PlaceholderParameter(plain, requires_grad=self.requires_grad)
 
@@ -272,15 +273,16 @@ def replace_with_placeholders(module: nn.Module, stage_map: StageMap, rank: int)
 def remove_placeholder_hooks(module: nn.Module) -> None:
     """Undo what was done for placeholders, once there are none: layers may be called, and any state dict is loaded."""
     for layer in module.modules():
-        for key in [key for key, hook in layer._forward_pre_hooks.items() if isinstance(hook, _Refusal)]:
-            del layer._forward_pre_hooks[key]
+        hooks = forward_pre_hooks(layer)
+        for key in [key for key, hook in hooks.items() if isinstance(hook, _Refusal)]:
+            del hooks[key]
     for key in _loading_hooks(module):
-        del module._load_state_dict_pre_hooks[key]
+        del load_state_dict_pre_hooks(module)[key]
 
 
 def _loading_hooks(module: nn.Module) -> list[int]:
     """The keys of the module's hooks that let placeholders load themselves."""
-    hooks = module._load_state_dict_pre_hooks
+    hooks = load_state_dict_pre_hooks(module)
     return [key for key, hook in hooks.items() if getattr(hook, "hook", None) is _load_into_themselves]
 
 

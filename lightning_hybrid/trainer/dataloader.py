@@ -28,6 +28,7 @@ from lightning_hybrid.distributed.messages.tree_broadcast import TreeBroadcast, 
 from lightning_hybrid.distributed.process_group import GroupRef
 from lightning_hybrid.distributed.pytree import encode, flatten
 from lightning_hybrid.distributed.tensor_bytes import as_bytes
+from lightning_hybrid.torch_internals import set_persistent_iterator
 from lightning_hybrid.trainer import lightning_internals as internals
 from lightning_hybrid.trainer.batch_hooks import batch_reading_hooks
 from lightning_hybrid.trainer.resume.replay import LoaderWrapper, ReplayableLoader, ReplicaOrder, is_stateful
@@ -226,7 +227,7 @@ def _shard(
         )
     sampler = ReplicaSampler(order, num_replicas, mesh.data_rank, group, repeat=stage != RunningStage.PREDICTING)
     former, loader = loader.batch_sampler, copy.copy(loader)
-    loader._iterator = None  # of persistent workers, over the undivided samples
+    set_persistent_iterator(loader, None)  # the former one is over the undivided samples
     object.__setattr__(loader, "sampler", sampler)  # a loader refuses to be changed, but this one is a copy
     if batches is not None:
         batches = copy.copy(batches)

@@ -31,6 +31,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_hybrid.distributed.dtensor import local_view
+from lightning_hybrid.torch_internals import OpenGradScaler, unscales_in_step, version_counter
 
 #: The values of ``Trainer(precision=...)`` that train here.
 SUPPORTED = ("32-true", "64-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
@@ -110,7 +111,7 @@ def check_optimizer(plugin: Precision, optimizer: Optimizer) -> None:
         ValueError: If the plugin scales the loss and the optimizer unscales the gradients.
     """
     scaler = getattr(plugin, "scaler", None)
-    if scaler is not None and scaler.is_enabled() and getattr(optimizer, "_step_supports_amp_scaling", False):
+    if scaler is not None and scaler.is_enabled() and unscales_in_step(optimizer):
         raise ValueError(
             f"The optimizer `{type(optimizer).__qualname__}` unscales gradients inside its fused step. With a precision"
             " that scales the loss, such as '16-mixed', the ranks could then neither detect an overflow together nor"
@@ -171,7 +172,7 @@ def autocasts(plugin: Precision, device: torch.device) -> bool:
         return torch.is_autocast_enabled(device.type)
 
 
-class ModelGroupGradScaler(GradScaler):
+class ModelGroupGradScaler(OpenGradScaler):
     """A `GradScaler` whose ranks see an overflow together: all of the model group skip a step, or none does.
 
     Without that, a stage that overflowed would skip the step and halve its scale while the others go on. State dicts
@@ -188,13 +189,12 @@ class ModelGroupGradScaler(GradScaler):
         self._join(model_group)
 
     def _join(self, model_group: Callable[[], ProcessGroup | None]) -> None:
-        if not callable(getattr(GradScaler, "_unscale_grads_", None)):
+        if not self.is_supported():
             raise RuntimeError(
                 f"torch {torch.__version__} does not have `torch.amp.GradScaler._unscale_grads_`, which is required for"
                 " ranks to detect an overflow together. Use precision 'bf16-mixed', or another version of torch for"
                 " '16-mixed'. [LH135]"
             )
-        self.device_type = getattr(self, "_device", "cuda")
         self.model_group = model_group
 
     @classmethod
@@ -231,7 +231,7 @@ class ModelGroupGradScaler(GradScaler):
             device: Where the ranks of the model group communicate; by default the current one of the scaler's type.
         """
         # Only to save the multiplication: scaling again would change nothing.
-        if self.is_enabled() and getattr(self, "_scale", None) is None:
+        if self.is_enabled() and not self.has_scale:
             self.scale(torch.zeros((), device=self.device_type if device is None else device))
 
     def unscale_(self, optimizer: Optimizer) -> None:
@@ -257,17 +257,18 @@ class ModelGroupGradScaler(GradScaler):
         self.initialize()
         return super().step(optimizer, *args, **kwargs)
 
-    def _unscale_grads_(
+    def unscale_gradients(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, *args: Any, **kwargs: Any
     ) -> dict[torch.device, Tensor]:
+        """Unscale the gradients of this rank, and return whether a rank of the model group found infinities or NaNs."""
         # torch asks here, for each optimizer once per step, which devices overflowed; it records the answer, skips the
-        # step on any number but 0, and lowers the scale. `found_inf` is a zero on the scale's device.
+        # step on any number but 0, and lowers the scale.
         # Of divided parameters this rank unscales its shards; they are plain tensors to torch's kernel.
         views = [
             {"params": [local_view(parameter) for parameter in group["params"]]} for group in optimizer.param_groups
         ]
         local: Any = SimpleNamespace(param_groups=views)
-        found: dict[torch.device, Tensor] = super()._unscale_grads_(local, inv_scale, found_inf, *args, **kwargs)
+        found: dict[torch.device, Tensor] = super().unscale_gradients(local, inv_scale, found_inf, *args, **kwargs)
         group = self.model_group()
         if group is None or group.size() == 1:
             return found
@@ -334,7 +335,7 @@ class SharedCasts:
         if not self._parameters:
             plain = (each for each in self._find() if not isinstance(each, DTensor))  # of those autocast sees shards
             self._parameters = [each for each in plain if each.dtype == torch.float32]
-        return [parameter._version for parameter in self._parameters]
+        return [version_counter(parameter) for parameter in self._parameters]
 
 
 @cache

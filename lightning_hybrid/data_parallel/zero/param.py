@@ -104,7 +104,7 @@ def find_owners(module: nn.Module) -> dict[int, list[Owner]]:
 def set_parameter(parameter: nn.Parameter, owners: Iterable[Owner]) -> None:
     """Let a parameter be found in these modules, under these names."""
     for part, name in owners:
-        if hasattr(part, "_flat_weights"):  # of recurrent layers of torch, which keep a list of their own
+        if isinstance(part, nn.RNNBase):  # it keeps a list of its own
             setattr(part, name, parameter)
         else:
             part._parameters[name] = parameter

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_hybrid.distributed.messages.host_messages import HostMessages, Work
-from lightning_hybrid.distributed.process_group import torch_profiles
+from lightning_hybrid.torch_internals import is_profiling
 
 _MOST_PENDING = 8  # messages to one rank that gloo has not sent
 
@@ -98,7 +98,7 @@ class PostedBroadcast:
                 if work is not None:
                     self._pending.append((work, data, child, self._num_sent[child]))
         if self._pending:
-            self.retire(0 if torch_profiles() else _MOST_PENDING * len(self._children))
+            self.retire(0 if is_profiling() else _MOST_PENDING * len(self._children))
 
     def post(self, data: Tensor, readers: Collection[int] | None = None) -> None:
         """On the others: receive one more message that :meth:`passes`.
@@ -114,9 +114,10 @@ class PostedBroadcast:
     def post_ahead(self, num_bytes: int) -> None:
         """On the others: post the receive of the next message, for :meth:`receive`.
 
-        Not while torch's profiler runs: see :data:`torch_profiles`.
+        Not while torch's profiler runs: a message of gloo that is under way writes its end into the cycle of the
+        profiler in which it began, which may have been freed.
         """
-        if not torch_profiles():
+        if not is_profiling():
             self.post(torch.empty(num_bytes, dtype=torch.uint8))
 
     def receive(self, num_bytes: int) -> Tensor:

@@ -12,25 +12,31 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hybrid.distributed.failure import WrongUseError
-from lightning_hybrid.distributed.modes import FunctionMode, without_modes
+from lightning_hybrid.distributed.modes import FunctionMode
 from lightning_hybrid.distributed.pytree import flatten, unflatten
 from lightning_hybrid.distributed.replaced import Preserved, replaced_attributes
 from lightning_hybrid.distributed.watch.watched_thread import READING
 from lightning_hybrid.pipeline_parallel.frame.graph import users_line
 from lightning_hybrid.pipeline_parallel.frame.operators import Operators, Seen, memory_of
 from lightning_hybrid.pipeline_parallel.frame.stage_states import Contents
+from lightning_hybrid.torch_internals import (
+    FAKE_TENSOR_LOGGER,
+    PARAMETER_MARK,
+    FakeTensor,
+    FakeTensorMode,
+    without_dispatch_modes,
+)
 
 
 class AbsentValueError(WrongUseError):
     """A value is used where it is not."""
 
 
-FakeMode: Any
-FakeTensor: Any
-try:
-    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+if FakeTensorMode is None:  # then nothing but a plain chain can be divided
+    FakeMode: Any = None
+else:
 
-    class FakeMode(FakeTensorMode):  # type: ignore[no-redef, no-untyped-call]
+    class FakeMode(FakeTensorMode):  # type: ignore[no-redef, misc]
         """A mode for tensors without values. No operator can use these tensors after the step has been traced.
 
         Attributes:
@@ -44,9 +50,6 @@ try:
             if self.is_over:
                 raise AbsentValueError(absent_text(f"`{func.overloadpacket.__name__}` at {users_line()}"))
             return super().dispatch(func, types, args, kwargs)
-
-except ImportError:  # then nothing but a plain chain can be divided
-    FakeMode, FakeTensor = None, None
 
 
 def fake_mode() -> Any:
@@ -69,7 +72,7 @@ def with_single_numbers() -> FunctionMode:
 def _call_with_values(func: Any, args: Any, kwargs: Any) -> Any:
     is_single = func is torch.randint and () in (*args, kwargs.get("size"))
     if is_single or (func in _READING and not any(isinstance(leaf, FakeTensor) for leaf in flatten(args)[0])):
-        with without_modes():
+        with without_dispatch_modes():
             return func(*args, **kwargs)
     return func(*args, **kwargs)
 
@@ -91,7 +94,7 @@ def fake_like(mode: Any, tensor: Tensor, device: torch.device) -> Tensor:
 def as_parameter(fake: Tensor, *, requires_grad: bool) -> nn.Parameter:
     """Make a fake tensor an `nn.Parameter`, as the class does with tensors of other classes, without an operator."""
     fake.requires_grad_(requires_grad)
-    fake._is_param = True
+    setattr(fake, PARAMETER_MARK, True)
     assert isinstance(fake, nn.Parameter)
     return fake
 
@@ -125,7 +128,7 @@ def collect_new() -> None:
 
 def without_torchs_errors() -> AbstractContextManager[None]:
     """Keep torch from logging that an operator refuses fake tensors while entered: the operator raises an error too."""
-    return replaced_attributes(logging.getLogger("torch._subclasses.fake_tensor"), disabled=True)
+    return replaced_attributes(logging.getLogger(FAKE_TENSOR_LOGGER), disabled=True)
 
 
 def run_on_zeros(

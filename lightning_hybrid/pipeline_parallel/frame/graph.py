@@ -19,6 +19,7 @@ from lightning_hybrid.distributed.pytree import TreeSpec, flatten, is_unchanged
 from lightning_hybrid.distributed.taps import Taps
 from lightning_hybrid.distributed.tensor_metadata import getters
 from lightning_hybrid.pipeline_parallel.frame.decisions import Decisions, is_in_place
+from lightning_hybrid.torch_internals import PACK_SEQUENCE, PAD_SEQUENCE, is_view
 
 _OwnBackward: Any = torch.autograd.function.BackwardCFunction
 # Code that only passes calls of the user's on.
@@ -282,7 +283,7 @@ def check_backward(tensor: Tensor) -> None:
         function = tensor.grad_fn
     except RuntimeError:  # of a view that was written
         return
-    if function is None or (tensor._is_view() and not isinstance(function, _OwnBackward)):
+    if function is None or (is_view(tensor) and not isinstance(function, _OwnBackward)):
         return
     is_hook = type(function).__name__ == "BackwardHookFunctionBackward"
     what = "module's backward hook" if is_hook else "`torch.autograd.Function`"
@@ -325,7 +326,7 @@ def users_line() -> str:
 #: Results of these are cut off from the graph, whatever they are made from.
 DETACHES = frozenset({torch.detach, torch.detach_, Tensor.detach, Tensor.detach_}) | getters("data")
 #: The positions of results that are made of lengths alone, whatever the values are; by the names of functions.
-OF_LENGTHS: dict[str, tuple[int, ...]] = {"_pack_padded_sequence": (1,), "_pad_packed_sequence": (1,)}
+OF_LENGTHS: dict[str, tuple[int, ...]] = {PACK_SEQUENCE: (1,), PAD_SEQUENCE: (1,)}
 #: These differentiate.
 DERIVATIVES = frozenset({torch.autograd.grad, torch.autograd.backward, Tensor.backward})
 #: These read numbers without an operator that says so.

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils import checkpoint
 
+from lightning_hybrid.torch_internals import DisableTorchFunction
+
 
 @contextmanager
 def without_reentrant(is_divided: Callable[[], bool]) -> Iterator[None]:
@@ -55,5 +57,5 @@ def _no_grad() -> Iterator[None]:
 
 
 def _set_grad_enabled(enabled: bool) -> None:
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         torch.set_grad_enabled(enabled)

@@ -13,6 +13,7 @@ from lightning_hybrid.tensor_parallel.context_parallel.mappings import ContextGr
 from lightning_hybrid.tensor_parallel.context_parallel.sharded_sequence import ShardedSequence
 from lightning_hybrid.tensor_parallel.sharded_activation import plain
 from lightning_hybrid.tensor_parallel.sharding import Sharding, Shares
+from lightning_hybrid.torch_internals import version_counter
 
 # A share has two positions at least: of a single one models believe that it is the next word.
 _LEAST = 2
@@ -270,4 +271,4 @@ def _unchanged(tensor: Tensor) -> Tensor:
 
 def version_of(leaf: Any) -> int:
     """Counts what is written into a tensor, where torch does."""
-    return leaf._version if isinstance(leaf, Tensor) and not leaf.is_inference() else 0
+    return version_counter(leaf) if isinstance(leaf, Tensor) and not leaf.is_inference() else 0
