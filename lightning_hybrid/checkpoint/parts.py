@@ -32,6 +32,7 @@ from lightning_hybrid.checkpoint.full import is_part_expected, part_expected
 from lightning_hybrid.distributed.dtensor import is_sharded
 from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.distributed.pytree import flatten_with_path
+from lightning_hybrid.distributed.replaced import replaced_attributes
 from lightning_hybrid.pipeline_parallel.placeholders import is_placeholder, is_sent
 from lightning_hybrid.torch_internals import forward_pre_hooks
 
@@ -207,6 +208,7 @@ class _Writer:
 
 #: Modules that are divided, by identity, with what notices the end of each.
 _DIVIDED: dict[int, weakref.finalize[Any, Any]] = {}
+#: Entered from the first divided module to the end of the last one. Several runs may begin and end in between.
 _REPLACED = ExitStack()
 
 
@@ -251,14 +253,14 @@ def _checked_saves() -> Iterator[None]:
             raise WrongUseError(text + _REMEDY)
         return storage(tensor)  # type: ignore[no-untyped-call]
 
-    kind: Any = DTensor
-    torch.save, kind.storage = checked, checked_storage
-    try:
-        yield
-    finally:
-        if torch.save is checked:  # others may have replaced it since
-            torch.save = save
-        del kind.storage
+    with replaced_attributes(DTensor, storage=checked_storage):
+        # Not `replaced_attributes`: other code may replace the function after this, and it stays replaced then.
+        torch.save = checked
+        try:
+            yield
+        finally:
+            if torch.save is checked:
+                torch.save = save
 
 
 def _saved_tensors(tree: Any) -> list[Tensor]:

@@ -7,13 +7,13 @@ such as transformers are seen alike. Cross entropies over classes or positions t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
+from lightning_hybrid.distributed.replaced import replaced_attributes
 from lightning_hybrid.torch_internals import loss_functions
 
 __all__ = ["Observer", "normalizer_of", "observed", "reported"]
@@ -40,16 +40,14 @@ def observed(observer: Observer) -> Iterator[None]:
 
         return call
 
+    # Without these functions no loss is recognized, and the comparison of microbatches judges by values alone.
+    names = [name for name in ("cross_entropy_loss", "nll_loss_nd") if hasattr(loss_functions, name)]
     before, _observer = _observer, observer
-    with ExitStack() as stack:
-        for name in ("cross_entropy_loss", "nll_loss_nd"):
-            # Without them no loss is recognized, and the comparison of microbatches judges by values alone.
-            if hasattr(loss_functions, name):
-                stack.enter_context(patch.object(loss_functions, name, seen(getattr(loss_functions, name))))
-        try:
+    try:
+        with replaced_attributes(loss_functions, **{name: seen(getattr(loss_functions, name)) for name in names}):
             yield
-        finally:
-            _observer = before
+    finally:
+        _observer = before
 
 
 def reported(mean: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:

@@ -651,8 +651,9 @@ def set_sampler_epoch(loader: object, epoch: int) -> None:
 # -- optimization and precision ----------------------------------------------------------------------------------------
 
 
-def replace_closure(trainer: Trainer, closure: Callable[..., Closure] = Closure) -> None:
-    """Have automatic optimization call another closure; Lightning's own ``Closure`` puts its loop back.
+@contextmanager
+def replace_closure(trainer: Trainer, closure: Callable[..., Closure]) -> Iterator[None]:
+    """While entered, automatic optimization calls another closure.
 
     Lightning zeroes gradients between step and backward, which would wipe what a schedule of both has computed. And
     with several processes it refuses a step that returns ``None``.
@@ -661,7 +662,7 @@ def replace_closure(trainer: Trainer, closure: Callable[..., Closure] = Closure)
         trainer: The Trainer.
         closure: Takes what ``Closure`` takes, by name.
 
-    Touches: ``_TrainingEpochLoop.automatic_optimization`` (replaced; its progress, which checkpoints know, stays),
+    Touches: ``_TrainingEpochLoop.automatic_optimization`` (replaced; its progress, which checkpoints know, is shared),
         ``_AutomaticOptimization`` (a subclass), ``_make_closure``, ``_make_step_fn``, ``_make_backward_fn``,
         ``_make_zero_grad_fn``, ``_skip_backward``, ``_training_step`` (replaced), ``output_result_cls``,
         ``lightning.pytorch.trainer.call._call_strategy_hook``.
@@ -669,12 +670,13 @@ def replace_closure(trainer: Trainer, closure: Callable[..., Closure] = Closure)
     Without: automatic optimization cannot train with a pipeline, nor skip a step with replicas.
     """
     epoch_loop = trainer.fit_loop.epoch_loop
-    former = epoch_loop.automatic_optimization
-    if getattr(former, "closure", Closure) is closure:
-        return
-    loop = _AutomaticOptimization(trainer) if closure is Closure else _OptimizationBy(trainer, closure)
+    former, loop = epoch_loop.automatic_optimization, _OptimizationBy(trainer, closure)
     loop.optim_progress, loop._skip_backward = former.optim_progress, former._skip_backward
-    epoch_loop.automatic_optimization = loop
+    with replaced_attributes(epoch_loop, automatic_optimization=loop):
+        try:
+            yield
+        finally:
+            former.optim_progress, former._skip_backward = loop.optim_progress, loop._skip_backward
 
 
 class _OptimizationBy(_AutomaticOptimization):
@@ -1135,8 +1137,8 @@ def connect_processes(
 
 def replace_signal_handlers(
     trainer: Trainer, on_terminate: Callable[[int], None], on_requeue: Callable[[int], None]
-) -> None:
-    """Do something else at SIGTERM, and where SLURM is about to requeue the job; for the runs to come.
+) -> AbstractContextManager[None]:
+    """While entered, do something else at SIGTERM, and where SLURM is about to requeue the job.
 
     Args:
         trainer: The Trainer.
@@ -1148,20 +1150,11 @@ def replace_signal_handlers(
 
     Without: handlers run collectives wherever the other ranks are, which waits for ever inside of a step.
     """
-    handlers = vars(trainer._signal_connector)
-    handlers["_sigterm_notifier_fn"] = lambda signum, _: on_terminate(signum)
-    handlers["_slurm_sigusr_handler_fn"] = lambda signum, _: on_requeue(signum)
-
-
-def restore_signal_handlers(trainer: Trainer) -> None:
-    """Undo :func:`replace_signal_handlers`.
-
-    Touches: as there.
-
-    Without: the next run, perhaps with another strategy, has no handlers.
-    """
-    for name in ("_sigterm_notifier_fn", "_slurm_sigusr_handler_fn"):
-        vars(trainer._signal_connector).pop(name, None)
+    handlers = {
+        "_sigterm_notifier_fn": lambda signum, _: on_terminate(signum),
+        "_slurm_sigusr_handler_fn": lambda signum, _: on_requeue(signum),
+    }
+    return replaced_entries([(vars(trainer._signal_connector), handlers)])
 
 
 def set_received_sigterm(trainer: Trainer) -> None:
@@ -1190,24 +1183,19 @@ def requeue(trainer: Trainer, signum: int) -> None:
     handle(connector, signum, None)
 
 
-def replace_sigterm_broadcast(trainer: Trainer, agree: Callable[[], None]) -> None:
-    """Let another function say before each batch of training whether all ranks stop; it raises if they do.
+def replace_sigterm_broadcast(trainer: Trainer, agree: Callable[[], None]) -> AbstractContextManager[None]:
+    """While entered, let another function decide before each batch of training whether all ranks stop.
+
+    Args:
+        trainer: The Trainer.
+        agree: Raises an exception if they stop.
 
     Touches: ``_TrainingEpochLoop._broadcast_sigterm_tensor`` (replaced on one object).
 
     Without: only rank 0's SIGTERM counts, and each batch waits for the device.
     """
-    trainer.fit_loop.epoch_loop.__dict__["_broadcast_sigterm_tensor"] = agree
-
-
-def restore_sigterm_broadcast(trainer: Trainer) -> None:
-    """Undo :func:`replace_sigterm_broadcast`.
-
-    Touches: as there.
-
-    Without: the next run asks ranks of a former one.
-    """
-    trainer.fit_loop.epoch_loop.__dict__.pop("_broadcast_sigterm_tensor", None)
+    attributes: dict[str, Any] = trainer.fit_loop.epoch_loop.__dict__
+    return replaced_entries([(attributes, {"_broadcast_sigterm_tensor": agree})])
 
 
 def validation_interval(trainer: Trainer) -> float | None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils import checkpoint
 
+from lightning_hybrid.distributed.replaced import replaced_attributes
 from lightning_hybrid.torch_internals import DisableTorchFunction
 
 
@@ -27,8 +28,7 @@ def without_reentrant(is_divided: Callable[[], bool]) -> Iterator[None]:
         is_divided: Whether the code that runs now is divided into stages.
     """
     # Everybody who has imported `checkpoint`, or made a partial of it, finds the function by this name.
-    names: Any = vars(checkpoint)
-    function = names["CheckpointFunction"]
+    function: Any = checkpoint.CheckpointFunction
 
     def apply(run: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
         if not is_divided():
@@ -38,11 +38,8 @@ def without_reentrant(is_divided: Callable[[], bool]) -> Iterator[None]:
                 return run(*args)
         return checkpoint.checkpoint(run, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state)
 
-    names["CheckpointFunction"] = SimpleNamespace(apply=apply)
-    try:
+    with replaced_attributes(checkpoint, CheckpointFunction=SimpleNamespace(apply=apply)):
         yield
-    finally:
-        names["CheckpointFunction"] = function
 
 
 @contextmanager
