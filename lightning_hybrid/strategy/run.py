@@ -18,6 +18,7 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
@@ -491,6 +492,7 @@ class Run:
     def install(
         self,
         trainer: Trainer,
+        closure: Callable[..., Closure] | None = None,
         nonfinite: GradientWatch | None = None,
         gradient_functions: GradientFunctions | None = None,
     ) -> None:
@@ -498,6 +500,7 @@ class Run:
 
         Args:
             trainer: The Trainer, whose optimizers are there.
+            closure: Creates the closures of automatic optimization; ``None`` if the Trainer does not fit.
             nonfinite: Looks at gradients before an optimizer steps.
             gradient_functions: Lets functions over gradients see those of all ranks; ``None`` if this rank has all.
         """
@@ -509,6 +512,8 @@ class Run:
         add_callbacks(trainer, world.resume, MemoryReport(estimate, memory_table, world.mesh))
         desync = self.context.desync if self.context else StepDesync(module, world.mesh, world.desync, refusing)
         undo.enter_context(desync.noting_reductions(trainer))
+        if closure is not None:
+            undo.enter_context(lightning_internals.replace_closure(trainer, closure))
         undo.enter_context(warning_of_half_precision(trainer, module))
         if gradient_functions is not None:
             undo.enter_context(gradient_functions.installed())

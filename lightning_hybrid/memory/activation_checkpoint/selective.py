@@ -17,27 +17,28 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_hybrid.distributed.modes import TorchDispatchMode
 from lightning_hybrid.distributed.pytree import flatten, unflatten
 from lightning_hybrid.distributed.random import set_torch_states, torch_states
-
-_PRODUCTS = frozenset(
-    f"aten::{name}"
-    for name in (
-        *("mm", "addmm", "convolution", "_grouped_mm", "_scaled_mm", "_scaled_grouped_mm"),
-        *("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu"),
-        *("_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention"),
-        *("_scaled_dot_product_fused_attention_overrideable", "_flash_attention_forward"),
-        "_efficient_attention_forward",
-    )
+from lightning_hybrid.torch_internals import (
+    FUSED_ATTENTIONS,
+    REDUCE_SCATTER,
+    SCALED_PRODUCTS,
+    UNSAFE_VIEW,
+    TorchDispatchMode,
+    operator_name,
+    operator_schema,
+    storage_identity,
+    version_counter,
 )
+
+_PRODUCTS = frozenset(f"aten::{name}" for name in ("mm", "addmm", "convolution", *SCALED_PRODUCTS, *FUSED_ATTENTIONS))
 # With several products at once there are no weights in it, but the scores of an attention that is written out: they
 # grow with the square of the length and are quickly made, so saving them is what "selective" is to avoid.
 _BATCHED = {"aten::bmm": 0, "aten::baddbmm": 1}  # which argument tells how many
-_SUMS = frozenset(("c10d::allreduce_", "c10d::_reduce_scatter_base_"))
+_SUMS = frozenset(("c10d::allreduce_", f"c10d::{REDUCE_SCATTER}"))
 _GLOO_COPIES = frozenset(("aten::split", "aten::copy_"))  # with which gloo writes a sum to its output
-_UNCOUNTED = "aten::_unsafe_view"  # a view whose changes its base does not count: of linear layers in torch 2.15
-_VIEWS = frozenset(("aten::view", "aten::_unsafe_view", "aten::detach", "aten::alias"))
+_UNCOUNTED = f"aten::{UNSAFE_VIEW}"  # a view whose changes its base does not count: of linear layers in torch 2.15
+_VIEWS = frozenset(("aten::view", _UNCOUNTED, "aten::detach", "aten::alias"))
 
 
 class SavedResults:
@@ -112,7 +113,7 @@ class _Result:
 
     def note_versions(self) -> None:
         """From here on, what changes the tensors makes them useless."""
-        self._versions = [tensor._version for tensor in (*self.tensors, *self._bases)]
+        self._versions = [version_counter(tensor) for tensor in (*self.tensors, *self._bases)]
 
     def view_as(self, view: Tensor) -> None:
         """Now a view stands for the one tensor in it: it is what is used, and counts its changes for itself."""
@@ -129,7 +130,7 @@ class _Result:
     @property
     def is_changed(self) -> bool:
         """Whether a tensor is not what it was."""
-        return self._versions != [tensor._version for tensor in (*self.tensors, *self._bases)]
+        return self._versions != [version_counter(tensor) for tensor in (*self.tensors, *self._bases)]
 
     @property
     def is_freed(self) -> bool:
@@ -181,7 +182,7 @@ class _RecordMode(TorchDispatchMode or object):  # type: ignore[misc]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation, and record its result if it is to be saved."""
-        name = func._schema.name
+        name = operator_name(func)
         for result in self._summed:
             result.note_versions()  # autograd has noted, after it was done, that the sum changed its input
         if name not in _GLOO_COPIES:
@@ -231,7 +232,7 @@ class _ReplayMode(TorchDispatchMode or object):  # type: ignore[misc]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Return the result of the operation if it was saved, else run it."""
-        name = func._schema.name
+        name = operator_name(func)
         if not _is_saved(func, args) and name not in _SUMS:
             return func(*args, **(kwargs or {}))
         result, make = next(self._results, (None, None))
@@ -256,15 +257,14 @@ class _ReplayMode(TorchDispatchMode or object):  # type: ignore[misc]
 
 
 def _is_saved(func: Any, args: Any) -> bool:
-    name = func._schema.name
+    name = operator_name(func)
     position = _BATCHED.get(name)
     chosen = name in _PRODUCTS if position is None else args[position].shape[0] == 1
-    return chosen and not func._schema.is_mutable  # with `out=` it has to be run
+    return chosen and not operator_schema(func).is_mutable  # with `out=` it has to be run
 
 
 def _address(tensor: Tensor) -> int:
-    address: int = tensor.untyped_storage()._cdata
-    return address
+    return storage_identity(tensor.untyped_storage())
 
 
 def save_tensors(tensors: Sequence[Tensor]) -> Tensor:
