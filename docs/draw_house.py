@@ -31,6 +31,7 @@ SUBPACKAGES = (
     "distributed",
     "config",
     "axes",
+    "torch_internals",
 )
 WIDTH = 88
 
@@ -78,7 +79,7 @@ def files() -> str:
 def imports() -> str:
     """Return the number of import statements from the subpackage of a row to that of a column."""
     counts = Counter((package_of(path), other) for path in PACKAGE.rglob("*.py") for other in imported_packages(path))
-    names = [name.removesuffix("_parallel") for name in SUBPACKAGES]
+    names = [re.sub("_(?:parallel|internals)$", "", name) for name in SUBPACKAGES]
     width = max(map(len, names))
     lines = [" " * width + "".join(f"{name[:7]:>8}" for name in names[1:])]
     for row, package in enumerate(SUBPACKAGES[:-1]):

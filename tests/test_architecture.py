@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from tests import lightning_privates
+from tests import private_names
 
 PACKAGE = "lightning_hybrid"
 ROOT = Path(__file__).parent.parent / PACKAGE
 
-MOST_FOLDERS, MOST_FILES = 11, 6  # at the top
+MOST_FOLDERS, MOST_FILES = 11, 7  # at the top
 FILES_IN_A_FOLDER = 12
 
 # Reasons to look, no walls: what is longer has been looked at, and says why here.
@@ -87,17 +87,6 @@ def import_violations(path: str, tree: ast.Module) -> Iterator[tuple[int, str]]:
             yield line, f"{path} knows no processes"
 
 
-def private_torch(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Private names of torch move with every release: only inside ``try``, with a public fall-back."""
-    guarded = {id(node) for block in ast.walk(tree) if isinstance(block, ast.Try) for node in ast.walk(block)}
-    for node in ast.walk(tree):
-        if isinstance(node, (ast.Import, ast.ImportFrom)) and id(node) not in guarded:
-            module = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
-            for name in (module + alias.name for alias in node.names):
-                if within(name, "torch") and any(part.startswith("_") for part in name.split(".")):
-                    yield node.lineno, f"private import {name} without a feature check (try) and a public fall-back"
-
-
 def sizes_without_reason(path: str, source: str, tree: ast.Module) -> Iterator[tuple[int, str]]:
     length = len(source.splitlines())
     if length > MODULE_LINES and path not in LONGER:
@@ -133,7 +122,6 @@ def violations(root: Path) -> list[str]:
         source, name = path.read_text(), str(path.relative_to(root))
         tree = ast.parse(source)
         complaints = [
-            *private_torch(tree),
             *sizes_without_reason(name, source, tree),
             *face_violations(tree),
             *import_violations(name, tree),
@@ -156,8 +144,8 @@ def test_reasons_are_for_what_is_there() -> None:
     assert all((ROOT / path).exists() for path in WITHOUT_PROCESSES)
 
 
-def test_privates_of_lightning_are_in_one_file() -> None:
-    found = lightning_privates.violations(ROOT)
+def test_private_names_of_libraries_are_in_their_registers() -> None:
+    found = private_names.violations(ROOT)
     assert not found, "\n" + "\n".join(found)
 
 
@@ -179,7 +167,6 @@ PLANTED = {
         "import torch\ntorch.distributed.barrier()",
         "knows no processes",
     ),
-    "a private import": ("distributed/mesh.py", "from torch.distributed import _functional_collectives", "private"),
     "a long module": ("distributed/mesh.py", "x = 1\n" * 500, "502 lines: look at it"),
     "a long function": ("distributed/mesh.py", "def f():\n" + "    x = 1\n" * 60, "f has 61 lines"),
 }
@@ -217,9 +204,7 @@ def test_full_folders_are_caught(tmp_path: Path) -> None:
 def test_sound_house_is_left_in_peace(tmp_path: Path) -> None:
     write_room(tmp_path / PACKAGE, "memory/account.py", f"from {PACKAGE}.distributed.mesh import Mesh")
     write_room(tmp_path / PACKAGE, "memory/__init__.py", "", head='"""A wing."""')
-    write_room(
-        tmp_path / PACKAGE, "distributed/mesh.py", "try:\n    from torch import _C\nexcept ImportError:\n    _C = None"
-    )
+    write_room(tmp_path / PACKAGE, "distributed/mesh.py", "from torch import Tensor")
     assert violations(tmp_path / PACKAGE) == []
 
 

@@ -594,22 +594,18 @@ def test_replace_closure() -> None:
     epoch_loop = trainer.fit_loop.epoch_loop
     progress, own = epoch_loop.automatic_optimization.optim_progress, type(epoch_loop.automatic_optimization)
     trainer.fit_loop._skip_backward = True
-    internals.replace_closure(trainer, Quiet)
-    replaced = epoch_loop.automatic_optimization
-    assert internals.skips_backward(trainer)
-    trainer.fit_loop._skip_backward = False
-    assert isinstance(replaced, own)
-    assert replaced.optim_progress is progress
-    internals.replace_closure(trainer, Quiet)
-    assert epoch_loop.automatic_optimization is replaced
-    trainer.fit(Module())
+    with internals.replace_closure(trainer, Quiet):
+        replaced = epoch_loop.automatic_optimization
+        assert internals.skips_backward(trainer)
+        trainer.fit_loop._skip_backward = False
+        assert isinstance(replaced, own)
+        assert replaced.optim_progress is progress
+        trainer.fit(Module())
     assert calls == ["zero_grad", "step", "backward"] * BATCHES
-    internals.replace_closure(trainer, Closure)
     restored = epoch_loop.automatic_optimization
     assert type(restored) is own
     assert restored.optim_progress is progress
-    internals.replace_closure(trainer, Closure)
-    assert epoch_loop.automatic_optimization is restored
+    assert not internals.skips_backward(trainer)
 
 
 def test_replaced_optimization_takes_a_step_without_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -621,8 +617,8 @@ def test_replaced_optimization_takes_a_step_without_a_loss(monkeypatch: pytest.M
     with pytest.raises(RuntimeError, match="Skipping the `training_step` by returning None"):
         make_trainer().fit(Without())
     trainer = make_trainer()
-    internals.replace_closure(trainer, partial(Closure))
-    trainer.fit(Without())
+    with internals.replace_closure(trainer, partial(Closure)):
+        trainer.fit(Without())
     assert trainer.global_step == BATCHES
 
 
@@ -983,13 +979,12 @@ def test_signal_handlers_are_replaced_and_restored() -> None:
     found: list[str] = []
     for number in (signal.SIGTERM, signal.SIGUSR1):
         trainer = quiet_trainer()
-        internals.replace_signal_handlers(
+        with internals.replace_signal_handlers(
             trainer, lambda signum: found.append(f"end {signum}"), lambda signum: found.append(f"requeue {signum}")
-        )
-        trainer.fit(Signalled(number), samples())  # to its end
+        ):
+            trainer.fit(Signalled(number), samples())  # to its end
         assert not trainer.received_sigterm
     assert found == [f"end {signal.SIGTERM}", f"requeue {signal.SIGUSR1}"]
-    internals.restore_signal_handlers(trainer)
     trainer.fit_loop.epoch_loop.max_steps = 3
     with pytest.raises(SIGTERMException):
         trainer.fit(Signalled(signal.SIGTERM), samples())
@@ -1055,9 +1050,8 @@ def asked() -> tuple[int, list[str], int]:
         enable_model_summary=False,
     )
     calls: list[str] = []
-    internals.replace_sigterm_broadcast(trainer, lambda: calls.append("asked"))
-    trainer.fit(Small(), samples(12))
-    internals.restore_sigterm_broadcast(trainer)
+    with internals.replace_sigterm_broadcast(trainer, lambda: calls.append("asked")):
+        trainer.fit(Small(), samples(12))
     before = len(calls)
     trainer.fit_loop.epoch_loop.max_steps = 4
     trainer.fit(Small(), samples(12))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import lightning_hybrid
-from tests.lightning_privates import OTHERS, SEAM, TORCH, attributes, violations
+from tests.private_names import LIGHTNINGS, OTHERS, TABLES, TORCHS, attributes, violations
 
 PLANTED = {
     "an import": ("from lightning.pytorch.loops import _FitLoop", "private import lightning.pytorch.loops._FitLoop"),
@@ -33,18 +33,31 @@ PLANTED = {
 
 
 def write(root: Path, **files: str) -> list[str]:
-    """The violations in a package of these files, beside the seam and a sound file."""
-    files = {"sound": SOUND, "other": "class B:\n    _own = 1\n", SEAM.removesuffix(".py"): "x._results\n", **files}
+    """The violations in a package of these files, beside the registers and a sound file."""
+    files = {
+        "sound.py": SOUND,
+        "other.py": "class B:\n    _own = 1\n",
+        LIGHTNINGS: LIGHTNINGS_OWN,
+        TORCHS: TORCHS_OWN,
+        **files,
+    }
     for name, source in files.items():
-        path = root / f"{name}.py"
+        path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(source)
     return violations(root)
 
 
+LIGHTNINGS_OWN = """
+from lightning.pytorch.loops import _FitLoop
+x._results
+"""
+TORCHS_OWN = """
+from torch import Tensor, _C
+x = Tensor._version, "_version"
+"""
 SOUND = """
 from lightning.pytorch import Trainer
-from torch import _C
 
 class A:
     __slots__ = ("_slot",)
@@ -56,14 +69,14 @@ class A:
         self._field = module._parameters, vars(module)["log"], getattr(module, "__len__"), super().__init__
         self._field = self._method(), self._own, self._layer_sync, module["_results"]
 
-    def _method(self):
-        return _C
+    def _method(self, _argument):
+        return _argument, "_argument", "_results", "torch.nn", "a sentence with _version"
 """
 
 
 @pytest.mark.parametrize(("source", "complaint"), PLANTED.values(), ids=PLANTED)
 def test_planted_violation_is_caught(tmp_path: Path, source: str, complaint: str) -> None:
-    found = write(tmp_path / "package", wing=source)
+    found = write(tmp_path / "package", **{"wing.py": source})
     assert len(found) == 1, found
     assert complaint in found[0]
     assert found[0].startswith("package/wing.py:")
@@ -76,8 +89,8 @@ def test_the_package_is_sound() -> None:
 def test_each_name_that_is_allowed_is_used() -> None:
     root = Path(lightning_hybrid.__file__).parent
     used = {name for path in root.rglob("*.py") for _, _, name in attributes(ast.parse(path.read_text()))}
-    assert sorted({*TORCH, *OTHERS} - used) == []
+    assert sorted({*TABLES, *OTHERS} - used) == []
 
 
-def test_the_seam_and_sound_files_are_left_in_peace(tmp_path: Path) -> None:
+def test_registers_and_sound_files_are_left_in_peace(tmp_path: Path) -> None:
     assert write(tmp_path / "package") == []

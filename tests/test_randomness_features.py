@@ -13,7 +13,7 @@ from lightning.pytorch import Callback, seed_everything
 from torch import Tensor, nn
 
 from lightning_hybrid import Faults
-from lightning_hybrid.pipeline_parallel.frame.fake_tensors import FakeTensor
+from lightning_hybrid.torch_internals import FakeTensor
 from tests.pool import Pools
 from tests.training_jobs import LAYOUTS, PP2, Losses, Regression, assert_same, loader, make_trainer, weights
 

@@ -34,7 +34,9 @@ from lightning_hybrid.checkpoint.full import is_part_expected, part_expected
 from lightning_hybrid.distributed.dtensor import is_sharded
 from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.distributed.pytree import flatten_with_path
+from lightning_hybrid.distributed.replaced import replaced_attributes
 from lightning_hybrid.pipeline_parallel.placeholders import is_placeholder, is_sent
+from lightning_hybrid.torch_internals import forward_pre_hooks
 
 #: Methods of Lightning, transformers and PEFT that write files. Some of them write other files before the weights.
 _WRITERS = ("save_pretrained", "push_to_hub", "to_onnx", "to_torchscript", "to_tensorrt")
@@ -58,8 +60,9 @@ def mark_parts(module: LightningModule) -> None:
     for _, handle in _HOOKS.pop(module, ()):
         handle.remove()
     for part in module.modules():  # tested by class, because a copied module has copied hooks
-        for key in [key for key, hook in part._forward_pre_hooks.items() if isinstance(hook, _CallHook)]:
-            del part._forward_pre_hooks[key]
+        calls = forward_pre_hooks(part)
+        for key in [key for key, hook in calls.items() if isinstance(hook, _CallHook)]:
+            del calls[key]
         for name in [name for name, value in vars(part).items() if isinstance(value, _Writer)]:
             del vars(part)[name]
     divided = _divided_modules(module, is_part)
@@ -209,6 +212,7 @@ class _Writer:
 
 #: Finalizers of the parallelized modules, by the identity of the module.
 _DIVIDED: dict[int, weakref.finalize[Any, Any]] = {}
+#: This context is entered from the first parallelized module to the end of the last one, over several runs.
 _REPLACED = ExitStack()
 
 
@@ -253,14 +257,14 @@ def _checked_saves() -> Iterator[None]:
             raise WrongUseError(f"Only a part of the module is being saved: {counts}{_REMEDY} [LH904]")
         return storage(tensor)  # type: ignore[no-untyped-call]
 
-    kind: Any = DTensor
-    torch.save, kind.storage = checked, checked_storage
-    try:
-        yield
-    finally:
-        if torch.save is checked:  # other code may have replaced it since
-            torch.save = save
-        del kind.storage
+    with replaced_attributes(DTensor, storage=checked_storage):
+        # Not by `replaced_attributes`: if other code replaces the function after this, its function must stay.
+        torch.save = checked
+        try:
+            yield
+        finally:
+            if torch.save is checked:
+                torch.save = save
 
 
 def _saved_tensors(tree: Any) -> list[Tensor]:

@@ -27,6 +27,7 @@ from lightning_hybrid.data_parallel.parameter_map import ParameterMap
 from lightning_hybrid.distributed.messages.tree_broadcast import broadcast_object
 from lightning_hybrid.distributed.pytree import TreePath, flatten_with_path
 from lightning_hybrid.pipeline_parallel.placeholders import PlaceholderBuffer, is_placeholder
+from lightning_hybrid.torch_internals import layer_metadata, set_layer_metadata
 
 _EXTRA_STATE = "_extra_state"  # the suffix of the names of non-tensor values that a layer saves
 
@@ -81,8 +82,9 @@ class ShardedCheckpoint:
             ``"layers"``, the `_metadata` of the state dict, such as the versions of layers.
         """
         metadata: dict[str, Any] = {"names": self._map.stored_names(state)}
-        if hasattr(state, "_metadata"):
-            metadata["layers"] = {name: dict(layer) for name, layer in state._metadata.items()}
+        layers = layer_metadata(state)
+        if layers is not None:
+            metadata["layers"] = {name: dict(layer) for name, layer in layers.items()}
         return metadata
 
     def prepare(self, checkpoint: dict[str, Any], path: Place) -> Callable[[], None]:
@@ -190,9 +192,9 @@ class ShardedCheckpoint:
         checkpoint = directory.read_extra(read_extra)
         self._read_module(directory, state, sources)
         checkpoint[MODEL] = OrderedDict((name, state[name]) for name in sources)
-        layers = checkpoint.get(METADATA, {}).get("layers", getattr(state, "_metadata", None))
+        layers = checkpoint.get(METADATA, {}).get("layers", layer_metadata(state))
         if layers is not None:
-            checkpoint[MODEL]._metadata = OrderedDict(layers)
+            set_layer_metadata(checkpoint[MODEL], layers)
         if directory.optimizer_roots:
             checkpoint[OPTIMIZERS] = [SavedOptimizer(directory, root) for root in directory.optimizer_roots]
         self._read_tables(directory, checkpoint)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hybrid.distributed.dtensor import distribute_like, is_in_blocks, is_zero_sharded
+from lightning_hybrid.torch_internals import has_own_loading
 
 
 def shape_of(value: Any) -> torch.Size | None:
@@ -73,7 +74,7 @@ def load_module_state(module: nn.Module, state: Mapping[str, Any], *, strict: bo
     trial: Any = copy.copy(state)
     final: Any = copy.copy(state)
     parts = module.named_modules()
-    otherwise = tuple(f"{path}." if path else "" for path, part in parts if _loads_otherwise(part))
+    otherwise = tuple(f"{path}." if path else "" for path, part in parts if has_own_loading(part))
     for name, value in state.items():
         changes = isinstance(value, Tensor) and name.startswith(otherwise)
         # Values from a directory are the module's own tensors, so a layer's own loading code must receive a copy.
@@ -89,10 +90,6 @@ def load_module_state(module: nn.Module, state: Mapping[str, Any], *, strict: bo
         missing, unexpected = [name for name in own if name not in state], [name for name in state if name not in own]
         raise RuntimeError(f"{error}{_hints(missing, unexpected)} [LH920]") from error
     module.load_state_dict(final, strict=strict)
-
-
-def _loads_otherwise(part: nn.Module) -> bool:
-    return type(part)._load_from_state_dict is not nn.Module._load_from_state_dict
 
 
 def _hints(missing: Iterable[str], unexpected: Iterable[str]) -> str:

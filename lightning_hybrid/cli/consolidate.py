@@ -29,6 +29,7 @@ from lightning_hybrid.checkpoint.storage.dcp import MODEL, OPTIMIZERS, Distribut
 from lightning_hybrid.checkpoint.storage.remote import Place
 from lightning_hybrid.checkpoint.tree_paths import insert, tree_of
 from lightning_hybrid.distributed.pytree import TreePath
+from lightning_hybrid.torch_internals import set_layer_metadata
 
 _ORDER = ("epoch", "global_step", "pytorch-lightning_version", MODEL, "loops", "callbacks", OPTIMIZERS)
 _OF_TRAINING = ("callbacks", OPTIMIZERS, "lr_schedulers")  # entries that Lightning omits if it saves only weights
@@ -104,7 +105,7 @@ def _merged(extra: dict[str, Any], values: Mapping[TreePath, Any], directory: Di
     insert(checkpoint, others, names)
     if layers is not None:
         checkpoint[MODEL] = OrderedDict(checkpoint[MODEL])
-        checkpoint[MODEL]._metadata = OrderedDict(layers)
+        set_layer_metadata(checkpoint[MODEL], layers)
     if "lr_schedulers" in extra:  # the checkpoint has more than weights
         checkpoint.setdefault(OPTIMIZERS, [])
     trees = [tree_of(state) for state in optimizers.values() if state]

@@ -11,6 +11,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.utils import clip_grads_with_norm_
 
 from lightning_hybrid.distributed.dtensor import local_gradient, local_view
+from lightning_hybrid.torch_internals import foreach_norm
 
 
 @torch.no_grad()
@@ -161,14 +162,13 @@ def _norms(gradients: Sequence[Tensor], norm_type: float) -> list[Tensor]:
     """Return the norms of the gradients, in one tensor for each device and dtype."""
     # This uses one kernel for many tensors, if torch has it. `get_total_norm` does, too, but rounds to the gradients'
     # dtype.
-    foreach = getattr(torch, "_foreach_norm", None)
     norms: list[Tensor] = []
     for device, dtype in dict.fromkeys((gradient.device, gradient.dtype) for gradient in gradients):
         alike = [gradient for gradient in gradients if gradient.device == device and gradient.dtype == dtype]
         if dtype.is_complex:
             alike = [gradient.abs() for gradient in alike]
-        if foreach is not None:
-            each = foreach(alike, norm_type, dtype=_norm_dtype(dtype))
+        if foreach_norm is not None:
+            each = foreach_norm(alike, norm_type, dtype=_norm_dtype(dtype))
         else:
             each = [torch.linalg.vector_norm(gradient, norm_type, dtype=_norm_dtype(dtype)) for gradient in alike]
         norms.append(torch.stack(list(each)))

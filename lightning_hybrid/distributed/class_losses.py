@@ -8,19 +8,14 @@ classes or positions call :func:`reported`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
-#: The module of the functions that `torch.nn.functional` calls for its losses over classes.
-_FUNCTIONS: Any
-try:
-    from torch._C import _nn as _FUNCTIONS
-except ImportError:  # no loss is observed; the comparison of microbatches uses only values
-    _FUNCTIONS = None
+from lightning_hybrid.distributed.replaced import replaced_attributes
+from lightning_hybrid.torch_internals import loss_functions
 
 __all__ = ["Observer", "normalizer_of", "observed", "reported"]
 
@@ -46,15 +41,14 @@ def observed(observer: Observer) -> Iterator[None]:
 
         return call
 
+    # Without these functions, no loss is observed; the comparison of microbatches uses only values.
+    names = [name for name in ("cross_entropy_loss", "nll_loss_nd") if hasattr(loss_functions, name)]
     before, _observer = _observer, observer
-    with ExitStack() as stack:
-        for name in ("cross_entropy_loss", "nll_loss_nd"):
-            if hasattr(_FUNCTIONS, name):
-                stack.enter_context(patch.object(_FUNCTIONS, name, seen(getattr(_FUNCTIONS, name))))
-        try:
+    try:
+        with replaced_attributes(loss_functions, **{name: seen(getattr(loss_functions, name)) for name in names}):
             yield
-        finally:
-            _observer = before
+    finally:
+        _observer = before
 
 
 def reported(mean: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:

@@ -19,6 +19,17 @@ from torch.distributed.tensor.placement_types import Placement
 from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.distributed.process_group import device_backends
 from lightning_hybrid.distributed.replaced import replaced_attributes, replaced_entries
+from lightning_hybrid.torch_internals import (
+    BLOCKS_ARE_ORDER,
+    PARAMETER_MARK,
+    dtensor_costs,
+    dtensor_handlers,
+    dtensor_shard,
+    dtensor_spec,
+    read_number,
+    set_dtensor_shard,
+    strided_shard,
+)
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 REPLICAS = "data_parallel"  # the mesh axis of the replicas, last in each mesh over which ZeRO shards
@@ -30,7 +41,7 @@ def copy_attributes(old: Tensor, new: Tensor) -> None:
     These attributes are set by the user, such as `no_weight_decay`, by which parameter groups of optimizers are chosen.
     torch's own mark of a parameter is not copied, because the new tensor need not be a parameter.
     """
-    vars(new).update({name: value for name, value in vars(old).items() if name != "_is_param"})
+    vars(new).update({name: value for name, value in vars(old).items() if name != PARAMETER_MARK})
 
 
 @contextmanager
@@ -126,9 +137,8 @@ class _Shard(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, parameter: DTensor) -> Tensor:
-        ctx.spec = parameter._spec
-        shard: Tensor = parameter._local_tensor.detach()
-        return shard
+        ctx.spec = dtensor_spec(parameter)
+        return dtensor_shard(parameter).detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> DTensor:
@@ -145,7 +155,7 @@ def _is_direct(parameter: DTensor) -> bool:
     """Return True if this version of torch can make a DTensor from its private parts. The first call tries it."""
     if not _DIRECT:
         try:
-            made = _from_local(parameter._local_tensor.detach(), parameter._spec)
+            made = _from_local(dtensor_shard(parameter).detach(), dtensor_spec(parameter))
             _DIRECT.append(made.placements == parameter.placements and made.shape == parameter.shape)
         except Exception:  # private names or their meaning have changed
             _DIRECT.append(False)
@@ -165,8 +175,6 @@ def whole_numbers() -> Iterator[None]:
     Raises:
         WrongUseError: If an array or a list is made from a sharded DTensor.
     """
-    handlers = getattr(getattr(DTensor, "_op_dispatcher", None), "_custom_op_handlers", {})
-    operation = torch.ops.aten._local_scalar_dense.default
 
     def read(name: str, tensor: DTensor, *args: Any, **kwargs: Any) -> Any:
         if all(placement.is_replicate() for placement in tensor.placements):
@@ -178,8 +186,8 @@ def whole_numbers() -> Iterator[None]:
         )
 
     methods = {name: partialmethod(partial(read, name)) for name in ("numpy", "tolist")}
-    entries = {operation: lambda _, args, __: full_tensor(args[0]).item()}
-    with replaced_entries([(handlers, entries)]), replaced_attributes(DTensor, **methods):
+    entries = {read_number: lambda _, args, __: full_tensor(args[0]).item()}
+    with replaced_entries([(dtensor_handlers() or {}, entries)]), replaced_attributes(DTensor, **methods):
         yield
 
 
@@ -190,26 +198,19 @@ def keeping_blocks() -> Iterator[None]:
     Before the first operation of a kind, torch compares the costs of all placements to which it could redistribute the
     operands. For such blocks the comparison takes a minute.
     """
-    try:
-        from torch.distributed.tensor._ops import utils as module
-        from torch.distributed.tensor.placement_types import _StridedShard
-
-        utils: Any = module
-        find_cost: Callable[[Any, Any], float] = utils.redistribute_cost
-    except (ImportError, AttributeError):  # private names have changed, so the comparison stays slow
+    costs, in_blocks = dtensor_costs(), strided_shard()
+    if costs is None or in_blocks is None:  # private names have changed, so the comparison stays slow
         yield
         return
+    find_cost: Callable[[Any, Any], float] = costs.redistribute_cost
 
     def cost(current: Any, target: Any) -> float:
-        if len(current.placements) < 3 or not any(isinstance(each, _StridedShard) for each in current.placements):
+        if len(current.placements) < 3 or not any(isinstance(each, in_blocks) for each in current.placements):
             return find_cost(current, target)
         return 0.0 if current.placements == target.placements else _DEAR
 
-    utils.redistribute_cost = cost
-    try:
+    with replaced_attributes(costs, redistribute_cost=cost):
         yield
-    finally:
-        utils.redistribute_cost = find_cost
 
 
 _DEAR = 1e9  # more than any other cost
@@ -302,7 +303,7 @@ def _own_blocks(value: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]
 def _like(local: Tensor, tensor: DTensor) -> DTensor:
     """Return a DTensor with a local shard and the placements of another DTensor of the same shape."""
     if _is_direct(tensor):
-        return _from_local(local, tensor._spec)
+        return _from_local(local, dtensor_spec(tensor))
     return from_shard(local, tensor.device_mesh, tensor.placements, tensor)
 
 
@@ -320,10 +321,9 @@ def from_shard(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement],
         full: A tensor with the shape and strides of the full tensor; it may be on the meta device.
     """
     made = DTensor.from_local(local, mesh, placements, run_check=False, shape=full.shape, stride=full.stride())
-    spec: Any = getattr(made, "_spec", None)
-    if not getattr(spec, _BLOCKS_ARE_ORDER, False):
+    if not _is_direct(made) or not getattr(dtensor_spec(made), BLOCKS_ARE_ORDER, False):
         return made
-    return _from_local(local, replace(spec, **{_BLOCKS_ARE_ORDER: False}))
+    return _from_local(local, replace(dtensor_spec(made), **{BLOCKS_ARE_ORDER: False}))
 
 
 def flatten_blocks(blockwise: DTensor, dim: int) -> Tensor:
@@ -336,22 +336,20 @@ def flatten_blocks(blockwise: DTensor, dim: int) -> Tensor:
     try:
         values: Tensor = blockwise.flatten(dim, dim + 1)  # torch determines the placements
     except RuntimeError:  # before 2.12, torch supports these placements but cannot determine them
-        from torch.distributed.tensor.placement_types import _StridedShard
+        in_blocks = strided_shard()
 
         def joined(placement: Placement) -> Placement:
             if not isinstance(placement, Shard) or placement.dim <= dim:
                 return placement
             if placement.dim > dim + 1 or blockwise.shape[dim] == 1:
                 return Shard(placement.dim - 1)
-            return _StridedShard(dim, split_factor=blockwise.shape[dim])
+            made: Placement = in_blocks(dim, split_factor=blockwise.shape[dim])
+            return made
 
         local = to_local(blockwise).flatten(dim, dim + 1)
         full = torch.empty(blockwise.shape, device="meta").flatten(dim, dim + 1)
         values = from_shard(local, blockwise.device_mesh, [joined(each) for each in blockwise.placements], full)
     return values
-
-
-_BLOCKS_ARE_ORDER = "use_strided_shard_as_shard_order"  # an attribute of some versions of `DTensorSpec`
 
 
 def full_tensor(value: Any) -> Any:
@@ -383,8 +381,8 @@ def _gather_there(tensor: DTensor) -> Tensor:
     except ValueError:  # in torch 2.11, operations restore the default that `from_shard` turns off
         if not _in_blocks(tensor.placements) or (tensor.requires_grad and torch.is_grad_enabled()):
             raise
-        spec: Any = tensor._spec
-        return _from_local(to_local(tensor), replace(spec, **{_BLOCKS_ARE_ORDER: False})).full_tensor()
+        spec = replace(dtensor_spec(tensor), **{BLOCKS_ARE_ORDER: False})
+        return _from_local(to_local(tensor), spec).full_tensor()
 
 
 def _without_replicas(tensor: DTensor) -> DeviceMesh:
@@ -424,9 +422,9 @@ def put_local(parameter: Any, local: Tensor) -> bool:
     Returns:
         True if this version of torch supports that.
     """
-    if not _is_direct(parameter) or parameter._local_tensor.shape != local.shape:
+    if not _is_direct(parameter) or dtensor_shard(parameter).shape != local.shape:
         return False
-    parameter._local_tensor = local
+    set_dtensor_shard(parameter, local)
     return True
 
 
@@ -443,7 +441,7 @@ def put_data(parameter: Any, local: Tensor) -> None:
         raise RuntimeError(
             f"torch {torch.__version__} cannot change the dtype of a sharded parameter in place. [LH135]"
         )
-    spec: Any = parameter._spec
+    spec = dtensor_spec(parameter)
     spec = replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=local.dtype))
     parameter.data = _from_local(local, spec)  # sets the dtype; the next line sets private attributes
-    parameter._spec, parameter._local_tensor = spec, local
+    set_dtensor_shard(parameter, local, spec)

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+
+from lightning_hybrid.torch_internals import dtensor_handlers
 
 _LIKE = ("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like")
 _NEW = ("new_zeros", "new_ones", "new_empty", "new_full", "new_empty_strided")
@@ -23,8 +24,8 @@ def plain_factories() -> Iterator[None]:
     Optimizers outside of the step still get DTensors. If this version of torch stores its handlers elsewhere, this has
     no effect.
     """
-    handlers = getattr(getattr(DTensor, "_op_dispatcher", None), "_custom_op_handlers", None)
-    if not isinstance(handlers, dict):
+    handlers = dtensor_handlers()
+    if handlers is None:
         yield
         return
 
@@ -58,10 +59,10 @@ def plain_factories() -> Iterator[None]:
 @contextmanager
 def sharded_factories() -> Iterator[None]:
     """Undo :func:`plain_factories` while entered, for an optimizer that creates its states inside a step."""
-    if not _PLAIN:
+    handlers = dtensor_handlers()
+    if not _PLAIN or handlers is None:
         yield
         return
-    handlers: Any = DTensor._op_dispatcher._custom_op_handlers
     own = _PLAIN.pop()
     for each in own:
         handlers.pop(each)

@@ -22,6 +22,7 @@ from lightning_hybrid.distributed.messages.host_messages import HostMessages, co
 from lightning_hybrid.distributed.messages.posted_broadcast import PostedBroadcast
 from lightning_hybrid.distributed.messages.tree_broadcast import TreeBroadcast
 from lightning_hybrid.distributed.process_group import GroupRef, device_backends, make_group, set_timeout
+from lightning_hybrid.torch_internals import clear_dtensor_cache, forget_mesh_groups
 
 #: The tags of messages between two stages over the control group.
 STAGE_TAGS: dict[Literal["activation", "gradient"], int] = {"activation": 1, "gradient": 2}
@@ -58,7 +59,10 @@ class _WorldCache:
         if self._world() is not world:
             if self._entries or self._of_parent:  # collecting garbage takes several tenths of a second
                 self.clear()
-                _clear_sharding_cache()
+                # torch caches how the results of operations on DTensors are sharded. Entries refer to the mesh of the
+                # first call, whose groups are destroyed, but an equal mesh of the new world would get the entries. The
+                # names of the groups may now belong to other groups.
+                clear_dtensor_cache()
                 gc.collect()
             self._world = weakref.ref(world)
         if key not in self._entries:
@@ -78,23 +82,10 @@ class _WorldCache:
         """Drop all entries, and the groups to which meshes and pending messages refer."""
         for entry in self._entries.values():
             if isinstance(entry, DeviceMesh):
-                getattr(entry, "_pg_registry", {}).clear()
+                forget_mesh_groups(entry)
             if isinstance(entry, PostedBroadcast | HostMessages):
                 entry.abandon()
         self._entries.clear()
-
-
-def _clear_sharding_cache() -> None:
-    """Clear the cache in which torch stores how the results of operations on DTensors are sharded.
-
-    Entries refer to the mesh of the first call. If the world of this mesh is destroyed, the groups are destroyed too,
-    but an equal mesh of a new world would get the entries. The names of the groups may now belong to other groups.
-    """
-    try:
-        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-    except ImportError:  # a second world in this process must use other mesh shapes
-        return
-    _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
 
 
 _WORLD_CACHE = _WorldCache()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 from torch.overrides import TorchFunctionMode
+
+from lightning_hybrid.torch_internals import TorchDispatchMode
 
 #: Receives a torch function or operator, its arguments and its keyword arguments, and returns the result of the call.
 Call = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -30,13 +31,9 @@ class FunctionMode(TorchFunctionMode):
         return self._call(func, args, kwargs or {})
 
 
-TorchDispatchMode: Any
-OperatorMode: Any
-#: A context in which no operator mode receives calls.
-without_modes: Any
-try:
-    from torch.utils._python_dispatch import TorchDispatchMode
-    from torch.utils._python_dispatch import _disable_current_modes as without_modes
+if TorchDispatchMode is None:  # only an `nn.Sequential` can be split, and operations are not counted
+    OperatorMode: Any = None
+else:
 
     class OperatorMode(TorchDispatchMode):  # type: ignore[no-redef, misc]
         """A mode that passes each call of a torch operator, below autograd, to another function while entered.
@@ -52,6 +49,3 @@ try:
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             """Pass a call on."""
             return self._call(func, args, kwargs or {})
-
-except ImportError:  # only an `nn.Sequential` can be split, and operations are not counted
-    TorchDispatchMode, OperatorMode, without_modes = None, None, nullcontext

@@ -6,22 +6,19 @@ import hashlib
 import inspect
 import os
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
+
+from lightning_hybrid.torch_internals import abort_all_groups, group_tables, name_of_ranks, set_options_timeout
 
 # These names are new in torch 2.13. The old names are used only in older versions, because torch may remove them.
 all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-#: Returns True while torch's profiler runs. When a pending gloo message ends, it writes into the profiler cycle in
-#: which it began, and that cycle may have been freed.
-torch_profiles: Callable[[], bool] = getattr(torch.autograd, "_profiler_enabled", lambda: True)
 
 #: The maximum number of thread blocks for a pipeline message. By default, NCCL occupies up to 32 of an H100's 132
 #: multiprocessors while a posted receive waits.
@@ -201,9 +198,8 @@ def abort_groups() -> None:
     communicator on a peer (pytorch#119797). If this version of torch cannot do that, the groups made here are aborted,
     the latest first, which is the same order on all ranks.
     """
-    abort_all = getattr(distributed_c10d, "_abort_process_group", None)
-    if abort_all is not None:
-        abort_all()
+    if abort_all_groups is not None:
+        abort_all_groups()
         return
     groups = [made for made in (reference() for reference in reversed(_MADE)) if made is not None]
     for group in [*(group for group in groups if group is not _world()), _world()]:
@@ -293,7 +289,7 @@ def _message_options(timeout: timedelta | None) -> Any:
     options.is_high_priority_stream = True
     options.config.max_ctas = MESSAGE_CTAS
     if timeout is not None:
-        options._timeout = timeout
+        set_options_timeout(options, timeout)
     return options
 
 
@@ -309,10 +305,9 @@ def _num_groups() -> int | None:
     The name is a hash of the group's ranks and of the number of groups in this process. In torch 2.15, the latter is
     the number of groups that the process has requested. The result is ``None`` if torch does not reveal the number.
     """
-    world, name_of = (getattr(distributed_c10d, name, None) for name in ("_world", "_hash_ranks_to_str"))
-    if name_of is None:
+    if name_of_ranks is None:
         return None
-    name = name_of([0])
+    world, name = group_tables(), name_of_ranks([0])
     for number in (len(getattr(world, "pg_names", ())), getattr(world, "group_count", 0)):
         if name == hashlib.sha1(f"0_{number}".encode(), usedforsecurity=False).hexdigest():
             return number
@@ -386,7 +381,7 @@ def leave_groups_to_parent() -> None:
     """
     if not dist.is_initialized():
         return
-    world = getattr(distributed_c10d, "_world", None)
+    world = group_tables()
     found = [getattr(world, name, None) for name in _TABLES]
     tables = [table for table in found if isinstance(table, dict)]
     if world is None or len(tables) < len(found):

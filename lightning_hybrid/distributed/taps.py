@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.distributed.pytree import flatten
+from lightning_hybrid.torch_internals import forward_hooks, version_counter
 
 Hook = Callable[..., Any]
 
@@ -54,7 +55,7 @@ def find_taps(layer: nn.Module, *, of_torch: bool = True) -> list[Tap]:
         layer: The layer.
         of_torch: If False, omit hooks of torch, such as hooks that shard the output of a module.
     """
-    inside = ((name, module) for name, module in layer.named_modules() if name and module._forward_hooks)
+    inside = ((name, module) for name, module in layer.named_modules() if name and forward_hooks(module))
     return [
         Tap(name, position)
         for name, module in inside
@@ -157,7 +158,7 @@ class HookWatch:
         def watched(module: nn.Module, *given: Any) -> Any:
             self._called.add(tap)
             tensors = [leaf for leaf in flatten(given)[0] if _is_tensor(leaf)]
-            self._seen += [(tap, weakref.ref(leaf), leaf._version) for leaf in tensors]
+            self._seen += [(tap, weakref.ref(leaf), version_counter(leaf)) for leaf in tensors]
             before = list(map(sys.getrefcount, tensors))
             result = hook(module, *given)
             # If the layer returns the tensor, only the reference count shows that the hook has kept the tensor.
@@ -194,7 +195,7 @@ def _module_of(hook: Hook) -> str:
 
 
 def _foreign(module: nn.Module) -> list[tuple[int, Hook]]:
-    return [(key, hook) for key, hook in module._forward_hooks.items() if not is_own_hook(hook)]
+    return [(key, hook) for key, hook in forward_hooks(module).items() if not is_own_hook(hook)]
 
 
 @contextmanager
@@ -202,7 +203,7 @@ def _replaced(layer: nn.Module, taps: Collection[Tap], replace: Callable[[Tap, H
     """Replace each hook while entered. The replacement is called like the hook: with keyword arguments or without."""
     replaced: list[tuple[Any, int, Hook]] = []
     for name in sorted({tap.module for tap in taps}):
-        hooks = layer.get_submodule(name)._forward_hooks
+        hooks = forward_hooks(layer.get_submodule(name))
         for position, (key, hook) in enumerate(_foreign(layer.get_submodule(name))):
             if Tap(name, position) in taps:
                 replaced.append((hooks, key, hook))
@@ -225,4 +226,4 @@ def _is_alive(tensor: Tensor | None, is_known: Callable[[Tensor], bool]) -> bool
 
 
 def _is_written(tensor: Tensor | None, version: int) -> bool:
-    return tensor is not None and tensor._version != version
+    return tensor is not None and version_counter(tensor) != version

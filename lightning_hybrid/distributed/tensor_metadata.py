@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_hybrid.torch_internals import version_counter, view_base
+
 
 def getters(*names: str) -> frozenset[Callable[..., Any]]:
     """Return the getters of tensor attributes, which function modes receive as functions.
@@ -24,10 +26,11 @@ def getters(*names: str) -> frozenset[Callable[..., Any]]:
 #: Functions that read only metadata. Modes do not trace them: they are frequent, and work for fake tensors too.
 METADATA: frozenset[Callable[..., Any]] = getters(
     *("shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_leaf", "grad_fn", "names", "itemsize"),
-    *("is_cuda", "is_cpu", "is_meta", "is_mps", "is_xpu", "is_sparse", "is_quantized", "is_nested", "_version"),
-    *("nbytes", "is_xla", "is_mkldnn", "is_vulkan", "is_ipu", "is_maia", "is_mtia", "is_sparse_csr", "_base"),
+    *("is_cuda", "is_cpu", "is_meta", "is_mps", "is_xpu", "is_sparse", "is_quantized", "is_nested"),
+    *("nbytes", "is_xla", "is_mkldnn", "is_vulkan", "is_ipu", "is_maia", "is_mtia", "is_sparse_csr"),
 ) | frozenset(
     {
+        *(version_counter, view_base),
         *(Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.nelement, Tensor.stride, Tensor.__len__),
         *(Tensor.is_floating_point, Tensor.is_complex, Tensor.is_contiguous, Tensor.element_size, Tensor.is_signed),
         *(Tensor.get_device, Tensor.storage_offset, Tensor.__hash__, Tensor.is_inference),

@@ -23,6 +23,13 @@ from lightning_hybrid.distributed.dtensor import to_local
 from lightning_hybrid.distributed.modes import OperatorMode
 from lightning_hybrid.distributed.replaced import replaced_attributes
 from lightning_hybrid.pipeline_parallel.schedules import Schedule
+from lightning_hybrid.torch_internals import (
+    OPTIMIZER_STEP_HOOKS,
+    TO_COPY,
+    sparse_indices,
+    sparse_values,
+    storage_identity,
+)
 
 
 @dataclass(frozen=True)
@@ -133,7 +140,7 @@ def optimizer_state_bytes(optimizer: Optimizer, group: Mapping[str, Any], parame
         vars(trial).pop("step", None)  # the wrapper of a scheduler, which counts calls
         trial.param_groups = [{**group, "params": [trial_parameter], "fused": None, "foreach": None}]
         trial.state = defaultdict(dict)
-        for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        for name in OPTIMIZER_STEP_HOOKS:
             setattr(trial, name, OrderedDict())
         try:
             trial.step()
@@ -143,10 +150,13 @@ def optimizer_state_bytes(optimizer: Optimizer, group: Mapping[str, Any], parame
     return None
 
 
+_CAST = f"aten.{TO_COPY}.default"
+
+
 def storage_bytes(tensors: Iterable[Any]) -> int:
     """Return the bytes of the local parts of tensors. A storage with several of these tensors counts once."""
     present = (tensor for tensor in tensors if isinstance(tensor, Tensor) and not tensor.is_meta)
-    storages = {storage._cdata: storage.nbytes() for tensor in present for storage in storages_of(tensor)}
+    storages = {storage_identity(storage): storage.nbytes() for tensor in present for storage in storages_of(tensor)}
     return sum(storages.values())
 
 
@@ -155,7 +165,7 @@ def storages_of(tensor: Tensor) -> list[Any]:
     # Local parts are read only for DTensors, because this is slow and called often.
     local = to_local(tensor) if isinstance(tensor, DTensor) else tensor
     if local.layout is torch.sparse_coo:
-        return [*storages_of(local._indices()), *storages_of(local._values())]
+        return [*storages_of(sparse_indices(local)), *storages_of(sparse_values(local))]
     return [local.untyped_storage()] if local.layout is torch.strided else []
 
 
@@ -223,7 +233,7 @@ class SavedTensorMeter:
         self._keeps: Any = None
         storages = (storage for tensor in excluded for storage in storages_of(tensor))
         # The storages are kept alive, so that no other storage gets their address.
-        self._excluded = {storage._cdata: storage for storage in storages}
+        self._excluded = {storage_identity(storage): storage for storage in storages}
         self._saved: dict[Hashable, WeakSet[_Saved]] = defaultdict(WeakSet)
         self._casts: dict[Hashable, dict[int, Any]] = defaultdict(dict)
         self._repeated: dict[Hashable, list[_Repeated]] = defaultdict(list)
@@ -248,14 +258,14 @@ class SavedTensorMeter:
     def _call_operator(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Call an operator. Record its result if it casts a trained tensor to another dtype, as autocast does."""
         result = func(*args, **kwargs)
-        is_cast = str(func) == "aten._to_copy.default" and isinstance(result, Tensor)
+        is_cast = str(func) == _CAST and isinstance(result, Tensor)
         if is_cast and result.dtype != args[0].dtype and args[0].requires_grad:
             self._note_cast(args[0], result)
         return result
 
     def _note_cast(self, source: Tensor, copy: Tensor) -> None:
-        if all(storage._cdata in self._excluded for storage in storages_of(source)):
-            self._casts[self.label] |= {storage._cdata: storage for storage in storages_of(copy)}
+        if all(storage_identity(storage) in self._excluded for storage in storages_of(source)):
+            self._casts[self.label] |= {storage_identity(storage): storage for storage in storages_of(copy)}
 
     @contextmanager
     def recorded(self) -> Iterator[Repetition]:
@@ -336,7 +346,7 @@ class _Repeated:
 
 def _sizes(saved: Iterable[_Saved], without: Container[Hashable]) -> dict[Hashable, int]:
     counted = (each.tensor for each in saved if each.kind not in without)
-    return {storage._cdata: storage.nbytes() for tensor in counted for storage in storages_of(tensor)}
+    return {storage_identity(storage): storage.nbytes() for tensor in counted for storage in storages_of(tensor)}
 
 
 class _Saved:

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_hybrid.distributed.dtensor import put_local, to_local
+from lightning_hybrid.torch_internals import storage_identity
 
 #: The names of tensors that can be offloaded to the host.
 OFFLOADS = ("activations", "optimizer")
@@ -82,11 +83,11 @@ class Offload:
             yield
             return
         self._last = lambda: None  # activations of an earlier forward may be needed much later
-        resident_storages = {to_local(tensor).untyped_storage()._cdata for tensor in resident()}
+        resident_storages = {storage_identity(to_local(tensor).untyped_storage()) for tensor in resident()}
 
         def pack(tensor: Tensor) -> Any:
             local = to_local(tensor)
-            stays = local.device != self._device or local.untyped_storage()._cdata in resident_storages
+            stays = local.device != self._device or storage_identity(local.untyped_storage()) in resident_storages
             if stays or type(tensor) is not Tensor or tensor.nbytes < self._min_bytes:
                 return tensor
             if self._stream is None:

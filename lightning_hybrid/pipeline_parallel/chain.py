@@ -22,7 +22,7 @@ from lightning_hybrid.distributed.pytree import flatten, unflatten
 from lightning_hybrid.distributed.replaced import MISSING, replaced_attributes, replaced_entries
 from lightning_hybrid.distributed.tensor_metadata import METADATA, getters
 from lightning_hybrid.pipeline_parallel.frame.decisions import apply
-from lightning_hybrid.pipeline_parallel.frame.fake_tensors import FakeTensor, fake_like, fake_mode
+from lightning_hybrid.pipeline_parallel.frame.fake_tensors import fake_like, fake_mode
 from lightning_hybrid.pipeline_parallel.frame.frame import FrameCut
 from lightning_hybrid.pipeline_parallel.frame.graph import Graph, function_name
 from lightning_hybrid.pipeline_parallel.frame.operators import Operators, memory_of
@@ -30,10 +30,11 @@ from lightning_hybrid.pipeline_parallel.frame.routes import find_routes_around
 from lightning_hybrid.pipeline_parallel.frame.writes import Writes
 from lightning_hybrid.pipeline_parallel.placeholders import is_placeholder
 from lightning_hybrid.pipeline_parallel.schedules import Placement
+from lightning_hybrid.torch_internals import DRAWS_BY_VALUE, FakeTensor
 
 _DEVICE = getters("device")
 # Rejection sampling: how many random numbers these functions draw depends on the values of their arguments.
-_BY_VALUE = frozenset({"poisson", "binomial", "_standard_gamma", "_sample_dirichlet"})
+_BY_VALUE = frozenset({"poisson", "binomial", *DRAWS_BY_VALUE})
 
 
 class NotFollowedError(Exception):

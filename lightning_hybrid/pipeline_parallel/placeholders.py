@@ -21,6 +21,7 @@ from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.distributed.module_names import named_tensors
 from lightning_hybrid.distributed.pytree import flatten
 from lightning_hybrid.pipeline_parallel.stage_map import StageMap
+from lightning_hybrid.torch_internals import DisableTorchFunctionSubclass, forward_pre_hooks, load_state_dict_pre_hooks
 
 _T = TypeVar("_T", bound=Tensor)
 
@@ -75,7 +76,7 @@ class PlaceholderTensor(Tensor):
             raise WrongUseError(without_value_text(f"the tensor in the `{func.__name__.strip('_')}` call"))
         if func in _ADDRESSES:
             raise WrongUseError(_SAVED_TEXT)
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             if _writes_values(func, args, kwargs or {}):
                 raise WrongUseError(_WRITTEN_TEXT)
             try:
@@ -193,7 +194,7 @@ class PlaceholderParameter(PlaceholderTensor, nn.Parameter):
         """The gradient: ``None``, but a tensor without values inside :func:`absent_gradients`."""
         if not _shows_absent or not self.requires_grad:
             return None
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             return self.detach().as_subclass(AbsentGradient)
 
     @grad.setter
@@ -206,7 +207,7 @@ class PlaceholderParameter(PlaceholderTensor, nn.Parameter):
         pass
 
     def _like(self, tensor: Tensor) -> Tensor:
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             plain = tensor.detach().as_subclass(Tensor)
         return PlaceholderParameter(plain, requires_grad=self.requires_grad)
 
@@ -285,15 +286,16 @@ def remove_placeholder_hooks(module: nn.Module) -> None:
     Afterward, all layers can be called, and state dicts are loaded as usual.
     """
     for layer in module.modules():
-        for key in [key for key, hook in layer._forward_pre_hooks.items() if isinstance(hook, _Refusal)]:
-            del layer._forward_pre_hooks[key]
+        hooks = forward_pre_hooks(layer)
+        for key in [key for key, hook in hooks.items() if isinstance(hook, _Refusal)]:
+            del hooks[key]
     for key in _loading_hooks(module):
-        del module._load_state_dict_pre_hooks[key]
+        del load_state_dict_pre_hooks(module)[key]
 
 
 def _loading_hooks(module: nn.Module) -> list[int]:
     """Return the keys of the module's hooks by which placeholders load themselves."""
-    hooks = module._load_state_dict_pre_hooks
+    hooks = load_state_dict_pre_hooks(module)
     return [key for key, hook in hooks.items() if getattr(hook, "hook", None) is _load_into_themselves]
 
 

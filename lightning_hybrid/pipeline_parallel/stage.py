@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import graph
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.tensor import DTensor
 
 from lightning_hybrid.distributed.dtensor import full_tensor
 from lightning_hybrid.distributed.pytree import LEAF, TreeSpec, flatten, unflatten
+from lightning_hybrid.torch_internals import run_backward
 
 Message = tuple[list[Any], TreeSpec]
 """A message between stages: the leaves of a tree, and its structure. A gradient is sent back for each tensor that
@@ -166,14 +166,13 @@ def _find_run_backward() -> Callable[..., Any] | None:
     Returns:
         The function; ``None`` if it does not exist or takes other arguments.
     """
-    run: Callable[..., Any] | None = getattr(graph, "_engine_run_backward", None)
     try:
-        assert run is not None
+        assert run_backward is not None
         leaf = torch.ones((), device="cpu", requires_grad=True)
-        run(
+        run_backward(
             (leaf * 2,), (torch.ones((), device="cpu"),), False, False, (), allow_unreachable=True, accumulate_grad=True
         )
-        return run if leaf.grad is not None and leaf.grad.item() == 2 else None
+        return run_backward if leaf.grad is not None and leaf.grad.item() == 2 else None
     except Exception:  # the function does not exist, or takes other arguments
         return None
 

@@ -15,8 +15,9 @@ from lightning_hybrid.distributed.dtensor import copy_attributes
 from lightning_hybrid.distributed.module_names import named_tensors
 from lightning_hybrid.distributed.random import RandomStreams, derive_seed, seed_generators
 from lightning_hybrid.pipeline_parallel.placeholders import is_placeholder
+from lightning_hybrid.torch_internals import RESET_METHOD, version_counter
 
-_METHODS = ("reset_parameters", "_reset_parameters")  # names of the methods in layers of torch
+_METHODS = ("reset_parameters", RESET_METHOD)  # names of the methods in layers of torch
 
 
 @dataclass(eq=False)
@@ -165,7 +166,7 @@ class Initialization:
         memory = {key: _unset(tensor, self._device) for key, tensor in memory.items()}
         for layer, leaf, tensor in originals:
             setattr(layer, leaf, memory[id(tensor)])
-        versions = {id(tensor): tensor._version for tensor in memory.values()}
+        versions = {id(tensor): version_counter(tensor) for tensor in memory.values()}
         try:
             self._reset(unit)
             values = [getattr(*fresh.owners[0]) for fresh in of_unit]
@@ -173,14 +174,14 @@ class Initialization:
             for layer, leaf, tensor in originals:
                 setattr(layer, leaf, tensor)
         for fresh, value in zip(of_unit, values, strict=True):
-            untouched = versions.get(id(value)) == value._version and _is_unset(value)
+            untouched = versions.get(id(value)) == version_counter(value) and _is_unset(value)
             if fresh in wanted and (untouched or value.is_meta):
                 raise ValueError(self._unset_text(fresh))
         return values
 
     def _reset(self, unit: _Unit) -> None:
         """Call the reset methods of a unit's layers."""
-        others = [] if not unit.is_frame else [(name, x, x._version) for name, x in named_tensors(self._module)]
+        others = [] if not unit.is_frame else [(name, x, version_counter(x)) for name, x in named_tensors(self._module)]
         own = {id(tensor) for *_, tensor in unit.tensors()}
         for name, layer in unit.modules():
             method = _method(layer)
@@ -189,7 +190,7 @@ class Initialization:
                     # The constant -2 distinguishes these seeds from the seeds of steps.
                     seed_generators(derive_seed(self._seed, -2, zlib.crc32(name.encode())), self._device)
                     method()
-        changed = [name for name, x, version in others if id(x) not in own and x._version != version]
+        changed = [name for name, x, version in others if id(x) not in own and version_counter(x) != version]
         if changed:
             raise ValueError(
                 f"`{type(unit.layer).__name__}.{_name_of_method(unit.layer)}` changes {changed[0]!r}, which"

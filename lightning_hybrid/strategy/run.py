@@ -20,6 +20,7 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
@@ -494,6 +495,7 @@ class Run:
     def install(
         self,
         trainer: Trainer,
+        closure: Callable[..., Closure] | None = None,
         nonfinite: GradientWatch | None = None,
         gradient_functions: GradientFunctions | None = None,
     ) -> None:
@@ -501,6 +503,7 @@ class Run:
 
         Args:
             trainer: The Trainer, with its optimizers.
+            closure: Creates the closures of automatic optimization; ``None`` if the Trainer does not fit.
             nonfinite: Checks gradients before an optimizer step.
             gradient_functions: Makes functions over gradients use the gradients of all ranks; ``None`` if this rank has
                 all gradients.
@@ -513,6 +516,8 @@ class Run:
         add_callbacks(trainer, world.resume, MemoryReport(estimate, memory_table, world.mesh))
         desync = self.context.desync if self.context else StepDesync(module, world.mesh, world.desync, refusing)
         undo.enter_context(desync.noting_reductions(trainer))
+        if closure is not None:
+            undo.enter_context(lightning_internals.replace_closure(trainer, closure))
         undo.enter_context(warning_of_half_precision(trainer, module))
         if gradient_functions is not None:
             undo.enter_context(gradient_functions.installed())

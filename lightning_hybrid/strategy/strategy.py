@@ -485,6 +485,7 @@ class HybridStrategy(ReplicaCollectives):
             autocasts=autocasts(self.precision_plugin, self.root_device),
         )
         fitting = trainer.state.fn == TrainerFn.FITTING
+        closure: partial[ReplicaClosure] | None = None
         if fitting:
             self._reset_optimizers_and_schedulers()
             if self.settings.global_batch_size is not None:  # before schedulers read the number of steps
@@ -500,9 +501,8 @@ class HybridStrategy(ReplicaCollectives):
                 backward_without_loss=self._backward_without_loss,
                 has_gradients=self._run.training_step.has_gradients,
             )
-            lightning_internals.replace_closure(trainer, closure)
         functions = GradientFunctions(self._run.grad_sync, self._norm_arguments) if self._shares_model else None
-        self._run.install(trainer, self._guard_steps() if fitting else None, functions)
+        self._run.install(trainer, closure, self._guard_steps() if fitting else None, functions)
         self.remember_log_dir(trainer)
 
     def _convert_module(self) -> None:
@@ -564,7 +564,6 @@ class HybridStrategy(ReplicaCollectives):
     def _teardown(self) -> None:
         if self._world is not None and self._attached is not None and self.lightning_module is not None:
             trainer = self.lightning_module.trainer
-            lightning_internals.replace_closure(trainer)
             if self._global_batch is not None:
                 self._global_batch.restore()
                 self._global_batch = None

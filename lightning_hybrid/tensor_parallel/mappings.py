@@ -34,6 +34,7 @@ from torch.distributed import ProcessGroup
 
 from lightning_hybrid.distributed.dtensor import full_tensor
 from lightning_hybrid.distributed.process_group import SizedGroupRef, all_gather_single, reduce_scatter_single
+from lightning_hybrid.torch_internals import is_view, version_counter
 
 
 class TensorGroup(SizedGroupRef):
@@ -147,13 +148,13 @@ def gather_input(x: Tensor, sequence_dim: int | None, group: TensorGroup) -> Ten
 def shared_input(x: Tensor, how: Hashable) -> Tensor | None:
     """Return the tensor that another layer made from the same input in the same way, or ``None``."""
     cached: tuple[int, Hashable, Tensor] | None = getattr(x, "_shared_input", None)
-    return cached[2] if cached is not None and cached[:2] == (x._version, how) else None
+    return cached[2] if cached is not None and cached[:2] == (version_counter(x), how) else None
 
 
 def share_input(x: Tensor, how: Hashable, made: Tensor) -> None:
     """Store the tensor that a layer made from its input, for other layers with this input. A leaf stores nothing."""
     if not x.is_leaf:
-        x._shared_input = x._version, how, made  # type: ignore[attr-defined]
+        x._shared_input = version_counter(x), how, made  # type: ignore[attr-defined]
 
 
 def reduce_scatter_to_sp(x: Tensor, dim: int, group: TensorGroup) -> Tensor:
@@ -203,7 +204,7 @@ class _CopyToTP(torch.autograd.Function):
 class _ReduceFromTP(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: TensorGroup) -> Tensor:
-        if x._is_view() or not x.is_contiguous():
+        if is_view(x) or not x.is_contiguous():
             x = x.clone(memory_format=torch.contiguous_format)
         else:
             ctx.mark_dirty(x)

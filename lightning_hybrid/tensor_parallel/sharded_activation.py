@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -17,13 +16,14 @@ from lightning_hybrid.distributed.dtensor import full_tensor
 from lightning_hybrid.distributed.pytree import flatten, map_leaves, unflatten
 from lightning_hybrid.distributed.tensor_metadata import METADATA, getters
 from lightning_hybrid.tensor_parallel.sharding import Sharding
-
-#: Hides calls with meta tensors, which only compute shapes, from dispatch modes.
-unseen: Any
-try:
-    from torch._C import _DisableTorchDispatch as unseen
-except ImportError:  # then the estimate of a step counts them as work
-    unseen = nullcontext
+from lightning_hybrid.torch_internals import (
+    DisableTorchDispatch,
+    DisableTorchFunctionSubclass,
+    gradient_hooks,
+    make_wrapper,
+    storage_identity,
+    version_counter,
+)
 
 Function = Callable[..., Any]
 Handler = Callable[[Function, Any, Any], Any]
@@ -31,8 +31,8 @@ Handler = Callable[[Function, Any, Any], Any]
 #: Functions about a tensor's own node in the autograd graph. Other functions receive a plain tensor.
 _WATCHES: frozenset[Any] = frozenset({Tensor.register_hook, Tensor.retain_grad})
 _IN_GRAPH: frozenset[Any] = (
-    getters("grad", "retains_grad", "output_nr", "_backward_hooks")
-    | {Tensor.requires_grad_, Tensor.backward, torch.autograd.grad, torch.autograd.backward}
+    getters("grad", "retains_grad", "output_nr")
+    | {gradient_hooks, Tensor.requires_grad_, Tensor.backward, torch.autograd.grad, torch.autograd.backward}
     | {getattr(Tensor, name).__set__ for name in ("grad", "requires_grad")}
 )
 
@@ -82,7 +82,7 @@ class ShardedActivation(Tensor):
         cls, local: Tensor, sharding: Sharding, strides: Sequence[int] | None = None, *, scale: int = 1
     ) -> Self:
         """Return an activation that is not connected to the graph of its shard."""
-        made: Self = Tensor._make_wrapper_subclass(
+        made: Self = make_wrapper(
             cls, sharding.whole_shape(local.shape), strides, dtype=local.dtype, device=local.device
         )
         made._local, made.sharding, made.scale = local, sharding, scale
@@ -99,7 +99,7 @@ class ShardedActivation(Tensor):
             strides: The strides of the full tensor; ``None`` if it is contiguous.
         """
         made: Self = _Shard.apply(local, cls, sharding, strides)  # type: ignore[no-untyped-call]
-        made._written, made._node = 0 if made.is_inference() else made._version, made.grad_fn
+        made._written, made._node = 0 if made.is_inference() else version_counter(made), made.grad_fn
         return made
 
     @classmethod
@@ -173,7 +173,7 @@ class ShardedActivation(Tensor):
             base, view = self._view
             made = view(base.full_tensor())
             return made if self.requires_grad else made.detach()
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             return self.view(self.shape)
 
     def is_written(self) -> bool:
@@ -183,7 +183,7 @@ class ShardedActivation(Tensor):
         """
         if self._view is not None and self._view[0].is_written():
             return True
-        return self._whole is not None if self.is_inference() else self._version != self._written
+        return self._whole is not None if self.is_inference() else version_counter(self) != self._written
 
     def mark_written(self) -> None:
         """Use the full tensor from now on, because code that is not intercepted can write into it."""
@@ -201,7 +201,7 @@ class ShardedActivation(Tensor):
         if func in _WATCHES and isinstance(args[0], cls):
             args[0]._view = None  # the graph node of the tensor itself counts from now on, not the node of its base
         if func in METADATA or func in _IN_GRAPH or func in _WATCHES:
-            with torch._C.DisableTorchFunctionSubclass():
+            with DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if "input" in kwargs and not args:
             args, kwargs = (kwargs["input"],), {name: value for name, value in kwargs.items() if name != "input"}
@@ -342,7 +342,7 @@ def dim_after(func: Function, x: Any, others: Any, kwargs: Any) -> int | None:
     if not in_shares(x) or any(isinstance(each, Tensor) for each in given):
         return None
     try:
-        with unseen():
+        with DisableTorchDispatch():  # the estimate of a step must not count this as work
             probe = torch.empty([3 if dim == x.sharding.dim else 2 for dim in range(x.ndim)], device="meta")
             shape = list(func(probe, *others, **kwargs).shape)
     except (RuntimeError, IndexError, TypeError):  # the call with the full tensor raises the error again
@@ -352,11 +352,11 @@ def dim_after(func: Function, x: Any, others: Any, kwargs: Any) -> int | None:
 
 def view(func: Function, x: ShardedActivation, others: Any, kwargs: Any, local: Tensor, sharding: Sharding) -> Any:
     """Return a sharded activation that shares memory with another one if the function returns a view in torch."""
-    with unseen():
+    with DisableTorchDispatch():
         before = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
         after = func(before, *others, **kwargs)
     made = x.wrap(local, sharding, after.stride())
-    if after.untyped_storage()._cdata == before.untyped_storage()._cdata:
+    if storage_identity(after.untyped_storage()) == storage_identity(before.untyped_storage()):
         made._view = x, lambda whole: func(whole, *others, **kwargs)
     return made
 
@@ -378,7 +378,7 @@ def _reshape(func: Function, args: Any, kwargs: Any) -> Any:
     x, *others = args
     if not in_shares(x) or any(isinstance(each, torch.dtype) for each in (*others, *kwargs.values())):
         return NotImplemented
-    with unseen():
+    with DisableTorchDispatch():
         new = func(torch.empty_strided(x.shape, x.stride(), device="meta"), *others, **kwargs).shape
     sharding = x.sharding.reshaped(x.shape, new)
     if sharding is None:

@@ -13,6 +13,7 @@ from lightning_hybrid.tensor_parallel import layers
 from lightning_hybrid.tensor_parallel.attention import ParallelAttention
 from lightning_hybrid.tensor_parallel.layers import parallelize_layer
 from lightning_hybrid.tensor_parallel.layouts.placed_layer import PlacedLayer
+from lightning_hybrid.torch_internals import gradient_hooks
 
 
 @dataclass(frozen=True)
@@ -141,7 +142,7 @@ class Style:
                 parameter = holder._buffers.get(name)
             if parameter is None:
                 return f"computes its {split.path!r} from other parameters"
-            if parameter._backward_hooks:
+            if gradient_hooks(parameter):
                 return f"has a hook on its {split.path!r}, which would receive only a shard of the gradient"
             for dim, parts, _ in split.cuts(0, size):
                 parts *= split.blocks if dim == split.dim else 1

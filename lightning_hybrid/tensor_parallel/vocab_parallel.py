@@ -35,6 +35,7 @@ from lightning_hybrid.tensor_parallel.sharded_activation import (
     view,
 )
 from lightning_hybrid.tensor_parallel.sharding import Sharding, Shares
+from lightning_hybrid.torch_internals import STACK_LEVEL
 
 
 class VocabParallelLogits(ShardedActivation):
@@ -130,8 +131,8 @@ def _data(func: Function, args: Any, kwargs: Any) -> Any:
 @VocabParallelLogits.implements(*functions("log_softmax"))
 def _log_softmax(func: Function, args: Any, kwargs: Any) -> Any:
     logits, *others = args
-    given = _named(("dim", "_stacklevel", "dtype") if func is F.log_softmax else ("dim", "dtype"), others, kwargs)
-    if given.keys() - {"dim", "_stacklevel", "dtype"} or not _are_classes(logits, given.get("dim")):
+    given = _named(("dim", STACK_LEVEL, "dtype") if func is F.log_softmax else ("dim", "dtype"), others, kwargs)
+    if given.keys() - {"dim", STACK_LEVEL, "dtype"} or not _are_classes(logits, given.get("dim")):
         return NotImplemented
     dtype, sharding, group = given.get("dtype"), logits.sharding, logits.group
     shard = in_loss_precision(logits.local if dtype is None else logits.local.to(dtype))

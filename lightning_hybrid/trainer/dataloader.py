@@ -34,6 +34,7 @@ from lightning_hybrid.distributed.messages.tree_broadcast import TreeBroadcast, 
 from lightning_hybrid.distributed.process_group import GroupRef
 from lightning_hybrid.distributed.pytree import encode, flatten
 from lightning_hybrid.distributed.tensor_bytes import as_bytes
+from lightning_hybrid.torch_internals import set_persistent_iterator
 from lightning_hybrid.trainer import lightning_internals as internals
 from lightning_hybrid.trainer.batch_hooks import batch_reading_hooks
 from lightning_hybrid.trainer.resume.replay import LoaderWrapper, ReplayableLoader, ReplicaOrder, is_stateful
@@ -237,7 +238,7 @@ def _shard(
         )
     sampler = ReplicaSampler(order, num_replicas, mesh.data_rank, group, repeat=stage != RunningStage.PREDICTING)
     former, loader = loader.batch_sampler, copy.copy(loader)
-    loader._iterator = None  # the iterator of persistent workers, which loads the samples of all replicas
+    set_persistent_iterator(loader, None)  # the iterator of persistent workers loads the samples of all replicas
     object.__setattr__(loader, "sampler", sampler)  # `DataLoader` forbids this assignment, but this is a fresh copy
     if batches is not None:
         batches = copy.copy(batches)

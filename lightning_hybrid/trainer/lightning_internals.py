@@ -654,8 +654,9 @@ def set_sampler_epoch(loader: object, epoch: int) -> None:
 # -- optimization and precision ----------------------------------------------------------------------------------------
 
 
-def replace_closure(trainer: Trainer, closure: Callable[..., Closure] = Closure) -> None:
-    """Make automatic optimization use another closure; Lightning's own ``Closure`` restores Lightning's loop.
+@contextmanager
+def replace_closure(trainer: Trainer, closure: Callable[..., Closure]) -> Iterator[None]:
+    """Make automatic optimization use another closure while entered.
 
     Lightning zeroes gradients between step and backward, which would delete the gradients that a schedule has computed.
     In addition, Lightning raises an error for a step that returns ``None`` if there are several processes.
@@ -672,12 +673,13 @@ def replace_closure(trainer: Trainer, closure: Callable[..., Closure] = Closure)
     Without: Automatic optimization could not train with a pipeline, or skip a step with replicas.
     """
     epoch_loop = trainer.fit_loop.epoch_loop
-    former = epoch_loop.automatic_optimization
-    if getattr(former, "closure", Closure) is closure:
-        return
-    loop = _AutomaticOptimization(trainer) if closure is Closure else _OptimizationBy(trainer, closure)
+    former, loop = epoch_loop.automatic_optimization, _OptimizationBy(trainer, closure)
     loop.optim_progress, loop._skip_backward = former.optim_progress, former._skip_backward
-    epoch_loop.automatic_optimization = loop
+    with replaced_attributes(epoch_loop, automatic_optimization=loop):
+        try:
+            yield
+        finally:
+            former.optim_progress, former._skip_backward = loop.optim_progress, loop._skip_backward
 
 
 class _OptimizationBy(_AutomaticOptimization):
@@ -1141,8 +1143,8 @@ def connect_processes(
 
 def replace_signal_handlers(
     trainer: Trainer, on_terminate: Callable[[int], None], on_requeue: Callable[[int], None]
-) -> None:
-    """Replace the handlers of SIGTERM and of SLURM's signal before a requeue, for all later runs of the Trainer.
+) -> AbstractContextManager[None]:
+    """Return a context that replaces the handlers of SIGTERM and of SLURM's signal before a requeue.
 
     Args:
         trainer: The Trainer.
@@ -1155,20 +1157,11 @@ def replace_signal_handlers(
     Without: Lightning's handlers would run collectives at any position of the program; inside a step, they would wait
         forever.
     """
-    handlers = vars(trainer._signal_connector)
-    handlers["_sigterm_notifier_fn"] = lambda signum, _: on_terminate(signum)
-    handlers["_slurm_sigusr_handler_fn"] = lambda signum, _: on_requeue(signum)
-
-
-def restore_signal_handlers(trainer: Trainer) -> None:
-    """Undo :func:`replace_signal_handlers`.
-
-    Touches: The same as :func:`replace_signal_handlers`.
-
-    Without: The next run, perhaps with another strategy, would have no handlers.
-    """
-    for name in ("_sigterm_notifier_fn", "_slurm_sigusr_handler_fn"):
-        vars(trainer._signal_connector).pop(name, None)
+    handlers = {
+        "_sigterm_notifier_fn": lambda signum, _: on_terminate(signum),
+        "_slurm_sigusr_handler_fn": lambda signum, _: on_requeue(signum),
+    }
+    return replaced_entries([(vars(trainer._signal_connector), handlers)])
 
 
 def set_received_sigterm(trainer: Trainer) -> None:
@@ -1197,24 +1190,19 @@ def requeue(trainer: Trainer, signum: int) -> None:
     handle(connector, signum, None)
 
 
-def replace_sigterm_broadcast(trainer: Trainer, agree: Callable[[], None]) -> None:
-    """Replace the function with which ranks agree before each training batch to stop; it raises an error if they stop.
+def replace_sigterm_broadcast(trainer: Trainer, agree: Callable[[], None]) -> AbstractContextManager[None]:
+    """Return a context that replaces the function with which ranks agree before each training batch to stop.
+
+    Args:
+        trainer: The Trainer.
+        agree: The other function; raises an error if the ranks stop.
 
     Touches: ``_TrainingEpochLoop._broadcast_sigterm_tensor`` (replaced on one object).
 
     Without: Only a SIGTERM of rank 0 would count, and each batch would wait for the device.
     """
-    trainer.fit_loop.epoch_loop.__dict__["_broadcast_sigterm_tensor"] = agree
-
-
-def restore_sigterm_broadcast(trainer: Trainer) -> None:
-    """Undo :func:`replace_sigterm_broadcast`.
-
-    Touches: The same as :func:`replace_sigterm_broadcast`.
-
-    Without: The next run would communicate with the ranks of this run.
-    """
-    trainer.fit_loop.epoch_loop.__dict__.pop("_broadcast_sigterm_tensor", None)
+    attributes: dict[str, Any] = trainer.fit_loop.epoch_loop.__dict__
+    return replaced_entries([(attributes, {"_broadcast_sigterm_tensor": agree})])
 
 
 def validation_interval(trainer: Trainer) -> float | None:

@@ -31,6 +31,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_hybrid.distributed.dtensor import local_view
+from lightning_hybrid.torch_internals import OpenGradScaler, unscales_in_step, version_counter
 
 #: The supported values of ``Trainer(precision=...)``.
 SUPPORTED = ("32-true", "64-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
@@ -112,7 +113,7 @@ def check_optimizer(plugin: Precision, optimizer: Optimizer) -> None:
         ValueError: If the plugin scales the loss and the optimizer unscales the gradients.
     """
     scaler = getattr(plugin, "scaler", None)
-    if scaler is not None and scaler.is_enabled() and getattr(optimizer, "_step_supports_amp_scaling", False):
+    if scaler is not None and scaler.is_enabled() and unscales_in_step(optimizer):
         raise ValueError(
             f"The optimizer `{type(optimizer).__qualname__}` unscales gradients inside its fused step. With a precision"
             " that scales the loss, such as '16-mixed', the ranks could then neither detect an overflow together nor"
@@ -175,7 +176,7 @@ def autocasts(plugin: Precision, device: torch.device) -> bool:
         return torch.is_autocast_enabled(device.type)
 
 
-class ModelGroupGradScaler(GradScaler):
+class ModelGroupGradScaler(OpenGradScaler):
     """A `GradScaler` that detects overflow on all ranks of a model group: all ranks skip a step, or none does.
 
     Without this class, a stage that overflowed would skip the step and halve its scale, but other stages would not.
@@ -193,13 +194,12 @@ class ModelGroupGradScaler(GradScaler):
         self._join(model_group)
 
     def _join(self, model_group: Callable[[], ProcessGroup | None]) -> None:
-        if not callable(getattr(GradScaler, "_unscale_grads_", None)):
+        if not self.is_supported():
             raise RuntimeError(
                 f"torch {torch.__version__} does not have `torch.amp.GradScaler._unscale_grads_`, which is required for"
                 " ranks to detect an overflow together. Use precision 'bf16-mixed', or another version of torch for"
                 " '16-mixed'. [LH135]"
             )
-        self.device_type = getattr(self, "_device", "cuda")
         self.model_group = model_group
 
     @classmethod
@@ -235,8 +235,8 @@ class ModelGroupGradScaler(GradScaler):
         Args:
             device: The device of the scale; by default the current device of the scaler's type.
         """
-        # The condition on `_scale` only saves a multiplication, because scaling zeros again changes nothing.
-        if self.is_enabled() and getattr(self, "_scale", None) is None:
+        # The condition on `has_scale` only saves a multiplication, because scaling zeros again changes nothing.
+        if self.is_enabled() and not self.has_scale:
             self.scale(torch.zeros((), device=self.device_type if device is None else device))
 
     def unscale_(self, optimizer: Optimizer) -> None:
@@ -262,17 +262,18 @@ class ModelGroupGradScaler(GradScaler):
         self.initialize()
         return super().step(optimizer, *args, **kwargs)
 
-    def _unscale_grads_(
+    def unscale_gradients(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, *args: Any, **kwargs: Any
     ) -> dict[torch.device, Tensor]:
+        """Unscale the gradients of this rank, and detect infinities and NaNs on all ranks of the model group."""
         # torch calls this method once per step for each optimizer, to find out which devices overflowed. torch records
-        # the result, skips the step if a value is not 0, and lowers the scale. `found_inf` is 0 on the scale's device.
+        # the result, skips the step if a value is not 0, and lowers the scale.
         # A rank unscales its shards of sharded parameters, which torch's kernel needs as plain tensors.
         views = [
             {"params": [local_view(parameter) for parameter in group["params"]]} for group in optimizer.param_groups
         ]
         local: Any = SimpleNamespace(param_groups=views)
-        found: dict[torch.device, Tensor] = super()._unscale_grads_(local, inv_scale, found_inf, *args, **kwargs)
+        found: dict[torch.device, Tensor] = super().unscale_gradients(local, inv_scale, found_inf, *args, **kwargs)
         group = self.model_group()
         if group is None or group.size() == 1:
             return found
@@ -340,7 +341,7 @@ class SharedCasts:
         if not self._parameters:
             plain = (each for each in self._find() if not isinstance(each, DTensor))  # autocast casts local shards
             self._parameters = [each for each in plain if each.dtype == torch.float32]
-        return [parameter._version for parameter in self._parameters]
+        return [version_counter(parameter) for parameter in self._parameters]
 
 
 @cache

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_hybrid.data_parallel import grad_clip
 from lightning_hybrid.data_parallel.grad_clip import clip_by_total_norm, total_norm
 from tests.pool import Pools
 
@@ -117,7 +118,7 @@ def test_nothing_to_clip() -> None:
 def test_without_foreach_kernels(norm_type: float) -> None:
     parameters = [with_gradient(1.0, -2.0, dtype=dtype) for dtype in (torch.bfloat16, torch.float64)]
     expected = total_norm(parameters, norm_type)
-    with mock.patch.object(torch, "_foreach_norm", None):
+    with mock.patch.object(grad_clip, "foreach_norm", None):
         torch.testing.assert_close(total_norm(parameters, norm_type), expected, rtol=1e-7, atol=0)
 
 

@@ -15,10 +15,9 @@ from lightning.pytorch import Callback
 from torch import nn
 from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_hybrid.axes import Sizes
-from lightning_hybrid.distributed import failure
+from lightning_hybrid.distributed import failure, process_group
 from lightning_hybrid.distributed.failure import close_groups
 from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.distributed.process_group import GroupRef
@@ -42,7 +41,7 @@ def nccl_world(rank: int = 1) -> Iterator[Recorded]:
     def record(name: str, group: dist.ProcessGroup) -> None:
         recorded.calls.append((name, tuple(sorted(distributed_c10d._world.pg_group_ranks[group]))))
 
-    dist.init_process_group("fake", rank=rank, world_size=8, store=FakeStore())
+    dist.init_process_group("fake", rank=rank, world_size=8)
     new_group = dist.new_group
 
     def fake(ranks: list[int], *, backend: str | None = None, **kwargs: object) -> object:
@@ -78,7 +77,7 @@ def test_every_group_is_aborted_and_none_is_waited_for(capsys: pytest.CaptureFix
 
 
 def test_a_torch_that_cannot_abort_all_at_once_aborts_one_after_the_other() -> None:
-    with nccl_world() as recorded, mock.patch.object(distributed_c10d, "_abort_process_group", None):
+    with nccl_world() as recorded, mock.patch.object(process_group, "abort_all_groups", None):
         close_groups()
         aborted = [ranks for name, ranks in recorded.calls if name == "abort"]
         assert sorted(aborted) == GROUPS
@@ -102,7 +101,7 @@ def test_the_process_ends_if_an_abort_does_not_come_back(capsys: pytest.CaptureF
     with (
         nccl_world(),
         mock.patch.object(failure, "_DEADLINE", 0.05),
-        mock.patch.object(distributed_c10d, "_abort_process_group", stuck),
+        mock.patch.object(process_group, "abort_all_groups", stuck),
     ):
         close_groups(ArithmeticError("broken forward"), end=end)
     assert codes == [1]
@@ -112,7 +111,7 @@ def test_the_process_ends_if_an_abort_does_not_come_back(capsys: pytest.CaptureF
 def test_groups_over_gloo_close_with_their_last_reference(capsys: pytest.CaptureFixture[str]) -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     group = GroupRef(dist.new_group([0]))
-    with mock.patch.object(distributed_c10d, "_abort_process_group", pytest.fail):
+    with mock.patch.object(process_group, "abort_all_groups", pytest.fail):
         close_groups(ArithmeticError("broken forward"))
     assert not group.is_alive
     assert capsys.readouterr().err == ""

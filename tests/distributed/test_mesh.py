@@ -18,7 +18,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_hybrid import HybridStrategy
 from lightning_hybrid.axes import Sizes
@@ -100,7 +99,7 @@ def test_sizes_whose_product_is_not_the_number_of_processes() -> None:
 
 @contextmanager
 def fake_world(rank: int, size: int) -> Iterator[None]:
-    dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
+    dist.init_process_group("fake", rank=rank, world_size=size)
     try:
         yield
     finally:

@@ -26,10 +26,10 @@ from lightning_hybrid.memory.activation_checkpoint import selective
 from lightning_hybrid.memory.activation_checkpoint.checkpoint import ActivationCheckpointing
 from lightning_hybrid.memory.activation_checkpoint.policy import check_recompute, chosen_layers
 from lightning_hybrid.pipeline_parallel.body import Body
-from lightning_hybrid.pipeline_parallel.frame.fake_tensors import FakeTensor
 from lightning_hybrid.pipeline_parallel.p2p import Channel, Recv
 from lightning_hybrid.pipeline_parallel.schedules import build
 from lightning_hybrid.pipeline_parallel.timeline import simulate
+from lightning_hybrid.torch_internals import FakeTensor
 from tests.pool import Pools
 from tests.training_jobs import make_trainer
 

@@ -11,10 +11,10 @@ from torch.nn import functional as F
 
 from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.pipeline_parallel.chain import CodeBefore
-from lightning_hybrid.pipeline_parallel.frame.fake_tensors import FakeTensor
 from lightning_hybrid.pipeline_parallel.placeholders import replace_with_placeholders
 from lightning_hybrid.pipeline_parallel.schedules import Placement
 from lightning_hybrid.pipeline_parallel.stage_map import StageMap
+from lightning_hybrid.torch_internals import FakeTensor
 
 CPU = torch.device("cpu")
 

@@ -17,6 +17,7 @@ from typing import Any, BinaryIO
 import torch
 
 from lightning_hybrid.distributed.pytree import TreePath, flatten_with_path
+from lightning_hybrid.torch_internals import PICKLED, REBUILD, REBUILD_WITH_CLASS, REBUILD_WITH_STATE
 
 _PLAIN = ("bool", "bytearray", "bytes", "complex", "dict", "float", "frozenset", "int", "list", "set", "str", "tuple")
 _NAMES = {
@@ -26,17 +27,7 @@ _NAMES = {
     "collections": ("Counter", "OrderedDict", "defaultdict", "deque"),
     "lightning.fabric.utilities.data": ("AttributeDict",),
     "torch": ("Size", "Tensor", "device"),
-    "torch._utils": (
-        "_rebuild_meta_tensor_no_storage",
-        "_rebuild_nested_tensor",
-        "_rebuild_parameter",
-        "_rebuild_qtensor",
-        "_rebuild_sparse_tensor",
-        "_rebuild_tensor",
-        "_rebuild_tensor_v2",
-        "_rebuild_tensor_v3",
-    ),
-    "torch.distributed.checkpoint.filesystem": ("_StorageInfo", "_StoragePrefix"),
+    **PICKLED,
     "torch.distributed.checkpoint.metadata": (
         "BytesStorageMetadata",
         "ChunkStorageMetadata",
@@ -45,10 +36,9 @@ _NAMES = {
         "StorageMeta",
         "TensorProperties",
         "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
+        *PICKLED["torch.distributed.checkpoint.metadata"],
     ),
     "torch.nn.parameter": ("Buffer", "Parameter"),
-    "torch.serialization": ("_get_layout",),
     "torch.storage": ("TypedStorage", "UntypedStorage"),
 }
 _CONSTANTS = (torch.dtype, torch.layout, torch.memory_format, torch.qscheme)
@@ -103,7 +93,7 @@ class _RecordUnpickler(_Unpickler):
         return _Record(identity[2])
 
     def find_class(self, module: str, name: str) -> Any:
-        return _record_among if name.startswith("_rebuild_") else super().find_class(module, name)
+        return _record_among if name.startswith(REBUILD) else super().find_class(module, name)
 
 
 def _record_among(*arguments: Any) -> Any:
@@ -153,6 +143,6 @@ def _member(owner: Any, name: str) -> Any:
 _OWN: dict[tuple[str, str], Callable[..., Any]] = {
     ("builtins", "getattr"): _member,
     ("__builtin__", "getattr"): _member,
-    ("torch._tensor", "_rebuild_from_type_v2"): _without_attributes,
-    ("torch._utils", "_rebuild_parameter_with_state"): _without_state,
+    REBUILD_WITH_CLASS: _without_attributes,
+    REBUILD_WITH_STATE: _without_state,
 }

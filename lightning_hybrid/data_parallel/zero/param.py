@@ -104,7 +104,7 @@ def find_owners(module: nn.Module) -> dict[int, list[Owner]]:
 def set_parameter(parameter: nn.Parameter, owners: Iterable[Owner]) -> None:
     """Register a parameter in these modules, under these names."""
     for part, name in owners:
-        if hasattr(part, "_flat_weights"):  # torch's recurrent layers also keep their parameters in a list
+        if isinstance(part, nn.RNNBase):  # it also keeps its parameters in a list
             setattr(part, name, parameter)
         else:
             part._parameters[name] = parameter

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
@@ -21,6 +20,7 @@ from lightning_hybrid.data_parallel.zero.prefetch import Prefetcher, post_backwa
 from lightning_hybrid.data_parallel.zero.shard_module import own_parameters
 from lightning_hybrid.distributed.dtensor import uncompiled
 from lightning_hybrid.distributed.pytree import flatten
+from lightning_hybrid.torch_internals import DisableTorchFunction
 
 
 @dataclass
@@ -31,7 +31,7 @@ class _Unfollowed:
 
     @uncompiled
     def __call__(self, *args: Any) -> Any:
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             return self.hook(*args)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_hybrid.distributed.pytree import flatten, map_leaves, unflatten
 from lightning_hybrid.distributed.tensor_metadata import METADATA
+from lightning_hybrid.torch_internals import DisableTorchFunctionSubclass, make_wrapper
 
 _NAMES = (
     *("split", "chunk", "unbind", "narrow", "select", "view", "reshape", "flatten", "permute", "transpose", "movedim"),
@@ -49,9 +50,7 @@ class LazyTensor(Tensor):
         cls, like: Tensor, device: torch.device, make: Callable[[], Tensor], note_read: Callable[[], object]
     ) -> LazyTensor:
         """Return a new lazy tensor."""
-        made: LazyTensor = Tensor._make_wrapper_subclass(
-            cls, like.shape, strides=like.stride(), dtype=like.dtype, device=device
-        )
+        made: LazyTensor = make_wrapper(cls, like.shape, strides=like.stride(), dtype=like.dtype, device=device)
         made._make, made._note_read, made._value, made._is_read = make, note_read, None, False
         return made
 
@@ -76,7 +75,7 @@ class LazyTensor(Tensor):
         if isinstance(first, LazyTensor) and first._is_read:  # code that has read it may have changed its shape
             return func(first.materialize(), *args[1:], **kwargs)
         if func in METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
+            with DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if isinstance(first, LazyTensor):
             others = flatten((args[1:], kwargs))[0]

@@ -20,6 +20,7 @@ from lightning_hybrid.distributed.messages.tree_broadcast import SMALL, Readers
 from lightning_hybrid.distributed.process_group import GroupRef
 from lightning_hybrid.distributed.pytree import TreeMeta
 from lightning_hybrid.distributed.tensor_bytes import as_bytes
+from lightning_hybrid.torch_internals import version_counter
 
 _LEAST = 1 << 14  # bytes of the smallest tensor whose readers are determined
 _MOST_KEPT = 4  # batches whose tensors can be fetched: the previous batch, the current one, and prefetched ones
@@ -232,7 +233,7 @@ class LeafReaders:
         readers = self._readers.get(meta)
         unsent = [index for index, to in enumerate(readers or ()) if to is not None]
         if unsent:
-            versions = {index: (leaves[index], leaves[index]._version) for index in unsent}
+            versions = {index: (leaves[index], version_counter(leaves[index])) for index in unsent}
             self._kept.append(_Kept(self._number, meta, versions))
         return readers
 
@@ -293,7 +294,7 @@ class LeafReaders:
                 self._readers[kept.meta] = tuple(readers)
                 tensor, version = kept.leaves[index]
                 data = as_bytes(tensor).numpy().tobytes()
-                return data if tensor._version == version else b""
+                return data if version_counter(tensor) == version else b""
         return b""
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_hybrid.distributed.messages.host_messages import HostMessages, Work
-from lightning_hybrid.distributed.process_group import torch_profiles
+from lightning_hybrid.torch_internals import is_profiling
 
 _MOST_PENDING = 8  # pending messages of gloo to one rank
 
@@ -102,7 +102,7 @@ class PostedBroadcast:
                 if work is not None:
                     self._pending.append((work, data, child, self._num_sent[child]))
         if self._pending:
-            self.retire(0 if torch_profiles() else _MOST_PENDING * len(self._children))
+            self.retire(0 if is_profiling() else _MOST_PENDING * len(self._children))
 
     def post(self, data: Tensor, readers: Collection[int] | None = None) -> None:
         """Post the receive of the next message that passes through this rank. The source does not call this.
@@ -118,12 +118,13 @@ class PostedBroadcast:
     def post_ahead(self, num_bytes: int) -> None:
         """Post the receive of the next message, for :meth:`receive`. The source does not call this.
 
-        Nothing is posted while torch's profiler runs, see :data:`torch_profiles`.
+        Nothing is posted while torch's profiler runs. When a pending gloo message ends, it writes into the profiler
+        cycle in which it began, and that cycle may have been freed.
 
         Args:
             num_bytes: The length of the message.
         """
-        if not torch_profiles():
+        if not is_profiling():
             self.post(torch.empty(num_bytes, dtype=torch.uint8))
 
     def receive(self, num_bytes: int) -> Tensor:

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from lightning_hybrid.torch_internals import dump_flight_recorder, group_of_name
+
 _MOST = 64  # the number of collectives listed for one group
 
 
@@ -91,9 +93,10 @@ def _num_bytes(shapes: Sequence[Any], dtypes: Sequence[str]) -> int:
 
 def read_progress() -> str | None:
     """Return a text that changes with every collective; ``None`` if it is not known. This takes microseconds."""
-    dump = getattr(_c10d(), "_dump_fr_trace_json", None)
+    if dump_flight_recorder is None:
+        return None
     try:
-        status = str(json.loads(dump(includeCollectives=False))["pg_status"]) if dump is not None else ""
+        status = str(json.loads(dump_flight_recorder(includeCollectives=False))["pg_status"])
     except Exception:  # another version of torch may use another format
         return None
     return status or None
@@ -101,19 +104,17 @@ def read_progress() -> str | None:
 
 def ranks_of(group: str) -> Sequence[int] | None:
     """Return the global ranks of a group by its name; ``None`` if they are not known."""
-    resolve = getattr(_c10d(), "_resolve_process_group", None)
     try:
-        return None if resolve is None else dist.get_process_group_ranks(resolve(group))
+        return None if group_of_name is None else dist.get_process_group_ranks(group_of_name(group))
     except Exception:  # the groups may be destroyed
         return None
 
 
 def _entries() -> list[dict[str, Any]]:
-    dump = getattr(_c10d(), "_dump_fr_trace_json", None)
-    if dump is None:
+    if dump_flight_recorder is None:
         return []
     try:
-        entries = json.loads(dump())["entries"]
+        entries = json.loads(dump_flight_recorder())["entries"]
     except Exception:  # another version of torch may use another format
         return []
     return [entry for entry in entries if entry.keys() >= _FIELDS]
@@ -130,7 +131,3 @@ _FIELDS = {
     *("record_id", "process_group", "collective_seq_id", "profiling_name"),
     *("retired", "thread_id"),
 }
-
-
-def _c10d() -> Any:
-    return getattr(__import__("torch")._C, "_distributed_c10d", None)

@@ -21,16 +21,14 @@ import torch
 import torch.distributed as dist
 
 from lightning_hybrid.distributed.watch.collector import without_collector
+from lightning_hybrid.torch_internals import COMPILER_FOLDERS
 
 _TORCH, _PACKAGE = (f"{path}{os.sep}" for path in (Path(dist.__file__).parent, Path(__file__).parents[2]))
 _CHECKPOINT = f"{Path(__file__).parents[2] / 'checkpoint'}{os.sep}"
 _BACKWARD = str(Path(__file__).parents[2] / "pipeline_parallel" / "stage.py")  # calls autograd
 _SLOW = (
     _CHECKPOINT,
-    *(
-        str(Path(torch.__file__).parent / name)
-        for name in ("serialization.py", "utils/data/", "_dynamo/", "_inductor/")
-    ),
+    *(str(Path(torch.__file__).parent / name) for name in ("serialization.py", "utils/data/", *COMPILER_FOLDERS)),
 )
 _LIBRARIES = (_PACKAGE, *{sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")})
 _COLLECTIVES = "distributed_c10d.py"  # the file of torch's collectives and messages

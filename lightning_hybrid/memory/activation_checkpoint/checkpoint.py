@@ -15,6 +15,7 @@ from lightning_hybrid.distributed.pytree import copy_object, flatten, unflatten
 from lightning_hybrid.distributed.random import RandomReplay
 from lightning_hybrid.distributed.replaced import replaced_entries, replaced_forwards
 from lightning_hybrid.memory.activation_checkpoint.selective import SavedResults
+from lightning_hybrid.torch_internals import FakeTensor, current_dispatch_mode, version_counter
 
 
 class ActivationCheckpointing:
@@ -112,7 +113,7 @@ class _Layer:
 
     def _mode(self) -> tuple[Hashable, ...]:
         # Under a dispatch mode, such as a mode that compares results, a layer may have fewer side effects.
-        return type(_current_mode()), *[submodule.training for submodule in self._submodules]
+        return type(current_dispatch_mode()), *[submodule.training for submodule in self._submodules]
 
     def buffers(self) -> list[tuple[nn.Module, str]]:
         """Return the modules and names of the layer's buffers."""
@@ -150,12 +151,12 @@ class _Call:
         buffers = self._layer.buffers() if known is None else known.buffers
         self._buffers = [(owner, name, owner._buffers[name].detach().clone()) for owner, name in buffers]  # type: ignore[union-attr]
         self._changes_input = known is not None and known.changes_input
-        versions = [tensor._version for tensor in inputs] if known is None else []
+        versions = [version_counter(tensor) for tensor in inputs] if known is None else []
         with self._random.record(), self.results.record():
             outputs = self._run(*inputs)
         if known is None:
             self._buffers = [each for each in self._buffers if not _is_same(each[0]._buffers[each[1]], each[2])]
-            self._changes_input = versions != [tensor._version for tensor in inputs]
+            self._changes_input = versions != [version_counter(tensor) for tensor in inputs]
             owners = [(owner, name) for owner, name, _ in self._buffers]
             self._layer.side_effects = _SideEffects(self._changes_input, owners)
         return outputs
@@ -191,15 +192,4 @@ def _is_same(current: Tensor | None, former: Tensor) -> bool:
 
 
 _WITH_VALUES: tuple[type, ...] = (Tensor, nn.Parameter)
-_PLAIN = _WITH_VALUES
-try:
-    from torch._subclasses.fake_tensor import FakeTensor
-
-    _PLAIN = (*_PLAIN, FakeTensor)  # in dry runs
-except ImportError:
-    pass
-_current_mode: Callable[[], Any]
-try:
-    from torch.utils._python_dispatch import _get_current_dispatch_mode as _current_mode
-except ImportError:  # this package then has no dispatch modes either
-    _current_mode = type(None)
+_PLAIN = _WITH_VALUES if FakeTensor is None else (*_WITH_VALUES, FakeTensor)  # dry runs use fake tensors

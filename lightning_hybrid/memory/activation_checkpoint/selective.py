@@ -17,28 +17,29 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_hybrid.distributed.modes import TorchDispatchMode
 from lightning_hybrid.distributed.pytree import flatten, unflatten
 from lightning_hybrid.distributed.random import set_torch_states, torch_states
-
-_PRODUCTS = frozenset(
-    f"aten::{name}"
-    for name in (
-        *("mm", "addmm", "convolution", "_grouped_mm", "_scaled_mm", "_scaled_grouped_mm"),
-        *("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu"),
-        *("_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention"),
-        *("_scaled_dot_product_fused_attention_overrideable", "_flash_attention_forward"),
-        "_efficient_attention_forward",
-    )
+from lightning_hybrid.torch_internals import (
+    FUSED_ATTENTIONS,
+    REDUCE_SCATTER,
+    SCALED_PRODUCTS,
+    UNSAFE_VIEW,
+    TorchDispatchMode,
+    operator_name,
+    operator_schema,
+    storage_identity,
+    version_counter,
 )
+
+_PRODUCTS = frozenset(f"aten::{name}" for name in ("mm", "addmm", "convolution", *SCALED_PRODUCTS, *FUSED_ATTENTIONS))
 # Batched products have no weights. They are the scores of attention without a fused kernel, which are fast to compute,
 # but grow with the square of the sequence length. "selective" is meant to avoid saving them.
 _BATCHED = {"aten::bmm": 0, "aten::baddbmm": 1}  # the position of the argument with the batch dimension
-_SUMS = frozenset(("c10d::allreduce_", "c10d::_reduce_scatter_base_"))
+_SUMS = frozenset(("c10d::allreduce_", f"c10d::{REDUCE_SCATTER}"))
 _GLOO_COPIES = frozenset(("aten::split", "aten::copy_"))  # gloo writes a sum to its output with these
 # The base does not count changes of this view, which linear layers return in torch 2.15.
-_UNCOUNTED = "aten::_unsafe_view"
-_VIEWS = frozenset(("aten::view", "aten::_unsafe_view", "aten::detach", "aten::alias"))
+_UNCOUNTED = f"aten::{UNSAFE_VIEW}"
+_VIEWS = frozenset(("aten::view", _UNCOUNTED, "aten::detach", "aten::alias"))
 
 
 class SavedResults:
@@ -116,7 +117,7 @@ class _Result:
 
     def note_versions(self) -> None:
         """Store the current versions of the tensors. Later changes make the result useless."""
-        self._versions = [tensor._version for tensor in (*self.tensors, *self._bases)]
+        self._versions = [version_counter(tensor) for tensor in (*self.tensors, *self._bases)]
 
     def view_as(self, view: Tensor) -> None:
         """Replace the only tensor of the result by its view, which has its own version counter, and which is used."""
@@ -133,7 +134,7 @@ class _Result:
     @property
     def is_changed(self) -> bool:
         """True if a tensor was changed after :meth:`note_versions`."""
-        return self._versions != [tensor._version for tensor in (*self.tensors, *self._bases)]
+        return self._versions != [version_counter(tensor) for tensor in (*self.tensors, *self._bases)]
 
     @property
     def is_freed(self) -> bool:
@@ -185,7 +186,7 @@ class _RecordMode(TorchDispatchMode or object):  # type: ignore[misc]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation, and record its result if it is to be saved."""
-        name = func._schema.name
+        name = operator_name(func)
         for result in self._summed:
             result.note_versions()  # autograd increases the input's version only after the sum
         if name not in _GLOO_COPIES:
@@ -235,7 +236,7 @@ class _ReplayMode(TorchDispatchMode or object):  # type: ignore[misc]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Return the result of the operation if it was saved; otherwise run the operation."""
-        name = func._schema.name
+        name = operator_name(func)
         if not _is_saved(func, args) and name not in _SUMS:
             return func(*args, **(kwargs or {}))
         result, make = next(self._results, (None, None))
@@ -260,15 +261,14 @@ class _ReplayMode(TorchDispatchMode or object):  # type: ignore[misc]
 
 
 def _is_saved(func: Any, args: Any) -> bool:
-    name = func._schema.name
+    name = operator_name(func)
     position = _BATCHED.get(name)
     chosen = name in _PRODUCTS if position is None else args[position].shape[0] == 1
-    return chosen and not func._schema.is_mutable  # operations with `out=` must run
+    return chosen and not operator_schema(func).is_mutable  # operations with `out=` must run
 
 
 def _address(tensor: Tensor) -> int:
-    address: int = tensor.untyped_storage()._cdata
-    return address
+    return storage_identity(tensor.untyped_storage())
 
 
 def save_tensors(tensors: Sequence[Tensor]) -> Tensor:

@@ -17,22 +17,14 @@ from lightning_hybrid.distributed.dtensor import to_local
 from lightning_hybrid.distributed.pytree import TreeSpec, flatten, unflatten
 from lightning_hybrid.distributed.replaced import entries_of, tables_of
 from lightning_hybrid.distributed.taps import is_own_hook
-from lightning_hybrid.pipeline_parallel.frame.fake_tensors import FakeTensor, is_whole
+from lightning_hybrid.pipeline_parallel.frame.fake_tensors import is_whole
 from lightning_hybrid.pipeline_parallel.frame.graph import Call
 from lightning_hybrid.pipeline_parallel.frame.operators import Seen, memory_of
 from lightning_hybrid.pipeline_parallel.frame.stage_states import CONTAINERS, containers_in, find_owners, is_object
+from lightning_hybrid.torch_internals import STATE_DICT_HOOKS, FakeTensor, forward_hooks, forward_pre_hooks
 
 #: Types whose values are compared with `==`.
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
-# Attributes with hooks that `forward` does not call.
-_OF_STATE_DICTS = frozenset(
-    {
-        "_state_dict_hooks",
-        "_state_dict_pre_hooks",
-        "_load_state_dict_pre_hooks",
-        "_load_state_dict_post_hooks",
-    }
-)
 _DEPTH = 4  # the most levels of nested objects whose attributes are compared
 
 
@@ -124,7 +116,7 @@ class _Comparison:
     def _are_alike(self, one: Mapping[Any, Any], other: Mapping[Any, Any], depth: int) -> bool:
         """Return True if two dictionaries of attributes have the same names, and their values are alike."""
         return one.keys() == other.keys() and all(
-            name in _OF_STATE_DICTS
+            name in STATE_DICT_HOOKS  # `forward` does not call these hooks
             or _are_empty(one[name], other[name])
             or self.is_alike(one[name], other[name], depth)
             for name in one
@@ -294,7 +286,7 @@ def _contents(unit: nn.Module) -> list[tuple[Any, ...]]:
     """Return the attributes of the modules, objects and hooks of a unit, and the entries of their containers."""
     owners = list(find_owners([unit]).values())
     hooks = [
-        hook for part in unit.modules() for hook in (*part._forward_pre_hooks.values(), *part._forward_hooks.values())
+        hook for part in unit.modules() for hook in (*forward_pre_hooks(part).values(), *forward_hooks(part).values())
     ]
     captured = [value for hook in hooks if not is_own_hook(hook) for value in _captured(hook)]
     of_hooks = [value for value in captured if is_object(value) or isinstance(value, nn.Module)]

@@ -19,6 +19,7 @@ from lightning_hybrid.distributed.pytree import walk
 from lightning_hybrid.distributed.replaced import refill
 from lightning_hybrid.pipeline_parallel.frame.stage_states import ATOMS, CONTAINERS, is_object
 from lightning_hybrid.pipeline_parallel.placeholders import PlaceholderBuffer, is_placeholder
+from lightning_hybrid.torch_internals import version_counter
 
 # Marks in a pickle: an object that the receiver has, a tensor that is sent, a tensor that is kept, and a device.
 _KNOWN, _SENT, _KEPT, _DEVICE = "known", "sent", "kept", "device"
@@ -232,7 +233,7 @@ def _inside(value: Any) -> Sequence[Any] | None:
 def _copied(node: Any) -> Any:
     """Return a copy or a version, which later shows whether the node has changed; ``None`` if it cannot change."""
     if isinstance(node, Tensor):
-        return node.clone() if node.is_inference() else node._version
+        return node.clone() if node.is_inference() else version_counter(node)
     if is_object(node):
         return dict(vars(node))
     return node.copy() if type(node) in CONTAINERS or isinstance(node, np.ndarray) else None
@@ -241,7 +242,7 @@ def _copied(node: Any) -> Any:
 def _is_changed(node: Any, before: Any) -> bool:
     """Return True if a node differs from the copy or the version that :func:`_copied` returned."""
     if isinstance(node, Tensor):
-        return not torch.equal(node, before) if isinstance(before, Tensor) else bool(node._version != before)
+        return not torch.equal(node, before) if isinstance(before, Tensor) else bool(version_counter(node) != before)
     if isinstance(node, np.ndarray):
         return bool(node.tobytes() != before.tobytes())
     now = vars(node) if is_object(node) else node

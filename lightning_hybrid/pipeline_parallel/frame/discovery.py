@@ -31,7 +31,6 @@ from lightning_hybrid.pipeline_parallel.frame.decisions import (
     read_values,
 )
 from lightning_hybrid.pipeline_parallel.frame.fake_tensors import (
-    FakeTensor,
     as_parameter,
     collect_new,
     fake_like,
@@ -64,6 +63,7 @@ from lightning_hybrid.pipeline_parallel.frame.operators import SETS_DATA, Operat
 from lightning_hybrid.pipeline_parallel.frame.stage_states import Contents
 from lightning_hybrid.pipeline_parallel.frame.step_mode import StepMode
 from lightning_hybrid.pipeline_parallel.frame.writes import call_each, is_foreach
+from lightning_hybrid.torch_internals import FakeTensor
 
 _PLAIN = frozenset({bool, int, float, str, complex, torch.dtype, torch.device})
 # Leaf numbers for tensors that a call wrote, which are not leaves of its result.

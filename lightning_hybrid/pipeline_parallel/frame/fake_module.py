@@ -17,6 +17,7 @@ from lightning_hybrid.distributed.replaced import Preserved, tables_of
 from lightning_hybrid.distributed.taps import is_own_hook
 from lightning_hybrid.pipeline_parallel.frame.discovery import Discovery
 from lightning_hybrid.pipeline_parallel.frame.stage_states import Copies, find_owners, find_places
+from lightning_hybrid.torch_internals import forward_hooks, forward_pre_hooks
 
 
 @contextmanager
@@ -83,7 +84,7 @@ def fake_module(
                 table[name] = copies(value, tensor)
         swapped += [(part, _held(part)) for part in parts]
         for part in parts:
-            for hooks in (part._forward_pre_hooks, part._forward_hooks) if isinstance(part, nn.Module) else ():
+            for hooks in (forward_pre_hooks(part), forward_hooks(part)) if isinstance(part, nn.Module) else ():
                 for key in [key for key, hook in hooks.items() if is_own_hook(hook)]:
                     del hooks[key]
         yield finish

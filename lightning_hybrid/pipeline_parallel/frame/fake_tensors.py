@@ -12,25 +12,31 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hybrid.distributed.failure import WrongUseError
-from lightning_hybrid.distributed.modes import FunctionMode, without_modes
+from lightning_hybrid.distributed.modes import FunctionMode
 from lightning_hybrid.distributed.pytree import flatten, unflatten
 from lightning_hybrid.distributed.replaced import Preserved, replaced_attributes
 from lightning_hybrid.distributed.watch.watched_thread import READING
 from lightning_hybrid.pipeline_parallel.frame.graph import users_line
 from lightning_hybrid.pipeline_parallel.frame.operators import Operators, Seen, memory_of
 from lightning_hybrid.pipeline_parallel.frame.stage_states import Contents
+from lightning_hybrid.torch_internals import (
+    FAKE_TENSOR_LOGGER,
+    PARAMETER_MARK,
+    FakeTensor,
+    FakeTensorMode,
+    without_dispatch_modes,
+)
 
 
 class AbsentValueError(WrongUseError):
     """The values of a tensor are used on a rank that does not have them."""
 
 
-FakeMode: Any
-FakeTensor: Any
-try:
-    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+if FakeTensorMode is None:  # only an `nn.Sequential` that is called as a whole can be split
+    FakeMode: Any = None
+else:
 
-    class FakeMode(FakeTensorMode):  # type: ignore[no-redef, no-untyped-call]
+    class FakeMode(FakeTensorMode):  # type: ignore[no-redef, misc]
         """A mode for fake tensors. No operator can use these tensors after the step has been traced.
 
         Attributes:
@@ -48,9 +54,6 @@ try:
             if self.is_over:
                 raise AbsentValueError(absent_text(f"`{func.overloadpacket.__name__}` at {users_line()}"))
             return super().dispatch(func, types, args, kwargs)
-
-except ImportError:  # without fake tensors, only an `nn.Sequential` that is called as a whole can be split
-    FakeMode, FakeTensor = None, None
 
 
 def fake_mode() -> Any:
@@ -74,7 +77,7 @@ def _call_with_values(func: Any, args: Any, kwargs: Any) -> Any:
     """Make a call; without modes if it draws a single number or reads values of tensors that are not fake."""
     is_single = func is torch.randint and () in (*args, kwargs.get("size"))
     if is_single or (func in _READING and not any(isinstance(leaf, FakeTensor) for leaf in flatten(args)[0])):
-        with without_modes():
+        with without_dispatch_modes():
             return func(*args, **kwargs)
     return func(*args, **kwargs)
 
@@ -99,7 +102,7 @@ def as_parameter(fake: Tensor, *, requires_grad: bool) -> nn.Parameter:
     The class `nn.Parameter` does the same with tensors of other classes.
     """
     fake.requires_grad_(requires_grad)
-    fake._is_param = True
+    setattr(fake, PARAMETER_MARK, True)
     assert isinstance(fake, nn.Parameter)
     return fake
 
@@ -133,7 +136,7 @@ def collect_new() -> None:
 
 def without_torchs_errors() -> AbstractContextManager[None]:
     """Keep torch from logging that an operator refuses fake tensors while entered: the operator raises an error too."""
-    return replaced_attributes(logging.getLogger("torch._subclasses.fake_tensor"), disabled=True)
+    return replaced_attributes(logging.getLogger(FAKE_TENSOR_LOGGER), disabled=True)
 
 
 def run_on_zeros(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
-import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -28,11 +27,7 @@ from lightning_hybrid.distributed.taps import Tap, is_own_hook
 from lightning_hybrid.distributed.watch.collector import without_collector
 from lightning_hybrid.pipeline_parallel.frame.discovery import GENERATION, Discovery
 from lightning_hybrid.pipeline_parallel.frame.fake_module import fake_module
-from lightning_hybrid.pipeline_parallel.frame.fake_tensors import (
-    AbsentValueError,
-    FakeTensor,
-    absent_text,
-)
+from lightning_hybrid.pipeline_parallel.frame.fake_tensors import AbsentValueError, absent_text
 from lightning_hybrid.pipeline_parallel.frame.functional_call import call_with_states
 from lightning_hybrid.pipeline_parallel.frame.graph import Call, Graph
 from lightning_hybrid.pipeline_parallel.frame.lockstep import Exchange, Lockstep
@@ -62,13 +57,18 @@ from lightning_hybrid.pipeline_parallel.frame.step_mode import StepMode
 from lightning_hybrid.pipeline_parallel.frame.writes import Writes, find_writes
 from lightning_hybrid.pipeline_parallel.placeholders import without_value_text
 from lightning_hybrid.pipeline_parallel.schedules import Placement
+from lightning_hybrid.torch_internals import (
+    COMPILED_CALL,
+    FakeTensor,
+    forward_hooks,
+    forward_pre_hooks,
+    may_have_compiled,
+)
 
 _log = logging.getLogger(__name__)
 
 # The most plans that are remembered for one signature, and in total.
 _MOST_OF_KEY, _MOST_PLANS = 32, 512
-# The attribute in which `module.compile()` stores the compiled call of the module.
-_COMPILED = "_compiled_call_impl"
 _FIRST_OF_SHAPES = (
     "In evaluation, the strategy expects later batches of the same shapes to take the same path as the first one, which"
     " called no layer at this point. Set HybridStrategy(dynamic_shapes=True) to trace every batch."
@@ -144,7 +144,7 @@ class FrameCut:
         of_units = {part for _, unit in units for part in unit.modules()}
         # Calls in compiled code would not reach the mode.
         self._compiled_around = [
-            part for part in module.modules() if part not in of_units and vars(part).get(_COMPILED) is not None
+            part for part in module.modules() if part not in of_units and vars(part).get(COMPILED_CALL) is not None
         ]
         self._device = device
         self._remembers, self.num_followed = remembers, 0
@@ -170,7 +170,7 @@ class FrameCut:
         self._invariant = defaultdict(InvariantCalls) if repeats and self._remembers else None
         try:
             for module in self._compiled_around:
-                self._replace(module, _COMPILED, None)
+                self._replace(module, COMPILED_CALL, None)
             for index, (_, unit) in enumerate(self._units[: self._num_layers]):
                 self._redirect(unit, lambda mode, *call, index=index: mode.call_unit(index, *call))
             for index in range(self._num_layers, len(self._units)):
@@ -210,12 +210,12 @@ class FrameCut:
             module: A unit or a leaf module.
             call: Makes a call; it takes the mode, the `forward` of the module, the arguments and the keyword arguments.
         """
-        before, compiled = vars(module).get("forward"), vars(module).get(_COMPILED)
-        hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+        before, compiled = vars(module).get("forward"), vars(module).get(COMPILED_CALL)
+        hooks = [*forward_pre_hooks(module).values(), *forward_hooks(module).values()]
         # Recomputation in a replaced `forward` would be compiled again for each call. Hooks of the user are code around
         # the layer, but a compiled call contains them.
         if compiled is not None and (before is not None or not all(map(is_own_hook, hooks))):
-            self._replace(module, _COMPILED, None)
+            self._replace(module, COMPILED_CALL, None)
             compiled = None
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -236,7 +236,7 @@ class FrameCut:
 
         redirected.is_redirected = True  # type: ignore[attr-defined]
         # A compiled call uses `forward`, which must therefore not be replaced.
-        self._replace(module, "forward" if compiled is None else _COMPILED, redirected)
+        self._replace(module, "forward" if compiled is None else COMPILED_CALL, redirected)
 
     @contextmanager
     def unfollowed(self) -> Iterator[None]:
@@ -857,8 +857,7 @@ class FrameCut:
 
 def _uncompiled() -> AbstractContextManager[object]:
     """Return a context in which compiled functions run uncompiled, as they cannot be compiled for fake tensors."""
-    has_compiled = "torch._dynamo.eval_frame" in sys.modules  # importing it takes a second
-    return torch.compiler.set_stance("force_eager") if has_compiled else contextlib.nullcontext()
+    return torch.compiler.set_stance("force_eager") if may_have_compiled() else contextlib.nullcontext()
 
 
 def _tensors(modules: Iterable[nn.Module]) -> set[int]:

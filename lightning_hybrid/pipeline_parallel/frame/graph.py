@@ -25,6 +25,7 @@ from lightning_hybrid.distributed.pytree import TreeSpec, flatten, is_unchanged
 from lightning_hybrid.distributed.taps import Taps
 from lightning_hybrid.distributed.tensor_metadata import getters
 from lightning_hybrid.pipeline_parallel.frame.decisions import Decisions, is_in_place
+from lightning_hybrid.torch_internals import PACK_SEQUENCE, PAD_SEQUENCE, is_view
 
 _OwnBackward: Any = torch.autograd.function.BackwardCFunction
 # Files whose code only forwards calls of the user's code.
@@ -303,7 +304,7 @@ def check_backward(tensor: Tensor) -> None:
         function = tensor.grad_fn
     except RuntimeError:  # raised for a view whose base was written
         return
-    if function is None or (tensor._is_view() and not isinstance(function, _OwnBackward)):
+    if function is None or (is_view(tensor) and not isinstance(function, _OwnBackward)):
         return
     is_hook = type(function).__name__ == "BackwardHookFunctionBackward"
     what = "module's backward hook" if is_hook else "`torch.autograd.Function`"
@@ -346,7 +347,7 @@ def users_line() -> str:
 #: Functions whose results are detached from the autograd graph.
 DETACHES = frozenset({torch.detach, torch.detach_, Tensor.detach, Tensor.detach_}) | getters("data")
 #: The positions of results that depend on lengths but not on the values of the sequences, by the name of the function.
-OF_LENGTHS: dict[str, tuple[int, ...]] = {"_pack_padded_sequence": (1,), "_pad_packed_sequence": (1,)}
+OF_LENGTHS: dict[str, tuple[int, ...]] = {PACK_SEQUENCE: (1,), PAD_SEQUENCE: (1,)}
 #: Functions that compute derivatives.
 DERIVATIVES = frozenset({torch.autograd.grad, torch.autograd.backward, Tensor.backward})
 #: Functions that read values without an operator that has a tag for it.

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lightning_hybrid.distributed.modes import OperatorMode
 from lightning_hybrid.distributed.pytree import flatten
+from lightning_hybrid.torch_internals import PACK_SEQUENCE, operator_schema, storage_identity
 
 
 @dataclass
@@ -95,7 +96,7 @@ class Operators:
     def _note_known(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
         """Update the known tensors after a call of an operator."""
         seen, operands = self._seen, [leaf for leaf in flatten((args, kwargs))[0] if _is_tensor(leaf)]
-        if func.overloadpacket.__name__ == "_pack_padded_sequence":  # its batch sizes depend only on the lengths
+        if func.overloadpacket.__name__ == PACK_SEQUENCE:  # its batch sizes depend only on the lengths
             operands, result = operands[1:], result[1]
         if all(memory_of(each) in seen.known for each in operands) and not draws(func, args, kwargs):
             seen.known |= {memory_of(leaf): leaf for leaf in flatten(result)[0] if _is_tensor(leaf)}
@@ -115,7 +116,7 @@ def computes_only(operator: Any) -> bool:
         operator: The operator, an overload of `torch.ops`.
     """
     return (
-        not operator._schema.is_mutable
+        not operator_schema(operator).is_mutable
         and operator.overloadpacket not in BATCH_NORMS
         and _EFFECTS.isdisjoint(operator.tags)
     )
@@ -123,12 +124,12 @@ def computes_only(operator: Any) -> bool:
 
 def written_tensors(operator: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
     """Return the tensors that an operator writes according to its schema."""
-    if not operator._schema.is_mutable:
+    if not operator_schema(operator).is_mutable:
         return []
     given = _given(operator, args, kwargs)
     written = [
         given.get(argument.name)
-        for argument in operator._schema.arguments
+        for argument in operator_schema(operator).arguments
         if argument.alias_info is not None and argument.alias_info.is_write
     ]
     return [leaf for leaf in flatten(written)[0] if _is_tensor(leaf)]
@@ -136,7 +137,7 @@ def written_tensors(operator: Any, args: Any, kwargs: dict[str, Any]) -> list[Te
 
 def memory_of(tensor: Tensor) -> int:
     """Return an identifier of the memory of a tensor, fake or not. A view has the identifier of its base."""
-    return int(tensor.untyped_storage()._cdata)
+    return storage_identity(tensor.untyped_storage())
 
 
 def num_bytes(tensor: Tensor) -> int:
@@ -150,14 +151,14 @@ def _is_tensor(value: Any) -> bool:
 
 def _given(operator: Any, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of an operator by their names."""
-    return dict(zip([argument.name for argument in operator._schema.arguments], args, strict=False)) | kwargs
+    return dict(zip([argument.name for argument in operator_schema(operator).arguments], args, strict=False)) | kwargs
 
 
 def draws(operator: Any, args: Any, kwargs: dict[str, Any]) -> bool:
     """Return True if an operator draws random numbers. Attention without dropout does not, although it has the tag."""
     if torch.Tag.nondeterministic_seeded not in operator.tags:
         return False
-    dropout = [argument for argument in operator._schema.arguments if argument.name == "dropout_p"]
+    dropout = [argument for argument in operator_schema(operator).arguments if argument.name == "dropout_p"]
     return not dropout or _given(operator, args, kwargs).get("dropout_p", dropout[0].default_value) != 0
 
 

@@ -11,6 +11,9 @@ import torch
 from torch import Tensor
 from torch.utils import checkpoint
 
+from lightning_hybrid.distributed.replaced import replaced_attributes
+from lightning_hybrid.torch_internals import DisableTorchFunction
+
 
 @contextmanager
 def without_reentrant(is_divided: Callable[[], bool]) -> Iterator[None]:
@@ -24,8 +27,7 @@ def without_reentrant(is_divided: Callable[[], bool]) -> Iterator[None]:
         is_divided: Returns True if the code that is running is split into stages.
     """
     # `checkpoint` looks up the function by this name, also if other code has imported `checkpoint` or made a partial.
-    names: Any = vars(checkpoint)
-    function = names["CheckpointFunction"]
+    function: Any = checkpoint.CheckpointFunction
 
     def apply(run: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
         """Run a checkpointed function, not reentrant if it is split into stages."""
@@ -36,11 +38,8 @@ def without_reentrant(is_divided: Callable[[], bool]) -> Iterator[None]:
                 return run(*args)
         return checkpoint.checkpoint(run, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state)
 
-    names["CheckpointFunction"] = SimpleNamespace(apply=apply)
-    try:
+    with replaced_attributes(checkpoint, CheckpointFunction=SimpleNamespace(apply=apply)):
         yield
-    finally:
-        names["CheckpointFunction"] = function
 
 
 @contextmanager
@@ -56,5 +55,5 @@ def _no_grad() -> Iterator[None]:
 
 def _set_grad_enabled(enabled: bool) -> None:
     """Set the gradient mode without a call that the trace sees."""
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         torch.set_grad_enabled(enabled)

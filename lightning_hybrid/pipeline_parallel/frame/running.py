@@ -20,7 +20,6 @@ from lightning_hybrid.distributed.pytree import LEAF, flatten, unflatten
 from lightning_hybrid.distributed.replaced import tables_of
 from lightning_hybrid.distributed.tensor_metadata import METADATA, getters
 from lightning_hybrid.pipeline_parallel.frame.decisions import apply
-from lightning_hybrid.pipeline_parallel.frame.fake_tensors import FakeTensor
 from lightning_hybrid.pipeline_parallel.frame.graph import (
     AbsentTensor,
     Argument,
@@ -32,9 +31,10 @@ from lightning_hybrid.pipeline_parallel.frame.plan import Action, Part
 from lightning_hybrid.pipeline_parallel.frame.step_mode import StepMode
 from lightning_hybrid.pipeline_parallel.frame.writes import call_each, is_foreach
 from lightning_hybrid.pipeline_parallel.placeholders import is_placeholder
+from lightning_hybrid.torch_internals import CONTEXT_PREFIXES, DisableTorchFunction, FakeTensor, version_counter
 
 # Beginnings of the names of functions that begin and end contexts.
-_ENDS = ("_set_", "set_", "_enter_", "_exit_")
+_ENDS = (*CONTEXT_PREFIXES, "set_")
 _DEVICE = getters("device")
 # Types of results, other than tensors, that are kept: values that a call reads from its tensors.
 _NUMBERS = frozenset({bool, int, float})
@@ -102,7 +102,7 @@ class InvariantCalls:
         tensors = [*results, *given]
         if all(map(_is_new_tensor, results)) and not any(each.is_inference() for each in tensors):
             is_flat = not kwargs and all(type(each) is Tensor or type(each) in _VALUES for each in args)
-            versions = [(each, each._version) for each in tensors]
+            versions = [(each, version_counter(each)) for each in tensors]
             self.made[number] = _Made(func, _copied(args), _copied(kwargs), is_flat, result, versions)
         return result
 
@@ -131,7 +131,7 @@ class _Made(NamedTuple):
         if func is not self.function:
             return False
         for tensor, version in self.versions:
-            if tensor._version != version or tensor.requires_grad:
+            if version_counter(tensor) != version or tensor.requires_grad:
                 return False
         if self.is_flat and not kwargs and len(args) == len(self.args) and all(map(is_, args, self.args)):
             return True  # most often, all arguments are the same objects
@@ -216,7 +216,7 @@ class Running(StepMode):
     def written(self) -> list[int]:
         """Return the positions of the watched tensors that these calls have written."""
         versions = zip(self._versions, self._watched, strict=False)
-        return [position for position, (before, tensor) in enumerate(versions) if tensor._version != before]
+        return [position for position, (before, tensor) in enumerate(versions) if version_counter(tensor) != before]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Make or answer a call of the code around the units."""
@@ -281,7 +281,7 @@ class Running(StepMode):
         if number < len(self._actions) and self._actions[number].draws and self._actions[number].function == key:
             self._seed(number)
         if number == len(self._actions):
-            self._versions = [tensor._version for tensor in self._watched]
+            self._versions = [version_counter(tensor) for tensor in self._watched]
         return (self._run_guarded if self._is_guarded else apply)(func, args, kwargs or {})
 
     def _run_guarded(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -327,7 +327,7 @@ class Running(StepMode):
             raise OtherPathError(number, index, index)
         taps = action.call.taps
         if action.answer is not None:
-            with torch._C.DisableTorchFunction():  # the answer may write buffers
+            with DisableTorchFunction():  # the answer may write buffers
                 result = action.answer(self._inputs, args, kwargs)
         else:
             self.__exit__(None, None, None)
@@ -347,7 +347,7 @@ class Running(StepMode):
                     self._is_over = True
                 self.__enter__()
         if action.draws:
-            with torch._C.DisableTorchFunction():
+            with DisableTorchFunction():
                 self._prepare(number + 1)
         if taps is not None:
             result, tapped = result

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.pipeline_parallel.frame.graph import AbsentTensor, Graph
+from lightning_hybrid.torch_internals import FOREACH
 
 
 @dataclass(frozen=True)
@@ -36,14 +37,13 @@ class Writes:
         return self.first | self.last
 
 
-_FOREACH = "_foreach_"
 # Arguments that the functions for single tensors take by name: the number of tensors before the argument, and its name.
 _BY_NAME = {"addcmul": (3, "value"), "addcdiv": (3, "value")}
 
 
 def is_foreach(function: Callable[..., Any]) -> bool:
     """Return True if a function takes lists of tensors, such as `torch._foreach_mul_`."""
-    return getattr(function, "__name__", "").startswith(_FOREACH)
+    return getattr(function, "__name__", "").startswith(FOREACH)
 
 
 def call_each(
@@ -74,7 +74,7 @@ def _calls_of_each(
     name = function.__name__
     if not args or not isinstance(args[0], (list, tuple)) or not args[0]:
         return None
-    name, count = name.removeprefix(_FOREACH), len(args[0])
+    name, count = name.removeprefix(FOREACH), len(args[0])
     single = getattr(Tensor, name, None)
     if single is None:
         return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Collection
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 import torch
 import torch.distributed as dist
@@ -59,6 +59,7 @@ class SignalAgreement:
         self._requeue_signal = 0
         self._is_timed, self._last_validation = False, 0.0
         self._trainer: Trainer | None = None
+        self._replaced = ExitStack()
         self._exception: Exception | None = None  # an exception that the handler raises
         self._is_interrupted = False
 
@@ -68,15 +69,14 @@ class SignalAgreement:
         self._exception, self._is_interrupted = None, False
         self._trainer = trainer
         self._is_timed, self._last_validation = internals.validation_interval(trainer) is not None, 0.0
-        internals.replace_signal_handlers(trainer, self._on_terminate, self._on_requeue)
-        internals.replace_sigterm_broadcast(trainer, self._agree)
+        handlers = internals.replace_signal_handlers(trainer, self._on_terminate, self._on_requeue)
+        self._replaced.enter_context(handlers)
+        self._replaced.enter_context(internals.replace_sigterm_broadcast(trainer, self._agree))
 
     def remove(self) -> None:
         """End a run: restore the signal handlers and the broadcast."""
-        if self._trainer is not None:
-            internals.restore_signal_handlers(self._trainer)
-            internals.restore_sigterm_broadcast(self._trainer)
-            self._trainer = None
+        self._replaced.close()
+        self._trainer = None
 
     def interrupt(self, exception: Exception, send: Callable[[], bool]) -> bool:
         """Make the handler raise an exception in the thread of the run. Return True if that is possible.

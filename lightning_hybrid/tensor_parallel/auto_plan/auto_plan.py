@@ -10,6 +10,7 @@ from lightning_hybrid.tensor_parallel.auto_plan.blocks import add_blocks
 from lightning_hybrid.tensor_parallel.auto_plan.builder import PlanBuilder
 from lightning_hybrid.tensor_parallel.auto_plan.hf_plan import HuggingFacePlans
 from lightning_hybrid.tensor_parallel.mode import Mode
+from lightning_hybrid.torch_internals import TRANSFORMER_METHODS
 
 # Activations that act on each feature separately, so that they can run on a shard of the features.
 _ELEMENTWISE = (
@@ -94,7 +95,7 @@ def _can_be_region(builder: PlanBuilder, inside: list[tuple[str, str]]) -> bool:
 def _is_unmodified(layer: nn.Module) -> bool:
     """Return True if no subclass of the user changes what the layer computes."""
     base = next(kind for kind in _LAYERS if isinstance(layer, kind))
-    methods = ("forward", "_sa_block", "_mha_block", "_ff_block")
+    methods = ("forward", *TRANSFORMER_METHODS)
     return all(getattr(type(layer), method, None) is getattr(base, method, None) for method in methods)
 
 

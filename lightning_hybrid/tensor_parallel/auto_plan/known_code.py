@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from torch import nn
 
+from lightning_hybrid.torch_internals import backward_hooks, forward_hooks, forward_pre_hooks
+
 KNOWN_PACKAGES = frozenset({"torch", "transformers", "timm"})
 
 
@@ -39,7 +41,7 @@ def _changed_reason(name: str, part: nn.Module) -> str | None:
     kind = type(part).__name__
     if "forward" in vars(part):
         return f"{_which(name)}a {kind} with a replaced `forward`"
-    if name and (part._forward_hooks or part._forward_pre_hooks or part._backward_hooks):
+    if name and (forward_hooks(part) or forward_pre_hooks(part) or backward_hooks(part)):
         return f"{_which(name)}a {kind} with hooks, which would receive only shards"
     return None
 

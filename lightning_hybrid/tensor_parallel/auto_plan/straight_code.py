@@ -19,12 +19,13 @@ from torch import Tensor, nn
 from lightning_hybrid.tensor_parallel.auto_plan.forward_code import parse_source, source_of
 from lightning_hybrid.tensor_parallel.auto_plan.known_code import is_known_class
 from lightning_hybrid.tensor_parallel.auto_plan.operations import OPERATIONS
+from lightning_hybrid.torch_internals import CALL_METHOD
 
 _BUILTINS = {"int", "float", "len", "tuple", "list", "range", "min", "max", "abs"}
 _MODULES = (torch, torch.nn, torch.nn.functional, math)
 _NUMBERS = (bool, int, float, str, type(None), torch.dtype)
 #: Methods of a class that can make reading an attribute, or calling a module, do anything.
-_MAGIC = {"__call__", "_call_impl", "__getattr__", "__getattribute__", "__setattr__"}
+_MAGIC = {"__call__", CALL_METHOD, "__getattr__", "__getattribute__", "__setattr__"}
 #: Nodes of the syntax tree that neither branch nor store anything.
 _PLAIN = (
     *(ast.Expr, ast.Return, ast.Pass, ast.Constant, ast.Tuple, ast.List, ast.Starred, ast.Subscript, ast.Slice),

@@ -32,6 +32,7 @@ from lightning_hybrid.tensor_parallel.auto_plan.straight_code import not_straigh
 from lightning_hybrid.tensor_parallel.layers import NarrowInput, is_per_head, parallelize_layer, restore_layer
 from lightning_hybrid.tensor_parallel.shard import shards_of
 from lightning_hybrid.tensor_parallel.styles import find_style, is_conv1d
+from lightning_hybrid.torch_internals import backward_hooks, forward_hooks, forward_pre_hooks
 
 _TOLERANCE = 1e-3  # for float32; a wrong sharding changes values completely
 _SHAPE = (2, 4)  # samples, and positions of each sample
@@ -209,8 +210,8 @@ class _Trial:
             values = torch.zeros(buffer.shape, dtype=torch.float32 if is_float else buffer.dtype)
             memo[id(buffer)] = values if buffer.is_meta else buffer.detach().to("cpu", values.dtype).clone()
         self.host: Any = copy.deepcopy(host, memo)
-        for hooks in (self.host._forward_hooks, self.host._forward_pre_hooks, self.host._backward_hooks):
-            hooks.clear()
+        for hooks in (forward_hooks, forward_pre_hooks, backward_hooks):
+            hooks(self.host).clear()
         self._block = block
         self._row = self.host.get_submodule(block.row)
         if isinstance(self._row.bias, Tensor):

@@ -13,6 +13,7 @@ from lightning_hybrid.tensor_parallel.context_parallel.mappings import ContextGr
 from lightning_hybrid.tensor_parallel.context_parallel.sharded_sequence import ShardedSequence
 from lightning_hybrid.tensor_parallel.sharded_activation import plain
 from lightning_hybrid.tensor_parallel.sharding import Sharding, Shares
+from lightning_hybrid.torch_internals import version_counter
 
 # The minimum length of a shard. Models treat a single position as the next token of a generation.
 _LEAST = 2
@@ -278,4 +279,4 @@ def _unchanged(tensor: Tensor) -> Tensor:
 
 def version_of(leaf: Any) -> int:
     """Return the number of writes into a tensor that torch has counted; 0 for other values."""
-    return leaf._version if isinstance(leaf, Tensor) and not leaf.is_inference() else 0
+    return version_counter(leaf) if isinstance(leaf, Tensor) and not leaf.is_inference() else 0

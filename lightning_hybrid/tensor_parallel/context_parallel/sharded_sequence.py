@@ -27,6 +27,7 @@ from lightning_hybrid.tensor_parallel.sharded_activation import (
     in_shares,
 )
 from lightning_hybrid.tensor_parallel.sharding import Sharding, Shares
+from lightning_hybrid.torch_internals import view_base
 
 
 class ShardedSequence(ShardedActivation):
@@ -78,7 +79,7 @@ def whole(value: Any, group: SizedGroupRef) -> Any:
     A parameter needs no collective: its gradient may come from one shard, as in layers, because it is averaged over the
     ranks at the end.
     """
-    if not isinstance(value, Tensor) or isinstance(value, nn.Parameter) or isinstance(value._base, nn.Parameter):
+    if not isinstance(value, Tensor) or isinstance(value, nn.Parameter) or isinstance(view_base(value), nn.Parameter):
         return value
     return copy_to_cp(value, group)
 

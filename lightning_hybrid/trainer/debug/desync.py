@@ -21,6 +21,7 @@ from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.distributed.random import RandomStreams
 from lightning_hybrid.distributed.watch.desync import Desync, DesyncWatch
 from lightning_hybrid.pipeline_parallel.splitting.microbatch import signature_text
+from lightning_hybrid.torch_internals import DisableTorchFunctionSubclass
 from lightning_hybrid.trainer.dataloader import checksum
 from lightning_hybrid.trainer.lightning_internals import before_log_reductions
 from lightning_hybrid.trainer.results.logging import Log
@@ -78,7 +79,7 @@ class StepDesync:
         """
 
         def describe() -> dict[str, str]:
-            with torch._C.DisableTorchFunctionSubclass():
+            with DisableTorchFunctionSubclass():
                 trained = sum(parameter.requires_grad for parameter in self._module.parameters())
             return {
                 "mode": "training" if self._module.training else "evaluation",

@@ -21,6 +21,7 @@ from lightning_hybrid.distributed.agreement import all_gather_values
 from lightning_hybrid.distributed.process_group import GroupRef
 from lightning_hybrid.distributed.replaced import replaced_entries
 from lightning_hybrid.pipeline_parallel.placeholders import absent_gradients
+from lightning_hybrid.torch_internals import unscales_in_step
 from lightning_hybrid.trainer.lightning_internals import replace_after_closure
 from lightning_hybrid.trainer.run_callback import RunCallback
 
@@ -136,7 +137,7 @@ class NonfiniteGuard(GradientWatch):
             norm = self._clipped
             norm = self._total_norm(parameters, float("inf")) if norm is None else norm
         found = (~norm.isfinite()).to(torch.float32)
-        if self._action == "skip" and getattr(optimizer, "_step_supports_amp_scaling", False):
+        if self._action == "skip" and unscales_in_step(optimizer):
             optimizer.found_inf = found  # type: ignore[attr-defined]  # its kernel reads it on the device
             self.skipped += found
         elif found.item():

@@ -25,6 +25,7 @@ from lightning_hybrid.pipeline_parallel.frame.operators import (
     written_tensors,
 )
 from lightning_hybrid.pipeline_parallel.frame.stage_states import Copies, containers_in, find_owners
+from lightning_hybrid.torch_internals import DisableTorchFunction, operator_schema
 
 __all__ = ["GraphNeeded", "Untouched", "graph_without_values", "takes_from_iterators", "untouched_attributes"]
 
@@ -95,20 +96,20 @@ class Untouched:
     def _call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run an operator or its replacement."""
         if computes_only(func):
-            with torch._C.DisableTorchFunction():
+            with DisableTorchFunction():
                 return func(*args, **kwargs)
         for tensor in () if ParameterGroup.copies_out else written_tensors(func, args, kwargs):
             memory = memory_of(to_local(tensor))
             if memory in self._tensors and memory not in self._before and _has_memory(self._tensors[memory]):
                 self._before[memory] = self._tensors[memory].detach().clone()
-        with torch._C.DisableTorchFunction():  # autograd may query tensors with functions that are not part of the step
+        with DisableTorchFunction():  # autograd may query tensors with functions that are not part of the step
             if func.overloadpacket in BATCH_NORMS and args[5]:
                 return _normalize(func, args)
             return self._draw(func, args, kwargs) if draws(func, args, kwargs) else func(*args, **kwargs)
 
     def _draw(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         packet = func.overloadpacket
-        names = [argument.name for argument in func._schema.arguments]
+        names = [argument.name for argument in operator_schema(func).arguments]
         if packet is aten.native_dropout:
             return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
         if "dropout_p" in names:  # attention
@@ -149,7 +150,7 @@ def _normalize(func: Any, args: Any) -> Any:
             return func(*args)
         mean, variance = x.new_zeros(x.shape[1]), x.new_ones(x.shape[1])
     result = aten.native_batch_norm(x, weight, bias, mean, variance, False, momentum, eps)
-    return result if len(func._schema.returns) == 3 else (*result, x.new_empty(0, dtype=torch.uint8))
+    return result if len(operator_schema(func).returns) == 3 else (*result, x.new_empty(0, dtype=torch.uint8))
 
 
 @contextmanager

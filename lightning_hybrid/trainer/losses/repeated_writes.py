@@ -33,11 +33,9 @@ from lightning_hybrid.pipeline_parallel.frame.operators import SETS_DATA, memory
 from lightning_hybrid.pipeline_parallel.frame.plan import assign
 from lightning_hybrid.pipeline_parallel.frame.units import has_teacher
 from lightning_hybrid.pipeline_parallel.frame.writes import call_each, is_foreach
+from lightning_hybrid.torch_internals import COMPILED_CALL, forward_pre_hooks
 
 __all__ = ["ParameterWrites", "PowerIterations"]
-
-# The attribute in which `module.compile()` stores the function that a call of the module runs.
-_COMPILED = "_compiled_call_impl"
 
 
 class ParameterWrites:
@@ -61,7 +59,7 @@ class ParameterWrites:
         self._module, self._grad_sync = module, grad_sync
         self.watches = has_teacher(module)
         tables = [vars(part) for part in module.modules()] if self.watches else []
-        self._compiled = [(table, _COMPILED) for table in tables if table.get(_COMPILED) is not None]
+        self._compiled = [(table, COMPILED_CALL) for table in tables if table.get(COMPILED_CALL) is not None]
         self._compiled += [(table, "forward") for table in tables if "dynamo_ctx" in table]  # `torch.compile(module)`
         self._before: list[tuple[Tensor, Tensor]] = []
         self._after: list[Tensor] = []
@@ -268,7 +266,7 @@ def _vectors(layers: Iterable[nn.Module]) -> Iterator[Tensor]:
     for part in (part for layer in layers for part in layer.modules()):
         if hasattr(part, "n_power_iterations"):
             yield from (vector for name in ("_u", "_v") if isinstance(vector := getattr(part, name, None), Tensor))
-        for hook in part._forward_pre_hooks.values():
+        for hook in forward_pre_hooks(part).values():
             if hasattr(hook, "n_power_iterations"):
                 name: Any = getattr(hook, "name", "weight")
                 yield from (getattr(part, f"{name}_{kind}") for kind in "uv")

@@ -17,7 +17,6 @@ from torch import Tensor
 from lightning_hybrid.data_parallel.parameter_map import ParameterMap
 from lightning_hybrid.distributed.factories import plain_factories
 from lightning_hybrid.distributed.failure import WrongUseError, add_note, is_transport
-from lightning_hybrid.distributed.process_group import torch_profiles
 from lightning_hybrid.distributed.random import RandomStreams
 from lightning_hybrid.distributed.watch.desync import Desync
 from lightning_hybrid.distributed.watch.failures import Failures
@@ -32,6 +31,7 @@ from lightning_hybrid.tensor_parallel.context_parallel.context_parallel import C
 from lightning_hybrid.tensor_parallel.layers import original_classes
 from lightning_hybrid.tensor_parallel.shape_errors import explain_shape_error
 from lightning_hybrid.tensor_parallel.vocab_parallel import to_plain_tensors
+from lightning_hybrid.torch_internals import DisableTorchFunctionSubclass, is_profiling
 from lightning_hybrid.trainer.debug.desync import StepDesync
 from lightning_hybrid.trainer.debug.position import place_text
 from lightning_hybrid.trainer.lightning_internals import attached_trainer
@@ -248,7 +248,7 @@ class StepContext:
         Args:
             gradients: True if the schedule has a backward.
         """
-        with torch._C.DisableTorchFunctionSubclass():  # dispatch to placeholders would take 20 times as long
+        with DisableTorchFunctionSubclass():  # dispatch to placeholders would take 20 times as long
             flags = hash(tuple([parameter.requires_grad for parameter in self._parameters]))
         return gradients, self.module.training, flags
 
@@ -289,7 +289,7 @@ class StepContext:
                 yield records
             finally:
                 self.in_step = False
-            if torch_profiles():
+            if is_profiling():
                 self.engine.retire()
 
     def forget_step(self) -> None:

@@ -13,13 +13,14 @@ from torch.distributed.tensor import DTensor
 from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.distributed.pytree import flatten, unflatten
 from lightning_hybrid.pipeline_parallel.frame.stage_states import Contents
+from lightning_hybrid.torch_internals import COMPILED_CALL, DisableTorchFunctionSubclass, version_counter
 
 # Larger containers, such as vocabularies and lists of samples, are not copied.
 _MOST_ENTRIES = 1000
 # Larger tensors are not copied before each step; a step that writes one cannot be repeated.
 _MOST_ELEMENTS = 1 << 20
 # Attributes that the strategy replaces while a step runs.
-_OF_STEPS = frozenset({"log", "print", "forward", "_compiled_call_impl"})
+_OF_STEPS = frozenset({"log", "print", "forward", COMPILED_CALL})
 
 
 class StepState:
@@ -56,7 +57,7 @@ class StepState:
         self._stops = self._trainer.should_stop
         self._leaves, self._spec = flatten(microbatches)
         self._contents.renew(self._leaves)
-        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+        with DisableTorchFunctionSubclass(), torch.no_grad():
             trained = set(map(id, self._parameters))
             held = [each for each in self._contents.tensors.values() if _has_memory(each) and id(each) not in trained]
             is_small = [each.numel() <= _MOST_ELEMENTS and not isinstance(each, nn.Parameter) for each in held]
@@ -70,7 +71,7 @@ class StepState:
                 *(each for each, small in zip(held, is_small, strict=True) if not small),
                 *(() if copies_gradients else gradients),
             ]
-            self._versions = [(each, each._version) for each in others if not each.is_inference()]
+            self._versions = [(each, version_counter(each)) for each in others if not each.is_inference()]
 
     def release(self) -> None:
         """Drop the saved state after the step has finished, to free the memory of batches and gradients."""
@@ -87,8 +88,8 @@ class StepState:
         Raises:
             WrongUseError: If the step has written a tensor that was not copied, or changed a large container.
         """
-        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-            written = next((each for each, version in self._versions if each._version != version), None)
+        with DisableTorchFunctionSubclass(), torch.no_grad():
+            written = next((each for each, version in self._versions if version_counter(each) != version), None)
             if written is not None:
                 raise WrongUseError(cannot_text(f"changed a tensor of shape {list(written.shape)}"))
             if not self._contents.can_be_put_back:

@@ -21,6 +21,7 @@ from lightning_hybrid.distributed.dtensor import distribute_like, full_tensor, t
 from lightning_hybrid.distributed.pytree import flatten, map_leaves
 from lightning_hybrid.distributed.tensor_bytes import to_host
 from lightning_hybrid.pipeline_parallel.placeholders import sending_placeholders
+from lightning_hybrid.torch_internals import version_counter
 from lightning_hybrid.trainer.lightning_internals import lightning_attributes
 
 _IMMUTABLE = (bool, int, float, complex, str, bytes, type(None))
@@ -121,7 +122,7 @@ class _TensorVersion:
 
     def __init__(self, tensor: Tensor) -> None:
         self._reference = weakref.ref(tensor)  # a version must not keep the tensor alive
-        self._version = tensor._version
+        self._version = version_counter(tensor)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, _TensorVersion):

@@ -19,6 +19,7 @@ from lightning_hybrid.distributed.random import (
     generator_states,
     set_generator_states,
 )
+from lightning_hybrid.torch_internals import persistent_iterator, set_persistent_iterator
 
 
 class LoaderWrapper:
@@ -40,11 +41,11 @@ class LoaderWrapper:
     @property
     def _iterator(self) -> Any:
         """The iterator of persistent workers. Lightning sets it to ``None`` on the loader itself to end the workers."""
-        return self._loader._iterator
+        return persistent_iterator(self._loader)
 
     @_iterator.setter
     def _iterator(self, iterator: Any) -> None:
-        self._loader._iterator = iterator
+        set_persistent_iterator(self._loader, iterator)
 
     def __getattr__(self, name: str) -> Any:
         if name == "_loader":  # while the wrapper is copied or unpickled, and has no attributes yet

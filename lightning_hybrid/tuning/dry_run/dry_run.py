@@ -33,7 +33,7 @@ from lightning_hybrid.memory.estimate import MemoryEstimator
 from lightning_hybrid.pipeline_parallel.batch_norm import batch_norms, limit_microbatches
 from lightning_hybrid.pipeline_parallel.body import Body
 from lightning_hybrid.pipeline_parallel.frame.alike import first_alike
-from lightning_hybrid.pipeline_parallel.frame.fake_tensors import FakeMode, FakeTensor, fake_mode, with_single_numbers
+from lightning_hybrid.pipeline_parallel.frame.fake_tensors import FakeMode, fake_mode, with_single_numbers
 from lightning_hybrid.pipeline_parallel.links.step_schedules import find_schedule
 from lightning_hybrid.pipeline_parallel.splitting.microbatch import find_batch_size, split_into
 from lightning_hybrid.pipeline_parallel.stage_map import StageMap
@@ -46,6 +46,7 @@ from lightning_hybrid.tensor_parallel.layers import original_classes
 from lightning_hybrid.tensor_parallel.mappings import TensorGroup
 from lightning_hybrid.tensor_parallel.plan import Plan
 from lightning_hybrid.tensor_parallel.vocab_parallel import to_plain_tensors
+from lightning_hybrid.torch_internals import FakeTensor
 from lightning_hybrid.trainer.lightning_internals import set_device_mesh
 from lightning_hybrid.trainer.precision import keeps_gradients
 from lightning_hybrid.trainer.program.make_program import find_uses
@@ -66,12 +67,6 @@ from lightning_hybrid.tuning.dry_run.saved_tensors import (
     saved_bytes,
 )
 from lightning_hybrid.tuning.dry_run.simulated_context import SimulatedContextParallel
-
-Store: Any
-try:
-    from torch.testing._internal.distributed.fake_pg import FakeStore as Store
-except ImportError:
-    Store = None
 
 _S = TypeVar("_S", bound="DryRunStrategy")
 
@@ -186,11 +181,11 @@ def run_first_step(
 @contextmanager
 def _fake_process_group(size: int) -> Iterator[None]:
     """Be rank 0 of a process group whose other ranks do not exist."""
-    if Store is None:
+    if not hasattr(dist.Backend, "FAKE"):
         raise ValueError(
             f"Planning simulates other processes, which torch {torch.__version__} does not support. [LH135]"
         )
-    dist.init_process_group("fake", store=Store(), rank=0, world_size=size)
+    dist.init_process_group(dist.Backend.FAKE, rank=0, world_size=size)
     try:
         yield
     finally:

@@ -14,6 +14,7 @@ from lightning_hybrid.distributed.replaced import replaced_forwards
 from lightning_hybrid.memory.account import SavedTensorMeter
 from lightning_hybrid.memory.activation_checkpoint.checkpoint import tensors_to_save
 from lightning_hybrid.memory.activation_checkpoint.selective import SavedResults, save_tensors
+from lightning_hybrid.torch_internals import version_counter
 
 _INSIDE, _INPUTS, _RESULTS = "saved inside a layer", "inputs of a layer", "results kept by 'selective'"
 _CPU = torch.device("cpu")
@@ -74,11 +75,11 @@ class NotedCheckpoints:
         with self._uncounted():
             copies = self._changes_input.get(layer, True)
             inputs = [tensor.detach().clone() if copies else tensor.detach() for tensor in tensors]
-        versions = [tensor._version for tensor in tensors]
+        versions = [version_counter(tensor) for tensor in tensors]
         results = SavedResults(_CPU, enabled=True)
         with self._meter.noting(_INSIDE, keeps=kept), results.record():
             outputs = forward(*args, **kwargs)
-        self._changes_input.setdefault(layer, versions != [tensor._version for tensor in tensors])
+        self._changes_input.setdefault(layer, versions != [version_counter(tensor) for tensor in tensors])
         with self._meter.noting(_INPUTS):
             kept.append(save_tensors(inputs))
         with self._meter.noting(_RESULTS):

@@ -18,6 +18,13 @@ from lightning_hybrid.distributed.replaced import replaced_attributes
 from lightning_hybrid.tensor_parallel.context_parallel.sharded_sequence import ShardedSequence
 from lightning_hybrid.tensor_parallel.mappings import TensorGroup
 from lightning_hybrid.tensor_parallel.sharded_activation import ShardedActivation
+from lightning_hybrid.torch_internals import (
+    ALL_GATHER,
+    FLASH_ATTENTION,
+    REDUCE_SCATTER,
+    SCALED_DOT_PRODUCT,
+    operator_name,
+)
 from lightning_hybrid.tuning.messages import NO_MESSAGES, Exchange, Messages, in_ring
 
 FLOPS: dict[Any, Callable[..., int]]
@@ -26,9 +33,8 @@ try:
 except ImportError:
     FLOPS = {}
 
-_FUSED_ATTENTION = "_scaled_dot_product_flash_attention"
 # The number of passes of a tensor through a ring, see `in_ring`.
-_COLLECTIVES = {"allreduce_": 2, "_allgather_base_": 1, "_reduce_scatter_base_": 1, "alltoall_base_": 1}
+_COLLECTIVES = {"allreduce_": 2, ALL_GATHER: 1, REDUCE_SCATTER: 1, "alltoall_base_": 1}
 _OF_SUMS = torch.float32.itemsize  # gradients are added up at least in float32
 
 
@@ -143,7 +149,7 @@ class OperationCounter:
         messages[before:] = [Exchange(each.forward) for each in messages[before:]]
 
     def _record(self, function: Any, args: Any, kwargs: Any, tensors: list[Tensor], result: Any) -> None:
-        namespace, _, name = function._schema.name.partition("::")
+        namespace, _, name = operator_name(function).partition("::")
         if namespace == "c10d":
             self._record_message(name, args, tensors)
             return
@@ -153,7 +159,7 @@ class OperationCounter:
         moved = sum(tensor.nbytes for tensor in (*tensors, *made))
         flops = _count_flops(function, args, kwargs, result)
         is_batched = name in ("bmm", "baddbmm")
-        is_attention = is_batched or name.startswith(_FUSED_ATTENTION)
+        is_attention = is_batched or name.startswith(FLASH_ATTENTION)
         if moved:
             operation = Operation(flops, moved, flops > 0 and not is_batched, is_attention)
             self.counts.operations[self._label()].append(operation)
@@ -167,7 +173,7 @@ class OperationCounter:
             # The backward of an all-to-all is an all-to-all, and the backward of an all-gather is a reduce-scatter.
             backward = forward if name != "allreduce_" or not is_context else NO_MESSAGES
             shared = self._tensor_group
-            if name == "_allgather_base_" and shared is not None and group is not shared():
+            if name == ALL_GATHER and shared is not None and group is not shared():
                 # The backward gathers once more, for the product with the gradient. Copies of a weight sum gradients.
                 num_bytes, copies = min(tensor.nbytes for tensor in tensors), shared.weight_copies(group)
                 backward += forward + (in_ring(copies, 2, num_bytes) if copies > 1 else NO_MESSAGES)
@@ -198,11 +204,11 @@ def _hop(size: int, block: Tensor) -> Exchange:
 
 
 def _count_flops(function: Any, args: Any, kwargs: Any, result: Any) -> int:
-    packet, name = function.overloadpacket, function._schema.name
+    packet, name = function.overloadpacket, operator_name(function)
     # The kernel of the CPU. A step runs no backward here, except to test whether the kernel is correct.
-    if packet not in FLOPS and name.startswith(f"aten::{_FUSED_ATTENTION}") and not name.endswith("_backward"):
-        packet = getattr(torch.ops.aten, _FUSED_ATTENTION)
-    if name.startswith("aten::_scaled_dot_product") and args[1].shape[1] < args[0].shape[1]:
+    if packet not in FLOPS and name.startswith(f"aten::{FLASH_ATTENTION}") and not name.endswith("backward"):
+        packet = getattr(torch.ops.aten, FLASH_ATTENTION)
+    if name.startswith(f"aten::{SCALED_DOT_PRODUCT}") and args[1].shape[1] < args[0].shape[1]:
         # Each key head belongs to several query heads, which the formula of torch 2.11 does not support.
         query, key, value, *others = args
         args = query, *(each[:, :1].expand(-1, query.shape[1], -1, -1) for each in (key, value)), *others

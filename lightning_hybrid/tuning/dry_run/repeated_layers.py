@@ -15,9 +15,9 @@ from lightning_hybrid.distributed.pytree import TreeSpec, flatten, unflatten
 from lightning_hybrid.distributed.replaced import replaced_attributes, replaced_forwards
 from lightning_hybrid.memory.account import Repetition, SavedTensorMeter
 from lightning_hybrid.pipeline_parallel.frame.alike import PLAIN
-from lightning_hybrid.pipeline_parallel.frame.fake_tensors import FakeTensor
 from lightning_hybrid.tensor_parallel.context_parallel.sharded_sequence import ShardedSequence
 from lightning_hybrid.tensor_parallel.sharding import Sharding
+from lightning_hybrid.torch_internals import FakeTensor, storage_identity
 from lightning_hybrid.tuning.dry_run.operations import OperationCounter
 
 
@@ -234,7 +234,7 @@ def _storages(leaf: Any) -> dict[int, Any]:
     if type(data) not in (FakeTensor, Tensor) or data.layout is not torch.strided:
         return {}
     storage = data.untyped_storage()
-    return {storage._cdata: storage}
+    return {storage_identity(storage): storage}
 
 
 def _keys(tensor: Tensor) -> list[int]:

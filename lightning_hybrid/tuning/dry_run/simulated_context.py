@@ -13,12 +13,11 @@ from torch.nn.attention.bias import causal_lower_right
 
 from lightning_hybrid.distributed.dtensor import is_tensor_parallel
 from lightning_hybrid.distributed.failure import WrongUseError
-from lightning_hybrid.distributed.modes import FunctionMode, without_modes
+from lightning_hybrid.distributed.modes import FunctionMode
 from lightning_hybrid.distributed.no_draws import MULTI_HEAD, NoDraws
 from lightning_hybrid.distributed.pytree import flatten, unflatten
 from lightning_hybrid.distributed.replaced import replaced_attributes, replaced_entries
 from lightning_hybrid.distributed.taps import Taps
-from lightning_hybrid.pipeline_parallel.frame.fake_tensors import FakeTensor
 from lightning_hybrid.tensor_parallel.context_parallel import attention
 from lightning_hybrid.tensor_parallel.context_parallel.context_parallel import ContextParallel
 from lightning_hybrid.tensor_parallel.context_parallel.division import Division
@@ -31,6 +30,7 @@ from lightning_hybrid.tensor_parallel.context_parallel.trial import (
     without_trace,
     written_text,
 )
+from lightning_hybrid.torch_internals import FakeTensor, without_dispatch_modes
 
 _POSITIONS = 4  # per rank: enough to find layers that mix neighboring positions, or compute statistics
 _MANY = 1024  # in total: enough to find layers that mix distant positions
@@ -61,7 +61,7 @@ class SimulatedContextParallel(ContextParallel):
         """Return a context for forwards, see :class:`ContextParallel`."""
 
         def make_without_modes(*size: int) -> Tensor:
-            with without_modes():  # torch cannot create such a tensor in a mode that sees all operations
+            with without_dispatch_modes():  # torch cannot create such a tensor in a mode that sees all operations
                 bias: Tensor = causal_lower_right(*size)
                 return bias
 
@@ -79,7 +79,7 @@ class SimulatedContextParallel(ContextParallel):
         lengths = sorted(length for length in tried if length <= most)
         if not lengths:
             return {}
-        with torch.no_grad(), without_modes(), _values_in(layer):
+        with torch.no_grad(), without_dispatch_modes(), _values_in(layer):
             ran = [self._runs(layer, forward, division, length, taps) for length in lengths]
             if not any(each is not None for each in ran) and total <= most:
                 ran = [self._runs(layer, forward, division, total, taps)]  # the layer requires sequences of this length

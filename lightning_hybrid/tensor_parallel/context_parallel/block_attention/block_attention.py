@@ -23,6 +23,12 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hybrid.distributed.random import derive_seed
+from lightning_hybrid.torch_internals import (
+    flash_attention,
+    flash_attention_backward,
+    flash_attention_for_cpu,
+    flash_attention_for_cpu_backward,
+)
 
 _ROWS = 1024  # queries and keys whose scores are computed at a time, which limits the memory
 _NONE_SEEN = float("-inf")  # the logsumexp of a query that sees no key
@@ -213,9 +219,7 @@ class CpuKernel:
         """Compute :meth:`Kernel.forward`."""
         q, k, v = block[:3]
         mask = _added(block.mask, precise(q.dtype))
-        out, logsumexp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, 0.0, block.is_causal, attn_mask=mask, scale=block.scale
-        )
+        out, logsumexp = flash_attention_for_cpu(q, k, v, 0.0, block.is_causal, attn_mask=mask, scale=block.scale)
         if mask is not None:  # the kernel returns 0 for a query that sees no key
             logsumexp = logsumexp.masked_fill((mask == _NONE_SEEN).all(-1), _NONE_SEEN)
         return out, logsumexp
@@ -224,7 +228,7 @@ class CpuKernel:
     def backward(block: Block, gradient: Tensor, out: Tensor, logsumexp: Tensor) -> Gradients:
         """Compute :meth:`Kernel.backward`."""
         q, k, v = block[:3]
-        of_q, of_k, of_v = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        of_q, of_k, of_v = flash_attention_for_cpu_backward(
             gradient, q, k, v, out, logsumexp, 0.0, block.is_causal,
             attn_mask=_added(block.mask, precise(q.dtype)), scale=block.scale,
         )  # fmt: skip
@@ -237,7 +241,7 @@ class CudaKernel:
     @staticmethod
     def forward(block: Block) -> tuple[Tensor, Tensor]:
         """Compute :meth:`Kernel.forward`."""
-        result = torch.ops.aten._scaled_dot_product_flash_attention(*block[:3], 0.0, block.is_causal, scale=block.scale)
+        result = flash_attention(*block[:3], 0.0, block.is_causal, scale=block.scale)
         return result[0], result[1]
 
     @staticmethod
@@ -245,7 +249,7 @@ class CudaKernel:
         """Compute :meth:`Kernel.backward`."""
         q, k, v = block[:3]
         undrawn = torch.empty(2, dtype=torch.uint64, device=q.device)  # random state, unused without dropout
-        of_q, of_k, of_v = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+        of_q, of_k, of_v = flash_attention_backward(
             gradient, q, k, v, out, logsumexp.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, block.is_causal,
             undrawn, undrawn, scale=block.scale,
         )  # fmt: skip
