@@ -336,8 +336,8 @@ class Tuning(_Group):
     """Settings that trade memory for speed or precision.
 
     Args:
-        extra_in_flight: Number of microbatches in flight at each stage boundary, in addition to the microbatches that
-            the schedule needs. Extra microbatches hide the network latency between nodes. An int applies to all
+        extra_in_flight: Number of extra microbatches that the ranks before a stage boundary keep in flight, beyond the
+            number that the schedule needs. Extra microbatches hide the network latency between nodes. An int applies to all
             boundaries. A list contains one value for each boundary between neighboring pipeline ranks. Each extra
             microbatch needs memory for its activations on the ranks before the boundary. The training results are
             bitwise identical for all values. ``"auto"`` measures the links between nodes in the first three steps. For

@@ -92,8 +92,8 @@ ERRORS = {
         " `if self.trainer.is_global_zero`. See [debug a hang](../guides/debug-a-hang.md).",
     ),
     "LH228": Entry(
-        "The store for messages between ranks does not respond. The process that hosts the store was"
-        " suspended, or the node of this process has failed.",
+        "The store for messages between ranks does not respond. The process that hosts the store is"
+        " suspended, or the node of that process has failed.",
         "Check that the node of rank 0 can be reached, and that rank 0 and its launcher, such as torchrun,"
         " are running on this node.",
     ),

@@ -186,7 +186,7 @@ ERRORS = {
     ),
     "LH442": Entry(
         "A step calls a `torch.distributed` collective, but not all stages reach this call.",
-        "Call the collective in a hook. Alternatively, restrict it to the replicas with"
+        "Call the collective in a hook, such as `on_train_batch_end`. Alternatively, restrict it to the replicas with"
         ' `group=self.device_mesh["data_parallel"].get_group()`.',
     ),
     "LH443": Entry(
