@@ -337,8 +337,8 @@ class Tuning(_Group):
 
     Args:
         extra_in_flight: Number of extra microbatches that the ranks before a stage boundary keep in flight, beyond the
-            number that the schedule needs. Extra microbatches hide the network latency between nodes. An int applies to all
-            boundaries. A list contains one value for each boundary between neighboring pipeline ranks. Each extra
+            number that the schedule needs. Extra microbatches hide the network latency between nodes. An int applies to
+            all boundaries. A list contains one value for each boundary between neighboring pipeline ranks. Each extra
             microbatch needs memory for its activations on the ranks before the boundary. The training results are
             bitwise identical for all values. ``"auto"`` measures the links between nodes in the first three steps. For
             each of these links, ``"auto"`` then uses the smallest value that hides the latency. On CUDA devices,

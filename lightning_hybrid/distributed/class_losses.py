@@ -3,6 +3,10 @@
 Losses of torch are observed at the point where `torch.nn.functional` calls them. So calls of modules, of functions
 imported by name, and of libraries such as transformers are all observed. The package's own cross-entropies over sharded
 classes or positions call :func:`reported`.
+
+Microbatches and replicas may have unequal numbers of targets. The mean of their losses then differs from the loss of
+the whole batch. Observers find the mean losses in a step and weight them by their targets: see
+:mod:`lightning_hybrid.trainer.losses.loss_terms`.
 """
 
 from __future__ import annotations
@@ -29,7 +33,10 @@ _observer: Observer | None = None
 
 @contextmanager
 def observed(observer: Observer) -> Iterator[None]:
-    """Call an observer with each mean loss over classes that is computed while entered."""
+    """Call an observer with each mean loss over classes while entered, and replace the loss by its result.
+
+    Do not nest these contexts.
+    """
     global _observer
 
     def seen(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -41,7 +48,8 @@ def observed(observer: Observer) -> Iterator[None]:
 
         return call
 
-    # Without these functions, no loss is observed; the comparison of microbatches uses only values.
+    # If a later torch lacks these functions, its losses are not observed. Microbatches are then compared only by the
+    # values of their losses.
     names = [name for name in ("cross_entropy_loss", "nll_loss_nd") if hasattr(loss_functions, name)]
     before, _observer = _observer, observer
     try:
@@ -63,7 +71,7 @@ def reported(mean: Tensor, target: Tensor, weight: Tensor | None, ignore_index: 
     Returns:
         The value to use instead of the mean, shape ``()``: the observer's result, or `mean` if there is no observer.
     """
-    # Compiled code would call the observer forever.
+    # Operations of the observer would become part of compiled code, and stay in it after the context ends.
     if _observer is None or target.is_floating_point() or torch.compiler.is_compiling():
         return mean
     return _observer(mean, target, weight, ignore_index)

@@ -529,7 +529,7 @@ def test_schedule_is_plain_data() -> None:
     ("arguments", "message"),
     [
         (("pipedream", 2, 4), "schedule='pipedream' must be one of 'gpipe', '1f1b', 'interleaved_1f1b'"),
-        (("1f1b", 2, 4, 2), "num_chunks is 2; use schedule='interleaved_1f1b'"),
+        (("1f1b", 2, 4, 2), "only one chunk per rank, but num_chunks is 2"),
         (("1f1b", 0, 4), "num_ranks is 0"),
         (("gpipe", 2, 0), "num_microbatches is 0"),
         (("interleaved_1f1b", 2, 4, -1), "num_chunks is -1"),

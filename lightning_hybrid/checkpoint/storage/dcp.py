@@ -6,11 +6,10 @@ The format is `torch.distributed.checkpoint`, arranged as in Lightning's own str
         .metadata         names, shapes, and the place of each chunk in the files; written last
         __0_0.distcp      values that rank 0 wrote
         __1_0.distcp      values that rank 1 wrote
-        meta.pt           everything except tensors of the model and of optimizers
+        meta.pt           everything except the states of the module, of its copies and of optimizers
 
 So torch alone can open it: `torch.distributed.checkpoint.format_utils.dcp_to_torch_save`. On stores without renames,
-    all
-files but `.metadata` are in a subfolder: see :mod:`lightning_hybrid.checkpoint.storage.remote`.
+all files except `.metadata` are in a subfolder: see :mod:`lightning_hybrid.checkpoint.storage.remote`.
 """
 
 from __future__ import annotations
@@ -47,7 +46,9 @@ from lightning_hybrid.checkpoint.storage.remote import Place, RemotePath, fetche
 from lightning_hybrid.checkpoint.storage.unpickle import read_harmless
 from lightning_hybrid.distributed.pytree import TreePath
 
-MODEL, OPTIMIZERS = "state_dict", "optimizer_states"  # Lightning's keys in a checkpoint
+# Lightning's keys in a checkpoint. In a directory, the module's state is under the first one too, but the state of the
+# optimizer N is under `optimizer_N`.
+MODEL, OPTIMIZERS = "state_dict", "optimizer_states"
 
 EXTRA = "meta.pt"
 _MODEL_OF_FSDP = "model"  # the key of the module's state in directories of Lightning's FSDP strategy
@@ -75,16 +76,19 @@ def _reading(file: Place) -> Iterator[None]:
 
 
 class DistributedCheckpoint:
-    """A checkpoint that was written by :func:`write_directory`, or by one of Lightning's own strategies.
+    """A checkpoint that was written by :func:`~.dcp_writer.write_directory`, or by one of Lightning's own strategies.
 
     Args:
         path: The directory.
-        load_value: Reads a non-tensor value that `torch.save` has written. The default runs no code of the checkpoint.
+        load_value: Reads a non-tensor value that `torch.save` has written. The default runs no code of the checkpoint,
+            because `torch.load` has ``weights_only=True`` by default.
 
     Attributes:
-        entries: For each path of the tree, the shape and dtype of a tensor; ``None`` for another value.
+        entries: The shape and dtype of each tensor, and ``None`` for each other value, by its path in the checkpoint,
+            such as ``("state_dict", "layer.weight")`` or ``("optimizer_0", "state", "layer.weight", "exp_avg")``.
         module_root: The first key of the paths of the module's state.
-        optimizer_roots: The first keys of the paths of the optimizers' states, in the order of the optimizers.
+        optimizer_roots: The first keys of the paths of the optimizers' states, in the order of the optimizers, such as
+            ``"optimizer_0"``; empty if no optimizer was saved.
 
     Raises:
         FileNotFoundError: If the directory does not exist.
@@ -153,7 +157,9 @@ class DistributedCheckpoint:
         return {path[1:]: entry for path, entry in self.entries.items() if path[0] == root}
 
     def read_extra(self, read: Callable[[Path], Any]) -> dict[str, Any]:
-        """Return everything except tensors of the model and of optimizers.
+        """Return everything except the states of the module, of its copies in callbacks, and of the optimizers.
+
+        Values in these states that are not tensors, such as learning rates, are stored next to the tensors.
 
         Args:
             read: Reads a file that `torch.save` has written.
@@ -180,7 +186,8 @@ class DistributedCheckpoint:
             The values by path, including tensors.
 
         Raises:
-            ValueError: If a value differs from what was written.
+            ValueError: If a value differs from the value that was written.
+            Exception: Any error of ``load_value``.
         """
         named = {self._names[path]: target for path, target in targets.items()}
         planner = _LoadPlanner(named, self._metadata, self._load_value)

@@ -22,8 +22,8 @@ CONFIG = "config.json"
 #: The files with weights in the order of `from_pretrained`, which uses the first existing file.
 _FILES = (WEIGHTS, f"{WEIGHTS}{INDEX_SUFFIX}", "pytorch_model.bin", f"pytorch_model.bin{INDEX_SUFFIX}")
 
-#: The attribute with the names of older folders that a model ignores; and a table that all models compute themselves
-#: now.
+#: The attribute of a transformers model with patterns of tensor names that the model ignores in a folder; and the
+#: pattern of a table that older folders contain, but that models now compute themselves.
 _IGNORED, _TABLE = "_keys_to_ignore_on_load_unexpected", r"rotary_emb\.inv_freq"
 
 
@@ -31,7 +31,7 @@ class HuggingFaceFolder:
     """The weights in a folder that `save_pretrained` has written: one file, or several files with an index.
 
     Args:
-        path: The folder.
+        path: The folder, for which :meth:`is_at` is True.
 
     Attributes:
         path: The folder.
@@ -89,8 +89,8 @@ class HuggingFaceFolder:
             module: The user's module, possibly with placeholders for tensors of other stages.
 
         Returns:
-            The dotted name of the part; and for each name in the module, the name of the folder's tensor. Tensors that
-            the part computes itself are excluded.
+            The dotted name of the part; and the name of each tensor of the folder, by the name that it has, or would
+            have, in the module. Buffers that the module does not save, and names that the model ignores, are excluded.
 
         Raises:
             ValueError: If no part matches, or several parts match equally well.

@@ -1,4 +1,4 @@
-"""Parameters that are unsharded together, such as the parameters of a layer, with one all-gather."""
+"""Parameters that are unsharded together, with one all-gather for each dtype and device."""
 
 from __future__ import annotations
 
@@ -14,29 +14,32 @@ from lightning_hybrid.distributed.process_group import GroupRef, all_gather_sing
 
 
 class ParameterGroup:
-    """The parameters of a layer, which are either all unsharded or all sharded.
+    """The parameters of a layer, or of no single layer (the root group). They are either all unsharded or all sharded.
 
     ::
 
         unshard_async()         starts the all-gather           does not wait: the previous layer computes meanwhile
         wait_for_unshard()      waits for the shards, and copies them into the unsharded parameters
         release()               not needed for now              resharded, unless memory is kept
-        reshard()               out of date
+        reshard()               the optimizer has changed the shards, or this replica skips the layer
 
     Args:
         parameters: The parameters.
         group: The replicas.
-        keeps_memory: If True, unsharded parameters always have memory; otherwise only while they are needed, and only
-            then layers can find them.
+        keeps_memory: If True (ZeRO stages 1 and 2), unsharded parameters always have memory, and `ZeroParameters`
+            registers them when a step begins. If False (stage 3), they have memory, and are registered, only while they
+            are unsharded. Between steps, shards are registered in both cases.
 
     Attributes:
         keeps_memory: True if unsharded parameters always have memory.
         is_unsharded: True if the unsharded values are up to date.
-        in_backward: True while a backward passes through the layer.
+        in_backward: True while a backward passes through the layer, if layers are resharded after each forward;
+            otherwise always False. `ZeroParameters` sets it, and :meth:`release` resets it.
     """
 
     copies_out: ClassVar[bool] = False
-    """True while gathered values are copied into parameters, which is not part of the user's step."""
+    """True while gathered values are copied into parameters. The user's step does not make these writes, so a rehearsal
+    (`trainer.losses.rehearsal.Untouched`) does not record them."""
 
     def __init__(self, parameters: Sequence[ShardedParameter], group: ProcessGroup, *, keeps_memory: bool) -> None:
         self.parameters = list(parameters)
@@ -78,7 +81,7 @@ class ParameterGroup:
                 ParameterGroup.copies_out = False
         self._in_flight.clear()
         self.is_unsharded = True
-        if not self.keeps_memory:
+        if not self.keeps_memory:  # otherwise `ZeroParameters.open` has registered them
             self.to_unsharded()
 
     def release(self) -> None:

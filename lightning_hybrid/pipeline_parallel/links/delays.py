@@ -12,8 +12,8 @@ from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.pipeline_parallel.p2p import Channel
 from lightning_hybrid.pipeline_parallel.schedules import ChannelKey, Placement
 
-Link = tuple[int, int]
-"""Link between two pipeline ranks: the rank that sends activations, and the rank that receives them."""
+RankPair = tuple[int, int]
+"""A pair of pipeline ranks: the rank that sends activations, and the rank that receives them."""
 
 _ROUNDS = 4  # timed round trips, of which the fastest counts; an extra first one, which sends the meta, is not timed
 
@@ -31,7 +31,7 @@ class Delay:
     occupied: float
 
 
-def far_links(mesh: Mesh, placement: Placement) -> list[Link]:
+def far_links(mesh: Mesh, placement: Placement) -> list[RankPair]:
     """Return the links between pipeline ranks that are on different nodes, in any replica.
 
     Links within a node need no measurement, because a message arrives as soon as a rank has sent it.
@@ -44,8 +44,8 @@ def far_links(mesh: Mesh, placement: Placement) -> list[Link]:
 
 
 def measure_delays(
-    channels: Mapping[ChannelKey, Channel], rank: int, links: Sequence[Link], device: torch.device
-) -> dict[Link, Delay]:
+    channels: Mapping[ChannelKey, Channel], rank: int, links: Sequence[RankPair], device: torch.device
+) -> dict[RankPair, Delay]:
     """Measure the time of messages on links, one link after the other.
 
     All ranks of a pipeline call this at the same time, between steps, when the channels are not in use. Messages are
@@ -60,7 +60,7 @@ def measure_delays(
     Returns:
         The delays of the links on which this rank sends activations.
     """
-    found: dict[Link, Delay] = {}
+    found: dict[RankPair, Delay] = {}
     for link in links:
         if rank not in link:
             continue

@@ -1,4 +1,4 @@
-"""Time of messages on links between ranks, and the times of the parts of a step."""
+"""Time of messages on links between ranks of any axis, and the times of the parts of a pipeline step."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ class Link:
     """Link between two ranks, in one direction.
 
     Attributes:
-        latency: The time until a message arrives, in seconds, in addition to the time for its bytes.
-        bandwidth: The bytes per second.
+        latency: The time until a message arrives, in addition to the time for its content.
+        bandwidth: The amount that is sent per unit of time. The layout search uses seconds and bytes;
+            :func:`equal_times` uses the forward of a rank and one message.
     """
 
     latency: float = 0.0
     bandwidth: float = math.inf
 
     def seconds(self, sent: float, hops: float) -> float:
-        """Return the time to send ``sent`` bytes in ``hops`` hops, in seconds."""
+        """Return the time to send the amount ``sent`` in ``hops`` hops."""
         return sent / self.bandwidth + hops * self.latency
 
 
@@ -34,7 +35,8 @@ class StepTimes:
     Attributes:
         forwards: The time of the forward of one microbatch, by stage.
         backwards: The time of the backward of one microbatch, by stage.
-        sends: The latency of a message between a stage and the next stage, by the first of these stages.
+        sends: The latency of a message between a stage and the next stage, by the first of these stages. Gradients,
+            which go the other way, take the same time.
         occupations: The time for which this message occupies its link, by the first of these stages.
     """
 
@@ -59,10 +61,12 @@ class StepTimes:
 def equal_times(placement: Placement, nodes: Sequence[int], inside: Link, between: Link) -> StepTimes:
     """Return the times of a step with equal stages, where a forward through a rank takes 1 and a backward 2.
 
+    Times are multiples of this forward, and each message has the size 1.
+
     Args:
         placement: The rank of each stage.
         nodes: The node of each rank.
-        inside: The links within a node. The size of each message is 1.
+        inside: The links within a node.
         between: The links between two nodes.
     """
     of_stage = 1 / placement.num_chunks

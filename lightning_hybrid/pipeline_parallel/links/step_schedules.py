@@ -20,7 +20,7 @@ from lightning_hybrid.distributed.agreement import all_gather_values
 from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.distributed.messages.tree_broadcast import broadcast_object
 from lightning_hybrid.pipeline_parallel.engine import Engine, Profile
-from lightning_hybrid.pipeline_parallel.links.delays import Delay, Link, far_links, measure_delays
+from lightning_hybrid.pipeline_parallel.links.delays import Delay, RankPair, far_links, measure_delays
 from lightning_hybrid.pipeline_parallel.links.in_flight import choose_extra
 from lightning_hybrid.pipeline_parallel.links.link import StepTimes
 from lightning_hybrid.pipeline_parallel.recorder import Range, Recorder
@@ -93,7 +93,7 @@ class Measured:
     rank: int
     num_microbatches: int
     seconds: Mapping[tuple[int, str], float]
-    delays: Mapping[Link, Delay] = field(default_factory=dict)
+    delays: Mapping[RankPair, Delay] = field(default_factory=dict)
     most: float = math.inf
 
 
@@ -235,7 +235,7 @@ def step_times(schedule: str, num_ranks: int, found: Sequence[Measured]) -> Step
         found: The measurements of all ranks.
     """
     seconds: dict[tuple[int, str], float] = {}
-    delays: dict[Link, Delay] = {}
+    delays: dict[RankPair, Delay] = {}
     for of_rank in found:
         for key, time in of_rank.seconds.items():
             seconds[key] = max(time, seconds.get(key, 0.0))

@@ -48,7 +48,7 @@ class Kind(enum.Enum):
         results: The results of a computation; empty for a send or a receive.
         flow: The direction of the message that the action sends, receives, or takes and makes: 1 for activations, which
             go to the next stage; -1 for gradients, which go to the previous stage; 0 for no message.
-        share: The fraction of a whole forward or backward that a computation is.
+        share: The fraction of a whole forward or backward that a computation is; 1 for all current kinds.
         color: The red, green and blue values of its cells in drawings.
         is_send: True for sends.
         is_receive: True for receives.
