@@ -50,8 +50,8 @@ ERRORS = {
         "Load the trained weights from a checkpoint.",
     ),
     "LH210": Entry(
-        "The check that `faults.detect_desync=True` enables found different values on ranks that must have"
-        " the same parameters, batch and random state.",
+        "`faults.detect_desync=True` compares ranks that must have the same parameters, batch and random state."
+        " The values of these ranks differ.",
         "Use the same random seed, weights and data on every rank.",
     ),
     "LH221": Entry(
