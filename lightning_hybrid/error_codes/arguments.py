@@ -102,8 +102,8 @@ ERRORS = {
         " contains no dot.",
     ),
     "LH121": Entry(
-        "A pattern in `recompute` matches the module that contains all layers, but it must match the layers"
-        " themselves.",
+        "A pattern in `recompute` matches the module that contains all layers, but the pattern must match the"
+        " layers themselves.",
         "Append `.*` to the pattern to match the layers.",
     ),
     "LH122": Entry(
@@ -129,8 +129,8 @@ ERRORS = {
         'Write the number directly after the abbreviation, as in `"hybrid_pp2"`, and use each abbreviation only once.',
     ),
     "LH127": Entry(
-        "The layout search could not choose a value for an argument. For example, the search took too long,"
-        " or the training step reads the values of tensors, which the search does not compute.",
+        "The layout search could not choose a value for an argument. For example, the search took too long, or"
+        " the training step reads tensor values that the search does not compute.",
         "Set the parallel sizes yourself. See [choose a layout](../start/choose-a-layout.md).",
     ),
     "LH128": Entry(
@@ -143,7 +143,7 @@ ERRORS = {
         "Allow other parallel sizes, or start a different number of processes.",
     ),
     "LH130": Entry(
-        "The training step reads the values of parameters that were created on the meta device. In the layout"
+        "The training step reads the values of parameters that are on the meta device. In the layout"
         " search and in commands such as `plan`, these parameters have no values.",
         "In the module's `__init__`, create the parameters that the step reads. Do not create them on the meta device.",
     ),

@@ -167,7 +167,7 @@ ERRORS = {
     ),
     "LH437": Entry(
         "The structure of a layer's result depends on the data. Other stages must know this structure in advance.",
-        "Make the layer return tensors, always in the same structure.",
+        "Make the layer always return tensors in the same structure.",
     ),
     "LH438": Entry(
         "For two batches that have the same shapes, stages exchange different Python values, or tensors of"
