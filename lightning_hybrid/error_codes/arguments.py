@@ -29,7 +29,7 @@ ERRORS = {
     ),
     "LH106": Entry(
         "The product of all parallel sizes differs from the number of processes.",
-        'Set `data_parallel_size="auto"`, or start the number of processes that the message states.',
+        'Set `data_parallel_size="auto"`, or start as many processes as the message states.',
     ),
     "LH107": Entry(
         "The number of processes must be divisible by the product of the parallel sizes. No combination of"
@@ -37,8 +37,8 @@ ERRORS = {
         "Add another size, such as 1, to one of these lists, or start a different number of processes.",
     ),
     "LH108": Entry(
-        "`tensor_parallel_size` does not fit `tensor_parallel_mode`. The tensor-parallel ranks must form one"
-        " square in 2D mode, several equal squares in 2.5D mode, and a cube in 3D mode.",
+        "`tensor_parallel_size` does not fit `tensor_parallel_mode`. It must be a square number in 2D mode,"
+        " `tensor_parallel_depth` times a square number in 2.5D mode, and a cube number in 3D mode.",
         "Set `tensor_parallel_size` to a number that the message suggests. See [2D, 2.5D and 3D"
         " modes](../concepts/advanced-tensor-parallel.md).",
     ),
@@ -52,7 +52,8 @@ ERRORS = {
         'Remove `sequence_parallel`, or set `tensor_parallel_mode="1d"`.',
     ),
     "LH111": Entry(
-        "`global_batch_size` is not divisible by the product of the loader's batch size and the number of replicas.",
+        "`global_batch_size` is not divisible by the product of the training loader's batch size and the number"
+        " of replicas.",
         "Set `global_batch_size` to a multiple of this product. The message states the product. See [elastic"
         " training](../guides/elastic.md).",
     ),
@@ -82,9 +83,10 @@ ERRORS = {
     "LH117": Entry(
         "`partition` or `pipeline_stage` leaves a layer without a stage, leaves a stage without layers, or"
         " assigns stages out of order.",
-        "Set `partition` to a list with the number of layers of each stage. These numbers must be at least 1"
-        " and add up to the total number of layers. Alternatively, state the stage of each layer in"
-        " `partition` or `pipeline_stage`, in ascending order starting at 0.",
+        "Set `partition` to a list with the number of layers of each stage. Each number must be at least 1, and"
+        " their sum must be the total number of layers. Alternatively, state the stage of each layer in"
+        " `partition` or `pipeline_stage`. The stages must start at 0 and must not decrease from one layer to the"
+        " next.",
     ),
     "LH118": Entry(
         "The pipeline has more stages than layers.",
@@ -96,12 +98,12 @@ ERRORS = {
     ),
     "LH120": Entry(
         "A pattern in `recompute` matches no submodule.",
-        "Use one of the submodule names that the message suggests. In a pattern, `*` matches any text between"
-        " two dots.",
+        "Use one of the submodule names that the message suggests. In a pattern, `*` matches any text that"
+        " contains no dot.",
     ),
     "LH121": Entry(
-        "A pattern in `recompute` matches the module that contains all layers, but it must match the layers"
-        " themselves.",
+        "A pattern in `recompute` matches the module that contains all layers, but the pattern must match the"
+        " layers themselves.",
         "Append `.*` to the pattern to match the layers.",
     ),
     "LH122": Entry(
@@ -121,14 +123,14 @@ ERRORS = {
         'Write a number and a unit, such as `"80GiB"`.',
     ),
     "LH126": Entry(
-        "After `hybrid`, each part of the strategy name must be an abbreviation and a number, as in `pp2`,"
-        ' and no abbreviation may appear twice. The name `"hybrid_pp_2"` is invalid, because an underscore'
-        " separates `pp` from its number.",
+        "Each part of the strategy name after `hybrid` must be an abbreviation followed by a number, as in `pp2`."
+        ' No abbreviation may appear twice. For example, the name `"hybrid_pp_2"` is invalid, because an'
+        " underscore separates `pp` from its number.",
         'Write the number directly after the abbreviation, as in `"hybrid_pp2"`, and use each abbreviation only once.',
     ),
     "LH127": Entry(
-        "The layout search could not choose a value for an argument. For example, the search took too long,"
-        " or the training step reads the values of tensors, which the search does not compute.",
+        "The layout search could not choose a value for an argument. For example, the search took too long, or"
+        " the training step reads tensor values that the search does not compute.",
         "Set the parallel sizes yourself. See [choose a layout](../start/choose-a-layout.md).",
     ),
     "LH128": Entry(
@@ -141,15 +143,14 @@ ERRORS = {
         "Allow other parallel sizes, or start a different number of processes.",
     ),
     "LH130": Entry(
-        "The training step reads the values of parameters. In the layout search and in commands such as"
-        " `plan`, parameters on the meta device have no values.",
+        "The training step reads the values of parameters that are on the meta device. In the layout"
+        " search and in commands such as `plan`, these parameters have no values.",
         "In the module's `__init__`, create the parameters that the step reads. Do not create them on the meta device.",
     ),
     "LH131": Entry(
         "The training loader is empty or limited to 0 batches, but the layout search and commands such as `plan` need"
         " one batch.",
-        "Run the command on a machine that has the training data, or remove the limit, such as"
-        " `limit_train_batches=0`.",
+        "Use a machine that has the training data, or remove the limit, such as `limit_train_batches=0`.",
     ),
     "LH132": Entry(
         "The module reads the values of its parameters. In the layout search and in commands such as `plan`,"

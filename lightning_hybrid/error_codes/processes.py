@@ -50,8 +50,8 @@ ERRORS = {
         "Load the trained weights from a checkpoint.",
     ),
     "LH210": Entry(
-        "The check that `faults.detect_desync=True` enables found different values on ranks that must have"
-        " the same parameters, batch and random state.",
+        "`faults.detect_desync=True` compares ranks that must have the same parameters, batch and random state."
+        " The values of these ranks differ.",
         "Use the same random seed, weights and data on every rank.",
     ),
     "LH221": Entry(
@@ -73,7 +73,7 @@ ERRORS = {
     "LH224": Entry(
         "No rank has made progress within `faults.stall_timeout`. Ranks are waiting for each other, for a"
         " rank that is stuck, or for the network.",
-        "Find in the message which rank the other ranks are waiting for. If the message names no rank, check"
+        "In the message, find the rank that the other ranks are waiting for. If the message names no rank, check"
         " the network. See [debug a hang](../guides/debug-a-hang.md).",
     ),
     "LH225": Entry(
@@ -84,7 +84,7 @@ ERRORS = {
     "LH226": Entry(
         "The process that launched the ranks of a node, such as torchrun, has exited or was killed. All ranks"
         " of the run print this error.",
-        "Find the node on which this launcher no longer runs, and start the launcher there again.",
+        "Find the node on which the launcher has exited, and start the launcher again on this node.",
     ),
     "LH227": Entry(
         "A rank called a collective that the other ranks did not call, so the ranks are waiting for each other.",

@@ -6,7 +6,7 @@ ERRORS = {
     "LH301": Entry(
         "No list of layers contains a large part of the module's parameters, so the strategy cannot detect"
         " which layers to split into stages.",
-        "Set `body=[...]` to names that the message suggests. See [pipeline](../concepts/pipeline.md).",
+        "Set `body` to a list of names that the message suggests. See [pipeline](../concepts/pipeline.md).",
     ),
     "LH302": Entry(
         "`body` contains a name that does not belong to any submodule.",
@@ -31,9 +31,8 @@ ERRORS = {
         " and remove `microbatch_weight`.",
     ),
     "LH307": Entry(
-        "The module overrides `backward`, but the strategy never calls this method. With pipeline, tensor or"
-        " context parallelism, several microbatches or `microbatch_weight`, the strategy runs the backward"
-        " passes itself.",
+        "The module overrides `backward`. With pipeline, tensor or context parallelism, several microbatches or"
+        " `microbatch_weight`, the strategy runs the backward passes itself and never calls this method.",
         "Remove the `backward` method, or change the settings that the message names.",
     ),
     "LH308": Entry(
@@ -52,9 +51,9 @@ ERRORS = {
     "LH314": Entry(
         "A parameter that `configure_model` created as a plain tensor differs between ranks, for example"
         " because each rank created only its own shard.",
-        "If each rank creates only its own shard, use `DTensor.from_local(part,"
-        ' self.device_mesh["tensor_parallel"], [Shard(dim)])`. Otherwise, create the full parameter from the'
-        " same random numbers on every rank. See [tensor"
+        "If each rank creates only its own shard, make it a DTensor with `DTensor.from_local(part,"
+        ' self.device_mesh["tensor_parallel"], [Shard(dim)])`. Otherwise, create the full parameter from the same'
+        " random numbers on every rank. See [tensor"
         " parallelism](../concepts/tensor-parallel.md#rules-for-your-code).",
     ),
     "LH315": Entry(
@@ -69,10 +68,10 @@ ERRORS = {
         'Create the tensor or the metric under `torch.device("cpu")`.',
     ),
     "LH317": Entry(
-        "A module that contains the pipelined layers changes parameters of its submodules in its method"
-        " `reset_parameters`. Not every rank has all of these submodules.",
-        "In this method, change only the parameters that belong to the module itself. Define"
-        " `reset_parameters` in each layer.",
+        "The `reset_parameters` method of a module that contains the pipelined layers changes parameters of its"
+        " submodules. Not every rank has all of these submodules.",
+        "In this method, change only the parameters that belong to the module itself. To initialize the"
+        " parameters of a layer, define `reset_parameters` in this layer.",
     ),
     "LH318": Entry(
         "An earlier run sharded the module for a different layout, and the module is still sharded.",
@@ -111,8 +110,8 @@ ERRORS = {
     "LH327": Entry(
         "With `sequence_parallel`, neighboring layers in an `nn.Sequential` pass sequence shards to each"
         " other. This does not work if your code calls these layers one by one.",
-        "Put the layers into an `nn.ModuleList`. Alternatively, call the whole `nn.Sequential`, and make its"
-        " name the only name in `body`.",
+        "Put the layers into an `nn.ModuleList`. Alternatively, call the whole `nn.Sequential`, and set `body` to"
+        " its name, not to a list.",
     ),
     "LH328": Entry(
         "The module cannot be gathered, because a layer was sharded in `configure_model` or by a torch style, such as"

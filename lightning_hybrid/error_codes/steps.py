@@ -4,8 +4,9 @@ from lightning_hybrid.error_codes.entry import Entry
 
 ERRORS = {
     "LH401": Entry(
-        "A step or a hook reads parameters of layers on other stages, for example to compute a loss or a"
-        " logged value. The rank that runs this code does not have the values of these parameters.",
+        "A step or a hook reads parameters of layers, for example to compute a loss or a logged value. The rank"
+        " that runs this code does not have the values of these parameters, because the layers are on stages of"
+        " other ranks.",
         "In a hook, read the parameters inside `with self.trainer.strategy.full_parameters():`. To penalize"
         " large weights, use the `weight_decay` of the optimizer.",
     ),
@@ -25,7 +26,7 @@ ERRORS = {
         "Use `self.trainer.strategy.grad_norm()` or `torch.nn.utils.clip_grad_norm_`.",
     ),
     "LH405": Entry(
-        "A rank called a layer that is on another stage. The call came from a hook, from code after"
+        "A rank called a layer that is on a stage of another rank. The call came from a hook, from code after"
         " `trainer.fit`, or from a step that calls layers one by one.",
         "In a step, call the whole body exactly once. To run the model outside of a step, use"
         " `trainer.predict`. Alternatively, call `trainer.strategy.gather_module()` on every rank after the"
@@ -51,16 +52,17 @@ ERRORS = {
     "LH409": Entry(
         "A step reads a value that only one stage has. Afterward, the step uses a parameter that this stage"
         " does not have.",
-        "Use the parameter before you read the value, or use the parameter on that stage in the first training batch.",
+        "Use the parameter before you read the value, or make the stage that has this value use the parameter in"
+        " the first training batch.",
     ),
     "LH410": Entry(
         "A step uses a parameter on a stage that did not use this parameter in the first training batch.",
-        "Make that stage use the parameter in the first training batch too, for example with `x + 0 *"
-        " parameter.sum()`. Alternatively, set `dynamic_shapes=True`.",
+        "Make that stage use the parameter in the first training batch too, for example by adding `0 *"
+        " parameter.sum()` to a tensor that the stage computes. Alternatively, set `dynamic_shapes=True`.",
     ),
     "LH411": Entry(
-        "With `zero_stage=3`, each replica has only a shard of the parameters of a layer. However, code"
-        " outside the layer reads these parameters, for example to compute a penalty.",
+        "Code outside a layer reads the parameters of this layer, for example to compute a penalty. With"
+        " `zero_stage=3`, each replica has only a shard of these parameters.",
         "Use `zero_stage=2` or `zero_stage=1`.",
     ),
     "LH412": Entry(
@@ -82,8 +84,8 @@ ERRORS = {
         "Use these parameters inside one layer, or set `layer.pipeline_stage` so that they are on the same stage.",
     ),
     "LH416": Entry(
-        "A step uses a tensor of another stage, but that stage did not send the tensor. Either the tensor is"
-        " hidden in an object, or the step did not use the tensor in an earlier batch that had the same"
+        "A stage uses a tensor that another stage computed, but that stage did not send the tensor. Either the"
+        " tensor is hidden in an object, or the step did not use the tensor in an earlier batch that had the same"
         " shapes as this batch.",
         "Pass the tensor as an argument to the code that uses it, or set `dynamic_shapes=True`.",
     ),
@@ -110,7 +112,7 @@ ERRORS = {
         "Call the layer before or after the `with` block.",
     ),
     "LH422": Entry(
-        "A step assigns to `.data` of a tensor that is on another stage.",
+        "A step assigns a new value to `.data` of a tensor that is on another stage.",
         "Create a new tensor instead of changing the existing one.",
     ),
     "LH424": Entry(
@@ -132,8 +134,9 @@ ERRORS = {
     "LH430": Entry(
         "A step calls the layers of an `nn.Sequential` body one by one, calls the body more than once, or"
         " does not call the body at all.",
-        "Call the whole body exactly once in each step, as in `x = self.body(x)`. To call its layers one by"
-        ' one, put the name of the `nn.Sequential` into a list, as in `body=["body"]`.',
+        "Call the whole body exactly once in each step, as in `x = self.body(x)`. To call the layers of the"
+        " `nn.Sequential` one by one, set the argument `body` to a list that contains its name, as in"
+        ' `body=["body"]`.',
     ),
     "LH431": Entry(
         "The code that a step runs depends on something other than the batch, such as a counter or Python's `random`.",
@@ -160,15 +163,15 @@ ERRORS = {
     ),
     "LH436": Entry(
         "A step does not call the layers in the order in which the module defines them.",
-        "Set `body=[...]` to the list that the message shows.",
+        "Set `body` to the list that the message shows.",
     ),
     "LH437": Entry(
         "The structure of a layer's result depends on the data. Other stages must know this structure in advance.",
-        "Make the layer return tensors, always in the same structure.",
+        "Make the layer always return tensors in the same structure.",
     ),
     "LH438": Entry(
-        "Stages exchange different Python values, or tensors of different shapes, for two batches that have"
-        " the same shapes.",
+        "For two batches that have the same shapes, stages exchange different Python values, or tensors of"
+        " different shapes.",
         "Set `dynamic_shapes=True`.",
     ),
     "LH440": Entry(
@@ -201,7 +204,7 @@ ERRORS = {
     "LH445": Entry(
         "Code around the layers uses values that forward hooks collect. These values have a different"
         " structure than in an earlier step whose batch had the same shapes.",
-        "Make sure that the same module calls run the same hooks in every step.",
+        "Make sure that these hooks run in the same way in every step.",
     ),
     "LH446": Entry(
         "The shapes of a layer's outputs depend on the values of its inputs.",
@@ -277,15 +280,17 @@ ERRORS = {
         " on the new tensor, and use only the new tensor afterward.",
     ),
     "LH470": Entry(
-        "A stage changes a tensor in place after an earlier stage has sent a view of this tensor to another stage.",
+        "A stage changes a tensor in place, but an earlier stage has already sent this stage a view of the tensor.",
         "Create a new tensor instead of changing the existing one in place.",
     ),
     "LH471": Entry(
-        "Your code assigns a tensor with a different shape or dtype to the `data` of a parameter.",
+        "Your code assigns a tensor to the `data` attribute of a parameter, but the tensor has a different shape"
+        " or dtype than the parameter.",
         "Assign a tensor that has the same shape and dtype as the parameter.",
     ),
     "LH472": Entry(
-        "A step changes an attribute that an earlier step, whose batch had the same shapes, did not change.",
+        "A step changes an attribute, but an earlier step whose batch had the same shapes did not change this"
+        " attribute.",
         "Change the attribute in a hook, or set `dynamic_shapes=True`.",
     ),
     "LH473": Entry(
