@@ -31,7 +31,7 @@ _Config = TypeVar("_Config", bound="HybridConfig")
 Recompute = bool | int | float | str | list[int] | list[str]
 
 #: A tensor-parallel plan: styles by module name, or placements by name of a parameter or buffer. In a name, ``*``
-#: matches any text between two dots.
+#: matches any text without a dot.
 UserPlan = Mapping[str, str | Mapping[str, str] | ParallelStyle]
 
 _LEAST_HEARTBEAT = timedelta(seconds=3)

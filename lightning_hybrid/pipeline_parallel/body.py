@@ -139,7 +139,7 @@ def find_body(module: nn.Module, wanted: str | Sequence[str] | None, num_stages:
     Args:
         module: The user's module.
         wanted: The dotted name of a container of layers; several names of containers or layers, in the order of the
-            stages; or ``None``. In a name, ``*`` matches any text between two dots. If all names are names of
+            stages; or ``None``. In a name, ``*`` matches any text without a dot. If all names are names of
             containers, each layer of a frozen copy is on the same stage as the original layer. ``None`` selects the
             outermost `nn.Sequential` that contains more than half of the parameters; if no such container exists, it
             selects the layers of the lists that contain most parameters.

@@ -107,7 +107,7 @@ class HybridStrategy(ReplicaCollectives):
             either one list of layers or one `nn.Sequential`, which `training_step` must call as a whole. If you
             pass a list of strings, each string names a list of layers (such as an `nn.ModuleList`) or a single layer.
             Put the names in the order in which `training_step` calls the layers. Your code can call these layers
-            individually. In a name, ``*`` matches any text between two dots. With ``None``, the
+            individually. In a name, ``*`` matches any text without a dot. With ``None``, the
             strategy uses the module's ``pipeline_body`` if it is defined. Otherwise, the strategy uses the outermost
             `nn.Sequential` that contains more than half of the parameters. If there is no such `nn.Sequential`, the
             strategy uses the layer lists with the most parameters.
@@ -119,7 +119,7 @@ class HybridStrategy(ReplicaCollectives):
             tensor-parallel ranks. Each grid holds all weights and processes a part of the samples.
         tensor_parallel_plan: How layers are sharded over the tensor-parallel ranks. A mapping assigns styles to module
             names, or placements to names of parameters and buffers. A placement is a string such as ``"S(0)"``; see
-            :meth:`distribute`. In a name, ``*`` matches any text between two dots. ``"auto"`` uses the module's
+            :meth:`distribute`. In a name, ``*`` matches any text without a dot. ``"auto"`` uses the module's
             ``tensor_parallel_plan()`` if it is defined. Otherwise, ``"auto"`` uses a built-in plan for the supported
             layers of torch and Hugging Face. ``None`` shards no layers.
         sequence_parallel: If True, activations between tensor-parallel layers are sharded along the sequence dimension.
@@ -143,7 +143,7 @@ class HybridStrategy(ReplicaCollectives):
             layer, but stores the results of matrix multiplications and attention. An int sets how many layers are
             selected in each stage, and a float sets which fraction of the layers is selected in each stage. A list of
             ints contains the number of selected layers for each stage. A list of module names selects the named layers.
-            In a name, ``*`` matches any text between two dots.
+            In a name, ``*`` matches any text without a dot.
         offload: Tensors to move to CPU memory while the device does not need them: ``"activations"``, ``"optimizer"``
             (optimizer states), or a list of both. Offloading has no effect if the device is the CPU.
         master_weights: If True, half-precision parameters (``precision="bf16-true"`` or ``"16-true"``) have float32

@@ -80,7 +80,7 @@ class ModuleHooks(Protocol):
         """Return the plan that ``tensor_parallel_plan="auto"`` uses for this module.
 
         Returns:
-            A mapping from module names to styles. In a name, ``*`` matches any text between two dots. Instead of this
+            A mapping from module names to styles. In a name, ``*`` matches any text without a dot. Instead of this
             method, you can define an attribute with the same name that contains the mapping.
         """
 

@@ -119,7 +119,7 @@ def _matching(patterns: list[str], module: nn.Module, body: str | None, units: S
             close = difflib.get_close_matches(pattern, modules, n=3, cutoff=0.4) or list(modules)[:8]
             raise ValueError(
                 f"The recompute pattern {pattern!r} matches no module of {type(module).__name__}. Use a name such as"
-                f" {', '.join(map(repr, close))}. '*' matches any text between two dots. [LH120]"
+                f" {', '.join(map(repr, close))}. '*' matches any text without a dot. [LH120]"
             )
         for name in matching:
             if body is not None and f"{body}.".startswith(f"{name}."):
