@@ -92,11 +92,11 @@ ERRORS = {
     ),
     "LH923": Entry(
         "The tensor names in the Hugging Face folder match several parts of the module equally well.",
-        "Load the weights yourself, and call `load_weights` with a state dict that uses the tensor names of the"
-        " module.",
+        "Read the files yourself, rename the tensors to match the module, and pass the resulting state dict to"
+        " `load_weights`.",
     ),
     "LH925": Entry(
-        "The file or object does not contain a dictionary of tensors.",
+        "The file, or the object passed to `load_weights`, does not contain a dictionary of named tensors.",
         "Use a file that contains a state dict, or pass a state dict to `load_weights`.",
     ),
     "LH927": Entry(
@@ -136,14 +136,14 @@ ERRORS = {
         " this checkpoint was saved.",
     ),
     "LH935": Entry(
-        "The checkpoint was saved in the middle of an epoch. Since then, the sampler and either the number of replicas"
-        " or the batch size have changed.",
+        "The checkpoint was saved in the middle of an epoch. Since then, the sampler has changed, and so has the"
+        " number of replicas or the batch size.",
         "Resume from a checkpoint that was saved at the end of an epoch, or use the same sampler as when this"
         " checkpoint was saved.",
     ),
     "LH936": Entry(
-        "The checkpoint was saved in the middle of an epoch. The number of samples that had been used by then is not a"
-        " multiple of the number of samples that each optimizer step now uses.",
+        "The checkpoint was saved in the middle of an epoch. The number of samples used until then is not a multiple"
+        " of the current number of samples per optimizer step.",
         "Use the same `global_batch_size` as when the checkpoint was saved, or resume from a checkpoint that was saved"
         " at the end of an epoch.",
     ),
