@@ -14,8 +14,8 @@ ERRORS = {
     ),
     "LH903": Entry(
         "`state_dict()` was called on a module that is still sharded.",
-        "After a run, call `trainer.strategy.gather_module()` before `state_dict()`. To save the full model, call"
-        " `trainer.save_checkpoint` on every rank.",
+        "After a run of the Trainer, call `trainer.strategy.gather_module()` before `state_dict()`. To save the full"
+        " model, call `trainer.save_checkpoint` on every rank.",
     ),
     "LH904": Entry(
         "A sharded module was saved with `torch.save`, `pickle`, safetensors or `save_pretrained`.",
@@ -23,8 +23,8 @@ ERRORS = {
         " `trainer.save_checkpoint` on every rank.",
     ),
     "LH905": Entry(
-        "The module was called after a run, but it is still sharded. Either the run failed, or the module is too large"
-        " to be gathered automatically, or `gather_module_on_teardown=False` is set.",
+        "The module was called after a run of the Trainer, but the module is still sharded. The run failed, the module"
+        " is too large to be gathered automatically, or `gather_module_on_teardown=False` is set.",
         "If the run failed, load a checkpoint into a new module. Otherwise, call `trainer.strategy.gather_module()`"
         " before you use the module.",
     ),
@@ -130,8 +130,8 @@ ERRORS = {
         "Remove the plugin, or set `save_distributed_checkpoint=False`.",
     ),
     "LH934": Entry(
-        "The checkpoint was saved in the middle of an epoch with a different number of replicas. With this data"
-        " loader, the strategy cannot determine which samples of the epoch were already used.",
+        "The checkpoint was saved in the middle of an epoch, and the number of replicas has changed since then. With"
+        " your data loader, the strategy cannot determine which samples of the epoch were already used.",
         "Resume from a checkpoint that was saved at the end of an epoch, or use the same number of replicas as when"
         " this checkpoint was saved.",
     ),

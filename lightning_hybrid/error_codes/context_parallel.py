@@ -73,7 +73,8 @@ ERRORS = {
     "LH615": Entry(
         'With `context_parallel="ulysses"`, the number of attention heads per rank must be a multiple of'
         " `context_parallel_size`. A layer does not meet this requirement.",
-        'Set `context_parallel="all_gather"`, or use another `context_parallel_size`.',
+        'Set `context_parallel="all_gather"`, or set `context_parallel_size` to a divisor of the number of heads per'
+        " rank.",
     ),
     "LH616": Entry(
         "A layer creates its own attention mask, which covers only one sequence shard.",

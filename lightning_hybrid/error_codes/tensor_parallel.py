@@ -123,13 +123,14 @@ ERRORS = {
         " `tensor.full_tensor()`.",
     ),
     "LH525": Entry(
-        "Torch cannot apply the operator that the message names to DTensors.",
-        "Apply the operator to the plain tensor `x.full_tensor()`, and pass the result to `strategy.distribute`. See"
-        " [custom placements](../concepts/advanced-tensor-parallel.md#custom-placements).",
+        "The message names an operator that torch cannot apply to DTensors.",
+        "Convert each DTensor `x` to a plain tensor with `x.full_tensor()`, apply the operator, and pass the result to"
+        " `strategy.distribute`. See [custom placements](../concepts/advanced-tensor-parallel.md#custom-placements).",
     ),
     "LH526": Entry(
         "An operator received both DTensors and plain tensors, which torch cannot combine.",
-        'Convert the plain tensor with `strategy.distribute(x, "B")`, or convert the DTensor with `x.full_tensor()`.',
+        'Convert each plain tensor `x` to a DTensor with `strategy.distribute(x, "B")`, or convert each DTensor `x` to'
+        " a plain tensor with `x.full_tensor()`.",
     ),
     "LH530": Entry(
         "A token index in the data is negative or too large for the vocabulary of an embedding.",
