@@ -16,8 +16,9 @@ ERRORS = {
     "LH703": Entry(
         "A rank reads a large tensor of the batch, but did not read this tensor in earlier steps. The rank that loaded"
         " the batch therefore did not send the tensor, and has already dropped or changed it.",
-        "In the first step with a batch of the same structure (keys, shapes and dtypes), read the tensor on this rank"
-        ' too, for example by storing a copy (`batch["x"].clone()`). Alternatively, set `broadcast_batches=False`.',
+        "In the first step whose batch has the same keys, shapes and dtypes as this batch, read the tensor on this"
+        ' rank too. For example, copy the tensor with `batch["x"].clone()`. Alternatively, set'
+        " `broadcast_batches=False`.",
     ),
     "LH704": Entry(
         "The loss was detached, was created from plain numbers, or depends on no parameter that requires a gradient.",

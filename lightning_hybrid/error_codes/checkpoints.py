@@ -14,8 +14,8 @@ ERRORS = {
     ),
     "LH903": Entry(
         "`state_dict()` was called on a module that is still sharded.",
-        "After a run, call `trainer.strategy.gather_module()` before `state_dict()`. To save the full model, call"
-        " `trainer.save_checkpoint` on every rank.",
+        "After a run of the Trainer, call `trainer.strategy.gather_module()` before `state_dict()`. To save the full"
+        " model, call `trainer.save_checkpoint` on every rank.",
     ),
     "LH904": Entry(
         "A sharded module was saved with `torch.save`, `pickle`, safetensors or `save_pretrained`.",
@@ -23,8 +23,8 @@ ERRORS = {
         " `trainer.save_checkpoint` on every rank.",
     ),
     "LH905": Entry(
-        "The module was called after a run, but it is still sharded. Either the run failed, or the module is too large"
-        " to be gathered automatically, or `gather_module_on_teardown=False` is set.",
+        "The module was called after a run of the Trainer, but the module is still sharded. The run failed, the module"
+        " is too large to be gathered automatically, or `gather_module_on_teardown=False` is set.",
         "If the run failed, load a checkpoint into a new module. Otherwise, call `trainer.strategy.gather_module()`"
         " before you use the module.",
     ),
@@ -92,11 +92,11 @@ ERRORS = {
     ),
     "LH923": Entry(
         "The tensor names in the Hugging Face folder match several parts of the module equally well.",
-        "Load the weights yourself, and call `load_weights` with a state dict that uses the tensor names of the"
-        " module.",
+        "Read the files yourself, rename the tensors to match the module, and pass the resulting state dict to"
+        " `load_weights`.",
     ),
     "LH925": Entry(
-        "The file or object does not contain a dictionary of tensors.",
+        "The file, or the object passed to `load_weights`, does not contain a dictionary of named tensors.",
         "Use a file that contains a state dict, or pass a state dict to `load_weights`.",
     ),
     "LH927": Entry(
@@ -130,20 +130,20 @@ ERRORS = {
         "Remove the plugin, or set `save_distributed_checkpoint=False`.",
     ),
     "LH934": Entry(
-        "The checkpoint was saved in the middle of an epoch with a different number of replicas. With this data"
-        " loader, the strategy cannot determine which samples of the epoch were already used.",
+        "The checkpoint was saved in the middle of an epoch, and the number of replicas has changed since then. With"
+        " your data loader, the strategy cannot determine which samples of the epoch were already used.",
         "Resume from a checkpoint that was saved at the end of an epoch, or use the same number of replicas as when"
         " this checkpoint was saved.",
     ),
     "LH935": Entry(
-        "The checkpoint was saved in the middle of an epoch. Since then, the sampler and either the number of replicas"
-        " or the batch size have changed.",
+        "The checkpoint was saved in the middle of an epoch. Since then, the sampler has changed, and so has the"
+        " number of replicas or the batch size.",
         "Resume from a checkpoint that was saved at the end of an epoch, or use the same sampler as when this"
         " checkpoint was saved.",
     ),
     "LH936": Entry(
-        "The checkpoint was saved in the middle of an epoch. The number of samples that had been used by then is not a"
-        " multiple of the number of samples that each optimizer step now uses.",
+        "The checkpoint was saved in the middle of an epoch. The number of samples used until then is not a multiple"
+        " of the current number of samples per optimizer step.",
         "Use the same `global_batch_size` as when the checkpoint was saved, or resume from a checkpoint that was saved"
         " at the end of an epoch.",
     ),

@@ -27,9 +27,9 @@ ERRORS = {
         "Use only the arguments that the message lists.",
     ),
     "LH1007": Entry(
-        "When `check` trained the module in one process, some losses or gradient norms were infinite or NaN, so `check`"
-        " cannot compare them.",
-        "Use another learning rate or fewer steps for the check.",
+        "When `check` trained the module in one process, some losses or gradient norms were infinite or NaN, so"
+        " `check` cannot compare the parallel run with them.",
+        "Run `check` with another learning rate or with fewer steps.",
     ),
     "LH1008": Entry(
         "The number of ranks is not a multiple of the number of nodes.",
@@ -73,11 +73,12 @@ ERRORS = {
         "Pass the original model's `config.json`, or the folder that contains it.",
     ),
     "LH1018": Entry(
-        "The example uses a data set from scikit-learn, but scikit-learn is not installed.",
+        "The demo uses a data set from scikit-learn, but scikit-learn is not installed.",
         "Run `pip install scikit-learn`.",
     ),
     "LH1019": Entry(
-        "In the example model, `image_size` is not a multiple of `patch_size`, or `dim` is not a multiple of `heads`.",
+        "In the vision transformer of the demo, `image_size` is not a multiple of `patch_size`, or `dim` is not a"
+        " multiple of `heads`.",
         "Change the sizes that the message names.",
     ),
     "LH1020": Entry(

@@ -19,17 +19,17 @@ ERRORS = {
     ),
     "LH604": Entry(
         "A layer, such as a router, stores a loss as an attribute, but this loss covers only one sequence shard.",
-        "Compute this loss from the outputs of the layer, or from the router logits of each position, which a forward"
-        " hook can collect.",
+        "Compute this loss outside the layer, from the outputs of the layer. Alternatively, collect the router logits"
+        " of all positions with a forward hook, and compute the loss from these logits.",
     ),
     "LH605": Entry(
         "Each layer of the [body](glossary.md#body) must receive hidden states of shape (batch, sequence, features),"
-        " but one layer receives only other tensors.",
-        "Set `body=[...]` to the names of the layers that receive hidden states.",
+        " but one layer receives no such tensor.",
+        "In `body`, list the names of the layers that receive hidden states.",
     ),
     "LH606": Entry(
         "A sequence has too few positions to be sharded over `context_parallel_size` ranks.",
-        "Pad the sequence, or use a smaller `context_parallel_size`.",
+        "Pad the sequence to at least the length that the message states, or use a smaller `context_parallel_size`.",
     ),
     "LH607": Entry(
         "A layer receives two sequences. The second sequence is as long as a shard of the first sequence, so the"
@@ -73,11 +73,13 @@ ERRORS = {
     "LH615": Entry(
         'With `context_parallel="ulysses"`, the number of attention heads per rank must be a multiple of'
         " `context_parallel_size`. A layer does not meet this requirement.",
-        'Set `context_parallel="all_gather"`, or use another `context_parallel_size`.',
+        'Set `context_parallel="all_gather"`, or set `context_parallel_size` to a divisor of the number of heads per'
+        " rank.",
     ),
     "LH616": Entry(
         "A layer creates its own attention mask, which covers only one sequence shard.",
-        "Use `is_causal=True`, or create the mask outside the layers and pass it as an argument.",
+        "Use `is_causal=True`. Alternatively, create the mask outside the layers, and pass the mask to the layers as"
+        " an argument.",
     ),
     "LH617": Entry(
         "A forward hook changes an argument of its module in place.",
@@ -89,10 +91,10 @@ ERRORS = {
     ),
     "LH619": Entry(
         "A layer of the [body](glossary.md#body) combines values from different positions, for example in a"
-        " convolution, a recurrent layer, batch norm or hand-written attention. On a sequence shard, its results"
-        " differ from those on the full sequence.",
-        "Use `F.scaled_dot_product_attention`, or set `body` to modules that do not combine positions. See [context"
-        " parallelism](../concepts/context-parallel.md).",
+        " convolution, a recurrent layer, batch norm or hand-written attention. On sequence shards, this layer"
+        " computes other results than on the full sequence.",
+        "Use `F.scaled_dot_product_attention`. Alternatively, in `body`, list only modules that do not combine"
+        " positions. See [context parallelism](../concepts/context-parallel.md).",
     ),
     "LH620": Entry(
         "A layer raises an error on a sequence shard, for example because of hand-written attention with a mask for"

@@ -4,8 +4,8 @@ from lightning_hybrid.error_codes.entry import Entry
 
 ERRORS = {
     "LH801": Entry(
-        "The module has several optimizers. With a pipeline, several microbatches or `microbatch_weight`, the strategy"
-        " itself runs the backward pass, and supports only one optimizer.",
+        "The module has several optimizers. If you use a pipeline, several microbatches or `microbatch_weight`, the"
+        " strategy itself runs the backward pass, and supports only one optimizer.",
         "Use one optimizer with several parameter groups.",
     ),
     "LH802": Entry(
@@ -14,8 +14,9 @@ ERRORS = {
         "Use AdamW, or turn off tensor parallelism and ZeRO.",
     ),
     "LH803": Entry(
-        "LBFGS does not work with a pipeline, several microbatches, `microbatch_weight`, tensor parallelism or context"
-        " parallelism, because it needs the gradient of the full model and computes the loss several times per step.",
+        "LBFGS needs the gradient of the full model, and computes the loss several times per step. LBFGS therefore"
+        " does not work with a pipeline, several microbatches, `microbatch_weight`, tensor parallelism or context"
+        " parallelism.",
         "Use AdamW or SGD. Alternatively, use only data parallelism, with one microbatch and without"
         " `microbatch_weight`.",
     ),

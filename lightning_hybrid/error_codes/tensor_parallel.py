@@ -21,13 +21,13 @@ ERRORS = {
         "Remove one of the two styles.",
     ),
     "LH505": Entry(
-        "`tensor_parallel_plan` gives a layer a style that this layer does not support, for example because of its"
-        " class or its number of heads.",
+        "`tensor_parallel_plan` gives a layer a style that this layer does not support, for example because of the"
+        " layer's class or number of heads.",
         "Give the layer another style, such as `replicate`.",
     ),
     "LH506": Entry(
-        "`tensor_parallel_plan` gives a layer a style that already shards its parameters, but also gives one of these"
-        " parameters a layout, such as `S(0)`.",
+        "The style of a layer already shards the layer's parameters, but `tensor_parallel_plan` also gives one of"
+        " these parameters a layout, such as `S(0)`.",
         "Remove the style or the layout from the plan.",
     ),
     "LH507": Entry(
@@ -38,7 +38,7 @@ ERRORS = {
     "LH508": Entry(
         "`tensor_parallel_plan` gives a layout to a buffer that is already a DTensor, for example because"
         " `configure_model` created the buffer as a DTensor.",
-        "Remove the entry from the plan, or create the buffer as a plain tensor.",
+        "Remove the layout of this buffer from the plan, or create the buffer as a plain tensor.",
     ),
     "LH509": Entry(
         "`tensor_parallel_plan` contains a style that the chosen `tensor_parallel_mode` does not support.",
@@ -48,11 +48,11 @@ ERRORS = {
     "LH510": Entry(
         "Two layers share a tied parameter, but `tensor_parallel_plan` shards this parameter differently in each"
         " layer.",
-        "Give both layers the style `vocab`, or give both the style `replicate`.",
+        "Give both layers the same style, either `vocab` or `replicate`.",
     ),
     "LH511": Entry(
-        "`tensor_parallel_plan` gives a layout to a parameter or buffer of a module that contains tensor-parallel"
-        " layers or is inside a module with the style `sequence_region`.",
+        "`tensor_parallel_plan` gives a layout to a parameter or buffer, but the module of this tensor contains"
+        " tensor-parallel layers, or is inside a module with the style `sequence_region`.",
         "Remove the layout. Alternatively, if the module contains tensor-parallel layers, give these layers the style"
         " `replicate`.",
     ),
@@ -62,10 +62,10 @@ ERRORS = {
         "Give the style `sequence_region` to an enclosing module.",
     ),
     "LH513": Entry(
-        "In 2D, 2.5D and 3D modes, the style of this module works only inside another module with the style"
+        "In 2D, 2.5D and 3D modes, the style that the message names works only inside another module with the style"
         " `sequence_region`. No enclosing module has the style `sequence_region`.",
-        "Give the style `sequence_region` to an enclosing module. If the module computes attention and other things,"
-        " first move the attention into a separate module.",
+        "Give the style `sequence_region` to an enclosing module. If a module computes more than attention, first move"
+        " the attention into a separate module.",
     ),
     "LH514": Entry(
         "A module with the style `narrow_input` changes its input before it passes the input to its sharded layers.",
@@ -76,11 +76,12 @@ ERRORS = {
     "LH515": Entry(
         "A mask or bias with separate values for each head does not have the shape that the style `mask_per_head`"
         " requires.",
-        "Pass a tensor of shape (batch, heads, queries, keys) that contains all heads of the full model.",
+        "Pass a tensor of shape (batch, heads, queries, keys) with values for all heads of the layer, not only for the"
+        " heads on one rank.",
     ),
     "LH516": Entry(
         "The sequence length is not a multiple of `tensor_parallel_size`.",
-        "Pad the sequence length to a multiple of `tensor_parallel_size`, or set `sequence_parallel=False`.",
+        "Pad the sequence to a multiple of `tensor_parallel_size`, or set `sequence_parallel=False`.",
     ),
     "LH517": Entry(
         "In 2D, 2.5D and 3D modes, each row-wise layer needs a column-wise layer before it. Here, the two layers are"
@@ -90,7 +91,7 @@ ERRORS = {
     "LH518": Entry(
         "In 2D, 2.5D and 3D modes, tensor-parallel layers shard the batch dimension, but a layer received an input"
         " without a batch dimension.",
-        "Add the dimension with `x.unsqueeze(0)`, or give the layer the style `replicate`.",
+        "Add a batch dimension to the input `x` with `x.unsqueeze(0)`, or give the layer the style `replicate`.",
     ),
     "LH519": Entry(
         "In 2D, 2.5D and 3D modes, attention inside a module with the style `sequence_region` cannot return attention"
@@ -99,7 +100,7 @@ ERRORS = {
     ),
     "LH520": Entry(
         "A layout in `tensor_parallel_plan` or `strategy.distribute` is invalid.",
-        'For each axis, use a placement such as `"S(0)"` or `"B"`. See [custom'
+        'For each mesh axis, use a placement such as `"S(0)"` or `"B"`. See [custom'
         " placements](../concepts/advanced-tensor-parallel.md#custom-placements).",
     ),
     "LH521": Entry(
@@ -117,18 +118,19 @@ ERRORS = {
         "Split another dimension, or replicate the tensor with `B`.",
     ),
     "LH524": Entry(
-        "The axes of the layout differ from the axes of the DTensor.",
-        "Use a layout for the axes of the DTensor. Alternatively, first convert the DTensor to a plain tensor with"
+        "The layout does not name the mesh axes over which the DTensor is distributed.",
+        "In the layout, use the axes of the DTensor. Alternatively, first convert the DTensor to a plain tensor with"
         " `tensor.full_tensor()`.",
     ),
     "LH525": Entry(
-        "Torch cannot apply the operator that the message names to DTensors.",
-        "Apply the operator to the plain tensor `x.full_tensor()`, and pass the result to `strategy.distribute`. See"
-        " [custom placements](../concepts/advanced-tensor-parallel.md#custom-placements).",
+        "The message names an operator that torch cannot apply to DTensors.",
+        "Convert each DTensor `x` to a plain tensor with `x.full_tensor()`, apply the operator, and pass the result to"
+        " `strategy.distribute`. See [custom placements](../concepts/advanced-tensor-parallel.md#custom-placements).",
     ),
     "LH526": Entry(
         "An operator received both DTensors and plain tensors, which torch cannot combine.",
-        'Convert the plain tensor with `strategy.distribute(x, "B")`, or convert the DTensor with `x.full_tensor()`.',
+        'Convert each plain tensor `x` to a DTensor with `strategy.distribute(x, "B")`, or convert each DTensor `x` to'
+        " a plain tensor with `x.full_tensor()`.",
     ),
     "LH530": Entry(
         "A token index in the data is negative or too large for the vocabulary of an embedding.",
