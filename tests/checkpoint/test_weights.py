@@ -327,7 +327,7 @@ def test_a_file_is_mapped_and_odd_places_are_read(tmp_path: Path) -> None:
     for name, value in state.items():
         module.register_buffer(name, torch.zeros_like(value))
     module.strict_loading = True  # type: ignore[assignment]
-    Weights(tmp_path / "x.safetensors").load(module, None, None)  # type: ignore[arg-type]
+    Weights(tmp_path / "x.safetensors").load(module, None)  # type: ignore[arg-type]
     assert_same(dict(module.state_dict()), state, 0.0)
 
 
@@ -368,7 +368,7 @@ def load_folder(module: LightningModule, state: Mapping[str, Tensor], folder: Pa
     """The state dict after a folder with this state dict was loaded."""
     folder.mkdir(exist_ok=True)
     save_file({name: value.contiguous() for name, value in state.items()}, folder / "model.safetensors")
-    Weights(folder).load(module, None, None)  # type: ignore[arg-type]
+    Weights(folder).load(module, None)  # type: ignore[arg-type]
     return dict(module.state_dict())
 
 
