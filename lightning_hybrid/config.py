@@ -237,24 +237,25 @@ class Faults(_Group):
 
     Args:
         heartbeat_timeout: Time after which a rank that sends no heartbeat is considered lost. All other ranks then exit
-            with an error that names the lost rank. A rank can be lost because its process was stopped, its node failed,
-            or the network is down. A rank sends heartbeats even while it computes, loads data or saves a checkpoint.
-            The minimum is 3 seconds. ``None`` turns this check off.
+            with an error that names the lost rank. Possible causes are a stopped process, a failed node and a network
+            failure. A rank sends heartbeats even while it computes, loads data or saves a checkpoint. The minimum is 3
+            seconds. ``None`` turns this check off.
         stall_timeout: Time after which the job ends with an error if ranks are waiting for each other and no rank makes
             progress. The error shows where each rank is in the code, and names the rank that the other ranks are
             waiting for. The job does not end while that rank computes, compiles, loads data, saves a checkpoint or is
-            otherwise busy. Values above 80% of ``HybridStrategy(timeout=...)`` are reduced to 80%. ``None`` turns this
-            check off.
+            otherwise busy. The maximum is 80% of ``HybridStrategy(timeout=...)``, and larger values are reduced to this
+            maximum. ``None`` turns this check off.
         detect_desync: If True, ranks compare checksums before each training batch to detect whether they have diverged.
             The checksums cover the batch, the random state, and the parameters that exist on several replicas or
             stages. Only ranks of the same replica compare batches. This check is slow, so use it only for debugging. If
             False, ranks compare only properties that determine which messages they exchange, such as the number of
             microbatches and the shapes of the tensors in a batch.
         on_nonfinite: Action to take if a gradient on any rank is NaN or infinite before an optimizer step. ``"raise"``
-            raises an error on every rank. ``"skip"`` skips the step without changing parameters and optimizer states,
-            and logs the number of skipped steps as ``"skipped_steps"``. ``"ignore"`` performs the step, and shows a
-            warning for the first such step. With ``precision="16-mixed"``, such gradients occur in normal training, and
-            the gradient scaler skips the affected steps. Therefore, ``"raise"`` is not supported with this precision.
+            raises an error on every rank. ``"skip"`` skips the step, so that parameters and optimizer states do not
+            change, and logs the number of skipped steps as ``"skipped_steps"``. ``"ignore"`` performs the step, and
+            shows a warning the first time. With ``precision="16-mixed"``, NaN or infinite gradients occur in normal
+            training, and the gradient scaler skips the affected steps. Therefore, ``"raise"`` is not supported with
+            this precision.
         compare_microbatches: If True, the first training step determines how to combine the losses of microbatches. To
             do so, the step computes the loss of the same samples twice without a backward pass: once as one microbatch,
             and once as two microbatches. If the loss is a sum over samples, the losses of the microbatches are added.
@@ -293,9 +294,9 @@ class Launch(_Group):
     Args:
         start_method: How the strategy starts the processes of a node. This setting has no effect if a launcher such as
             `torchrun` starts the processes. ``"popen"`` runs the script once for each process. ``"fork"``, ``"spawn"``
-            and ``"forkserver"`` run the Trainer's method, such as `fit`, in worker processes. The worker processes
-            return the weights, the metrics and the path of the best checkpoint to the main process. ``"auto"`` selects
-            ``"fork"`` in a notebook and ``"popen"`` otherwise.
+            and ``"forkserver"`` run the method that you call on the Trainer, such as `fit`, in worker processes. The
+            worker processes return the weights, the metrics and the path of the best checkpoint to the main process.
+            ``"auto"`` selects ``"fork"`` in a notebook and ``"popen"`` otherwise.
         process_group_backend: Backend of the `torch.distributed` process groups. Default: NCCL on CUDA and Gloo on the
             CPU.
         rank_order: Order of the parallel axes for numbering ranks, from the outermost to the innermost axis. Ranks
@@ -351,9 +352,9 @@ class Tuning(_Group):
             ``False`` if there are several microbatches, and ``True`` otherwise.
         float32_gradients: If True, gradients of half-precision parameters (``precision="bf16-true"``) are summed in
             float32 over microbatches and ranks.
-        memory_limit: The layout search chooses only layouts that need at most this memory per device. Pass a string
-            such as ``"80GiB"`` or ``"24GB"``, or a number of bytes. Default: all memory of a CUDA device, and no limit
-            on the CPU. Set the limit below the memory of the device, because libraries need memory too.
+        memory_limit: The layout search chooses only layouts that need at most this amount of memory per device. Pass a
+            string such as ``"80GiB"`` or ``"24GB"``, or a number of bytes. Default: all memory of a CUDA device, and no
+            limit on the CPU. Set the limit below the memory of the device, because libraries need memory too.
 
     Raises:
         ValueError, TypeError: If an argument is invalid.

@@ -144,8 +144,8 @@ def check(
 
     Both runs train in float64 on the CPU and use the same batches from the loader. They run in forked copies of the
     process that calls ``check``. If a module stores its dropout probability in an attribute, ``check`` sets this
-    probability to 0. Under the layout, each replica trains on a different part of these batches. The single process
-    trains on the batches of all replicas and averages the gradients of these batches, as Lightning's DDP does.
+    probability to 0. Under the layout, the batches are distributed over the replicas. The single process trains on the
+    batches of all replicas and averages the gradients of these batches, as Lightning's DDP does.
 
     Example::
 
@@ -159,7 +159,7 @@ def check(
         trainer: Arguments of the Trainer. Only ``accumulate_grad_batches``, ``gradient_clip_val`` and
             ``gradient_clip_algorithm`` are accepted.
         time_limit: Time limit for each training run, in seconds.
-        progress: Function that is called with a description of each training run before the run starts.
+        progress: Function that ``check`` calls before each training run, with a description of the run as argument.
         layout: Arguments of `HybridStrategy`. ``data_parallel_size="auto"`` is replaced by 1, and a list of sizes is
             replaced by its first entry. ``global_batch_size`` is ignored. Set ``accumulate_grad_batches`` in
             ``trainer`` instead.

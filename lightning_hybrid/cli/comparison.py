@@ -28,11 +28,11 @@ class Comparison:
         expected: The value in one process. A tensor is represented by its norm, and a step with several batches by the
             mean over its batches. If training in one process did not produce the value, ``expected`` is ``nan``.
         actual: The value under the layout, computed in the same way.
-        difference: The relative difference from the expected value. For tensors, this is the norm of the difference,
-            divided by the norm of the expected tensor. Therefore, ``difference`` can be above 0 even if ``expected``
-            and ``actual`` are equal. The divisor is at least 1e-3 for a number, and at least 1e-3 times the square root
-            of N for a tensor of N numbers. For a step with several batches, this is the largest difference of any
-            batch.
+        difference: The relative difference from the expected value. For tensors, ``difference`` is the norm of the
+            difference tensor, divided by the norm of the expected tensor. Therefore, ``difference`` can be above 0 even
+            if ``expected`` and ``actual`` are equal. The divisor is at least 1e-3 for a number, and at least 1e-3 times
+            the square root of N for a tensor of N numbers. For a step with several batches, ``difference`` is the
+            largest difference in any of the batches.
     """
 
     step: int | None

@@ -83,10 +83,10 @@ class HybridStrategy(ReplicaCollectives):
             product of the other parallel sizes.
         tensor_parallel_size: Number of ranks over which the weights of each layer are sharded. These ranks should be on
             the same node. You can also pass a list of allowed sizes; see ``pipeline_parallel_size``.
-        pipeline_parallel_size: Number of pipeline ranks over which the layers are split. A list such as ``[4, 2]``
-            contains the allowed sizes in order of preference, so that a job can restart on fewer nodes. The strategy
-            uses the first size that is compatible with the number of processes, an allowed ``tensor_parallel_size``
-            and, if you set it, ``data_parallel_size``. If you pass a list, arguments with one value for each stage or
+        pipeline_parallel_size: Number of pipeline ranks over which the layers are split. To allow a job to restart on
+            fewer nodes, pass a list of sizes in order of preference, such as ``[4, 2]``. The strategy uses the first
+            size that is compatible with the number of processes, an allowed ``tensor_parallel_size`` and, if you set
+            it, ``data_parallel_size``. If you pass such a list, all arguments that contain one value for each stage or
             rank must be valid for every size in the list.
         num_microbatches: Number of microbatches into which each batch is split. ``"auto"`` means ``4 *
             pipeline_parallel_size``, or 1 without a pipeline. If the module has batch norm, ``"auto"`` splits small
@@ -100,17 +100,17 @@ class HybridStrategy(ReplicaCollectives):
             of the largest stage, including the parameters of the embedding and the head. A list assigns the layers
             explicitly. It contains either the number of layers of each stage, such as ``[6, 7, 7, 4]``, or the stage
             index of each layer. Stages are numbered from 0 across all ranks, in the order in which a microbatch passes
-            through them. With `num_chunks` above 1, each of the several stages of a rank has its own index. You can
-            also set the stage index as an attribute of a layer or of a container of layers:
+            through them. With `num_chunks` above 1, each rank has several stages, and each stage has its own index. You
+            can also set the stage index as an attribute of a layer or of a container of layers:
             ``layer.pipeline_stage = 1``.
         body: Dotted name of the layers that the pipeline splits into stages, or a list of dotted names. A string names
-            either one list of layers or one `nn.Sequential`, which `training_step` must call as a whole. If you
-            pass a list of strings, each string names a list of layers (such as an `nn.ModuleList`) or a single layer.
-            Put the names in the order in which `training_step` calls the layers. Your code can call these layers
-            individually. In a name, ``*`` matches any text without a dot. With ``None``, the
-            strategy uses the module's ``pipeline_body`` if it is defined. Otherwise, the strategy uses the outermost
-            `nn.Sequential` that contains more than half of the parameters. If there is no such `nn.Sequential`, the
-            strategy uses the layer lists with the most parameters.
+            either one list of layers (such as an `nn.ModuleList`) or one `nn.Sequential`. If a string names an
+            `nn.Sequential`, `training_step` must call it as a whole. If you pass a list of strings, each string names a
+            list of layers or a single layer. Put the names in the order in which `training_step` calls the layers. With
+            a list of strings, your code can call each layer individually, even in an `nn.Sequential`. In a name, ``*``
+            matches any text without a dot. With ``None``, the strategy uses the module's ``pipeline_body`` if it is
+            defined. Otherwise, the strategy uses the outermost `nn.Sequential` that contains more than half of the
+            parameters. If there is no such `nn.Sequential`, the strategy uses the layer lists with the most parameters.
         tensor_parallel_mode: Arrangement of the tensor-parallel ranks. ``"1d"`` shards weights by columns or rows, as
             Megatron-LM does. ``"2d"``, ``"2.5d"`` and ``"3d"`` also shard activations. For an integer q,
             ``tensor_parallel_size`` must be q x q with ``"2d"``, ``tensor_parallel_depth`` x q x q with ``"2.5d"``, and
@@ -125,32 +125,32 @@ class HybridStrategy(ReplicaCollectives):
         sequence_parallel: If True, activations between tensor-parallel layers are sharded along the sequence dimension.
             The sharding applies only inside modules to which the plan assigns the style ``"sequence_region"``. The
             built-in plan assigns this style to torch's transformer layers.
-        context_parallel_size: Number of ranks over which each sequence is split in the layers of the body (see
-            ``body``). The last norm, the head and the loss also compute on sequence shards. All other code outside the
-            body receives full sequences.
+        context_parallel_size: Number of ranks over which the layers of the body (see ``body``) split each sequence. The
+            last norm, the head and the loss also compute on sequence shards. All other code outside the body receives
+            full sequences.
         context_parallel: How context-parallel ranks communicate in attention (`F.scaled_dot_product_attention`).
             ``"ulysses"`` changes the sharding from positions to attention heads before attention, and back to positions
             after attention. ``"ring"`` passes blocks of keys and values from rank to rank. ``"all_gather"`` gathers all
             keys and values on each rank.
         global_batch_size: Number of samples per optimizer step, summed over all replicas. Each replica accumulates
-            gradients over as many batches as this number requires. The number of samples per step therefore stays the
-            same if a job restarts with a different number of replicas. With ``None``,
+            gradients over as many batches as are necessary to reach this number. The number of samples per step
+            therefore stays the same if a job restarts with a different number of replicas. With ``None``,
             ``Trainer(accumulate_grad_batches=...)`` sets the number of accumulated batches.
         zero_stage: ZeRO stage, which determines what is sharded over replicas. Stage 0 shards nothing, and stage 1
             shards optimizer states. Stage 2 also shards gradients, and stage 3 also shards parameters.
-        recompute: Layers to which activation checkpointing is applied. Their activations are not stored in the forward
-            pass, but recomputed in the backward pass. ``True`` selects every layer. ``"selective"`` also selects every
-            layer, but stores the results of matrix multiplications and attention. An int sets how many layers are
-            selected in each stage, and a float sets which fraction of the layers is selected in each stage. A list of
-            ints contains the number of selected layers for each stage. A list of module names selects the named layers.
-            In a name, ``*`` matches any text without a dot.
+        recompute: Layers to which activation checkpointing is applied. The activations of these layers are not stored
+            in the forward pass, but recomputed in the backward pass. ``True`` selects every layer. ``"selective"`` also
+            selects every layer, but stores the results of matrix multiplications and attention. An int sets how many
+            layers are selected in each stage, and a float sets which fraction of the layers is selected in each stage.
+            A list of ints contains the number of selected layers for each stage. A list of module names selects the
+            named layers. In a name, ``*`` matches any text without a dot.
         offload: Tensors to move to CPU memory while the device does not need them: ``"activations"``, ``"optimizer"``
             (optimizer states), or a list of both. Offloading has no effect if the device is the CPU.
         master_weights: If True, half-precision parameters (``precision="bf16-true"`` or ``"16-true"``) have float32
             master weights. Optimizers update the master weights with float32 gradients, and checkpoints contain the
             master weights. With ``"16-true"``, the loss is scaled, as it is with ``"16-mixed"``.
-        broadcast_batches: If True, only one rank of each replica loads the batches. It sends the other ranks of the
-            replica only the tensors that they need. If False, every rank loads all batches of its replica, and the
+        broadcast_batches: If True, only one rank of each replica loads the batches. This rank sends the other ranks of
+            the replica only the tensors that they need. If False, every rank loads all batches of its replica, and the
             ranks of a replica compare checksums of each batch.
         loss_reduction: How your ``training_step`` reduces the loss over the samples of a batch: ``"mean"`` or
             ``"sum"``.
@@ -170,23 +170,24 @@ class HybridStrategy(ReplicaCollectives):
             that resumes from a checkpoint ignores this argument.
         timeout: Time after which an unfinished collective fails. For all arguments that set a time, a number means
             seconds.
-        layout: ``"auto"`` searches for the fastest layout when a run starts. The search chooses values for the
-            following arguments, except for arguments that you set: `tensor_parallel_size`, `pipeline_parallel_size`,
-            `context_parallel_size`, `tensor_parallel_mode`, `tensor_parallel_depth`, `context_parallel`,
-            `num_microbatches`, `schedule`, `num_chunks`, `tuning.extra_in_flight`, `zero_stage` and `recompute`. If you
-            set a list of sizes, the search tries only these sizes. All ranks measure the speed of their devices and of
-            the links between them. Rank 0 estimates the step time of all layouts that fit within `tuning.memory_limit`,
-            and logs the fastest layout as arguments that you can copy. To let the search choose only some arguments, do
-            not set `layout`. Instead, set one or more of `tensor_parallel_size`, `pipeline_parallel_size`, `schedule`,
-            `num_chunks`, `zero_stage` and `recompute` to ``"auto"``.
+        layout: If ``"auto"``, the strategy searches for the fastest layout when a run starts. The search chooses a
+            value for each of the following arguments, unless you set the argument: `tensor_parallel_size`,
+            `pipeline_parallel_size`, `context_parallel_size`, `tensor_parallel_mode`, `tensor_parallel_depth`,
+            `context_parallel`, `num_microbatches`, `schedule`, `num_chunks`, `tuning.extra_in_flight`, `zero_stage` and
+            `recompute`. If you set a parallel size to a list, the search tries only the sizes in the list. All ranks
+            measure the speed of their devices and of the links between the devices. Rank 0 then estimates the step time
+            of all layouts that fit within `tuning.memory_limit`, and logs the fastest layout as arguments that you can
+            copy. To let the search choose only some arguments, do not set `layout`. Instead, set one or more of
+            `tensor_parallel_size`, `pipeline_parallel_size`, `schedule`, `num_chunks`, `zero_stage` and `recompute` to
+            ``"auto"``.
         faults: A `Faults` object with settings for detecting lost ranks, deadlocks, diverging ranks and non-finite
             gradients.
         launch: A `Launch` object with settings that control how processes are started and how ranks are numbered.
         tuning: A `Tuning` object with settings that trade memory for speed or precision.
 
     Attributes:
-        settings: The arguments of the strategy. In place of a value such as ``num_microbatches="auto"``, they contain
-            the value that the strategy chose.
+        settings: The arguments of the strategy. If the strategy chose a value, as with ``num_microbatches="auto"``, the
+            settings contain the chosen value.
         sizes: The parallel sizes, as the attributes `data`, `tensor`, `pipeline` and `context`. The sizes are available
             after the Trainer has been created. If the layout search chooses them, they are available only after a run
             has started.
@@ -288,7 +289,7 @@ class HybridStrategy(ReplicaCollectives):
         return self.mesh.model_group
 
     def distribute(self, tensor: Tensor, layout: str | Mapping[str, str]) -> DTensor:
-        """Distribute a tensor over the ranks of this stage, and return it as a DTensor.
+        """Distribute a tensor over the ranks of a stage, and return it as a DTensor.
 
         Torch operators redistribute the DTensor when necessary. Use this method to shard tensors in your own code, for
         example a buffer, an activation, or a parameter that `configure_model` creates. To shard a parameter without
@@ -872,15 +873,16 @@ class HybridStrategy(ReplicaCollectives):
         """Load weights into the module. Each rank loads only the weights that it holds.
 
         Call this method on every rank, in a hook such as `on_fit_start`. If the module is not sharded yet, the weights
-        are loaded when the strategy shards the module. Parameters on the meta device are created with the loaded values
-        or, if the source does not contain them, initialized as usual.
+        are loaded when the strategy shards the module. Parameters on the meta device are created with the loaded
+        values. If the source does not contain such a parameter, the parameter is initialized as usual.
 
         Args:
-            source: The state dict of the full module, or a path. The path can name a state dict or checkpoint that
+            source: The state dict of the full module, or a path. The path can point to a state dict or checkpoint that
                 `torch.save` wrote, a ``.safetensors`` file, a sharded checkpoint directory, or a Hugging Face folder.
-                The parameter names in a Hugging Face folder must match the names of a model that is an attribute of the
-                module. In other sources, all names must match the module's names, unless the module has
-                ``strict_loading=False``. For tied parameters, the source needs to contain only one of their names.
+                The parameter names in a Hugging Face folder must match the parameter names of a model that is an
+                attribute of the module. In other sources, all names must match the module's names, unless the module
+                has ``strict_loading=False``. If parameters are tied, the source needs to contain only one of the tied
+                parameters.
 
         Raises:
             FileNotFoundError, ValueError: If the source cannot be read, or if a Hugging Face folder matches no part or
@@ -901,9 +903,9 @@ class HybridStrategy(ReplicaCollectives):
         Use this context in hooks that read or change parameters of the full model, for example to log weight norms or
         to initialize parameters. The context corresponds to FSDP's `summon_full_params` and DeepSpeed's
         `GatheredParameters`. Inside the context, new parameter objects replace sharded parameters and the parameters of
-        other stages. Access the new objects through the module, for example with `self.parameters()`, and not through
-        the optimizer. Each rank needs memory for all gathered parameters, so pass only the part of the module that you
-        need. You cannot call layers inside the context.
+        stages on other ranks. Access the new objects through the module, for example with `self.parameters()`, and not
+        through the optimizer. Each rank needs memory for all gathered parameters, so pass only the part of the module
+        that you need. You cannot call layers inside the context.
 
         Example::
 
@@ -944,9 +946,9 @@ class HybridStrategy(ReplicaCollectives):
 
         Call this method on every rank, after a run or in the last hook of a run (`teardown`). Afterward, you can use
         the module in a single process, or train it with another Trainer and layout. New parameters without gradients
-        replace sharded parameters and the parameters of other stages, but the optimizers of the run still refer to the
-        old parameters. After this call, `trainer.save_checkpoint` still saves the optimizer states. Metrics that you
-        update in a step are not gathered: their states stay on the last stage.
+        replace sharded parameters and the parameters of stages on other ranks. The optimizers of the run still refer to
+        the old parameters. After this call, `trainer.save_checkpoint` still saves the optimizer states. Metrics that
+        you update in a step are not gathered: their states stay on the last stage.
 
         Raises:
             ValueError: If layers were sharded by torch parallel styles (such as `ColwiseParallel`) or by your own code.

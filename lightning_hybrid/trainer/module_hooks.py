@@ -18,8 +18,9 @@ class ModuleHooks(Protocol):
 
     Attributes:
         pipeline_body: Dotted name of the layer list that is split into stages, such as ``"model.layers"``. You can also
-            set a list of dotted names of layer lists and single layers, in the order in which `training_step` calls
-            them. The argument ``body`` of `HybridStrategy` overrides this attribute.
+            set a list of dotted names. Each name refers to a layer list or a single layer. Put the names in the order
+            in which `training_step` calls the layers. The argument ``body`` of `HybridStrategy` overrides this
+            attribute.
     """
 
     pipeline_body: str | Sequence[str]
@@ -38,7 +39,8 @@ class ModuleHooks(Protocol):
             each weight by the sum of the weights of all microbatches in the optimizer step, on all replicas and in all
             accumulated batches. The gradients then equal the gradients of a single process with all samples in one
             batch. Mean values that `training_step` logs are weighted in the same way. The loss must be finite even if
-            the weight is 0. If `training_step` divides by the weight, it must therefore divide by at least 1.
+            the weight is 0. Therefore, if `training_step` divides the loss by the weight, the divisor must be at least
+            1.
         """
 
     def split_batch(self, batch: Any, num_microbatches: int) -> Sequence[Any]:
@@ -53,7 +55,7 @@ class ModuleHooks(Protocol):
             num_microbatches: The requested number of microbatches.
 
         Returns:
-            At least one microbatch. All ranks of a replica must return the same number of microbatches.
+            At least one microbatch. The hook must return the same number of microbatches on all ranks of a replica.
             :meth:`microbatch_weight` determines the weight of each microbatch. Without that method, the weight is the
             number of samples or graphs in the microbatch.
         """
@@ -81,7 +83,7 @@ class ModuleHooks(Protocol):
 
         Returns:
             A mapping from module names to styles. In a name, ``*`` matches any text without a dot. Instead of this
-            method, you can define an attribute with the same name that contains the mapping.
+            method, you can define an attribute ``tensor_parallel_plan`` that contains the mapping.
         """
 
 

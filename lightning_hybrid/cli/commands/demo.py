@@ -17,8 +17,8 @@ def run(args: Sequence[str]) -> None:
         "demo",
         description="Train a Vision Transformer on handwritten digits. The command runs on the CPU and downloads"
         " nothing. If the number of ranks is even, the model is split into 2 pipeline stages. If the number is a"
-        " multiple of 4, the layers are also sharded over 2 tensor-parallel ranks. All other ranks train additional"
-        " replicas.",
+        " multiple of 4, the layers are also sharded over 2 tensor-parallel ranks. If there are more ranks than one"
+        " replica needs, the other ranks train additional replicas.",
         epilog=f"{OPTIONS_OF_FIT} `--print_config` prints the configuration. Example:"
         f" {PROGRAM} demo --ranks 2 --trainer.max_steps 20",
     )

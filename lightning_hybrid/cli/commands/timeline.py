@@ -70,7 +70,7 @@ def _add_arguments(parser: Parser) -> None:
         type=_extra,
         default=0,
         metavar="N",
-        help="extra microbatches in flight on each link between ranks: a number, a list such as 0,2,0, or auto",
+        help="number of extra microbatches in flight on each link between ranks, a list such as 0,2,0, or auto",
     )
     messages, output = parser.group("messages"), parser.group("output")
     messages.add_argument(

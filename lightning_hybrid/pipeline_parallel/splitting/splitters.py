@@ -69,15 +69,15 @@ def split_graphs(batch: Key = "batch", edge_index: Key = "edge_index") -> Any:
     """Create a `split_batch` hook for batches in which several graphs are joined into one large graph.
 
     A `Batch` of PyTorch Geometric does not need a hook. Use this hook for mappings, dataclasses, named tuples and other
-    objects. The hook splits a tensor by nodes, graphs or edges if the tensor has one row per node, graph or edge. If
-    there are as many edges as nodes or graphs, only tensors whose names contain "edge" are split by edges. In each
+    objects. If a tensor has one row per node, per graph or per edge, the hook splits the tensor accordingly. If there
+    are as many edges as nodes or graphs, only tensors whose names contain "edge" are split by edges. In each
     microbatch, nodes and graphs are numbered from 0. The weight of a microbatch is its number of graphs.
 
     Args:
-        batch: Key, attribute name or tuple index of the graph number of each node, an int64 tensor of shape
-            ``(nodes,)`` in ascending order.
-        edge_index: Key, attribute name or tuple index of the two nodes of each edge, an int64 tensor of shape ``(2,
-            edges)``.
+        batch: Key, attribute name or tuple index of the tensor that contains the graph number of each node. The tensor
+            has the dtype int64, the shape ``(nodes,)`` and ascending values.
+        edge_index: Key, attribute name or tuple index of the tensor that contains the two nodes of each edge. The
+            tensor has the dtype int64 and the shape ``(2, edges)``.
 
     Returns:
         A function that splits a batch into microbatches.
@@ -96,12 +96,13 @@ def split_graphs(batch: Key = "batch", edge_index: Key = "edge_index") -> Any:
 def split_targets(targets: Key = "targets", lengths: Key = "target_lengths") -> Any:
     """Create a `split_batch` hook for batches whose targets are joined into one tensor, as for `torch.nn.CTCLoss`.
 
-    Other values with one row per sample are split by samples. The weight of a microbatch is its number of samples.
+    Values other than the targets are split by samples if they have one row per sample. The weight of a microbatch is
+    its number of samples.
 
     Args:
         targets: Key, attribute name or tuple index of the targets in a batch.
-        lengths: Key, attribute name or tuple index of the number of targets of each sample, a tensor of shape
-            ``(samples,)``.
+        lengths: Key, attribute name or tuple index of the tensor that contains the number of targets of each sample.
+            The tensor has the shape ``(samples,)``.
 
     Returns:
         A function that splits a batch into microbatches.

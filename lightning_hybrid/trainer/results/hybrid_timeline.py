@@ -34,7 +34,7 @@ class HybridTimeline(Callback):
     the first computation or message to the end of the batch.
 
     All ranks synchronize before each recorded batch, so that they start recording at the same time. Other batches are
-    not affected. During recorded batches, the Trainer's profiler does not record forward passes, backward passes and
+    not affected. During recorded batches, the Trainer's profiler does not record forward passes, backward passes or
     messages.
 
     Args:
