@@ -129,8 +129,9 @@ ERRORS = {
     ),
     "LH526": Entry(
         "An operator received both DTensors and plain tensors, which torch cannot combine.",
-        'Convert each plain tensor `x` to a DTensor with `strategy.distribute(x, "B")`, or convert each DTensor `x` to'
-        " a plain tensor with `x.full_tensor()`.",
+        'Convert each plain tensor `x` to a replicated DTensor with `strategy.distribute(x, "B")`, or convert each'
+        " DTensor `x` to a plain tensor with `x.full_tensor()`. See [custom"
+        " placements](../concepts/advanced-tensor-parallel.md#custom-placements).",
     ),
     "LH530": Entry(
         "A token index in the data is negative or too large for the vocabulary of an embedding.",

@@ -75,9 +75,9 @@ def split_graphs(batch: Key = "batch", edge_index: Key = "edge_index") -> Any:
 
     Args:
         batch: Key, attribute name or tuple index of the tensor that contains the graph number of each node. The tensor
-            has the dtype int64, the shape ``(nodes,)`` and ascending values.
+            must have the dtype int64 and the shape ``(nodes,)``, and its values must be sorted in ascending order.
         edge_index: Key, attribute name or tuple index of the tensor that contains the two nodes of each edge. The
-            tensor has the dtype int64 and the shape ``(2, edges)``.
+            tensor must have the dtype int64 and the shape ``(2, edges)``.
 
     Returns:
         A function that splits a batch into microbatches.
