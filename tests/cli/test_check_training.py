@@ -96,7 +96,8 @@ def test_microbatches_of_a_module_on_the_meta_device() -> None:
 def test_layers_that_cannot_set_their_values_are_named() -> None:
     with pytest.raises(RankError) as error:
         check(Unsettable, **PP2)
-    assert "Training in one process: The parameter 'body.0.1.table' was created on the meta device" in str(error.value)
+    problem = "Table cannot initialize the parameter 'body.0.1.table', which was created on the meta device"
+    assert f"Training in one process: {problem}" in str(error.value)
     assert "define a method `reset_parameters(self)` that sets 'table'" in str(error.value)
     assert "Traceback" not in str(error.value)
 
