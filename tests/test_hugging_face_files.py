@@ -161,7 +161,7 @@ def test_a_folder_of_another_head_gives_what_from_pretrained_takes(folders: Path
     torch.manual_seed(5)
     module.model = getattr(transformers, model)(loaded.config).double()
     before = {key: value.clone() for key, value in module.state_dict().items()}
-    Weights(folder).load(module, None, None)  # type: ignore[arg-type]
+    Weights(folder).load(module, None)  # type: ignore[arg-type]
     heads = ("model.lm_head.", "model.classifier.", "model.bert.pooler.")
     for key, value in loaded.state_dict().items():
         found = module.state_dict()[f"model.{key}"]
