@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
@@ -60,8 +60,14 @@ class ParameterMap:
     """
 
     def __init__(self, module: nn.Module, stage_map: StageMap, mesh: Mesh) -> None:
-        self.module, self.mesh, self.stage_map = module, mesh, stage_map
+        self.module, self.mesh = module, mesh
         self._followers: list[Follower] = []
+        self._set_stage_map(stage_map)
+
+    def _set_stage_map(self, stage_map: StageMap) -> None:
+        self.stage_map = stage_map
+        # Each checkpoint asks for all names.
+        self._ranks_of: Callable[[str], frozenset[int]] = cache(stage_map.ranks_of)
 
     # -- places of tensors ---------------------------------------------------------------------------------------------
 
@@ -109,13 +115,14 @@ class ParameterMap:
         For a parameter, this is the first rank that holds it, because all holders have equal values. For a buffer, this
         is the last rank, which runs all of the user's step.
         """
-        ranks_of = cache(self.stage_map.ranks_of)
         parameters = dict(self.module.named_parameters(remove_duplicate=False))
         first: dict[int, int] = {}
         for name, parameter in parameters.items():
-            rank = min(ranks_of(name))
+            rank = min(self._ranks_of(name))
             first[id(parameter)] = min(rank, first.get(id(parameter), rank))
-        return {name: first[id(parameters[name])] if name in parameters else max(ranks_of(name)) for name in names}
+        return {
+            name: first[id(parameters[name])] if name in parameters else max(self._ranks_of(name)) for name in names
+        }
 
     def parameter_owners(self) -> dict[str, int]:
         """Return the pipeline rank whose value of each parameter is saved, by the parameter's first name."""
@@ -152,7 +159,7 @@ class ParameterMap:
         for follower in self._followers:
             follower.release_parameters()
         moved = {name: frozenset(stages) for name, stages in outside.items()}
-        self.stage_map = replace(self.stage_map, outside={**self.stage_map.outside, **moved})
+        self._set_stage_map(replace(self.stage_map, outside={**self.stage_map.outside, **moved}))
         placeholders = replace_with_placeholders(self.module, self.stage_map, self.mesh.pipeline_rank)
         for follower in self._followers:
             follower.take_parameters(placeholders)
