@@ -265,7 +265,7 @@ BLOCKS_ARE_ORDER = "use_strided_shard_as_shard_order"
 
 
 def set_dtensor_shard(tensor: Any, shard: Tensor, spec: Any = None) -> None:
-    """Replace the shard of a DTensor. There is no public setter.
+    """Replace the shard of a DTensor. Torch has no public setter.
 
     Args:
         tensor: The DTensor.
@@ -291,7 +291,7 @@ def strided_shard() -> Any:
 
 
 def dtensor_costs() -> ModuleType | None:
-    """Return the module whose `redistribute_cost` compares placements of operands. There is no public replacement."""
+    """Return the module whose `redistribute_cost` compares placements of operands. Torch has no public replacement."""
     try:
         module = import_module("torch.distributed.tensor._ops.utils")
     except ImportError:

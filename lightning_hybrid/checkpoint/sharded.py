@@ -114,7 +114,7 @@ class ShardedCheckpoint:
         entries = dict(self._entries(checkpoint, tables))
         for number, state in enumerate(checkpoint.get(OPTIMIZERS, [])):
             entries |= dict(self._optimizer_entries(f"optimizer_{number}", state))
-        if any(checkpoint.get(OPTIMIZERS, [])):  # otherwise there are no optimizers, and a reader can see this
+        if any(checkpoint.get(OPTIMIZERS, [])):  # otherwise the checkpoint has no optimizers, which a reader can see
             tables.append((OPTIMIZERS,))
         extra = without(checkpoint, tables) if self._mesh.is_first else None
         return lambda: write_directory(path, entries, extra, group)
@@ -176,7 +176,7 @@ class ShardedCheckpoint:
             yet.
 
         Raises:
-            FileNotFoundError, ValueError: If there is no complete checkpoint.
+            FileNotFoundError, ValueError: If the directory contains no complete checkpoint.
             RuntimeError: If names or shapes do not match.
         """
         directory = DistributedCheckpoint(path, load_value=load_value)

@@ -69,7 +69,7 @@ def reported(mean: Tensor, target: Tensor, weight: Tensor | None, ignore_index: 
         ignore_index: The class that is ignored.
 
     Returns:
-        The value to use instead of the mean, shape ``()``: the observer's result, or `mean` if there is no observer.
+        The value to use instead of the mean, shape ``()``: the observer's result, or `mean` without an observer.
     """
     # Operations of the observer would become part of compiled code, and stay in it after the context ends.
     if _observer is None or target.is_floating_point() or torch.compiler.is_compiling():

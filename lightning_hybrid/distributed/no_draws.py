@@ -109,11 +109,11 @@ class NoDraws:
         return self._functions.get(func, func)(*args, **kwargs)
 
     def common(self) -> AbstractContextManager[None]:
-        """Return a context that does nothing: there are no random numbers of a layer."""
+        """Return a context that does nothing; no random numbers are drawn."""
         return nullcontext()
 
     def own(self, place: object) -> AbstractContextManager[None]:
-        """Return a context that does nothing: there are no random numbers of this rank."""
+        """Return a context that does nothing; no random numbers are drawn."""
         return nullcontext()
 
     def _draw(self, func: Any, *args: Any, **kwargs: Any) -> Tensor:

@@ -227,7 +227,7 @@ def own_draws(rank: int, device: torch.device) -> Iterator[None]:
 
     All ranks of the group must enter this together, with equal generator states. Each rank draws one number, and
     derives its seed from this number and its rank. Outside, all ranks keep drawing the same numbers. If code inside
-    draws nothing, the generators are unchanged on exit. There is no other state, so a recomputation with restored
+    draws nothing, the generators are unchanged on exit. No other state exists, so a recomputation with restored
     generators draws the same numbers again.
 
     Args:

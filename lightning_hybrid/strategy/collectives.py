@@ -167,7 +167,7 @@ class ReplicaCollectives(ParallelStrategy):
     @property
     @abstractmethod
     def is_alone(self) -> bool:
-        """True if there are no process groups: before a run, or after they were destroyed."""
+        """True without process groups: before a run, or after they were destroyed."""
 
     @property
     @abstractmethod

@@ -144,7 +144,7 @@ def find_stages(
         body: The body for this number of stages, if it is known.
 
     Raises:
-        ValueError: If there is no body, or if it has fewer layers than there are stages.
+        ValueError: If the module has no body, or if the body has fewer layers than the pipeline has stages.
         TypeError: If the body cannot be split.
     """
     placement = find_placement(settings, num_ranks)
@@ -280,7 +280,7 @@ def find_layers(module: LightningModule, settings: Settings, num_stages: int) ->
     """Return the body: an `nn.Sequential` with most of the parameters, or otherwise the layers in lists.
 
     Raises:
-        ValueError: If there is no body.
+        ValueError: If the module has no body.
         TypeError: If the body cannot be split.
     """
     wanted = settings.body or getattr(module, "pipeline_body", None)
@@ -385,7 +385,7 @@ def find_recomputed(
     """Return the layers that are recomputed in backward.
 
     Raises:
-        ValueError, TypeError: If no layers match, or if there is no body to choose layers from.
+        ValueError, TypeError: If no layers match, or if the module has no body to choose layers from.
     """
     if settings.recompute is False:
         return []

@@ -103,8 +103,9 @@ class ModuleParallelizer:
         """Put placeholders for parameters of other stages, and shard the remaining layers; only once.
 
         Raises:
-            ValueError: If there is no body, if it has fewer layers than there are stages, if layers cannot be sharded
-                as the plan requires, or if a tensor on the meta device cannot be initialized; on every rank.
+            ValueError: If the module has no body, if the body has fewer layers than the pipeline has stages, if layers
+                cannot be sharded as the plan requires, or if a tensor on the meta device cannot be initialized; on every
+                rank.
             TypeError: If the body cannot be split; on every rank.
         """
         if not self._settings.zero_stage and any(map(is_shard, self._module.parameters())):
@@ -205,8 +206,8 @@ class ModuleParallelizer:
             stays: Returns tensors that are not offloaded.
 
         Raises:
-            ValueError, TypeError: If no layers match the argument `recompute`, or if there is no body to choose layers
-                from; on every rank.
+            ValueError, TypeError: If no layers match the argument `recompute`, or if the module has no body to choose
+                layers from; on every rank.
         """
         layers = layout.find_recomputed(self._module, self._settings, self.body, self.stage_map)
         recompute = ActivationCheckpointing(layers, self._device, selective=self._settings.recompute == "selective")

@@ -250,8 +250,8 @@ class AttachedModule:
         """Parallelize the module, with placeholders for parameters of other stages. A second call does nothing.
 
         Raises:
-            ValueError: If there is no body, if it has fewer layers than there are stages, or if the module differs
-                between ranks; on every rank.
+            ValueError: If the module has no body, if the body has fewer layers than the pipeline has stages, or if the
+                module differs between ranks; on every rank.
             TypeError: If the body cannot be split; on every rank.
         """
         if self.parallelizer.is_done:
@@ -475,7 +475,7 @@ class Run:
         """Record the beginning and end of each action, until :meth:`stop_recording`.
 
         Returns:
-            The recorder; ``None`` if there are no actions.
+            The recorder; ``None`` without actions.
         """
         if self.context is not None:
             self.context.recorder = Recorder(self.context.engine, self._world.device)

@@ -110,7 +110,8 @@ class HybridStrategy(ReplicaCollectives):
             a list of strings, your code can call each layer individually, even in an `nn.Sequential`. In a name, ``*``
             matches any text without a dot. With ``None``, the strategy uses the module's ``pipeline_body`` if it is
             defined. Otherwise, the strategy uses the outermost `nn.Sequential` that contains more than half of the
-            parameters. If there is no such `nn.Sequential`, the strategy uses the layer lists with the most parameters.
+            parameters. If no `nn.Sequential` contains that many, the strategy uses the layer lists with the most
+            parameters.
         tensor_parallel_mode: Arrangement of the tensor-parallel ranks. ``"1d"`` shards weights by columns or rows, as
             Megatron-LM does. ``"2d"``, ``"2.5d"`` and ``"3d"`` also shard activations. For an integer q,
             ``tensor_parallel_size`` must be q x q with ``"2d"``, ``tensor_parallel_depth`` x q x q with ``"2.5d"``, and

@@ -48,7 +48,7 @@ class Sharder:
             rank 1         q q     k k     v v
 
         All ranks use the values of the first rank of the group. All modules that hold the tensor get the shard. If
-        there is no tensor, if it is on the meta device, or if it is sharded already, nothing happens.
+        the layer has no such tensor, if the tensor is on the meta device, or if it is sharded already, nothing happens.
 
         Args:
             module: The module that has the parameter or buffer.

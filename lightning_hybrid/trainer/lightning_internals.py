@@ -598,7 +598,7 @@ def fetch_ahead(fetcher: Any) -> None:
     """Fetch the batch that Lightning fetches ahead.
 
     Raises:
-        StopIteration: If there are no more batches.
+        StopIteration: After the last batch.
 
     Touches: ``_DataFetcher.__next__``, ``_PrefetchDataFetcher.batches``.
 

@@ -793,7 +793,7 @@ def _loss_of(output: Any) -> Tensor:
     """Return the loss in the result of `training_step`.
 
     Raises:
-        MisconfigurationException: If there is no loss in it.
+        MisconfigurationException: If it contains no loss.
         WrongUseError: If the loss has no value on this rank.
     """
     loss = output.get("loss") if isinstance(output, Mapping) else output

@@ -157,7 +157,7 @@ def dated(url: str) -> str | None:
         url: The URL of the checkpoint, not on a disk.
 
     Returns:
-        The URL of the file; ``None`` if there is no complete checkpoint.
+        The URL of the file; ``None`` if no checkpoint is complete.
     """
     place = RemotePath(url)
     return next((str(file) for file in (place / MARK, place) if file.is_file()), None)

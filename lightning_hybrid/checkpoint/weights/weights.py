@@ -35,7 +35,7 @@ class Weights:
             another Lightning strategy has written.
 
     Raises:
-        FileNotFoundError: If there is no such file or directory.
+        FileNotFoundError: If the file or directory does not exist.
         ValueError: If its content is something else, or is damaged.
     """
 

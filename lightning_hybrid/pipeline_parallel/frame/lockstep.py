@@ -62,7 +62,7 @@ class Lockstep(StepMode):
     stage of the layer. The other ranks get a tensor without values in its place. Tensors that code around the layers
     computes from it (reordered rows in beam search) stay on that stage too. Values that the code reads are sent.
 
-    Gradients are off, so there is no backward.
+    Gradients are off, so no backward runs.
 
     Args:
         exchange: Sends results between stages.

@@ -114,7 +114,7 @@ class _Made(NamedTuple):
         function: The function that was called.
         args: Its arguments.
         kwargs: Its keyword arguments.
-        is_flat: True if there are no keyword arguments, and all arguments are tensors or plain values.
+        is_flat: True if the call has no keyword arguments, and all arguments are tensors or plain values.
         result: The result of the call.
         versions: The tensors among the arguments and results, each with its version after the call.
     """

@@ -52,7 +52,7 @@ def call_each(
     """Replace a call for lists of tensors by calls for single tensors, and return their results.
 
     Tensors of one list may be on several stages, and torch does not support DTensors in all functions for lists. If
-    there is no function for single tensors, the call is made as it is.
+    torch has no function for single tensors, the call is made as it is.
 
     Args:
         call: Makes a call. It takes the function, the arguments and the keyword arguments.
@@ -70,7 +70,7 @@ def call_each(
 def _calls_of_each(
     function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Iterator[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] | None:
-    """Return the function and the arguments for each tensor; ``None`` if there is no function for single tensors."""
+    """Return the function and the arguments for each tensor; ``None`` if torch has no function for single tensors."""
     name = function.__name__
     if not args or not isinstance(args[0], (list, tuple)) or not args[0]:
         return None

@@ -112,7 +112,7 @@ class TrafficWatch:
 
     By the fourth step, the delays of links have been measured (:class:`~.step_schedules.StepSchedules`), so these
     messages are not counted. Counting adds no work to a step: torch records the collectives of gloo anyway, and
-    channels count their bytes. If torch does not record them, and with NCCL, there is no warning;
+    channels count their bytes. If torch does not record them, and with NCCL, no warning is printed;
     ``lightning-hybrid plan`` estimates the bytes in these cases.
 
     Args:
@@ -139,7 +139,7 @@ class TrafficWatch:
         Every rank calls this, while `is_counting` is True.
 
         Returns:
-            The warning, at the fifth step and on every rank; ``None`` if there is no warning.
+            The warning, at the fifth step and on every rank; ``None`` without a warning.
         """
         self._num_steps += 1
         if self._num_steps == _COUNTED:

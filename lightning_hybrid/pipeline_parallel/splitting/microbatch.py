@@ -157,7 +157,7 @@ def _listed_samples(fields: Sequence[Any], found: Sequence[Entry]) -> int | None
 
 
 def _first_list_length(tree: Any) -> int | None:
-    """Return the length of the first list of strings or numbers; ``None`` if there is no such list."""
+    """Return the length of the first list of strings or numbers; ``None`` without such a list."""
     if type(tree) is list and tree and all(isinstance(value, (str, bytes, int, float)) for value in tree):
         return len(tree)
     lengths = (_first_list_length(child) for child in _children(tree))

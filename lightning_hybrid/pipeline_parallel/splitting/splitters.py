@@ -154,7 +154,7 @@ def _tensor(batch: Any, key: Key, splitter: str, ndim: int = 1) -> Tensor:
         ndim: The required number of dimensions.
 
     Raises:
-        WrongUseError: If there is no such tensor.
+        WrongUseError: If the batch contains no such tensor.
     """
     found = field(batch, key)
     if not isinstance(found, Tensor) or found.ndim != ndim or found.is_floating_point() or found.is_complex():

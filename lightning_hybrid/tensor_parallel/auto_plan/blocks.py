@@ -114,7 +114,7 @@ def add_blocks(builder: PlanBuilder, known: Collection[str]) -> None:
 
 
 def _doubt(reason: str, finding: Finding) -> str | None:
-    """Return the reason why a block with unknown code is not sharded; ``None`` if there is no doubt."""
+    """Return the reason why a block with unknown code is not sharded; ``None`` without a doubt."""
     if finding.block is None:
         return reason
     return None if finding.doubt is None else f"{reason}; it {finding.doubt}"

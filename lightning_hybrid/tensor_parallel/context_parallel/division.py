@@ -54,7 +54,7 @@ class Division:
         batch_size: The number of sequences.
 
     Raises:
-        WrongUseError: If there is no sequence, or if it cannot be sharded.
+        WrongUseError: If the value has no sequence, or if the sequence cannot be sharded.
     """
 
     def __init__(

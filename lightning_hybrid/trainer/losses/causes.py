@@ -109,7 +109,7 @@ class Finding(NamedTuple):
 class Experiments:
     """Batches made of the rows of one batch, whose losses show the cause of a difference.
 
-    There are no such batches if the split of the batch involves more than the rows of tensors.
+    If the split of the batch involves more than the rows of tensors, no such batches are made.
 
     Args:
         batch: The batch of the training step.

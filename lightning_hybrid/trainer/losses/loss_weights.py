@@ -212,7 +212,7 @@ def unequal_labels(microbatches: Sequence[Any], counts: Sequence[int]) -> object
         counts: The number of samples of each microbatch.
 
     Returns:
-        The key of a mapping, or the index in a tuple or list; ``None`` if there are no such labels.
+        The key of a mapping, or the index in a tuple or list; ``None`` without such labels.
     """
     first = microbatches[0]
     keys: Sequence[Any] = ()

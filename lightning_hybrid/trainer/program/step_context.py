@@ -226,7 +226,7 @@ class StepContext:
         return False
 
     def range(self, name: str) -> AbstractContextManager[None]:
-        """Return a named range of the recorder of this step, or of the Trainer's profiler if there is no recorder."""
+        """Return a named range of the recorder of this step, or of the Trainer's profiler without a recorder."""
         if self.recorder is not None:
             return self.recorder.range(name)
         return self._profiler.profile(f"[pipeline]{name}")

@@ -37,7 +37,7 @@ class Log:
         metric: The dotted name of the metric in the module, if a metric was logged.
         arguments: The other arguments of the call.
         of_batch: For a tensor that a metric's ``forward`` returned: returns the value for the whole batch after the
-            batch has run; ``None`` if there is no such value.
+            batch has run; ``None`` without such a value.
     """
 
     name: str
@@ -110,7 +110,7 @@ class LogRecorder:
 
         Args:
             value: The value. If it is a tensor, the user may log it.
-            of_batch: Returns the value for the whole batch after the batch has run; ``None`` if there is no such value.
+            of_batch: Returns the value for the whole batch after the batch has run; ``None`` without such a value.
         """
         if isinstance(value, Tensor):
             self._values[id(value)] = value, of_batch  # keeps the tensor alive, so that no other tensor gets its id

@@ -238,7 +238,7 @@ class ReplayableIterator:
 
     @property
     def has_ended(self) -> bool:
-        """Return True if it is known that there are no more batches."""
+        """Return True if the loader is known to have no more batches."""
         return self._stopped or (self._length is not None and self.history.num_batches >= self._length)
 
     def _run(self, action: Callable[[], Any]) -> Any:
@@ -335,7 +335,7 @@ def _own_generators(loader: Any) -> list[torch.Generator]:
 
 
 def _ignore_state(state: Mapping[str, Any]) -> None:
-    """Do nothing, because there is no state to load."""
+    """Do nothing: the loader already resumes at its position."""
 
 
 def is_stateful(loader: Any) -> bool:

@@ -16,7 +16,7 @@ class Cut:
     """The assignment of layers to stages.
 
     Attributes:
-        names: The dotted names of the layers; ``None`` if the module has no layers and there is no pipeline.
+        names: The dotted names of the layers; ``None`` without a pipeline if the module has no layers.
         positions: The layers of each stage; without a pipeline, all layers.
     """
 

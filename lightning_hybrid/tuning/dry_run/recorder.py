@@ -36,7 +36,7 @@ class _Cut:
     """The assignment of layers to stages, with the layers themselves.
 
     Attributes:
-        body: The layers; ``None`` if the module has no layers and there is no pipeline.
+        body: The layers; ``None`` without a pipeline if the module has no layers.
         stage_map: The stage map of a run, which is uncut without a pipeline.
     """
 
