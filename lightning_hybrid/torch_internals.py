@@ -169,6 +169,8 @@ STATE_DICT_HOOKS = (
 CALL_METHOD = "_call_impl"
 #: The name of `reset_parameters` in some layers of torch.
 RESET_METHOD = "_reset_parameters"
+#: The list of parameters of a recurrent layer, which its `__setattr__` updates. Copies of torch's layers have it too.
+FLAT_WEIGHTS = "_flat_weights"
 #: The methods that `forward` of a transformer layer calls. A class that overrides one may compute other values.
 TRANSFORMER_METHODS = ("_sa_block", "_mha_block", "_ff_block")
 

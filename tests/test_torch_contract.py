@@ -456,6 +456,9 @@ def test_hooks_of_modules() -> None:
 def test_methods_of_modules_by_their_names() -> None:
     assert callable(getattr(nn.Module, internals.CALL_METHOD))
     assert callable(getattr(nn.MultiheadAttention, internals.RESET_METHOD))
+    recurrent = nn.LSTM(2, 2)
+    recurrent.weight_ih_l0 = nn.Parameter(torch.zeros(8, 2))
+    assert getattr(recurrent, internals.FLAT_WEIGHTS)[0] is recurrent.weight_ih_l0
     kinds = nn.TransformerEncoderLayer, nn.TransformerDecoderLayer
     used = [
         {name for name in internals.TRANSFORMER_METHODS if name in inspect.getsource(kind.forward)} for kind in kinds

@@ -89,7 +89,7 @@ class GradientSync:
         self._after_backward: list[GradientBuckets] = []
         self._over_holders: list[GradientBuckets] = []
         self._float32: list[Float32Gradients] = []
-        self._optimizers: Sequence[Optimizer] = ()
+        self._optimizers: Callable[[], Sequence[Optimizer]] = tuple
         self.zero: ZeroParameters | NoZero = NoZero()
         try:
             self._attach()
@@ -100,7 +100,7 @@ class GradientSync:
     def _attach(self) -> None:
         """Make the buckets and groups for the tensors that this rank and other ranks hold."""
         mesh, self.zero = self._mesh, self._make_zero()
-        self.zero.follow(self._optimizers)
+        self.zero.follow(self._optimizers())
         parameters, self._buffers = self._map.parameters(), self._map.buffers()
         holders = sorted({each.ranks for each in (*parameters, *self._buffers) if len(each.ranks) > 1})
         # Each stage lacks gradients of parameters of several stages in every step.
@@ -129,10 +129,10 @@ class GradientSync:
         named = dict(self._map.module.named_parameters(remove_duplicate=False))
         self._make_buckets(named[name] for name in self._adds_up)
 
-    def follow(self, optimizers: Sequence[Optimizer]) -> None:
+    def follow(self, optimizers: Callable[[], Sequence[Optimizer]]) -> None:
         """Use the new values of parameters after a step of these optimizers, even in the middle of a training step."""
         self._optimizers = optimizers
-        self.zero.follow(optimizers)
+        self.zero.follow(optimizers())
 
     def local_parameters(self) -> list[Tensor]:
         """Return the parameters of this rank; both forms of parameters that replicas shard."""

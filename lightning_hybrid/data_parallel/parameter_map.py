@@ -62,9 +62,10 @@ class ParameterMap:
     def __init__(self, module: nn.Module, stage_map: StageMap, mesh: Mesh) -> None:
         self.module, self.mesh = module, mesh
         self._followers: list[Follower] = []
-        self._set_stage_map(stage_map)
+        self.assign(stage_map)
 
-    def _set_stage_map(self, stage_map: StageMap) -> None:
+    def assign(self, stage_map: StageMap) -> None:
+        """Set the stages of all tensors. Once a run follows the map, only :meth:`move` may change it."""
         self.stage_map = stage_map
         # Each checkpoint asks for all names.
         self._ranks_of: Callable[[str], frozenset[int]] = cache(stage_map.ranks_of)
@@ -159,7 +160,7 @@ class ParameterMap:
         for follower in self._followers:
             follower.release_parameters()
         moved = {name: frozenset(stages) for name, stages in outside.items()}
-        self._set_stage_map(replace(self.stage_map, outside={**self.stage_map.outside, **moved}))
+        self.assign(replace(self.stage_map, outside={**self.stage_map.outside, **moved}))
         placeholders = replace_with_placeholders(self.module, self.stage_map, self.mesh.pipeline_rank)
         for follower in self._followers:
             follower.take_parameters(placeholders)

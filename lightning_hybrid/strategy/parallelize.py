@@ -104,8 +104,8 @@ class ModuleParallelizer:
 
         Raises:
             ValueError: If the module has no body, if the body has fewer layers than the pipeline has stages, if layers
-                cannot be sharded as the plan requires, or if a tensor on the meta device cannot be initialized; on every
-                rank.
+                cannot be sharded as the plan requires, or if a tensor on the meta device cannot be initialized; on
+                every rank.
             TypeError: If the body cannot be split; on every rank.
         """
         if not self._settings.zero_stage and any(map(is_shard, self._module.parameters())):
@@ -304,7 +304,7 @@ class ModuleParallelizer:
         if self._mesh.sizes.tensor > 1:
             stage_map = layout.with_plan(self.stage_map, self.body, self.plan, self._module)
             places_outside = all(all_gather_values(stage_map.places_outside))
-            self._set_stage_map(replace(self.stage_map, places_outside=places_outside))
+            self.parameters.assign(replace(self.stage_map, places_outside=places_outside))
 
     def _find_plan(self, size: int) -> Plan:
         """Return the plan, equal on every rank. Only the first rank makes automatic plans, by trials of blocks."""
@@ -426,10 +426,7 @@ class ModuleParallelizer:
         if body.chain is None:
             self._check_units(body)
         self.body = body
-        self._set_stage_map(stage_map)
-
-    def _set_stage_map(self, stage_map: StageMap) -> None:
-        self.parameters = ParameterMap(self._module, stage_map, self._mesh)
+        self.parameters.assign(stage_map)
 
     @property
     def opens_chain(self) -> bool:

@@ -441,6 +441,7 @@ class Run:
         outside = parallelizer.find_outside(used)
         if not outside:
             return
+        self._attached.checkpointer.finish()  # sockets of an upload must not be taken for sockets of process groups
         with self._world.connections.opened():
             parallelizer.parameters.move(outside)
         rank_zero_info(placed_text(outside))
@@ -511,7 +512,7 @@ class Run:
         world, module, undo = self._world, self._attached.module, self._installed
         self.is_installed = True
         undo.enter_context(lines_beside_bars(world.mesh))
-        self.grad_sync.follow(trainer.strategy.optimizers)
+        self.grad_sync.follow(lambda: trainer.strategy.optimizers)
         estimate = partial(self._attached.parallelizer.estimate_memory, trainer.strategy.optimizers)
         add_callbacks(trainer, world.resume, MemoryReport(estimate, memory_table, world.mesh))
         desync = self.context.desync if self.context else StepDesync(module, world.mesh, world.desync, refusing)

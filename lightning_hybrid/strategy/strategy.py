@@ -570,9 +570,11 @@ class HybridStrategy(ReplicaCollectives):
                 self._global_batch.restore()
                 self._global_batch = None
             self._attached.detach()
-            self._world.close(trainer)
-            if self._run is not None:
-                self._run.remove()
+            try:
+                self._world.close(trainer)
+            finally:
+                if self._run is not None:
+                    self._run.remove()
             self._attached.master_weights.remove()
             self._attached.close()
         module = self._lightning_module

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from lightning_hybrid.distributed.dtensor import all_gather_zero, copy_attributes, from_shard, put_local, to_local
+from lightning_hybrid.torch_internals import FLAT_WEIGHTS
 
 Owner = tuple[nn.Module, str]
 """The module in which a parameter is registered, and the name of the parameter in this module."""
@@ -104,7 +105,7 @@ def find_owners(module: nn.Module) -> dict[int, list[Owner]]:
 def set_parameter(parameter: nn.Parameter, owners: Iterable[Owner]) -> None:
     """Register a parameter in these modules, under these names."""
     for part, name in owners:
-        if isinstance(part, nn.RNNBase):  # it also keeps its parameters in a list
+        if hasattr(part, FLAT_WEIGHTS):  # a recurrent layer, whose `__setattr__` updates its list of parameters
             setattr(part, name, parameter)
         else:
             part._parameters[name] = parameter
