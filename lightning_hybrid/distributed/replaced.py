@@ -193,7 +193,7 @@ def replaced_forwards(
     """Replace the `forward` of each module while entered.
 
     On exit, names, copies and pickles of the modules are as before. A replacement that is entered later is called
-    first::
+    first, and ``tests/strategy/test_forward_order.py`` tests this order::
 
         pipeline split --> sequence split        --> recomputation --> region of a layer     --> class of the layer
                            (context parallelism)                       (context parallelism)     (tensor parallelism)
