@@ -25,11 +25,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._C import DisableTorchFunction, DisableTorchFunctionSubclass
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-__all__ = ["DisableTorchFunction", "DisableTorchFunctionSubclass"]  # used in torch's guide to subclasses of `Tensor`
+__all__ = [
+    "DisableTorchFunction",  # torch's guide to subclasses of `Tensor` uses it
+    "DisableTorchFunctionSubclass",  # the same
+    "FakeTensor",  # a tensor without values; the public `torch.export` traces only whole programs
+    "FakeTensorMode",  # the mode that creates such tensors
+]
 
 
 def _find(module: str, name: str, default: Any = None) -> Any:
@@ -128,9 +134,6 @@ PARAMETER_MARK = "_is_param"
 make_wrapper: Any = Tensor._make_wrapper_subclass
 #: Norms of many tensors in one kernel, in a chosen dtype; `nn.utils.get_total_norm` has no choice of the dtype.
 foreach_norm: Any = getattr(torch, "_foreach_norm", None)
-#: Tensors without values, and the mode that creates them. The public `torch.export` traces only whole programs.
-FakeTensor: Any = _find("torch._subclasses.fake_tensor", "FakeTensor")
-FakeTensorMode: Any = _find("torch._subclasses.fake_tensor", "FakeTensorMode")
 #: The logger to which torch writes if an operator does not support such tensors. The operator also raises an error.
 FAKE_TENSOR_LOGGER = "torch._subclasses.fake_tensor"
 

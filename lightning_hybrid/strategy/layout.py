@@ -20,7 +20,6 @@ from lightning_hybrid.distributed.arrangement import arrange
 from lightning_hybrid.distributed.dtensor import is_tensor_parallel
 from lightning_hybrid.memory.activation_checkpoint.policy import chosen_layers, is_by_name
 from lightning_hybrid.pipeline_parallel.body import Body, find_body
-from lightning_hybrid.pipeline_parallel.frame.fake_tensors import FakeMode
 from lightning_hybrid.pipeline_parallel.links.step_schedules import find_placement, find_schedule
 from lightning_hybrid.pipeline_parallel.partition import STAGE_MARK, numbered, partition
 from lightning_hybrid.pipeline_parallel.schedules import Placement
@@ -81,7 +80,7 @@ def describe(module: LightningModule, settings: Settings, sizes: Sizes, hosts: S
         ValueError, TypeError: The same errors as at the start of training.
     """
     body, stage_map = _find_stages_if_any(module, settings, sizes.pipeline)
-    plan = None if sizes.tensor == 1 else find_plan(module, settings, sizes.tensor, body)
+    plan = None if sizes.tensor == 1 else find_plan(module, settings, sizes.tensor)
     text = stages_text(module, settings, sizes, body, with_plan(stage_map, body, plan, module), hosts=hosts)
     return text if plan is None else f"{text}\n{plan_table(plan, module)}"
 
@@ -100,7 +99,7 @@ def outline(module: LightningModule, settings: Settings, sizes: Sizes, num_nodes
     """
     body, stage_map = _find_stages_if_any(module, settings, sizes.pipeline)
     schedule = find_schedule(settings, sizes.pipeline, settings.num_microbatches)
-    plan = None if sizes.tensor == 1 else find_plan(module, settings, sizes.tensor, body)
+    plan = None if sizes.tensor == 1 else find_plan(module, settings, sizes.tensor)
     expected = expect_outside(module, with_plan(stage_map, body, plan, module))
     stages = [] if body is None else stage_rows(module, body.layers, expected)
     held = ranks_of_stages(sizes, settings.axis_order)
@@ -257,7 +256,7 @@ def _traces_chain(module: nn.Module, settings: Settings, stage_map: StageMap) ->
 
     They are traced if the chain has parameters around it, and if one trace is valid for all steps.
     """
-    if settings.dynamic_shapes or not stage_map.body or FakeMode is None:
+    if settings.dynamic_shapes or not stage_map.body:
         return False
     return any(stage_map.is_outside(name) for name, _ in module.named_parameters())
 
@@ -405,14 +404,14 @@ def requested_plan(module: LightningModule, settings: Settings) -> UserPlan | st
     return found
 
 
-def find_plan(module: LightningModule, settings: Settings, size: int, body: Body | None) -> Plan:
+def find_plan(module: LightningModule, settings: Settings, size: int) -> Plan:
     """Return the tensor-parallel plan for `size` ranks.
 
     Raises:
-        ValueError: If layers cannot be sharded as the user requests, or not together with this body.
+        ValueError: If layers cannot be sharded as the user requests.
     """
     requested = requested_plan(module, settings)
-    plan = make_plan(
+    return make_plan(
         module,
         requested,
         size,
@@ -420,19 +419,6 @@ def find_plan(module: LightningModule, settings: Settings, size: int, body: Body
         arrangement=arrange(settings.tensor_parallel_mode, size, settings.tensor_parallel_depth),
         axes=stage_axes(settings.axis_order),
     )
-    if body is not None:
-        check_plan(plan, module, body)
-    return plan
-
-
-def check_plan(plan: Plan, module: LightningModule, body: Body) -> None:
-    """Check that a plan can be combined with a body.
-
-    Raises:
-        ValueError: If they cannot be combined.
-    """
-    if body.chain is None:
-        _check_plan(plan, module, body, _tensor_parallel(module))
 
 
 def with_plan(stage_map: StageMap, body: Body | None, plan: Plan | None, module: LightningModule) -> StageMap:
@@ -443,8 +429,14 @@ def with_plan(stage_map: StageMap, body: Body | None, plan: Plan | None, module:
         body: The body; ``None`` with one stage.
         plan: The tensor-parallel plan; ``None`` without tensor parallelism.
         module: The user's module.
+
+    Raises:
+        ValueError: If the plan cannot be combined with the body.
     """
-    if body is None or body.chain is None or plan is None:
+    if body is None or plan is None:
+        return stage_map
+    if body.chain is None:
+        _check_units(plan, module, body)
         return stage_map
     divided = _tensor_parallel(module)
     inside = all(name.startswith(f"{body.name}.") for name in (*divided, *(row.name for row in plan.rows)))
@@ -459,10 +451,8 @@ def fits_units(plan: Plan, module: LightningModule, body: Body) -> bool:
         module: The user's module.
         body: The body.
     """
-    rows = tuple(f"{row.name}." for row in plan.rows)
-    divided = [name for name in _tensor_parallel(module) if not name.startswith(rows)]  # the plan may have been applied
     try:
-        _check_plan(plan, module, body, divided)
+        _check_units(plan, module, body)
     except ValueError:
         return False
     return True
@@ -472,8 +462,10 @@ def _tensor_parallel(module: nn.Module) -> list[str]:
     return [name for name, parameter in module.named_parameters() if is_tensor_parallel(parameter)]
 
 
-def _check_plan(plan: Plan, module: LightningModule, body: Body, divided: Sequence[str]) -> None:
+def _check_units(plan: Plan, module: LightningModule, body: Body) -> None:
     """Check that each layer returns the same in a trace, where layers run without the other ranks, as in a step."""
+    rows = tuple(f"{row.name}." for row in plan.rows)
+    divided = [name for name in _tensor_parallel(module) if not name.startswith(rows)]  # the plan may have been applied
     text = f"tensor_parallel_size={plan.size} cannot be combined with a pipeline for {type(module).__name__},"
     text += f" whose layers in {body.name!r} are called by your own code: "
     if plan.torch_styles or divided:

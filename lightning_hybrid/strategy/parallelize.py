@@ -30,7 +30,6 @@ from lightning_hybrid.memory.activation_checkpoint.checkpoint import ActivationC
 from lightning_hybrid.memory.estimate import MemoryEstimator
 from lightning_hybrid.memory.offload import Offload
 from lightning_hybrid.pipeline_parallel.body import Body, BodyCallError, layer_call_text
-from lightning_hybrid.pipeline_parallel.frame.fake_tensors import FakeMode
 from lightning_hybrid.pipeline_parallel.links.step_schedules import find_placement
 from lightning_hybrid.pipeline_parallel.placeholders import is_placeholder, refuse_call, replace_with_placeholders
 from lightning_hybrid.pipeline_parallel.stage_map import StageMap
@@ -302,7 +301,7 @@ class ModuleParallelizer:
     def _agree_on_tracing(self) -> None:
         """Agree on all ranks if steps are traced: not if a chain has tensor-parallel layers outside of it."""
         if self._mesh.sizes.tensor > 1:
-            stage_map = layout.with_plan(self.stage_map, self.body, self.plan, self._module)
+            stage_map = agree(lambda: layout.with_plan(self.stage_map, self.body, self.plan, self._module))
             places_outside = all(all_gather_values(stage_map.places_outside))
             self.parameters.assign(replace(self.stage_map, places_outside=places_outside))
 
@@ -312,7 +311,7 @@ class ModuleParallelizer:
         check_equal(plan_texts(requested), "Use the same tensor_parallel_plan on every rank.")
         is_auto = requested == "auto"
         is_found_here = not is_auto or dist.get_rank() == 0
-        plan = agree(lambda: layout.find_plan(self._module, self._settings, size, self.body) if is_found_here else None)
+        plan = agree(lambda: layout.find_plan(self._module, self._settings, size) if is_found_here else None)
         found: list[Any] = [plan]
         if is_auto:
             dist.broadcast_object_list(found, src=0)
@@ -423,27 +422,15 @@ class ModuleParallelizer:
                 " the rank that needs it now. After the earlier run, call `trainer.strategy.gather_module()` to gather"
                 " the module. [LH318]"
             )
-        if body.chain is None:
-            self._check_units(body)
         self.body = body
         self.parameters.assign(stage_map)
 
     @property
-    def opens_chain(self) -> bool:
-        """Return True if the layers of a chain may be used as units, for a step that needs this."""
-        body = self.body
-        if body is None or body.chain is None or FakeMode is None:
+    def fits_units(self) -> bool:
+        """Return True if the layers of the body can be units that any code calls; False without a body."""
+        if self.body is None:
             return False
-        return self.plan is None or layout.fits_units(self.plan, self._module, body)
-
-    def _check_units(self, body: Body) -> None:
-        """Check that torch supports the tracing of layers that any code may call."""
-        if FakeMode is None:
-            raise ValueError(
-                f"Your own code calls the layers {body.name!r}, so the strategy must trace them with fake tensors,"
-                f" which torch {torch.__version__} does not support. Put the layers into one `nn.Sequential`, or"
-                " install torch 2.11 or later. [LH135]"
-            )
+        return self.plan is None or layout.fits_units(self.plan, self._module, self.body)
 
     def text(self) -> str:
         """Return the layout and the table of stages."""

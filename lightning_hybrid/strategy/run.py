@@ -203,14 +203,12 @@ class AttachedModule:
     Attributes:
         module: The module.
         parallelizer: Parallelizes the module.
-        is_cut: True if steps are split into stages or microbatches.
         checkpointer: Saves and loads the module as it is sharded now.
         master_weights: The float32 master weights during a run with half-precision parameters, if the run uses them.
     """
 
     def __init__(self, world: World, module: LightningModule, started: WeakSet[LightningModule]) -> None:
         self.module, self._started = module, started
-        self.is_cut = is_cut(world.config, world.sizes, module)
         self.parallelizer = self._new_parallelizer(world)
         if module.trainer.ckpt_path is None and module not in started:  # resumed or trained weights are kept
             self.parallelizer.source = world.config.initial_weights
@@ -389,7 +387,7 @@ class Run:
 
     def _make_steps(self, around_forwards: Callable[[], AbstractContextManager[None]], *, autocasts: bool) -> None:
         world, module, config = self._world, self._attached.module, self._world.config
-        if not self._attached.is_cut:
+        if not is_cut(config, world.sizes, module):
             self.training_step = UncutTrainingStep(
                 module, self.grad_sync, world.mesh, world.device, config, around_forwards
             )
@@ -415,7 +413,7 @@ class Run:
             self.grad_sync,
             num_microbatches=config.num_microbatches,
             frees_early=config.zero_stage == 3 and config.frees_early,
-            can_open=self._attached.parallelizer.opens_chain,
+            can_open=self._attached.parallelizer.fits_units,
         )
         if module.automatic_optimization:
             self.training_step = TrainingStep(
@@ -427,7 +425,10 @@ class Run:
             )
         else:
             self.training_step = ManualTrainingStep(self.context, self.grad_sync)
-        self.evaluation_step = EvaluationStep(self.context, self.grad_sync)
+        is_alone = world.mesh.model_group.size() == 1
+        self.evaluation_step = (
+            UncutEvaluationStep(module, self.grad_sync) if is_alone else EvaluationStep(self.context, self.grad_sync)
+        )
 
     def _followers(self) -> list[Follower]:
         """Return the parts of the run that depend on the places of parameters, in the order of their updates."""

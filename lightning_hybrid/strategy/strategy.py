@@ -384,14 +384,23 @@ class HybridStrategy(ReplicaCollectives):
     @override
     def connect(self, model: LightningModule) -> None:
         """Connect the user's module to the strategy."""
-        self._check_module(model)
+        super().connect(model)
+        self._check_module()
         if self.settings.master_weights:
             check_master_weights(self.precision_plugin)
-        super().connect(model)
 
-    def _check_module(self, module: LightningModule) -> None:
-        given = self.settings, self.sizes, module
-        checks.check_module(module, cut=is_cut(*given), runs_backward=runs_backward(*given))
+    @property
+    def _runs_steps(self) -> bool:
+        """Return True if this strategy runs the steps of the module, and not the Trainer."""
+        return is_cut(self.settings, self.sizes, self._module)
+
+    @property
+    def _runs_backward(self) -> bool:
+        """Return True if this strategy calls backward."""
+        return runs_backward(self.settings, self.sizes, self._module)
+
+    def _check_module(self) -> None:
+        checks.check_module(self._module, cut=self._runs_steps, runs_backward=self._runs_backward)
 
     @override
     def setup_environment(self) -> None:
@@ -447,7 +456,7 @@ class HybridStrategy(ReplicaCollectives):
         if self.settings.auto_microbatches:
             changed = {"num_microbatches": usual_microbatches(self.sizes.pipeline)} | changed
         self.settings = self.settings.changed(changed)
-        self._check_module(self._module)
+        self._check_module()
 
     def _watch_start(self, stores: Stores) -> None:
         rank, size = self.global_rank, self.world_size
@@ -600,7 +609,7 @@ class HybridStrategy(ReplicaCollectives):
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Move a batch to the device. Transfer hooks draw the same random numbers on all ranks of a model group."""
         moves = self.run.moves_batches
-        if self.attached.is_cut and self.root_device.type == "cuda":
+        if self.run.context is not None and self.root_device.type == "cuda":
             batch = pinned(batch)  # received batches are already pinned, and loaded batches may be
         if self._module.trainer.training and not moves:
             return batch
@@ -733,11 +742,10 @@ class HybridStrategy(ReplicaCollectives):
             with masters.opened():  # some optimizers create their states at once
                 super().setup_optimizers(trainer)
         except RuntimeError as error:
-            backward = runs_backward(self.settings, self.sizes, self._module)
-            if backward and lightning_internals.is_about_several_optimizers(error):
+            if self._runs_backward and lightning_internals.is_about_several_optimizers(error):
                 raise ValueError(checks.SEVERAL_OPTIMIZERS) from None
             raise
-        checks.check_optimizers(self.optimizers, self._module, cut=self.attached.is_cut)
+        checks.check_optimizers(self.optimizers, self._module, cut=self._runs_steps)
         for optimizer in self.optimizers:
             check_optimizer(self.precision_plugin, optimizer)
             self.attached.checkpointer.optimizers.drop_placeholders(optimizer)

@@ -21,7 +21,7 @@ _STEPS = {"validation_step": 1, "test_step": 2, "predict_step": 3}
 
 
 class UncutEvaluationStep:
-    """Runs the user's step as it is, for a model with one stage and without tensor or context parallelism.
+    """Runs the user's step as it is, in a model group of one rank.
 
     Args:
         module: The user's module.
@@ -71,9 +71,6 @@ class EvaluationStep:
         context, user_step = self._context, getattr(self._context.module, name)
         coordinates = _STEPS[name], context.streams.next_number("evaluation batches")
         with self._grad_sync.step(evaluates=True):
-            if context.program.is_plain:
-                with precision():
-                    return user_step(*arguments)
             # Computed before the user's code runs, which may remove something from the batch.
             version, shapes = (coordinates[0], context.version(gradients=False)), signature(arguments)
             call = StepCall(user_step, arguments[0], arguments[1:], coordinates, (version, shapes))

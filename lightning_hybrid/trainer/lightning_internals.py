@@ -188,6 +188,7 @@ def results_through(trainer: Trainer | None, record: Callable[..., None]) -> Ite
     def log(fx: str, name: str, value: Any, **arguments: Any) -> None:
         record(partial(write, fx), name, value, **arguments)
 
+    # An assignment, not `replaced_entries`: this is entered in every step.
     vars(results)["log"] = log
     try:
         yield

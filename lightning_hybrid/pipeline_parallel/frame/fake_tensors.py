@@ -32,31 +32,27 @@ class AbsentValueError(WrongUseError):
     """The values of a tensor are used on a rank that does not have them."""
 
 
-if FakeTensorMode is None:  # only an `nn.Sequential` that is called as a whole can be split
-    FakeMode: Any = None
-else:
+class FakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
+    """A mode for fake tensors. No operator can use these tensors after the step has been traced.
 
-    class FakeMode(FakeTensorMode):  # type: ignore[no-redef, misc]
-        """A mode for fake tensors. No operator can use these tensors after the step has been traced.
+    Attributes:
+        is_over: True after the step has been traced.
+    """
 
-        Attributes:
-            is_over: True after the step has been traced.
+    is_over = False
+
+    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operator on tensors, at least one of which is fake.
+
+        Raises:
+            AbsentValueError: If the trace is over.
         """
-
-        is_over = False
-
-        def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            """Run an operator on tensors, at least one of which is fake.
-
-            Raises:
-                AbsentValueError: If the trace is over.
-            """
-            if self.is_over:
-                raise AbsentValueError(absent_text(f"`{func.overloadpacket.__name__}` at {users_line()}"))
-            return super().dispatch(func, types, args, kwargs)
+        if self.is_over:
+            raise AbsentValueError(absent_text(f"`{func.overloadpacket.__name__}` at {users_line()}"))
+        return super().dispatch(func, types, args, kwargs)
 
 
-def fake_mode() -> Any:
+def fake_mode() -> FakeMode:
     """Return a mode for fake tensors, in which operators also accept tensors with values."""
     return FakeMode(allow_non_fake_inputs=True)
 
@@ -93,7 +89,7 @@ def fake_like(mode: Any, tensor: Tensor, device: torch.device) -> Tensor:
         device: The device that the fake tensor reports.
     """
     empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-    return FakeTensor(mode, empty, device)  # type: ignore[no-any-return]
+    return FakeTensor(mode, empty, device)
 
 
 def as_parameter(fake: Tensor, *, requires_grad: bool) -> nn.Parameter:

@@ -47,7 +47,8 @@ class ChainProgram(StepProgram):
 
     Args:
         context: The state that steps share.
-        body: The chain.
+        body: The layers of the chain.
+        chain: The chain.
         grad_sync: Has the parameters that ZeRO shards.
         num_microbatches: The requested number of microbatches of an evaluation step.
         frees_early: True if the full parameters of a layer are freed after each call.
@@ -58,6 +59,7 @@ class ChainProgram(StepProgram):
         self,
         context: StepContext,
         body: Body,
+        chain: nn.Sequential,
         grad_sync: GradientSync,
         *,
         num_microbatches: int,
@@ -65,11 +67,10 @@ class ChainProgram(StepProgram):
         can_open: bool,
     ) -> None:
         self._context = context
-        assert body.chain is not None
-        self._body, self._chain, self._grad_sync = body, body.chain, grad_sync
+        self._body, self._chain, self._grad_sync = body, chain, grad_sync
         self._num_microbatches, self._frees_early = num_microbatches, frees_early
         stage_map = context.parameter_map.stage_map
-        self._cut = BodyCut(body.name, body.chain, body.lists)
+        self._cut = BodyCut(body.name, chain, body.lists)
         self.places_parameters = stage_map.places_outside
         # A chain that the user has named is opened only for a step that writes parameters (of a teacher, for example).
         self._can_open, self._opens_for_calls = can_open, can_open and body.is_found
@@ -81,7 +82,7 @@ class ChainProgram(StepProgram):
         self._find_code_before()
         if self.places_parameters and not stage_map.outside and (context.is_first or context.is_last):
             self._tracer = make_chain_use(
-                context.module, body, stage_map, context.device, around_discovery=context.around_discovery
+                context.module, chain, stage_map, context.device, around_discovery=context.around_discovery
             )
         self._counts: dict[Hashable, tuple[int, ...]] = {}  # the number of samples of each microbatch in evaluation
 
@@ -294,19 +295,19 @@ def _unchanged(x: Any) -> Any:
 
 
 def make_chain_use(
-    module: nn.Module, body: Body, stage_map: StageMap, device: torch.device, **arguments: Any
+    module: nn.Module, chain: nn.Sequential, stage_map: StageMap, device: torch.device, **arguments: Any
 ) -> ChainUse:
     """Return the tracer of the parameters that a step uses around a chain.
 
     Args:
         module: The user's module.
-        body: The chain.
+        chain: The chain.
         stage_map: The stages of the module's tensors.
         device: The device of this rank.
         arguments: Other arguments of :class:`ChainUse`.
     """
-    assert body.chain is not None
+    assert stage_map.body is not None
     names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
     holders = {name: stage_map.stages_of(name) for name in names if stage_map.is_outside(name)}
     stages = len(stage_map.stages)
-    return ChainUse(module, body.name, body.chain, stages, device, holders=holders, remembers=False, **arguments)
+    return ChainUse(module, stage_map.body, chain, stages, device, holders=holders, remembers=False, **arguments)

@@ -41,21 +41,22 @@ def make_program(
     """
     if body is None:
         return WholeProgram(context)
-    if body.chain is None:
-        return FrameProgram(
+    if body.chain is not None:
+        return ChainProgram(
             context,
             body,
+            body.chain,
             grad_sync,
+            num_microbatches=num_microbatches,
             frees_early=frees_early,
-            places_parameters=context.parameter_map.stage_map.places_outside,
+            can_open=can_open,
         )
-    return ChainProgram(
+    return FrameProgram(
         context,
         body,
         grad_sync,
-        num_microbatches=num_microbatches,
         frees_early=frees_early,
-        can_open=can_open,
+        places_parameters=context.parameter_map.stage_map.places_outside,
     )
 
 
@@ -82,7 +83,7 @@ def find_uses(
     """
     host, seed = torch.device("cpu"), lambda number: None
     if body.chain is not None:
-        tracer = make_chain_use(module, body, stage_map, host, around_discovery=around_discovery)
+        tracer = make_chain_use(module, body.chain, stage_map, host, around_discovery=around_discovery)
         return stages_by_parameter([tracer.find(step, arguments, seed)])
     frame = make_frame(module, body, stage_map, host, remembers=False, around_discovery=around_discovery)
     with frame():

@@ -235,11 +235,6 @@ class StepProgram(ABC):
             trial: Runs the part of the last stage.
         """
 
-    @property
-    def is_plain(self) -> bool:
-        """Return True if an evaluation step runs as it is, without any preparation."""
-        return False
-
     # -- steps in lockstep -------------------------------------------------------------------------------------------
 
     def may_run_again(self, call: StepCall) -> bool:

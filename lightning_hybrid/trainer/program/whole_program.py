@@ -20,11 +20,6 @@ class WholeProgram(StepProgram):
     def __init__(self, context: StepContext) -> None:
         self._context = context
 
-    @property
-    def is_plain(self) -> bool:
-        """Return True if an evaluation step runs as it is, because the model group has no other rank."""
-        return self._context.mesh.model_group.size() == 1
-
     def forward(self, stage: int, call: StepCall, inputs: Any, part: StepPart | None) -> Callable[[], Any]:
         """Prepare the forward; see :meth:`StepProgram.forward`."""
         return partial(call.step, *self._context.enter_user_code(call, keep=True))

@@ -33,7 +33,7 @@ from lightning_hybrid.memory.estimate import MemoryEstimator
 from lightning_hybrid.pipeline_parallel.batch_norm import batch_norms, limit_microbatches
 from lightning_hybrid.pipeline_parallel.body import Body
 from lightning_hybrid.pipeline_parallel.frame.alike import first_alike
-from lightning_hybrid.pipeline_parallel.frame.fake_tensors import FakeMode, fake_mode, with_single_numbers
+from lightning_hybrid.pipeline_parallel.frame.fake_tensors import fake_mode, with_single_numbers
 from lightning_hybrid.pipeline_parallel.links.step_schedules import find_schedule
 from lightning_hybrid.pipeline_parallel.splitting.microbatch import find_batch_size, split_into
 from lightning_hybrid.pipeline_parallel.stage_map import StageMap
@@ -164,8 +164,6 @@ def run_first_step(
             " [LH131]"
         )
 
-    if FakeMode is None:  # the step runs with values
-        return attempt(ExitStack())
     making = ExitStack()
     registered = making.enter_context(parameters_without_memory())
     try:
@@ -213,7 +211,7 @@ class DryRunStrategy(SingleDeviceStrategy):
     def __init__(self, config: Settings, sizes: Sizes, *, making: ExitStack) -> None:
         super().__init__(device="cpu")
         self._config, self.sizes, self._making = config, sizes, making
-        self._mode = None if FakeMode is None else fake_mode()
+        self._mode = fake_mode()
         self._plan_table = self.layout = ""
         self.memory: list[MemoryUsage] = []
         self._tried: dict[Hashable, Places] = {}
@@ -258,7 +256,7 @@ class DryRunStrategy(SingleDeviceStrategy):
         # Before there are fake tensors, because the plan tries layers with values, and a mesh reads values of tensors.
         plan = self._find_plan() if self.sizes.tensor > 1 else None
         tensor_ranks = None if plan is None else self._tensor_ranks(plan)
-        with nullcontext() if self._has_values else self._without_memory():
+        with nullcontext() if self._has_values else self._mode:
             if not self._has_values:
                 _replace_meta_tensors(module)
             if plan is not None and tensor_ranks is not None:
@@ -270,7 +268,7 @@ class DryRunStrategy(SingleDeviceStrategy):
 
     def _find_plan(self) -> Plan:
         """Return the tensor-parallel plan."""
-        return layout.find_plan(self._module, self._config, self.sizes.tensor, self._body)
+        return layout.find_plan(self._module, self._config, self.sizes.tensor)
 
     def _tensor_ranks(self, plan: Plan) -> tuple[DeviceMesh, TensorGroup]:
         """Return the tensor-parallel ranks as a mesh and as a group. Their numbers do not matter in a dry run."""
@@ -282,15 +280,6 @@ class DryRunStrategy(SingleDeviceStrategy):
         shape, names = (self.num_ranks // arrangement.size, *axes.values()), ("replicas", *axes)
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)[tuple(axes)]
         return mesh, plan.mode.make_group(line.get_group(), along)
-
-    def _without_memory(self) -> AbstractContextManager[Any]:
-        if self._mode is None:
-            raise ValueError(
-                f"torch {torch.__version__} cannot run a module whose parameters have no values. Create the parameters"
-                " in `__init__`. [LH135]"
-            )
-        mode: AbstractContextManager[Any] = self._mode
-        return mode
 
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Run one microbatch, and estimate the memory of each pipeline rank.
@@ -414,19 +403,18 @@ class DryRunStrategy(SingleDeviceStrategy):
         """
         module = self._module
         run = partial(self._measure, microbatch, args, config, body, stage_map, around)
-        if self._mode is not None:
-            with suppress(Exception):  # if layers cannot be repeated, all of them run
-                return run(self._mode, repeats=True)
-            try:
-                return run(self._mode)
-            except WrongUseError:  # values make no difference
-                raise
-            except Exception as error:
-                if not self._has_values:
-                    raise ValueError(
-                        f"The training step of {type(module).__name__} cannot run without parameter values."
-                        f" Create the parameters in `__init__`. {without_code(error)} [LH130]"
-                    ) from error
+        with suppress(Exception):  # if layers cannot be repeated, all of them run
+            return run(self._mode, repeats=True)
+        try:
+            return run(self._mode)
+        except WrongUseError:  # values make no difference
+            raise
+        except Exception as error:
+            if not self._has_values:
+                raise ValueError(
+                    f"The training step of {type(module).__name__} cannot run without parameter values."
+                    f" Create the parameters in `__init__`. {without_code(error)} [LH130]"
+                ) from error
         return run(nullcontext())
 
     def _measure(

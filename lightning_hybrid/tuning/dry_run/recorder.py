@@ -93,11 +93,10 @@ class Recorder(DryRunStrategy):
         """Assign layers to stages before the layers are sharded, because stages are found in the full module."""
         self._making.close()
         module, config, sizes = self._module, self._config, self.sizes
-        self._plan = layouts.find_plan(module, config, sizes.tensor, None) if sizes.tensor > 1 else None
+        self._plan = layouts.find_plan(module, config, sizes.tensor) if sizes.tensor > 1 else None
         self.record = Record(0.0 if self._plan is None else divided_share(self._plan, module))
         if self._plan is not None and not self.record.divided_share:  # then, no layout uses the record
             raise StopAfterFirstStepError
-        self._planned: set[tuple[str, ...]] = set()  # layers that the plan can shard
         self._bodies: dict[int, Body] = {}
         self._cuts: dict[tuple[int, int], _Cut | str] = {}
         numbers = [
@@ -118,9 +117,6 @@ class Recorder(DryRunStrategy):
                 body, stage_map = layouts.find_stages(
                     module, config, pipeline, self._layers(pipeline * config.num_chunks)
                 )
-                if plan is not None and body.names not in self._planned:
-                    layouts.check_plan(plan, module, body)
-                    self._planned.add(body.names)
                 return _Cut(body, layouts.expect_outside(module, layouts.with_plan(stage_map, body, plan, module)))
         except (ValueError, TypeError) as error:
             return str(error)
