@@ -1,4 +1,4 @@
-"""Sharded parameters (DTensors) as one rank sees them: its shard, and the gradient of its shard."""
+"""Functions for sharded parameters (DTensors): a rank's shard, its gradient, the full tensor, and fixes of torch."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ REPLICAS = "data_parallel"  # the mesh axis of the replicas, last in each mesh o
 def copy_attributes(old: Tensor, new: Tensor) -> None:
     """Copy the attributes of a tensor to the tensor that replaces it.
 
-    These attributes are set by the user, such as `no_weight_decay`, by which parameter groups of optimizers are chosen.
+    Users set them to choose the parameter groups of an optimizer, for example `no_weight_decay`.
     torch's own mark of a parameter is not copied, because the new tensor need not be a parameter.
     """
     vars(new).update({name: value for name, value in vars(old).items() if name != PARAMETER_MARK})
@@ -46,10 +46,10 @@ def copy_attributes(old: Tensor, new: Tensor) -> None:
 
 @contextmanager
 def moving(module: nn.Module | None) -> Iterator[None]:
-    """Keep the attributes of sharded parameters while their module is moved to a device, and detach their gradients.
+    """Keep the attributes of sharded parameters while their module is moved or converted, and detach their gradients.
 
-    When torch moves a DTensor, it loses attributes such as `no_weight_decay`. torch also cannot replace a gradient that
-    is part of a graph. A gradient is part of a graph if a hook has scaled it by the norm of its parameter.
+    When torch moves a DTensor, or changes its dtype, it loses attributes such as `no_weight_decay`. torch also fails to
+    replace a gradient that has a `grad_fn`, for example after a hook has multiplied it by the norm of its parameter.
 
     Args:
         module: The module; with ``None``, nothing is done.
@@ -70,7 +70,7 @@ def is_sharded(tensor: object) -> bool:
 
 
 def is_in_blocks(tensor: object) -> bool:
-    """Return True if each rank holds a part of every block of this tensor, such as a packed projection."""
+    """Return True if this tensor consists of blocks, such as a packed QKV weight, and each rank has a part of each."""
     return isinstance(tensor, DTensor) and _in_blocks(tensor.placements)
 
 
@@ -79,7 +79,7 @@ def _in_blocks(placements: Sequence[Placement]) -> bool:
 
 
 def is_zero_sharded(tensor: object) -> bool:
-    """Return True if replicas hold different parts of this tensor."""
+    """Return True if the mesh of this tensor includes the replicas (ZeRO)."""
     return isinstance(tensor, DTensor) and (tensor.device_mesh.mesh_dim_names or ("",))[-1] == REPLICAS
 
 
@@ -112,7 +112,7 @@ def to_local(tensor: Tensor) -> Tensor:
 
 
 def uncompiled(function: _F) -> _F:
-    """Return a function that a compiled layer (`layer.compile()`) calls uncompiled, between its compiled parts.
+    """Return a function at which a compiled layer (`layer.compile()`) has a graph break, so that it runs uncompiled.
 
     Functions that use DTensor parameters need this. dynamo cannot read a DTensor in blocks. For other DTensors it keeps
     references, because of which the module can no longer be moved.
@@ -122,7 +122,7 @@ def uncompiled(function: _F) -> _F:
 
 
 def shard_of(parameter: Any) -> Any:
-    """Return this rank's shard of a parameter, in the graph. Return ``None`` and plain tensors unchanged.
+    """Return this rank's shard of a parameter, differentiably. Return ``None`` and plain tensors unchanged.
 
     The result is the same as `parameter.to_local()`. But `to_local` determines the placements of the parameter, and of
     each gradient, at every call, which takes as long as a small layer.
@@ -152,7 +152,7 @@ def _from_local(local: Tensor, spec: Any) -> DTensor:
 
 
 def _is_direct(parameter: DTensor) -> bool:
-    """Return True if this version of torch can make a DTensor from its private parts. The first call tries it."""
+    """Return True if this version of torch can make a DTensor from a shard and a spec. Only the first call tries it."""
     if not _DIRECT:
         try:
             made = _from_local(dtensor_shard(parameter).detach(), dtensor_spec(parameter))
@@ -167,10 +167,10 @@ _DIRECT: list[bool] = []  # the result of the first call of :func:`_is_direct`
 
 @contextmanager
 def whole_numbers() -> Iterator[None]:
-    """Read numbers over all ranks of a DTensor while entered, for example in `float(p.norm())`.
+    """Make `float(x)` and `x.item()` of a DTensor return its full value while entered, for example of `p.norm()`.
 
-    torch itself reads only this rank's part of a sum. All ranks of the tensor must read the number. If this version of
-    torch stores its handlers elsewhere, numbers are read as torch does.
+    torch itself reads only this rank's part of a sum. Reading is a collective of all ranks of the tensor. If this
+    version of torch stores its handlers elsewhere, its own reading remains.
 
     Raises:
         WrongUseError: If an array or a list is made from a sharded DTensor.
@@ -193,7 +193,7 @@ def whole_numbers() -> Iterator[None]:
 
 @contextmanager
 def keeping_blocks() -> Iterator[None]:
-    """Prevent torch from redistributing blocks of a packed projection over three mesh axes while entered.
+    """Prevent torch from redistributing a packed projection whose mesh has three or more axes, while entered.
 
     Before the first operation of a kind, torch compares the costs of all placements to which it could redistribute the
     operands. For such blocks the comparison takes a minute.
@@ -230,7 +230,7 @@ def give_gradient(parameter: Tensor, gradient: Tensor) -> None:
 
 
 def local_view(parameter: Tensor) -> Tensor:
-    """Return a plain tensor that shares its memory, and the memory of its gradient, with this rank's shard."""
+    """Return a plain tensor that shares memory and gradient with this rank's shard; a plain parameter itself."""
     if not isinstance(parameter, DTensor):
         return parameter
     view = to_local(parameter).detach()
@@ -256,8 +256,8 @@ def redistribute_grad(parameter: Tensor) -> None:
 def distribute_like(value: Any, parameter: Tensor) -> Any:
     """Return a full tensor sharded like a parameter of the same shape. Return any other value unchanged.
 
-    Every rank has the full tensor. The result holds this rank's shard in its own memory, because a view would keep the
-    full tensor alive.
+    Every rank must pass the full tensor, because nothing is communicated. The result holds this rank's shard in its own
+    memory, because a view would keep the full tensor alive.
     """
     if not isinstance(parameter, DTensor) or not isinstance(value, Tensor) or isinstance(value, DTensor):
         return value
@@ -310,9 +310,9 @@ def _like(local: Tensor, tensor: DTensor) -> DTensor:
 def from_shard(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], full: Tensor) -> DTensor:
     """Return a DTensor made from this rank's shard.
 
-    If several mesh axes shard the same dimension, they do so in the order of the axes. If blocks (of a packed
-    projection, over the tensor-parallel ranks) come before another shard of the same dimension (the rows of a replica),
-    torch by default assumes another order, and `full_tensor()` fails. This function turns this default off.
+    If several mesh axes shard the same dimension, they do so in the order of the axes. For example, tensor parallelism
+    shards each block of a packed projection, and then ZeRO shards the rows of the result. For such a tensor torch by
+    default assumes the opposite order, and `full_tensor()` fails. This function turns this default off.
 
     Args:
         local: The shard.
@@ -327,7 +327,7 @@ def from_shard(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement],
 
 
 def flatten_blocks(blockwise: DTensor, dim: int) -> Tensor:
-    """Join a dimension of blocks with the next dimension, which is sharded over ranks.
+    """Join a dimension of blocks with the next dimension, which is sharded, for example ``[3, d, e]`` to ``[3 d, e]``.
 
     Args:
         blockwise: The tensor.
@@ -369,7 +369,7 @@ def _gather(tensor: DTensor) -> Tensor:
     """Return the full values of a DTensor by torch's `full_tensor`."""
     kind = tensor.device_mesh.device_type
     if kind != "cpu" and device_backends(tensor.device_mesh.get_group(0)).get(kind) == "gloo":
-        # With device tensors, both ranks crash (SIGSEGV, torch 2.11): gloo seems to read device memory as host memory.
+        # With device tensors, gloo crashes (SIGSEGV, torch 2.11). It seems to read device memory as host memory.
         on_host: Any = tensor.cpu()
         return _gather_there(on_host).to(tensor.device)
     return _gather_there(tensor)
@@ -394,8 +394,8 @@ def _without_replicas(tensor: DTensor) -> DeviceMesh:
 def all_gather_zero(value: Any) -> Tensor:
     """Return the tensor that this rank would hold without ZeRO; all replicas must call this.
 
-    Shards are gathered with their sizes. torch's `full_tensor` would derive the sizes from the full shape, but the rows
-    of a tensor-parallel shard may be distributed in any way.
+    Shards are gathered with their sizes. torch's `full_tensor` would derive the sizes from the full shape, but ZeRO
+    shards the rows of a tensor-parallel shard, which may have fewer rows.
     """
     mesh, placement = value.device_mesh, value.placements[-1]
     local = to_local(value.to(mesh.device_type))
@@ -417,7 +417,7 @@ def _all_gather(tensor: Tensor, group: ProcessGroup) -> list[Tensor]:
 
 
 def put_local(parameter: Any, local: Tensor) -> bool:
-    """Replace the memory of this rank's shard by another tensor with the same values.
+    """Replace the memory of this rank's shard by another tensor with the same values, which may be on another device.
 
     Returns:
         True if this version of torch supports that.
@@ -429,7 +429,7 @@ def put_local(parameter: Any, local: Tensor) -> bool:
 
 
 def put_data(parameter: Any, local: Tensor) -> None:
-    """Replace this rank's shard of a parameter by a tensor of another dtype. The parameter stays the same object.
+    """Replace this rank's shard by a tensor of another dtype or on another device. The parameter object stays the same.
 
     Raises:
         RuntimeError: If this version of torch does not support that.

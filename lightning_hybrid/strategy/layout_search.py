@@ -21,7 +21,7 @@ class ChosenLayout:
 
     Attributes:
         sizes: The number of ranks along each axis.
-        arguments: The values of all other open arguments, by name.
+        arguments: The values of the open arguments that are not sizes, by name.
     """
 
     sizes: Sizes
@@ -29,7 +29,10 @@ class ChosenLayout:
 
 
 class ChooseLayout(Protocol):
-    """A function that chooses the values of open arguments."""
+    """A function that chooses the values of open arguments.
+
+    The user has left these arguments to the search, for example by ``"auto"``; see `Settings.searched`.
+    """
 
     def __call__(
         self,
@@ -40,11 +43,14 @@ class ChooseLayout(Protocol):
         precision: Precision,
         num_nodes: int,
     ) -> ChosenLayout:
-        """Choose the open arguments, the same on every rank, and log the choice. Every rank calls it.
+        """Choose the open arguments, the same on every rank, and log the choice.
+
+        Every rank calls it once, before the device mesh is created.
 
         Args:
             config: The arguments of `HybridStrategy`, with provisional values of the open ones.
-            sizes: The sizes that the user set, by the labels of the axes. They are numbers if no size is open.
+            sizes: The sizes that the user set, by the labels of the axes. A size is a number, or open: a list of
+                numbers or ``"auto"``.
             module: The user's module, which has not been parallelized.
             device: The device of this rank.
             precision: The precision plugin.
@@ -57,9 +63,8 @@ class ChooseLayout(Protocol):
 
 def load_choose_layout() -> ChooseLayout:
     """Import the layout search, and return it."""
-    # The search runs training steps on fake tensors, so it needs the strategy and almost everything below it. It is an
-    # application of the core, and the core must not import it: a run with a fixed layout needs none of it. An import
-    # statement would make the strategy depend on it, even inside a function. Only here, and only if an argument is
-    # open, the module is loaded by its name.
+    # The search runs training steps on fake tensors, so `tuning` imports the strategy. Therefore the strategy must not
+    # import `tuning`, not even inside a function (`tests/test_architecture.py`). A run with a fixed layout does not
+    # need it. Only here, and only if an argument is open, the module is loaded by its name.
     choose: ChooseLayout = import_module("lightning_hybrid.tuning.choice").choose_layout
     return choose

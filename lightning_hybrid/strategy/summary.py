@@ -20,7 +20,7 @@ from lightning_hybrid.pipeline_parallel.stage_map import StageMap, locate
 from lightning_hybrid.tensor_parallel.plan import Plan
 from lightning_hybrid.tensor_parallel.styles import PlanRow
 
-_MOST = 5  # the number of kinds of blocks that a line lists
+_MOST = 5  # the most classes of modules that the line about unsharded weights lists
 _COLUMNS = 100  # the maximum width of a table
 _NARROWEST = 16  # the minimum width of a column of texts
 
@@ -36,7 +36,7 @@ class StageRow:
         kinds: The classes of its layers, such as ``"4 x Block"``.
         in_layers: The number of parameters in its layers; tied parameters count once.
         outside: The number of its other parameters.
-        share: The fraction of the parameters of all stages that are on this stage.
+        share: This stage's fraction of the sum over all stages, which counts parameters of several stages repeatedly.
     """
 
     stage: int
@@ -126,12 +126,13 @@ def _ranges(numbers: Sequence[int]) -> str:
 def stage_table(
     rows: Sequence[StageRow], body: str, *, is_estimate: bool, holders: Sequence[tuple[str, str]] = ()
 ) -> str:
-    """Return the table of stages. In its last line, parameters of several stages count several times.
+    """Return the table of stages. The total counts a parameter once for each stage that has it.
 
     Args:
         rows: The stages.
         body: The dotted name of the body.
-        is_estimate: If True, the stages of parameters outside the layers are not known yet.
+        is_estimate: True before the first training batch. The title then says that parameters outside the layers are
+            on estimated stages.
         holders: The global ranks and nodes of each pipeline rank, which replace the pipeline rank in the table.
     """
     has_outside = any(row.outside for row in rows)
@@ -159,7 +160,7 @@ def outside_text(module: nn.Module, layers: Sequence[nn.Module], where: str) -> 
     Args:
         module: The user's module.
         layers: The layers of the body.
-        where: A text about the stages that hold them.
+        where: The end of the text, which says on which stages they are.
     """
     total, outside = _count([module]), sum(count for _, count in outside_parts(module, layers))
     return f"not in layers: {outside:,} parameters ({100 * outside / total:.1f}%), {where}" if outside else ""
@@ -194,6 +195,8 @@ def outside_parts(module: nn.Module, layers: Sequence[nn.Module]) -> list[tuple[
 
 def memory_table(estimates: Sequence[MemoryUsage], peaks: Sequence[int] = ()) -> str:
     """Return a table of the memory of each pipeline rank, in GiB.
+
+    Parts that are unknown on all ranks are left out, and then the total is left out too.
 
     Args:
         estimates: The estimate for each pipeline rank.
@@ -264,11 +267,11 @@ def divided_share(plan: Plan, module: nn.Module) -> float:
 
 
 def plan_table(plan: Plan, module: nn.Module) -> str:
-    """Return a table of tensor-parallel layers: module, style, full and local shape.
+    """Return a table of tensor-parallel layers: module, style, full and local shape, with similar layers in one line.
 
     Args:
-        plan: The plan. Similar layers are in one line.
-        module: The module.
+        plan: The plan.
+        module: The full module, or the sharded one with placeholders.
     """
     rows: list[tuple[str, ...]] = []
     for row in plan.rows:
@@ -312,7 +315,10 @@ def _shapes(plan: Plan, row: PlanRow) -> dict[str, tuple[Sequence[int], Sequence
 
 
 def _whole(plan: Plan, module: nn.Module) -> list[str]:
-    """Return lines about parameters that are not sharded: those with a reason, then weights without a plan entry."""
+    """Return lines about parameters that are not sharded.
+
+    First come modules for which the plan states a reason, then other weights, by the class of their parent module.
+    """
     sizes = {id(parameter): parameter.numel() for parameter in module.parameters()}
     total = max(1, sum(sizes.values()))
     for divided in _divided(plan, module):
@@ -374,8 +380,8 @@ def batch_text(
         batch_size: The batch size of the loader on each replica; ``None`` if it is unknown.
         replicas: The data-parallel size.
         accumulated: The number of batches per optimizer step.
-        num_microbatches: The number of microbatches for a batch of this size.
-        requested: The number of microbatches in the table of the layout.
+        num_microbatches: The number of microbatches for a batch of this size, which may be less than requested.
+        requested: The number of microbatches in the line about the layout.
     """
     parts = f"{_counted(replicas, 'replica')} x {_counted(accumulated, 'accumulated batch', 'es')}"
     if batch_size is None:

@@ -1,4 +1,4 @@
-"""The costs of a module: its step runs on fake tensors, once for each way to shard its layers and its sequences."""
+"""The costs of a module under any layout, from one dry run on fake tensors for each tensor-parallel arrangement."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class ModuleProfile:
 
     Operations, messages and activations grow linearly with the number of samples, so they are counted for two
     microbatches of different sizes, and extrapolated. Times do not grow linearly, because of caches and of the fixed
-    overhead of each call. With `measure`, forwards with microbatches of half the size, a quarter and so on are timed,
-    and the times between them are interpolated.
+    overhead of each call. With `measure`, forwards of the unsharded module are timed with the whole batch, half of it,
+    a quarter and so on. Times between these sizes are interpolated, and scaled for sharded layers.
 
     Args:
         make: Makes the user's module and its data: a datamodule, loaders, or ``None`` if the module has them.
@@ -51,7 +51,7 @@ class ModuleProfile:
             which each rank has :data:`LEAST_POSITIONS` positions.
         measure: If True, forwards are timed on this CPU, and the figures of the machine determine only the time of a
             sharded layer in relation to the time of the full layer.
-        only: The only layout whose costs will be requested; ``None`` for any layout.
+        only: The only layout whose costs will be requested, as for ``lightning-hybrid plan``; ``None`` for any layout.
         precision: The precision plugin.
         trainer: Other arguments of the Trainer, see :func:`step_arguments`.
     """
@@ -100,7 +100,7 @@ class ModuleProfile:
         return [NO_CONTEXT, *(each for each in product(sizes, KINDS) if not self._refusal(False, *each, mode))]
 
     def _find_refusal(self, recompute: Any, size: int, kind: str, mode: str) -> str:
-        """Return why context parallelism cannot be used with any module; empty if it can."""
+        """Return why these arguments rule out context parallelism, whatever the module; empty if they do not."""
         config = self._config
         divides = config.sequence_parallel
         try:
@@ -118,7 +118,8 @@ class ModuleProfile:
         Args:
             layouts: The layouts whose costs will be requested, in this order.
         """
-        self._record(self._base)  # before the copies start: it can be timed, and it fills caches that the copies share
+        # Before the copies start: timing needs idle processors, and the copies inherit the caches that this fills.
+        self._record(self._base)
         keys = dict.fromkeys(layout.tensor_key for layout in layouts)
         functions = {each: partial(self._find, each) for each in keys if each not in self._records}
         with Copies(functions, most=num_processors(), time_limit=_MOST_SECONDS) as self._copies:
@@ -131,7 +132,11 @@ class ModuleProfile:
         return found
 
     def record_or_error(self, key: TensorKey) -> Record | str:
-        """Return the record of the step for an arrangement of tensor-parallel ranks, or why it cannot be used."""
+        """Return the record of the step for an arrangement of tensor-parallel ranks, or why it cannot be used.
+
+        Raises:
+            ValueError, TypeError: If the step cannot run even without tensor parallelism.
+        """
         if key not in self._records:
             self._records[key] = self._copies.take(key) or self._find(key)
         return self._records[key]
@@ -185,7 +190,8 @@ class ModuleProfile:
         refused = self._refusal(layout.recompute, layout.context, layout.context_kind, layout.tensor_mode)
         if refused or layout.tensor_key == self._base:
             return refused or self._record(layout.tensor_key).context_error(layout)
-        # Sharded layers cannot be tried, because the messages of other ranks have no values. So ask for full layers.
+        # To find out if a layer supports context parallelism, it runs with values. A sharded layer cannot, because the
+        # messages of other ranks have no values. So the record of the full layers is asked first.
         full = _with_tensor(layout, self._base)
         return self._record(self._base).context_error(full) or self._record(layout.tensor_key).context_error(layout)
 
@@ -204,10 +210,10 @@ class ModuleProfile:
 
     def weights(self, layout: Layout) -> Sequence[tuple[int, int]]:
         """Return the bytes of parameters and of gradients of each pipeline rank, see `Profile`."""
-        number = min(layout.num_microbatches, 2)
+        number = min(layout.num_microbatches, 2)  # memory differs only between one microbatch and several
         key = layout.tensor_key, layout.pipeline, layout.num_chunks, layout.data, number
         if key not in self._weights:
-            # Master weights are not sent.
+            # The bytes are sizes of messages. Master weights are never sent.
             usages = self._record(layout.tensor_key).held(replace(layout, zero_stage=0), master_weights=False)
             self._weights[key] = [(usage.parameters, usage.gradients) for usage in usages]
         return self._weights[key]
@@ -224,7 +230,10 @@ class ModuleProfile:
         return replace(cost, saved=saved, output=value_at(samples, parts[0].traces, content.outputs))
 
     def _costs(self, part: StagePart, samples: int) -> Iterator[StageCost]:
-        """Yield the costs of the labels of a part; without timed forwards, labels with equal records are grouped."""
+        """Yield the costs of the labels of a part; without timed forwards, labels with equal records are grouped.
+
+        A label is the position of a layer, or the code before or after all layers.
+        """
         if not self._is_measured:
             for label, number in part.kinds.items():
                 yield self._cost_of_label(part.traces, samples, label, part.layout) * number
@@ -278,7 +287,7 @@ class _Content:
     outputs: Sequence[int]
 
     def key(self, is_measured: bool) -> Hashable:
-        """Return a key that is equal for stages with equal costs; timed labels make each stage different."""
+        """Return a key that is equal for stages with equal costs; with timed labels, no two stages are equal."""
         parts = (
             (part.layout.recompute, *(part.labels if is_measured else part.kinds.items()), *part.saved)
             for part in self.parts

@@ -1,4 +1,4 @@
-"""``lightning-hybrid consolidate``: conversion of a checkpoint directory to one file."""
+"""``lightning-hybrid consolidate``: the options of the conversion of a sharded checkpoint to one file."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from lightning_hybrid.cli.parser import Parser, on_disk
 
 
 def run(args: Sequence[str]) -> None:
-    """Convert a checkpoint directory to one file."""
+    """Convert a sharded checkpoint, which is a directory, to one file."""
     parser = Parser(
         "consolidate",
         description="Convert a checkpoint directory to an ordinary Lightning checkpoint in one file. The checkpoint can"
@@ -23,6 +23,7 @@ def run(args: Sequence[str]) -> None:
     parser.add_argument("--overwrite", action="store_true", help="replace FILE if it exists")
     options = parser.parse_args(args)
 
+    # These modules import torch, which `--help` and wrong options do not need.
     from lightning_hybrid.checkpoint.storage.remote import place_of
     from lightning_hybrid.cli.consolidate import consolidate
     from lightning_hybrid.cli.progress import byte_progress
