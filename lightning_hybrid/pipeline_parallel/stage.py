@@ -1,4 +1,9 @@
-"""One stage of the model: forward and backward of one microbatch."""
+"""One stage of the model: forward and backward of one microbatch.
+
+The engine makes a :class:`Stage` for each stage of its rank when it first runs a schedule. For a forward that needs a
+backward, the engine calls :meth:`Stage.enter`, runs the layers, and calls :meth:`Stage.leave`, or on the last stage
+:meth:`Stage.leave_with_loss`. For each backward, it calls :meth:`Stage.backward`. It also sends and receives messages.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +31,7 @@ microbatch has no loss."""
 
 
 class Nothing(Enum):
-    """Value in place of the inputs, the outputs or the loss of a stage, if the step returns no loss."""
+    """Value in place of the inputs, outputs or loss of a microbatch for which the user's step returns ``None``."""
 
     NOTHING = "nothing"
 
@@ -51,8 +56,8 @@ class Stage:
         gradients <---------- inputs <--- backward --- outputs <--------- gradients   outputs
 
     Between forward and backward, a stage stores no large inputs or outputs, only the tensors that autograd saves. A
-    gradient edge refers to an output without storing its data. The inputs are not leaves of the graph but results of an
-    identity, so a first layer may change them in place.
+    gradient edge refers to an output without storing its data. The inputs are not leaves of the graph, but results of
+    an identity or a copy, so a first layer may change them in place.
 
     Args:
         index: The index of the stage in the whole model.
@@ -88,7 +93,7 @@ class Stage:
             outputs: The outputs of the layers; :data:`NOTHING` if the layers did not run.
 
         Returns:
-            The outputs as a message. They are still attached to the graph, so drop them once they are sent.
+            The outputs as a message. They keep the graph in memory, so delete the message after it was sent.
         """
         if outputs is NOTHING:
             self._kept[microbatch].has_loss = False
@@ -109,11 +114,11 @@ class Stage:
         self._kept[microbatch].has_loss = loss is not NOTHING
 
     def drop(self, microbatch: int) -> None:
-        """Forget a microbatch whose backward will not run, if its forward has begun."""
+        """Forget a microbatch without a backward after the run was broken off. Its forward may not have begun."""
         self._kept.pop(microbatch, None)
 
     def inputs(self, message: Message | None) -> Any:
-        """Return the inputs of the layers for a forward without a backward. The stage stores nothing."""
+        """Return the inputs of the layers for a forward without a backward, as in evaluation. Nothing is stored."""
         return _enter(message)[0]
 
     def backward(self, microbatch: int, gradients: Gradients | None) -> Gradients:
@@ -121,7 +126,8 @@ class Stage:
 
         Args:
             microbatch: The index of the microbatch.
-            gradients: The gradient of each output leaf; ``None`` on the last stage, where backward begins at the loss.
+            gradients: The gradient of each output leaf; an empty list if a later stage has found that the microbatch
+                has no loss; ``None`` on the last stage, where backward begins at the loss.
 
         Returns:
             The gradient of each input leaf; an empty list if the microbatch has no loss.
@@ -193,8 +199,9 @@ class _Kept:
     Attributes:
         sources: For each input leaf, the object that receives its gradient; ``None`` if it has no gradient.
         roots: For each output leaf, the starting point of backward; ``None`` if the leaf requires no gradient.
-        loss: The loss; ``None`` on other stages, and if nothing requires a gradient.
-        has_loss: False if the microbatch has no loss.
+        loss: The loss on the last stage; ``None`` on other stages, and if the loss requires no gradient.
+        has_loss: False if this stage's forward has shown that the microbatch has no loss. Other stages only learn it
+            from an empty list of gradients.
     """
 
     sources: list[Tensor | _Source | None]

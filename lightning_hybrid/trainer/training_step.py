@@ -1,7 +1,11 @@
-"""A training step: splits the batch into microbatches, runs the schedule, and returns loss and logs on every rank.
+"""A training step: splits a batch into microbatches, runs forward and backward, and returns the merged result.
 
-:class:`TrainingStep` is for steps that the strategy splits over stages, microbatches or ranks;
-:class:`UncutTrainingStep` is for all other steps.
+Each `Run` makes one step object when it starts. `HybridStrategy.training_step` calls the object for each batch, and
+`HybridStrategy.backward` calls the method ``backward`` of the object.
+
+:class:`TrainingStep` is for automatic optimization with several stages or microbatches, with tensor or context
+parallelism, or with `microbatch_weight`. `ManualTrainingStep` is for manual optimization with tensor or context
+parallelism. :class:`UncutTrainingStep` is for all other steps.
 """
 
 from __future__ import annotations
@@ -81,7 +85,7 @@ class TrainingStep:
     Attributes:
         has_gradients: True, because a step runs forward and backward.
         schedules: Returns the schedule of each step.
-        anomaly: Detects values that are not finite; ``None`` without `Trainer(detect_anomaly=True)`.
+        anomaly: Detects values that are not finite; set by the `Run`. ``None`` without `Trainer(detect_anomaly=True)`.
     """
 
     has_gradients = True
@@ -137,7 +141,7 @@ class TrainingStep:
         backward: bool,
         reduce: bool,
     ) -> Any:
-        """Run the forward and backward of a batch.
+        """Run the forward and, if requested, the backward of a batch, and log the merged values of its microbatches.
 
         Args:
             arguments: The arguments of the user's `training_step`; the first one is the batch.
@@ -150,8 +154,8 @@ class TrainingStep:
             reduce: True to reduce gradients now, False to accumulate them on each rank.
 
         Returns:
-            The result of `training_step`, merged over the microbatches: the same on every rank, without an autograd
-            graph. ``None`` if the result is ``None`` for every microbatch.
+            The result of `training_step`, merged over the microbatches of this replica, without an autograd graph. It
+            is the same on every rank of the model group. ``None`` if the result is ``None`` for every microbatch.
         """
         context, grad_sync = self._context, self._grad_sync
         if backward and (self.schedules.is_choosing or self._traffic.is_counting):
@@ -246,7 +250,7 @@ class TrainingStep:
         return value
 
     def _note_left_out(self, outputs: Sequence[Any], factors: Sequence[float | Tensor]) -> None:
-        """Record the total weight of the microbatches that have a loss."""
+        """Record the total weight of the microbatches that have a loss, and the total weight of all microbatches."""
         kept = [factor for output, factor in zip(outputs, factors, strict=True) if output is not None]
         if self._comparison.loss_reduction == "sum":  # a missing loss adds 0 to the sum over this replica
             self._left_out.add(float(bool(kept)), 1.0, is_whole=bool(kept))
@@ -511,7 +515,7 @@ class TrainingStep:
         return [] if any(loss is NOTHING for loss in losses) else losses, records
 
     def backward(self, loss: Tensor | None, run: Callable[[Tensor], None] | None = None, *, reduce: bool) -> bool:
-        """Do nothing, because the schedule has run the backward.
+        """Return if a replica has a loss. Do nothing else, because the schedule has already run the backward.
 
         Args:
             loss: The loss; ``None`` if there is none.
@@ -519,7 +523,7 @@ class TrainingStep:
             reduce: True to reduce gradients.
 
         Returns:
-            True if a replica has a loss. If gradients are accumulated, other replicas are not known yet.
+            True if a replica has a loss. While gradients are accumulated, only the loss of this replica is known.
         """
         return loss is not None or (self._rest is not None and self._rest.has_loss)
 
@@ -536,7 +540,7 @@ class TrainingStep:
             least = context.mesh.data_parallel_min(len(counts))
             if least < len(counts):
                 microbatches, counts = split_into(batch, least, user_split)
-        if not any(counts):  # a batch without samples is not skipped, as in a single process
+        if not any(counts):  # a batch without samples still runs, as in a single process
             counts = [1] * len(counts)
         if self._warns:
             self._warns = False
@@ -590,7 +594,8 @@ class TrainingStep:
 class UncutTrainingStep:
     """Runs the user's step as Lightning does, for one stage and one microbatch without tensor or context parallelism.
 
-    The Trainer calls backward after the step. :meth:`backward` averages gradients over the replicas.
+    With automatic optimization, the Trainer calls backward after the step. With manual optimization, the user's step
+    calls `manual_backward`, any number of times. In both cases, :meth:`backward` averages gradients over the replicas.
 
     Args:
         module: The user's module.
@@ -602,7 +607,7 @@ class UncutTrainingStep:
 
     Attributes:
         has_gradients: False, because Lightning calls backward after the step.
-        anomaly: Detects values that are not finite; ``None`` without `Trainer(detect_anomaly=True)`.
+        anomaly: Detects values that are not finite; set by the `Run`. ``None`` without `Trainer(detect_anomaly=True)`.
     """
 
     has_gradients = False
@@ -640,7 +645,11 @@ class UncutTrainingStep:
         reduce: bool,
         **others: Any,
     ) -> Any:
-        """Run the forward of a batch; the arguments are those of :meth:`TrainingStep.__call__`."""
+        """Run the forward of a batch, and return the result of the user's step with its autograd graph.
+
+        The arguments are those of :meth:`TrainingStep.__call__`. With manual optimization, the user's step also runs
+        its backwards and optimizer steps inside this call.
+        """
         zero, is_automatic = self._grad_sync.zero, self._module.automatic_optimization
         weights: LossWeights | None = None
         zero.open()

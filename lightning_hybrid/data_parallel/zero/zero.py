@@ -1,4 +1,10 @@
-"""ZeRO: parameters, gradients and optimizer states sharded over replicas, and unsharded where they are needed."""
+"""ZeRO: parameters that replicas shard, and that are unsharded while steps compute with them.
+
+`shard_module` has sharded the parameters before. :class:`GradientSync` makes the object through
+`ModuleParallelizer.make_zero` when a run starts, keeps it as ``zero``, and calls it around each step and each backward.
+Training steps and step programs call it around forwards. Hooks on the modules gather each layer before it runs.
+Gradients are reduced to shards, and optimizers have states for shards only.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +31,7 @@ from lightning_hybrid.torch_internals import DisableTorchFunction
 
 @dataclass
 class _Unfollowed:
-    """A hook that is not part of the user's step, and hidden from tracing. It is copied with its module."""
+    """A hook that runs outside of tracing and compilation. As an object, it is copied when its module is copied."""
 
     hook: Callable[..., Any]
 
@@ -53,14 +59,16 @@ class _Layer:
 
 
 class ZeroParameters:
-    """The parameters of this rank, sharded over replicas, and unsharded for each step.
+    """The sharded parameters of this rank. Parameters with fewer than two rows are not sharded, and not included.
 
-    Between steps, optimizers, callbacks and checkpoints find shards in the module. During a step, layers find unsharded
-    parameters::
+    A step is one batch of training, with its backward, or of evaluation. Between steps, optimizers, callbacks and
+    checkpoints find shards in the module. During a step, layers find unsharded parameters. A call of the module or of a
+    layer outside of a step is treated as a step::
 
         stage   gradients                            unsharded parameters
-        1       unsharded until the step's last      always have memory; the rows of other ranks are gathered layer by
-                backward, then rows of each rank     layer while the first forward of a step runs
+        1       unsharded until the last backward    always have memory; the rows of other ranks are gathered layer by
+                before an optimizer step, then       layer while the first forward of a step runs
+                rows of each rank
         2       rows of each rank, after each        the same
                 layer of each backward
         3       the same                             have memory from a layer's first forward to its last backward; or,
@@ -80,10 +88,12 @@ class ZeroParameters:
         reshard_after_forward: If True, stage 3 reshards a layer after each forward, and after each backward.
 
     Attributes:
+        is_active: True, because parameters are sharded; False for :class:`NoZero`.
+        keeps_layers: True with stages 1 and 2, where unsharded parameters always have memory.
         parameters: The sharded parameters, by the identity of the shard.
         reduces_each_backward: True if gradients are reduced after each backward, and not only after the last backward
-            of a step. Replicas must then run equally many microbatches.
-        is_open: True while layers find unsharded parameters, during a step.
+            before an optimizer step. Replicas must then run equally many microbatches.
+        is_open: True while layers find unsharded parameters: during a step, or a call outside of a step.
     """
 
     is_active, is_open = True, False
@@ -144,7 +154,7 @@ class ZeroParameters:
         ]
 
     def tensors(self) -> list[Tensor]:
-        """Return both forms of all parameters."""
+        """Return both forms of all sharded parameters."""
         return [form for parameter in self.parameters.values() for form in (parameter.sharded, parameter.unsharded)]
 
     def shards(self) -> dict[int, nn.Parameter]:
@@ -180,7 +190,7 @@ class ZeroParameters:
         """Start a step: let layers find unsharded parameters.
 
         Args:
-            unchanged: True if parameters have not changed since the previous step.
+            unchanged: True if parameters have not changed since the previous step, as between evaluation batches.
             reshard_after_forward: True if layers may be resharded after each use in this step. Replicas must then run
                 equally many microbatches.
         """
@@ -200,7 +210,7 @@ class ZeroParameters:
             self._prefetcher.begin()
 
     def follow(self, optimizers: Iterable[Optimizer]) -> None:
-        """Gather the parameters again after one of these optimizers has stepped in the middle of a step."""
+        """Gather parameters again after one of these optimizers has stepped inside a step (manual optimization)."""
         for optimizer in optimizers:
             self._handles.append(optimizer.register_step_post_hook(lambda *_: self._reopen()))
 
@@ -234,12 +244,12 @@ class ZeroParameters:
         return (self._root, *self._groups)
 
     def forward_begins(self, stage: int) -> None:
-        """Start to gather the layers of a stage, which are about to run for one microbatch."""
+        """Start to gather the layers of a stage for one microbatch, if layers are resharded after each use."""
         if self._reshards_now and stage in self._stage_prefetchers:
             self._stage_prefetchers[stage].begin()
 
     def forward_ends_early(self, stage: int) -> None:
-        """Take part in the collectives of other replicas: this replica does not run a stage for this microbatch."""
+        """Take part in the collectives of other replicas, because this replica runs no more layers of the stage."""
         if not self._reshards_now:
             self._prefetcher.finish()
         elif stage in self._stage_prefetchers:
@@ -358,7 +368,7 @@ class ZeroParameters:
         self._close_for(module)
 
     def _open_for(self, module: nn.Module, *_: Any) -> None:
-        """Open the parameters for a call outside of a step, of a layer or of the module."""
+        """Open the parameters if the module or a layer is called outside of a step."""
         for parameter in self._root.parameters:
             parameter.sync_requires_grad()
         if not self.is_open:
@@ -423,5 +433,5 @@ class NoZero:
 
     open = close = abandon = follow = remove = unshard_layers = note_write = _nothing
 
-    # Not called in a step, because even an empty call takes time: see `is_active`.
+    # Most callers check `is_active` before these calls, because even an empty call takes time.
     forward_begins = forward_ends_early = backward_begins = backward_ends = _nothing

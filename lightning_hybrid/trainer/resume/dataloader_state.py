@@ -1,5 +1,10 @@
-"""The positions of the training loaders: saved in a checkpoint, and restored by fetching the same batches again.
+"""The positions of the training loaders: saved in a checkpoint, and restored in a resumed run.
 
+`ResumeCallback` calls :func:`dataloader_state` on every rank when a checkpoint is saved and when training ends. If
+training resumes from a checkpoint, it calls :func:`load_dataloader_state` in `on_train_start`.
+
+In the middle of an epoch, the loaders fetch the same batches again, with the same random numbers. A loader that has a
+`state_dict` loads its own state instead. Between two epochs, only random generators and such states are restored.
 Lightning combines several loaders and may fetch a batch ahead; the state contains the position of each loader.
 """
 
@@ -24,21 +29,24 @@ from lightning_hybrid.trainer.resume.replay import (
 
 
 def loaders_of(loop: Any) -> list[Any]:
-    """Return the loaders of one of Lightning's loops; an empty list if the loop has not requested its loaders yet."""
+    """Return the loaders of the fit loop or an evaluation loop; an empty list if it has not requested them yet."""
     combined = internals.combined_loader(loop)
     return [] if combined is None else combined.flattened
 
 
 def dataloader_state(trainer: Trainer, batches: int | None) -> dict[str, Any] | None:
-    """Return the positions of the training loaders.
+    """Return the positions of the training loaders of this rank.
 
     Args:
         trainer: The Trainer, during training.
         batches: The number of batches of this epoch that have been trained on; ``None`` between two epochs.
 
     Returns:
-        A dictionary of tensors and plain values. ``None`` if the loaders are gone, or were requested before the mesh
-        existed.
+        A dictionary of tensors and plain values. For each loader, ``"own"`` has the states of its generators, and
+        ``"ended"`` is True at its end. Between two epochs, ``"states"`` has the loaders' own states. In an epoch,
+        ``"passes"`` has the records to replay, ``"index"`` is the number of batches to skip, and ``"again"`` the number
+        of fetched batches to return again. ``None`` if the loaders are gone, have no iterators yet, or were requested
+        before the strategy could wrap them in :class:`ReplayableLoader`.
     """
     combined, fetcher = internals.combined_loader(trainer.fit_loop), internals.data_fetcher(trainer)
     if combined is None or fetcher is None:
@@ -71,11 +79,12 @@ def dataloader_state(trainer: Trainer, batches: int | None) -> dict[str, Any] | 
 
 
 def load_dataloader_state(trainer: Trainer, state: dict[str, Any] | None, epochs: int) -> None:
-    """Restore the positions of the training loaders; every rank must call this function.
+    """Restore the positions of the training loaders before the first batch; every rank must call this function.
 
     Args:
         trainer: The Trainer, whose loaders exist.
-        state: The result of :func:`dataloader_state` in the earlier run.
+        state: The result of :func:`dataloader_state` in the earlier run, perhaps in batches of another size. If it is
+            ``None`` or has another number of loaders, a warning is given, and the data is used in a new order.
         epochs: The number of finished epochs.
     """
     combined, fetcher = internals.combined_loader(trainer.fit_loop), internals.data_fetcher(trainer)
@@ -108,7 +117,7 @@ def load_dataloader_state(trainer: Trainer, state: dict[str, Any] | None, epochs
 
 
 def _replay(combined: CombinedLoader, fetcher: Any, state: Mapping[str, Any], epochs: int) -> None:
-    """Fetch the batches of the current epoch again, in the same way as in the earlier run."""
+    """Fetch the batches of the current epoch again; a loader with its own state returns ``None`` for each of them."""
     loaders: list[Any] = combined.flattened
     for loader, own, records in zip(loaders, state["own"], state["passes"], strict=True):
         internals.set_sampler_epoch(loader, epochs)
@@ -116,7 +125,7 @@ def _replay(combined: CombinedLoader, fetcher: Any, state: Mapping[str, Any], ep
         loader.replay(records, state["index"], state["again"])
     internals.start_fetching(fetcher)
     iterator = internals.batch_iterator(combined)
-    with suppress(StopIteration):  # the data is now shorter
+    with suppress(StopIteration):  # the data may be shorter than in the earlier run
         for _ in range(state["index"]):
             next(iterator)
     consumed = internals.begun_anew(iterator)

@@ -1,4 +1,9 @@
-"""A run up to its first training step on fake tensors, without devices and processes, to estimate its memory."""
+"""A run up to its first training step on fake tensors, without devices and processes, to estimate its memory.
+
+``lightning-hybrid memory`` and ``lightning-hybrid check --dry`` call :func:`dry_run`. `ModuleProfile` calls
+:func:`run_first_step` with `Recorder`, a subclass of :class:`DryRunStrategy` that records the costs of many layouts.
+It does this for ``lightning-hybrid plan`` and ``suggest``, and for the layout search at the start of training.
+"""
 
 from __future__ import annotations
 
@@ -92,11 +97,13 @@ def dry_run(
     precision: Precision,
     **trainer: Any,
 ) -> DryRun:
-    """Estimate the memory of the ranks of a run.
+    """Estimate the memory of the ranks of a run, and raise an error if its training could not start.
 
     Lightning's own loop runs up to the first training step, which runs on one microbatch of fake tensors, which have no
-    memory. Parameters have no memory either, from the moment at which the module creates them. If the step reads values
-    and they take little memory, it runs with values. Layers are parallelized over ranks of a fake process group.
+    memory. Parameters also have no memory, from the moment at which the module creates them. If this fails, everything
+    runs again with values, unless these take too much memory. Layers are parallelized over ranks of a fake process
+    group, so this process must not have a default process group. A dry run changes the module and its data, and draws
+    random numbers.
 
     Args:
         make: Makes the user's module and its data (``None`` if the module has loaders itself). It is called a second
@@ -112,6 +119,7 @@ def dry_run(
     Raises:
         ValueError, TypeError: As at the start of training, or if a step needs values, and the module is on the meta
             device or the values take too much memory.
+        Exception: Any other error of Lightning or of the module, such as `MisconfigurationException`.
     """
     strategy = run_first_step(make, partial(DryRunStrategy, config, sizes), precision=precision, **trainer)
     return DryRun(strategy.layout, tuple(strategy.memory))
@@ -292,7 +300,7 @@ class DryRunStrategy(SingleDeviceStrategy):
         if config.auto_microbatches:
             number = limit_microbatches(number, find_batch_size(batch), batch_norms(module))
         microbatches, _ = split_into(batch, number, getattr(module, "split_batch", None))
-        # Before the measurement, which changes metrics. This part has no side effects.
+        # Before the measurement, which updates metrics. Finding the stages has no side effects.
         self._place_outside(microbatches, args)
         activations = self._activations(microbatches[0], args)
         schedule = find_schedule(config, pipeline, len(microbatches))
@@ -317,7 +325,7 @@ class DryRunStrategy(SingleDeviceStrategy):
         return accumulated_batches(samples, size, replicas)
 
     def _place_outside(self, microbatches: Sequence[Any], args: Sequence[Any]) -> None:
-        """Find the stages of parameters outside the layers, as a run does with its first batch, and set the texts."""
+        """Find the stages of parameters outside the layers, as a run does with its first batch; set :attr:`layout`."""
         module, reason = self._module, ""
         if self._stage_map.places_outside:
             try:
