@@ -1,4 +1,7 @@
-"""Gradients summed over a group once per optimizer step, in flat buckets that are reduced while backward still runs.
+"""Gradients summed over a group, in flat buckets that are reduced while backward still runs.
+
+`GradientSync` decides when they are summed: once per optimizer step, or with ZeRO stages 2 and 3 in each backward of a
+stage.
 
 The parameters p0 ... p5 of a model get their gradients in the order p5 ... p0, so buckets are filled from the end::
 
@@ -42,13 +45,15 @@ FIRST_BUCKET_BYTES = 2**20
 
 
 class GradientBuckets:
-    """The gradients of some parameters, summed over a group and multiplied by a factor, in place in ``.grad``.
+    """Multiplies the gradients of some parameters by a factor, and sums them over a group.
 
-    One optimizer step is ``arm(); backward(); launch_rest(); finish()``. A gradient is sent when the armed backward has
-    completed it, and includes the gradients of earlier microbatches in ``.grad``.
+    One reduction is ``arm(); backward(); launch_rest(); finish()``. A bucket is sent when the armed backward has
+    completed its gradients, which include the gradients of earlier microbatches in ``.grad``. With the default buckets,
+    ``.grad`` then contains the sum, bitwise equal on every rank. With the buckets of ZeRO, each rank gets only its rows
+    of the sum, in the gradient of its shard.
 
-    Every rank of the group passes the same parameters (shape, dtype, order, ``requires_grad``), and ends with bitwise
-    equal gradients. Ranks may use different parameters in a step. Parameters may be frozen and unfrozen between steps.
+    Every rank of the group passes the same parameters (shape, dtype, order, ``requires_grad``). Ranks may use different
+    parameters in a step. Parameters may be frozen and unfrozen between steps.
 
     Args:
         parameters: The parameters in the order of the model; dense, of any dtypes and devices. If a parameter is
@@ -58,8 +63,8 @@ class GradientBuckets:
         bucket_bytes: The size in bytes at which a bucket is complete.
         overlap: If True, a bucket starts as soon as it has its last gradient; otherwise all start in
             :meth:`launch_rest`.
-        make_buckets: Puts trainable parameters into buckets, in the order in which backward should complete them; used
-            instead of ``bucket_bytes``.
+        make_buckets: Puts trainable parameters into buckets, in the order in which backward should complete them. ZeRO
+            passes this function, to make other buckets; ``bucket_bytes`` is then unused.
         max_in_flight: The largest number of buckets in flight at the same time; ``None`` for no limit.
         mask_group: The same ranks with a backend for the host, for groups in which a rank lacks gradients in every
             step. Ranks then exchange in this group which gradients they have, and no host waits for its device.
@@ -102,7 +107,7 @@ class GradientBuckets:
         self._num_launched = self._num_finished = 0
 
     def arm(self) -> None:
-        """Mark the next backward as the last one of this step: each gradient that it completes is final."""
+        """Mark the next backward as the last one before the reduction: each gradient that it completes is final."""
         assert self._num_launched == 0, "call `finish()` before the next step's `arm()`"
         self._rebuild()
         self._armed = self.overlap
@@ -115,7 +120,7 @@ class GradientBuckets:
     def launch_rest(self) -> None:
         """Start the remaining buckets after this backward. Parameters without a gradient contribute zeros.
 
-        Without :meth:`arm`, all buckets start here.
+        Without :meth:`arm` and :meth:`launch_complete`, all buckets start here.
         """
         if not self._armed:
             self._rebuild()
@@ -124,7 +129,9 @@ class GradientBuckets:
             self._launch(bucket)
 
     def launch_complete(self, parameters: Container[int]) -> None:
-        """Start the next buckets that consist of these parameters, whose gradients, if any, are final.
+        """Start the next buckets, up to the first one with a parameter outside the given ones.
+
+        ZeRO calls this in a backward, when the gradients of the given parameters are final or will stay ``None``.
 
         Args:
             parameters: The identities of the parameters.
@@ -136,7 +143,7 @@ class GradientBuckets:
             self._launch(bucket)
 
     def finish(self) -> None:
-        """Wait, and set each parameter's gradient to a view of its bucket, which lives as long as the views.
+        """Wait for the sums, and set the gradients. :class:`AllReduceBucket` sets them to views of its flat tensor.
 
         The gradient of a parameter that no rank used stays ``None``. Without a ``mask_group``, a rank that lacks a
         gradient reads from its device if another rank has this gradient, so its host waits for the device.
@@ -184,7 +191,7 @@ class GradientBuckets:
         return [AllReduceBucket(members) for members in assign(parameters, self.bucket_bytes)]
 
     def _on_gradient(self, bucket: Bucket, index: int, parameter: Tensor) -> None:
-        # This hook runs at every parameter in every backward of every microbatch, but only the last backward counts.
+        # This hook runs for every parameter in every backward, but only an armed backward counts.
         if not self._armed:
             return
         if bucket.work is not None:
@@ -229,7 +236,7 @@ def assign(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> list[list[n
             if num_bytes >= limit or position == members[-1][0]:
                 buckets.append((position, bucket))
                 bucket, num_bytes, limit = [], 0, bucket_bytes
-    # A bucket is complete when its last parameter is.
+    # The bucket whose last gradient arrives first comes first.
     return [bucket for _, bucket in sorted(buckets, key=lambda positioned: positioned[0])]
 
 

@@ -1,6 +1,7 @@
 """The Trainer's collectives: values are reduced over the replicas, and decisions are made by all ranks.
 
-Also contains the check that refuses calls of `torch.distributed` in a step that would wait for ever.
+Lightning calls them as methods of `HybridStrategy`. :class:`StepCollectives` is separate: in a pipeline's steps, it
+refuses calls of `torch.distributed` that would wait forever.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def outside_of_steps(method: _Method) -> _Method:
-    """Make a method raise an error in a step: all ranks must call it, but a step runs only on the first and last stage.
+    """Make a method raise an error in a step.
+
+    All ranks must call the method, but the user's step runs only on the first and the last stage.
 
     Args:
         method: A method of :class:`ReplicaCollectives`, or of a class that inherits from it.
@@ -76,14 +79,15 @@ _PACKAGE = str(Path(__file__).parents[1])
 
 
 class StepCollectives:
-    """Refuses collectives of `torch.distributed` over several stages in the user's step: other stages never join.
+    """Refuses collectives of `torch.distributed` over several stages in the user's step, which other stages never join.
 
-    Collectives over ranks of one stage, such as the replicas, are allowed. This class notifies autograd of the tensors
-    that they write, because torch does not do this. While a step is traced, allowed collectives do nothing, because
-    replicas may trace different steps.
+    :class:`~.run.Run` installs this class with several pipeline ranks. Collectives over ranks of one stage, such as the
+    replicas, are allowed. This class notifies autograd of the tensors that they write, because torch does not do this.
+    While a step is only traced, and not run, allowed collectives do nothing, because replicas may trace different
+    steps.
 
-    Functions that were imported by name before the run are not checked. If ranks wait for each other forever, their
-    watchers detect it.
+    Functions that were imported by name before the run are not checked. If such a call waits forever, the watch threads
+    of the ranks detect it.
 
     Args:
         mesh: The device mesh.
@@ -172,11 +176,11 @@ class ReplicaCollectives(ParallelStrategy):
     @property
     @abstractmethod
     def in_step(self) -> bool:
-        """True if the user's step runs on some ranks only."""
+        """True while a step of the module runs, if the user's code does not run on every rank."""
 
     @override
     def reduce(self, tensor: Tensor | Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        """Reduce a value over the replicas, or over `group` if it is given."""
+        """Reduce a tensor over `group`. ``None`` and the group of all ranks mean the replicas."""
         if group is dist.group.WORLD:
             group = None
         if not isinstance(tensor, Tensor) or (group is None and self.sizes.num_replicas == 1) or self.is_alone:
@@ -185,7 +189,10 @@ class ReplicaCollectives(ParallelStrategy):
 
     @override
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        """Gather a tensor over replicas or `group`: shape ``(replicas, ...)``, or ``(...)`` with one replica."""
+        """Gather a tensor over `group`. ``None`` and the group of all ranks mean the replicas.
+
+        Over the replicas, the result has shape ``(replicas, ...)``, or ``(...)`` with one replica.
+        """
         if group is None or group is dist.group.WORLD:
             if self.is_alone or self.mesh.num_replicas == 1:
                 return tensor
@@ -213,7 +220,7 @@ class ReplicaCollectives(ParallelStrategy):
 
     @override
     def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
-        """Send the object of process `src` to every process."""
+        """Send the object of process `src` to every process. In a pipeline's step, only `trainer.log_dir` works."""
         if not dist.is_initialized():
             return obj
         if self.in_step and self._log_dir is not None and src == 0 and self._log_dir[0] == obj:
@@ -230,7 +237,9 @@ class ReplicaCollectives(ParallelStrategy):
         return answer
 
     def remember_log_dir(self, trainer: Trainer) -> None:
-        """Read `trainer.log_dir` on all ranks, so that steps can read it later: the attribute broadcasts its value.
+        """Read `trainer.log_dir` on all ranks, and keep its value for steps.
+
+        The attribute calls :meth:`broadcast`, which a step cannot do. In a step, it returns the kept value instead.
 
         Args:
             trainer: The Trainer; every rank must call this.

@@ -1,4 +1,4 @@
-"""Objects by lifetime: as long as the process groups, as long as a module is attached, and as long as one run.
+"""The objects of a strategy, in three classes by lifetime: the process groups, the attached module, and one run.
 
 ::
 
@@ -87,13 +87,16 @@ class _InFlight(Protocol):
 
 
 class World:
-    """The objects that exist as long as the process groups. All ranks must create this at the same time.
+    """The objects that exist as long as the process groups.
+
+    The strategy has already started the group of all ranks. The constructor makes the smaller groups of the device
+    mesh, so every rank must call it.
 
     Args:
         config: The arguments of the strategy.
         sizes: The number of ranks along each axis.
         device: The device of this process.
-        start: The watch of this rank since the creation of the store.
+        start: The watch of this rank before the first run; `RunWatch` continues it.
         ranks: Information about each rank, from the rank itself.
 
     Attributes:
@@ -158,7 +161,7 @@ class World:
         self.batch_hooks = SeededBatchHooks(self.streams, alone=self.mesh.model_group.size() == 1)
 
     def open(self, trainer: Trainer) -> None:
-        """Begin a run. :meth:`close` undoes this."""
+        """Prepare the Trainer for a run, before a :class:`Run` exists. :meth:`close` undoes this."""
         self.loaders.attach(trainer)
         if self.mesh.sizes.tensor > 1 or self.config.zero_stage:
             self._mixed_operations.enter_context(mixed_operations())
@@ -177,7 +180,7 @@ class World:
         return Position() if trainer is None else find_position(trainer, self.engine, self.mesh)
 
     def close(self, trainer: Trainer) -> None:
-        """End a run."""
+        """Undo :meth:`open` at the end of a run."""
         self.watch.close()
         self._mixed_operations.close()
         self.loaders.detach(trainer)
@@ -228,7 +231,7 @@ class AttachedModule:
         return Checkpointer(self.module, self.parallelizer.parameters, world.config, world.resume, self._optimizers)
 
     def divide_early(self) -> None:
-        """Put placeholders as soon as the body exists: now, or when `configure_model` or `setup` returns.
+        """Call :meth:`divide` as soon as the body exists: now, or when `configure_model` or `setup` returns.
 
         Callbacks that average weights call `configure_model` themselves, and copy the module right after the call.
         """
@@ -245,7 +248,7 @@ class AttachedModule:
             self._hook = AfterHook(self.module, "setup", self.divide)
 
     def divide(self) -> None:
-        """Parallelize the module, with placeholders for parameters of other stages. A second call does nothing.
+        """Shard the module, and put placeholders for parameters of other stages. A second call does nothing.
 
         Raises:
             ValueError: If the module has no body, if the body has fewer layers than the pipeline has stages, or if the
@@ -335,17 +338,19 @@ class AttachedModule:
 
 
 class Run:
-    """One run of the Trainer with a parallelized module, on its device. All ranks begin it with equal parameters.
+    """One run of the Trainer with a parallelized module that is already on its device.
+
+    The constructor copies the values of parameters and buffers, so that all ranks with a copy begin with equal values.
 
     Args:
         world: The objects of the process groups.
         attached: The module.
         sync_batch_norm: If True, batch norm computes its statistics over the replicas.
-        autocasts: If True, steps run under autocast.
+        autocasts: True if the precision plugin runs steps under autocast.
 
     Attributes:
         grad_sync: Synchronizes gradients and parameters with other ranks.
-        context: The context of the user's steps; ``None`` if they are not split.
+        context: The context of the user's steps; ``None`` if the strategy does not run them, see :func:`is_cut`.
         offload: Moves optimizer states and activations to the host.
         training_step: Runs training batches.
         evaluation_step: Runs evaluation batches.
@@ -455,7 +460,7 @@ class Run:
         """True if the Trainer's current loop moves batches to the device as a whole.
 
         In training, microbatches are moved when they are needed. In evaluation of a chain, only the first and the last
-        stage read batches. On the CPU, nothing can be saved.
+        stage read batches. On the CPU, batches need no copy, so the Trainer moves all of them.
         """
         context, trains = self.context, self._attached.module.trainer.training
         if context is None or self._world.device.type == "cpu":
@@ -470,7 +475,7 @@ class Run:
 
     @property
     def has_actions(self) -> bool:
-        """True if steps are split, so that there is a schedule."""
+        """True if the strategy runs the steps by a schedule, whose actions can be recorded."""
         return self.context is not None
 
     def record(self) -> Recorder | None:
@@ -501,12 +506,12 @@ class Run:
         nonfinite: GradientWatch | None = None,
         gradient_functions: GradientFunctions | None = None,
     ) -> None:
-        """Install all changes to the Trainer and the module that a run needs. :meth:`remove` undoes them.
+        """Install all other changes to the Trainer and the module that a run needs. :meth:`remove` undoes them.
 
         Args:
             trainer: The Trainer, with its optimizers.
-            closure: Creates the closures of automatic optimization; ``None`` if the Trainer does not fit.
-            nonfinite: Checks gradients before an optimizer step.
+            closure: Creates the closures of automatic optimization; ``None`` if the run only evaluates.
+            nonfinite: Checks gradients before an optimizer step; ``None`` if the run only evaluates.
             gradient_functions: Makes functions over gradients use the gradients of all ranks; ``None`` if this rank has
                 all gradients.
         """
@@ -557,7 +562,7 @@ class Run:
         self._installed.callback(detector.remove)
 
     def remove(self) -> None:
-        """Undo :meth:`install`, and wait for sends in flight."""
+        """Undo :meth:`install` and the hooks of the constructor, and wait for sends in flight."""
         self.is_installed = False
         self._installed.close()
         if not self._world.failures.failed:

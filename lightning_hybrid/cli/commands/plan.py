@@ -16,10 +16,14 @@ if TYPE_CHECKING:
 
 
 def run(args: Sequence[str]) -> None:
-    """Print the layout, the stages and the tensor-parallel plan of a configuration."""
+    """Print the layout, the stages and the tensor-parallel plan of a configuration; `cli.main` calls this function.
+
+    Args:
+        args: The words of the command line after ``plan``.
+    """
     description = (
         "Show the layout, the pipeline stages and the tensor-parallel plan of a configuration. With several nodes, also"
-        " show how many bytes a training step sends between nodes. The command does not train."
+        " show how many bytes an optimizer step sends between nodes. The command does not train."
     )
     parser = ConfigParser("plan", description, "--trainer.devices 8 --trainer.strategy.init_args.partition parameters")
     parser.add_json()
@@ -65,7 +69,10 @@ def _configured(make: Callable[[], tuple[LightningModule, Any]]) -> LightningMod
 def _between_nodes(
     make: Callable[[], Any], cli: HybridCLI, strategy: HybridStrategy, nodes: Sequence[int]
 ) -> tuple[dict[str, Any] | None, str]:
-    """Return the bytes that a step sends between nodes, as data (``None`` if they are unknown) and as a sentence."""
+    """Return the bytes that all ranks send between nodes in an optimizer step, as data and as a sentence.
+
+    The data is ``None`` if the step cannot run on fake tensors; the sentence then contains the reason.
+    """
     from lightning.fabric.utilities.exceptions import MisconfigurationException
     from rich import filesize
 

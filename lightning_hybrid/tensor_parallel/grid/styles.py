@@ -1,4 +1,8 @@
-"""The styles of a plan for ranks in two or three dimensions: the same names as for a line, with other layers."""
+"""The styles of a plan for tensor-parallel ranks in a square or cube. The names are the same as for ranks in a line.
+
+Most styles turn a layer into a layer of `grid.layers`, and shard its parameters in blocks. `tensor_parallel.plan`
+creates a :class:`GridMode` if the ranks are not in a line, and asks it for the style of each layer.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +31,11 @@ from lightning_hybrid.tensor_parallel.styles import (
     transposed,
 )
 
-#: Styles that are the same in every mode. Parameters that they shard are sharded over the line of all ranks.
+#: Styles that are the same in every mode. 'vocab' and 'vocab_head' shard parameters over all ranks, as in a line.
 _IN_A_LINE = ("vocab", "vocab_head", "replicate", "on_shards", "divide")
-#: Styles of regions, in which activations are sharded in blocks. In a line, they are for sequence parallelism.
+#: Styles for modules in a region, where activations are sharded in blocks. In a line, these are sequence shards.
 _IN_REGIONS = ("sequence_region", "sequence_parallel", "sequence_gathered")
+#: The attributes `is_second`, `enters` and `leaves` of the :class:`GridLinear` into which a style turns a layer.
 _LINEARS = {
     "colwise": (False, True, False),
     "packed_colwise_2": (False, True, False),
@@ -39,7 +44,7 @@ _LINEARS = {
     "rowwise": (True, False, True),
     "rowwise_split_input": (False, True, True),
 }
-#: The styles that these modes support.
+#: The styles that :class:`GridMode` supports, as error messages name them.
 GRID_STYLES = (*_LINEARS, "attention", "vocab", "on_shards", "divide:NAME", *_IN_REGIONS, "replicate")
 
 
@@ -49,7 +54,8 @@ class GridSplit(ParamSplit):
 
     Attributes:
         grid: The arrangement of the ranks.
-        over: The split dimensions, each with its axes, the outermost first. These axes are one axis of the mesh.
+        over: The split dimensions, each with the axes of the grid that split it, the outermost first. The axes of one
+            dimension together are one axis of the device mesh.
     """
 
     grid: Arrangement | None = None
@@ -61,7 +67,7 @@ class GridSplit(ParamSplit):
         return [(dim, self.grid.parts(axes), self.grid.index(rank, axes)) for dim, axes in self.over]
 
     def dim_of(self, axis: str) -> int | None:
-        """Return the dimension that an axis splits; ``None`` if the ranks along this axis have the same values."""
+        """Return the dimension that an axis of the device mesh splits; ``None`` if its ranks have the same values."""
         assert self.grid is not None
         return next((dim for dim, axes in self.over if axes == self.grid.mesh_axes[axis]), None)
 
@@ -91,7 +97,7 @@ class GridMode(Mode):
         return _find_style(name, layer, self.arrangement)
 
     def check(self, styles: Mapping[str, Any]) -> None:
-        """Raise an error for a layout or a style of torch, which shard parameters over ranks in a line."""
+        """Raise an error if the plan has a layout or a style of torch, because both work only for ranks in a line."""
         for name, style in styles.items():
             what = f"torch's {type(style).__name__}" if isinstance(style, ParallelStyle) else None
             if isinstance(style, str) and style.startswith(f"{LAYOUT}:"):
@@ -109,7 +115,7 @@ class GridMode(Mode):
         return _find_regions(rows, self.arrangement.mode)
 
     def make_group(self, group: ProcessGroup, along: Mapping[tuple[str, ...], ProcessGroup]) -> TensorGroup:
-        """Return the group with the groups along the axes."""
+        """Return the :class:`Grid` in which the layers communicate: all ranks, and the groups along each axis."""
         return Grid(group, self.arrangement, along)
 
 
