@@ -265,8 +265,7 @@ ERRORS = {
         "Set `num_microbatches=1`, or update the parameter in a hook.",
     ),
     "LH467": Entry(
-        "A step with several microbatches updates a parameter. Either the step uses this parameter both"
-        " before and after the update, or several stages of one rank share it.",
+        "A step with several microbatches updates a parameter, and uses it both before and after the update.",
         "Set `num_microbatches=1`, or update the parameter in a hook.",
     ),
     "LH468": Entry(

@@ -99,8 +99,7 @@ def skipped_writes(plans: Sequence[FramePlan]) -> list[frozenset[int]]:
     Raises:
         WrongUseError: If one microbatch alone cannot make a write.
     """
-    again = {name for plan in plans for part in plan.parts for name in part.rewritten}
-    return skipped([plan.writes for plan in plans], [plan.graph for plan in plans], again)
+    return skipped([plan.writes for plan in plans], [plan.graph for plan in plans])
 
 
 def stages_by_parameter(parameters: Iterable[Sequence[frozenset[str]]]) -> dict[str, set[int]]:

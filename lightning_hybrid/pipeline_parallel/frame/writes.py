@@ -172,13 +172,12 @@ def _uses(graph: Graph, name: str, for_write: Collection[int], units: Collection
     ]
 
 
-def skipped(writes: Sequence[Writes], graphs: Sequence[Graph], written_again: Collection[str]) -> list[frozenset[int]]:
+def skipped(writes: Sequence[Writes], graphs: Sequence[Graph]) -> list[frozenset[int]]:
     """Return, for each microbatch of a step, the calls that write parameters and that another microbatch makes.
 
     Args:
         writes: The writes in the plan of each microbatch.
         graphs: The graph in the plan of each microbatch.
-        written_again: The names of parameters that several stages of one rank write.
 
     Raises:
         WrongUseError: If one microbatch alone cannot make a write.
@@ -190,11 +189,11 @@ def skipped(writes: Sequence[Writes], graphs: Sequence[Graph], written_again: Co
     for each, graph in zip(writes, graphs, strict=True):
         for number in sorted({number for number, _ in each.mixed} | each.limited):
             call = graph.calls[number]
-            if number not in each.limited or call.rewritten & before & after or call.rewritten & set(written_again):
+            if number not in each.limited or call.rewritten & before & after:
                 raise WrongUseError(
-                    f"{call} updates the parameter {min(call.rewritten)!r}. Either the step uses this parameter both"
-                    " before and after the update, or several stages on the same rank share it. Each of"
-                    f" {len(writes)} microbatches would update it, but training in one process updates it only once."
+                    f"{call} updates the parameter {min(call.rewritten)!r}, which the step uses both before and after"
+                    f" the update. Each of {len(writes)} microbatches would update it, but training in one process"
+                    " updates it only once."
                     " Set `num_microbatches=1`, or update it in a hook, such as `on_train_batch_end`. [LH467]"
                 )
     first = next((at for at, each in enumerate(writes) if each.first), -1)

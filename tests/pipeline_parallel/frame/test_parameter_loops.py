@@ -164,6 +164,25 @@ class Pair(nn.Module):
         return (x - y.detach()).pow(2).mean()
 
 
+class PairWithScales(Pair):
+    """A pair whose teacher also has a parameter outside the layers, which code before and after the layers uses."""
+
+    def __init__(self, count: int = 4) -> None:
+        super().__init__(count)
+        self.scale = nn.Parameter(torch.rand(WIDTH))
+        self.average = nn.Parameter(torch.rand(WIDTH), requires_grad=False)
+
+    def pairs(self) -> Iterable[tuple[Tensor, Tensor]]:
+        return [*super().pairs(), (self.scale, self.average)]
+
+    def loss(self, x: Tensor) -> Tensor:
+        y = x.flip(1) * self.average
+        x = x * self.scale
+        for student, teacher in zip(self.student, self.teacher, strict=True):
+            x, y = student(x), teacher(y)
+        return (x * self.scale - (y * self.average).detach()).pow(2).mean()
+
+
 def chained(model: Pair) -> None:
     with torch.no_grad():
         for now, average in model.pairs():
@@ -188,17 +207,28 @@ def interpolated(model: Pair) -> None:
 UPDATES = [chained, assigned, copied, interpolated]
 
 
-def _steps(model: Pair, step: Any, batches: list[list[Tensor]], num_stages: int = 2) -> list[Tensor]:
-    """The losses of the microbatches of each step, one stage after the other; students move between steps."""
-    cut, losses = cut_of(model, num_stages, model.units), []
+def _steps(
+    model: Pair, step: Any, batches: list[list[Tensor]], *, num_ranks: int = 2, stage_by_stage: bool = False
+) -> list[Tensor]:
+    """Return the losses of the microbatches of each step; students move between steps.
+
+    Args:
+        model: The model, in two stages.
+        step: The step.
+        batches: The microbatches of each step.
+        num_ranks: 1 if one rank has both stages.
+        stage_by_stage: If True, a stage runs all microbatches before the next stage begins.
+    """
+    cut, losses = cut_of(model, 2, model.units, num_ranks=num_ranks), []
     for microbatches in batches:
         with cut():
             plans = [cut.find_plan(0, step, (x,), seed) for x in microbatches]
-            for x, plan, skipped in zip(microbatches, plans, skipped_writes(plans), strict=True):
-                value: Any = None
-                for stage in range(num_stages):
-                    value = cut.run(plan, stage, step, (x,), value, seed=seed, random=drawing, skipped=skipped)
-                losses.append(value.detach())
+            skipped, values = skipped_writes(plans), [None] * len(plans)
+            actions = [(stage, at) for at in range(len(plans)) for stage in range(2)]
+            for stage, at in sorted(actions) if stage_by_stage else actions:
+                arguments = plans[at], stage, step, (microbatches[at],), values[at]
+                values[at] = cut.run(*arguments, seed=seed, random=drawing, skipped=skipped[at])
+            losses += [value.detach() for value in values]
         with torch.no_grad():
             for parameter in model.student.parameters():
                 parameter.mul_(0.95)
@@ -208,8 +238,15 @@ def _steps(model: Pair, step: Any, batches: list[list[Tensor]], num_stages: int 
 @pytest.mark.parametrize("num_microbatches", [1, 3])
 @pytest.mark.parametrize("is_first", [True, False])
 @pytest.mark.parametrize("update", UPDATES)
-def test_an_average_moves_once_a_step(update: Any, is_first: bool, num_microbatches: int) -> None:
-    model = Pair()
+@pytest.mark.parametrize(
+    ("kind", "num_ranks", "stage_by_stage"),
+    # Two ranks would have separate copies of parameters outside the layers, but this process has only one.
+    [(Pair, 2, False), (PairWithScales, 1, False), (PairWithScales, 1, True)],
+)
+def test_an_average_moves_once_a_step(
+    kind: type[Pair], num_ranks: int, stage_by_stage: bool, update: Any, is_first: bool, num_microbatches: int
+) -> None:
+    model = kind()
     other = copy.deepcopy(model)
 
     def step_of(model: Pair) -> Any:
@@ -224,7 +261,7 @@ def test_an_average_moves_once_a_step(update: Any, is_first: bool, num_microbatc
         return step
 
     batches = [list(torch.randn(2 * num_microbatches, WIDTH).chunk(num_microbatches)) for _ in range(3)]
-    losses = _steps(model, step_of(model), batches)
+    losses = _steps(model, step_of(model), batches, num_ranks=num_ranks, stage_by_stage=stage_by_stage)
     expected = []
     for microbatches in batches:
         if is_first:
