@@ -48,6 +48,7 @@ _MLPS = (
     (("linear_1",), "linear_2"),
     (("lin_1",), "lin_2"),
     (("fc_1",), "fc_2"),
+    (("layer_1",), "layer_2"),
     (("fc_in",), "fc_out"),
     (("fc1_g", "fc1_x"), "fc2"),
     (("intermediate.dense",), "output.dense"),
