@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from tests import frame_modules
 from tests.pool import Pools
 from tests.results import Results, assert_equal_under, listed, run_alone
 from tests.training_jobs import make_trainer
@@ -29,6 +28,7 @@ from tests.transparency import (
     subject_of,
     train,
 )
+from tests.zoo import frame
 
 #: The first test of a batch waits for all of it.
 pytestmark = pytest.mark.timeout(900)
@@ -67,7 +67,7 @@ def _refused() -> str:
     """What is said of an `nn.Sequential` that is called twice, and was named as one body."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     with pytest.raises(ValueError, match="called the body 'blocks' 2 times") as error:
-        make_trainer({"pipeline_parallel_size": 2, "body": "blocks"}).fit(frame_modules.TwoViews().double())
+        make_trainer({"pipeline_parallel_size": 2, "body": "blocks"}).fit(frame.TwoViews().double())
     return str(error.value)
 
 

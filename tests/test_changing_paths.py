@@ -16,9 +16,9 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
-from tests.context_modules import Leaking
 from tests.pool import Pools
 from tests.training_jobs import LAYOUTS, Losses, assert_same, make_trainer, plain, together, weights
+from tests.zoo.context import Leaking
 
 WIDTH, CLASSES, STEPS, SAMPLES = 12, 3, 6, 12
 FRAME = "lightning_hybrid.pipeline_parallel.frame.frame"

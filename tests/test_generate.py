@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torchmetrics import MeanMetric
 
-from tests.hf_modules import MODULES, VOCABULARY
-from tests.modules import Example
 from tests.pool import Pools
 from tests.training_jobs import make_trainer, plain
+from tests.zoo.basic import Example
+from tests.zoo.hugging_face import MODULES, VOCABULARY
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from lightning_hybrid.distributed.dtensor import is_sharded
-from tests import tensor_modules as zoo
 from tests.pool import Pools
 from tests.test_tensor_features import Layout, Outcome, assert_same, fitted, made, optimized, resumed
 from tests.training_jobs import make_trainer
+from tests.zoo import tensor as zoo
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.distributed]
 

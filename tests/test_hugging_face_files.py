@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from lightning_hybrid.checkpoint.weights import tensor_files
 from lightning_hybrid.checkpoint.weights.weights import Weights
 from lightning_hybrid.cli.export import export
-from tests.hf_modules import MODULES
 from tests.pool import Pools
 from tests.training_jobs import PP2, assert_same, users_trainer
+from tests.zoo.hugging_face import MODULES
 
 transformers = pytest.importorskip("transformers")
 

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from lightning_hybrid.distributed.dtensor import full_tensor, is_sharded
 from lightning_hybrid.tensor_parallel.vocab_parallel import to_plain_tensors
-from tests import hf_modules as hf_zoo
 from tests.pool import Pools
 from tests.results import Results, listed
 from tests.training_jobs import Losses, assert_same, make_trainer
 from tests.transparency import FOUND_SUBJECTS, Case, compare
+from tests.zoo import hugging_face as hf_zoo
 
 pytest.importorskip("transformers")
 

@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_hybrid.distributed.dtensor import full_tensor
 from tests.pool import Pools
-from tests.tensor_modules import DIM, LENGTH, OwnBlock
 from tests.training_jobs import assert_same, make_trainer
+from tests.zoo.tensor import DIM, LENGTH, OwnBlock
 
 SAMPLES, BATCH = 32, 8
 

@@ -16,7 +16,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from lightning_hybrid import Faults, Tuning
-from tests.coupled_losses import (
+from tests.pool import Pools
+from tests.training_jobs import Losses, make_trainer, together, weights
+from tests.transparency import FRAME_SUBJECTS, SUBJECTS, TENSOR_SUBJECTS, Subject
+from tests.zoo.coupled_losses import (
     COUPLED,
     Loss,
     clip,
@@ -26,9 +29,6 @@ from tests.coupled_losses import (
     pairwise_hinge,
     two_tasks,
 )
-from tests.pool import Pools
-from tests.training_jobs import Losses, make_trainer, together, weights
-from tests.transparency import FRAME_SUBJECTS, SUBJECTS, TENSOR_SUBJECTS, Subject
 
 SAMPLES, STEPS, FEATURES = 8, 3, 6
 

@@ -10,9 +10,9 @@ import pytest
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.layout_modules import MODELS, Model
 from tests.pool import Pools
 from tests.training_jobs import Losses, assert_same, make_trainer, weights
+from tests.zoo.layouts import MODELS, Model
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.distributed]
 

@@ -11,13 +11,13 @@ from lightning_utilities.core import rank_zero
 from torch import Tensor, nn
 from torchmetrics import MeanSquaredError
 
-from tests import frame_modules, tensor_frame_modules
-from tests.modules import Example
 from tests.pool import Pools
 from tests.training_jobs import make_trainer
+from tests.zoo import frame, tensor_frame
+from tests.zoo.basic import Example
 
 
-class SharedViews(tensor_frame_modules.TwoViews):
+class SharedViews(tensor_frame.TwoViews):
     """Two views of a Sequential, whose layers tensor-parallel ranks share."""
 
     def build(self) -> None:
@@ -30,9 +30,9 @@ class SharedViews(tensor_frame_modules.TwoViews):
 
 MODULES: dict[str, type[Example]] = {
     "shared views": SharedViews,
-    "two views": frame_modules.TwoViews,
-    "layer by layer": frame_modules.LayerByLayer,
-    "projected": frame_modules.Projected,
+    "two views": frame.TwoViews,
+    "layer by layer": frame.LayerByLayer,
+    "projected": frame.Projected,
 }
 
 
@@ -78,7 +78,7 @@ def told(kind: type[Example]) -> list[str]:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("kind", "number"), [(Measured, 0), (frame_modules.TwoViews, 1)])
+@pytest.mark.parametrize(("kind", "number"), [(Measured, 0), (frame.TwoViews, 1)])
 def test_a_chain_stays_one_beside_a_metric_in_validation(ranks: Pools, kind: type[Example], number: int) -> None:
     assert len(ranks(2, lightning=True).run(told, kind, timeout=90)[0]) == number
 

@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_hybrid import Tuning
 from lightning_hybrid.pipeline_parallel.frame.units import has_teacher
 from tests.pool import Pools
-from tests.teacher_modules import BYOL, MODULES, PATCHES, ForeachBYOL
 from tests.training_jobs import Losses, make_trainer
+from tests.zoo.teacher import BYOL, MODULES, PATCHES, ForeachBYOL
 
 WIDTH, SAMPLES, STEPS = 8, 8, 3
 

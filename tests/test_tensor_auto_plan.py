@@ -14,10 +14,10 @@ from torch.nn import functional as F
 
 from lightning_hybrid.distributed.dtensor import full_tensor, is_sharded
 from lightning_hybrid.tensor_parallel.plan import make_plan
-from tests import own_blocks
-from tests import tensor_modules as zoo
 from tests.pool import Pools
 from tests.training_jobs import make_trainer
+from tests.zoo import own_blocks
+from tests.zoo import tensor as zoo
 
 Layout = Mapping[str, Any] | None
 TP2: dict[str, Any] = {"tensor_parallel_size": 2}

@@ -28,9 +28,9 @@ from examples.lamb import Lamb
 from lightning_hybrid import Faults
 from lightning_hybrid.distributed.dtensor import full_tensor, is_sharded, to_local
 from lightning_hybrid.pipeline_parallel.p2p import Channel
-from tests import tensor_modules as zoo
 from tests.pool import Pools
 from tests.training_jobs import make_trainer
+from tests.zoo import tensor as zoo
 
 Layout = Mapping[str, Any] | None
 TP2: dict[str, Any] = {"tensor_parallel_size": 2}

@@ -57,6 +57,21 @@ class Regression(LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=self.hparams["learning_rate"])
 
 
+class Manual(Regression):
+    """Steps by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class WithoutOptimizer(Regression):
+    """Trains nothing."""
+
+    def configure_optimizers(self) -> None:
+        return None
+
+
 class Losses(Callback):
     """Keeps the loss of every batch."""
 

@@ -41,14 +41,14 @@ from lightning_hybrid.distributed.tensor_metadata import METADATA
 from lightning_hybrid.pipeline_parallel.body import find_body
 from lightning_hybrid.strategy.layout import find_stages
 from lightning_hybrid.tensor_parallel.context_parallel.attention import KINDS
-from tests import context_modules as context_zoo
-from tests import frame_modules as frame_zoo
-from tests import hf_modules as hf_zoo
-from tests import modules as zoo
-from tests import tensor_frame_modules as tensor_frame_zoo
-from tests import tensor_modules as tensor_zoo
-from tests import zoo_modules as public_zoo
 from tests.devices import devices_of
+from tests.zoo import basic as zoo
+from tests.zoo import context as context_zoo
+from tests.zoo import frame as frame_zoo
+from tests.zoo import hugging_face as hf_zoo
+from tests.zoo import public as public_zoo
+from tests.zoo import tensor as tensor_zoo
+from tests.zoo import tensor_frame as tensor_frame_zoo
 
 SEED = 7
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b")

@@ -11,9 +11,9 @@ from lightning.pytorch import Callback
 from torch import Tensor, nn
 
 from lightning_hybrid.distributed.dtensor import full_tensor
-from tests import tensor_modules as zoo
 from tests.pool import Pools
 from tests.training_jobs import assert_same, make_trainer, together, weights
+from tests.zoo import tensor as zoo
 
 CHUNKS = {"num_chunks": 2, "schedule": "interleaved_1f1b"}
 #: (world size, replicas, arguments of the strategy)

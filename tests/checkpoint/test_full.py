@@ -26,6 +26,7 @@ from tests.training_jobs import (
     PP2,
     Losses,
     Regression,
+    WithoutOptimizer,
     assert_same,
     loader,
     make_trainer,
@@ -250,11 +251,6 @@ def test_a_checkpoint_that_does_not_fit_is_an_error_on_every_rank(ranks: Pools, 
         assert texts[0][1].startswith(load_wrong(None, str(path))[1])
     expected = {"groups": "11", "optimizers": "optimizer", "no file": str(path)}
     assert expected.get(fault, "") in texts[0][1]
-
-
-class WithoutOptimizer(Regression):
-    def configure_optimizers(self) -> None:
-        return None
 
 
 def saved_and_resumed(kind: type[Regression], path: str, layout: Layout) -> dict[str, Any]:

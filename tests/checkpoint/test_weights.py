@@ -18,10 +18,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from lightning_hybrid.checkpoint.weights.weights import Weights
-from tests import tensor_modules as zoo
 from tests.checkpoint.test_checksums import flip
 from tests.pool import Pools
 from tests.training_jobs import PP2, assert_same, make_trainer
+from tests.zoo import tensor as zoo
 
 Layout = Mapping[str, Any]
 TP2: dict[str, Any] = {"tensor_parallel_size": 2}

@@ -28,7 +28,7 @@ from lightning_hybrid.cli.comparison import compare, interleaved
 from lightning_hybrid.cli.local_ranks import RankError, run_ranks
 from lightning_hybrid.cli.main import main
 from lightning_hybrid.distributed.mesh import Mesh
-from tests import frame_modules, modules, tensor_modules
+from tests.zoo import basic, frame, tensor
 
 ROOT = Path(__file__).parent.parent.parent
 PP2: dict[str, Any] = {"pipeline_parallel_size": 2, "num_microbatches": 4}
@@ -36,7 +36,7 @@ PP2: dict[str, Any] = {"pipeline_parallel_size": 2, "num_microbatches": 4}
 PLAIN_MEANS: dict[str, Any] = {"num_microbatches": 2, "faults": Faults(compare_microbatches=False)}
 
 
-class Contrastive(modules.Around):
+class Contrastive(basic.Around):
     """Each sample against all others of its batch."""
 
     def loss(self, batch: Any) -> Tensor:
@@ -44,13 +44,13 @@ class Contrastive(modules.Around):
         return F.cross_entropy(self(x) @ y.T, torch.arange(len(x)))
 
 
-class UnweightedTokens(modules.TokenWeighted):
+class UnweightedTokens(basic.TokenWeighted):
     """A mean over the tokens of a batch, and nobody says so."""
 
     microbatch_weight = None  # type: ignore[assignment]
 
 
-class Sum(modules.Around):
+class Sum(basic.Around):
     """A sum over samples."""
 
     def loss(self, batch: Any) -> Tensor:
@@ -58,28 +58,19 @@ class Sum(modules.Around):
         return F.mse_loss(self(x), y, reduction="sum")
 
 
-class LogsProduct(modules.Around):
-    """What it logs is no mean over samples; its loss is."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = self.loss(batch)
-        self.log("square", loss.detach() ** 2)
-        return loss
-
-
-class DependsOnStages(modules.Around):
+class DependsOnStages(basic.Around):
     """Something that no layout can hide: the step asks for the world."""
 
     def loss(self, batch: Any) -> Tensor:
         return super().loss(batch) * self.trainer.world_size
 
 
-class Dropouts(modules.Around):
+class Dropouts(basic.Around):
     """Dropout of every kind: layers, functions and attention."""
 
     def build(self) -> None:
         super().build()
-        self.body = nn.Sequential(*(nn.Sequential(modules.block(8), nn.Dropout(0.2)) for _ in range(4)))
+        self.body = nn.Sequential(*(nn.Sequential(basic.block(8), nn.Dropout(0.2)) for _ in range(4)))
         self.attention = nn.MultiheadAttention(8, 2, dropout=0.3, batch_first=True)
         self.drop_probability = 0.5
 
@@ -90,7 +81,7 @@ class Dropouts(modules.Around):
         return self.head(self.body(F.dropout(h, self.drop_probability, self.training)))
 
 
-class InFloat32(modules.Around):
+class InFloat32(basic.Around):
     """A loss that is computed in float32, as those of causal language models are."""
 
     def loss(self, batch: Any) -> Tensor:
@@ -98,7 +89,7 @@ class InFloat32(modules.Around):
         return F.mse_loss(self(x).float(), y.float())
 
 
-class Manual(modules.Around):
+class Manual(basic.Around):
     """Optimizes by itself."""
 
     def build(self) -> None:
@@ -106,21 +97,21 @@ class Manual(modules.Around):
         self.automatic_optimization = False
 
 
-class Crashes(modules.Around):
+class Crashes(basic.Around):
     """The last stage's loss has a mistake."""
 
     def loss(self, batch: Any) -> Tensor:
         return super().loss(batch) + torch.zeros(2)[2 if self.trainer.world_size > 1 else 1]
 
 
-class Fails(modules.Around):
+class Fails(basic.Around):
     """In one process, too."""
 
     def loss(self, batch: Any) -> Tensor:
         return super().loss(batch) + {}["weight"]
 
 
-class Hangs(modules.Around):
+class Hangs(basic.Around):
     """Never comes to an end on one rank."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -129,7 +120,7 @@ class Hangs(modules.Around):
         return super().training_step(batch, batch_idx)
 
 
-class Dies(modules.Around):
+class Dies(basic.Around):
     """Killed, as by the system when there is no memory left."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -144,7 +135,7 @@ class Dies(modules.Around):
 def _by_hand(replicas: int, clip: float | None) -> tuple[list[float], list[float], dict[str, Tensor]]:
     """Two steps of `Around` in plain torch: losses, norms and weights; the mean over replicas, each with its batch."""
     torch.manual_seed(0)
-    module = modules.Around().double()
+    module = basic.Around().double()
     optimizer = module.configure_optimizers()
     batches = [[part.double() for part in batch] for batch in module.train_dataloader()]
     losses, norms = [], []
@@ -163,7 +154,7 @@ def _by_hand(replicas: int, clip: float | None) -> tuple[list[float], list[float
 @pytest.mark.parametrize(("replicas", "clip"), [(1, None), (2, 0.05)])
 def test_what_is_compared_is_one_process(replicas: int, clip: float | None) -> None:
     losses, norms, weights = _by_hand(replicas, clip)
-    result = check(modules.Around, trainer={"gradient_clip_val": clip}, data_parallel_size=replicas, zero_stage=1)
+    result = check(basic.Around, trainer={"gradient_clip_val": clip}, data_parallel_size=replicas, zero_stage=1)
     assert result.equal, result
     found = {(each.step, each.name): each for each in result.comparisons}
     for step in (1, 2):
@@ -174,14 +165,14 @@ def test_what_is_compared_is_one_process(replicas: int, clip: float | None) -> N
         assert found[None, f"weight {name}"].expected == pytest.approx(float(weight.detach().norm()), rel=1e-10)
 
 
-EQUAL: dict[str, tuple[type[modules.Example], dict[str, Any], dict[str, Any]]] = {
-    "sequential": (modules.Plain, {}, PP2),
-    "frame": (frame_modules.Loop, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}, PP2),
-    "tensor": (tensor_modules.GPT, {}, {"tensor_parallel_size": 2}),
-    "zero": (modules.Tied, {"accumulate_grad_batches": 2}, {"data_parallel_size": 2, "zero_stage": 3}),
-    "replicas of a pipeline, metrics": (modules.Classifier, {}, {**PP2, "data_parallel_size": 2}),
-    "weights of microbatches": (modules.TokenWeighted, {}, {"data_parallel_size": 2, "num_microbatches": 2}),
-    "statistics": (modules.Normalised, {}, {**PP2, "num_microbatches": 1}),
+EQUAL: dict[str, tuple[type[basic.Example], dict[str, Any], dict[str, Any]]] = {
+    "sequential": (basic.Plain, {}, PP2),
+    "frame": (frame.Loop, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}, PP2),
+    "tensor": (tensor.GPT, {}, {"tensor_parallel_size": 2}),
+    "zero": (basic.Tied, {"accumulate_grad_batches": 2}, {"data_parallel_size": 2, "zero_stage": 3}),
+    "replicas of a pipeline, metrics": (basic.Classifier, {}, {**PP2, "data_parallel_size": 2}),
+    "weights of microbatches": (basic.TokenWeighted, {}, {"data_parallel_size": 2, "num_microbatches": 2}),
+    "statistics": (basic.Normalised, {}, {**PP2, "num_microbatches": 1}),
     "couples samples": (Contrastive, {}, {**PP2, "num_microbatches": 1}),
 }
 
@@ -216,7 +207,7 @@ def test_what_float32_allows() -> None:
 
 @pytest.mark.distributed
 def test_random_numbers_are_those_of_the_same_microbatches() -> None:
-    result = check(modules.Noisy, **PP2)
+    result = check(basic.Noisy, **PP2)
     assert result.equal, str(result)
     assert result.largest.difference < 1e-12
     assert "one process ran the same microbatches" in str(result)
@@ -230,7 +221,7 @@ def test_random_numbers_are_those_of_the_same_microbatches() -> None:
     ("module", "layout", "reason", "remedy"),
     [
         (
-            modules.Normalised,
+            basic.Normalised,
             {**PP2, "num_microbatches": 3},
             "the BatchNorm layers (8) use the statistics of each microbatch",
             "GroupNorm",
@@ -243,11 +234,16 @@ def test_random_numbers_are_those_of_the_same_microbatches() -> None:
             "`microbatch_weight(",
         ),
         (Sum, PLAIN_MEANS, "the loss is a sum over samples", 'loss_reduction="sum"'),
-        (LogsProduct, {"num_microbatches": 2}, "logged values are not means over the samples: square", "`reduce_fx`"),
+        (
+            basic.LogsProduct,
+            {"num_microbatches": 2},
+            "logged values are not means over the samples: square",
+            "`reduce_fx`",
+        ),
         (DependsOnStages, PP2, "with pipeline_parallel_size=1, the results are equal", "lightning-hybrid plan"),
-        (frame_modules.FrameDrops, PP2, "the step draws random numbers", "Turn off"),
-        (modules.Noisy, {"data_parallel_size": 2}, "the step draws random numbers", "Turn off"),
-        (modules.Noisy, {"data_parallel_size": 2}, "the step draws random numbers", "draw them in the Dataset"),
+        (frame.FrameDrops, PP2, "the step draws random numbers", "Turn off"),
+        (basic.Noisy, {"data_parallel_size": 2}, "the step draws random numbers", "Turn off"),
+        (basic.Noisy, {"data_parallel_size": 2}, "the step draws random numbers", "draw them in the Dataset"),
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else "",
 )
@@ -281,7 +277,7 @@ def with_noise(samples: list[Tensor]) -> tuple[Tensor, Tensor]:
     return x, torch.randn_like(x)
 
 
-class Denoises(modules.Example):
+class Denoises(basic.Example):
     """Noise that comes with the batch."""
 
     def loss(self, batch: Any) -> Tensor:
@@ -289,7 +285,7 @@ class Denoises(modules.Example):
         return nn.functional.mse_loss(self(x + noise), noise)
 
     def train_dataloader(self) -> Any:
-        x = torch.randn(32, modules.WIDTH, dtype=torch.float64)
+        x = torch.randn(32, basic.WIDTH, dtype=torch.float64)
         return DataLoader(list(x), batch_size=8, collate_fn=with_noise)
 
 
@@ -304,7 +300,7 @@ def test_weights_of_microbatches_are_found() -> None:
     """The shares of tokens, which the loss is divided by."""
     result = check(UnweightedTokens, **PLAIN_MEANS)
     torch.manual_seed(0)
-    _, targets = next(iter(modules.TokenWeighted().train_dataloader()))
+    _, targets = next(iter(basic.TokenWeighted().train_dataloader()))
     tokens = [int((part >= 0).sum()) for part in targets.chunk(2)]
     weights = f"{tokens[0] / sum(tokens):.4g}, {tokens[1] / sum(tokens):.4g}"
     assert f"the correct weights of the microbatches are {weights}, but the weights 0.5, 0.5 were used" in result.reason
@@ -350,16 +346,16 @@ def test_failures_are_told(module: type[LightningModule], text: str) -> None:
 )
 def test_wrong_use(arguments: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
-        check(modules.Plain, **arguments)
+        check(basic.Plain, **arguments)
 
 
 @pytest.mark.distributed
 def test_a_loader_without_batches() -> None:
     with pytest.raises(RankError, match="returned no batches"):
-        check(modules.Plain, lambda: DataLoader(modules.Samples([])), num_microbatches=2)
+        check(basic.Plain, lambda: DataLoader(basic.Samples([])), num_microbatches=2)
 
 
-class NotANumber(modules.Around):
+class NotANumber(basic.Around):
     """Has no loss."""
 
     def loss(self, batch: Any) -> Tensor:
@@ -488,7 +484,7 @@ trainer:
 def test_command_says_equal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    words = ["--config", _config(tmp_path, "tests.modules.Around"), "--steps", "3", "--model.batch_size", "4"]
+    words = ["--config", _config(tmp_path, "tests.zoo.basic.Around"), "--steps", "3", "--model.batch_size", "4"]
     assert _command(monkeypatch, *words) == 0
     out = capsys.readouterr().out
     assert "One process compared with data 1 x tensor 1 x pipeline 2 = 2 processes, 2 microbatches" in out
@@ -502,7 +498,7 @@ def test_the_example_of_the_help_is_one(
 ) -> None:
     assert _command(monkeypatch, "--help") == 0
     example = capsys.readouterr().out.split("Example:")[1].split("FILE")[1].split()
-    config = _config(tmp_path, "tests.modules.Around", devices=4)
+    config = _config(tmp_path, "tests.zoo.basic.Around", devices=4)
     assert _command(monkeypatch, "--config", config, *example, "--json") == 0
     found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
     assert found["equal"]
@@ -538,9 +534,9 @@ def test_command_says_different(
 @pytest.mark.parametrize(
     ("model", "words", "complaint"),
     [
-        ("tests.modules.Around", ["--steps", "0"], "steps must be an integer of at least 1"),
-        ("tests.modules.Around", ["--trainer.devices", "3"], "3 processes cannot be divided"),
-        ("tests.modules.Around", ["--trainer.strategy", "ddp"], "is a DDPStrategy, not a HybridStrategy"),
+        ("tests.zoo.basic.Around", ["--steps", "0"], "steps must be an integer of at least 1"),
+        ("tests.zoo.basic.Around", ["--trainer.devices", "3"], "3 processes cannot be divided"),
+        ("tests.zoo.basic.Around", ["--trainer.strategy", "ddp"], "is a DDPStrategy, not a HybridStrategy"),
         ("tests.cli.test_check.Manual", [], "manual"),
     ],
 )

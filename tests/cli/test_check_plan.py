@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_hybrid.cli.check import check
-from tests import tensor_modules as zoo
+from tests.zoo import tensor as zoo
 
 
 class SilentAttention(zoo.Attention):

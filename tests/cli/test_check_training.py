@@ -20,8 +20,8 @@ from lightning_hybrid.cli.check_training.step_watch import StepWatch
 from lightning_hybrid.cli.local_ranks import RankError
 from lightning_hybrid.cli.main import main
 from lightning_hybrid.distributed.modes import FunctionMode
-from tests import frame_modules, modules
 from tests.strategy.test_meta_init import FromMeta
+from tests.zoo import basic, frame
 
 PP2: dict[str, Any] = {"pipeline_parallel_size": 2, "num_microbatches": 2}
 
@@ -36,7 +36,7 @@ class Sum(FromMeta):
         return super().loss(batch) * len(batch[0])
 
 
-class BuiltOnMeta(modules.Around):
+class BuiltOnMeta(basic.Around):
     """Made on the meta device in `__init__`, and changed in `setup`."""
 
     def build(self) -> None:
@@ -53,20 +53,20 @@ class Table(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.table = nn.Parameter(torch.ones(modules.WIDTH))
+        self.table = nn.Parameter(torch.ones(basic.WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
         return x * self.table
 
 
-class Unsettable(modules.Example):
+class Unsettable(basic.Example):
     def build(self) -> None:
         pass
 
     def configure_model(self) -> None:
         if not hasattr(self, "body"):
             with torch.device("meta"):
-                self.body = nn.Sequential(*(nn.Sequential(modules.block(), Table()) for _ in range(4)))
+                self.body = nn.Sequential(*(nn.Sequential(basic.block(), Table()) for _ in range(4)))
 
 
 @pytest.mark.distributed
@@ -78,7 +78,7 @@ class Unsettable(modules.Example):
         (BuiltOnMeta, {"data_parallel_size": 2, "zero_stage": 3}),
     ],
 )
-def test_layers_on_the_meta_device_have_the_same_values(module: type[modules.Example], layout: dict[str, Any]) -> None:
+def test_layers_on_the_meta_device_have_the_same_values(module: type[basic.Example], layout: dict[str, Any]) -> None:
     result = check(module, **layout)
     assert result.equal, str(result)
     assert result.largest.difference < 1e-9
@@ -209,15 +209,15 @@ def test_which_probabilities_are_found(module: nn.Module, found: list[str]) -> N
     assert all(getattr(module, name) == 0.0 for name in found)
 
 
-class Attends(frame_modules.Loop):
+class Attends(frame.Loop):
     """Each layer has an attention, whose probability is ``p``."""
 
     def build(self) -> None:
         super().build()
-        self.blocks = nn.ModuleList(nn.Sequential(modules.block(), Attention()) for _ in range(4))
+        self.blocks = nn.ModuleList(nn.Sequential(basic.block(), Attention()) for _ in range(4))
 
 
-class Hidden(frame_modules.Loop):
+class Hidden(frame.Loop):
     """Dropout that is not found: nothing says what ``rate`` is."""
 
     rate = 0.3
@@ -269,7 +269,7 @@ def test_draws_are_seen(draw: Any, *, draws: bool) -> None:
     assert watch.float32 is None
 
 
-class NumpyNoise(modules.Around):
+class NumpyNoise(basic.Around):
     """Draws nothing from torch."""
 
     def loss(self, batch: Any) -> Tensor:
@@ -285,19 +285,10 @@ def test_draws_of_numpy_are_seen() -> None:
 # -- the table ---------------------------------------------------------------------------------------------------------
 
 
-class LogsProduct(modules.Around):
-    """What it logs is no mean over samples; its loss is."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = self.loss(batch)
-        self.log("square", loss.detach() ** 2)
-        return loss
-
-
 @pytest.mark.distributed
 def test_the_mark_in_the_table_is_explained() -> None:
-    lines = str(check(LogsProduct, num_microbatches=2)).splitlines()
+    lines = str(check(basic.LogsProduct, num_microbatches=2)).splitlines()
     marked = [line for line in lines if line.endswith(" <")]
     assert [line.split()[1:3] for line in marked] == [["log", "square"]] * 2
     assert "<: differs by more than 1e-08" in lines
-    assert "<: differs" not in str(check(modules.Plain, num_microbatches=2))
+    assert "<: differs" not in str(check(basic.Plain, num_microbatches=2))

@@ -27,7 +27,16 @@ from lightning_hybrid.cli.consolidate import consolidate
 from lightning_hybrid.cli.main import main
 from lightning_hybrid.distributed.pytree import flatten_with_path
 from tests.pool import Pools
-from tests.training_jobs import Losses, Regression, assert_same, dataset, loader, make_trainer, weights
+from tests.training_jobs import (
+    Losses,
+    Regression,
+    WithoutOptimizer,
+    assert_same,
+    dataset,
+    loader,
+    make_trainer,
+    weights,
+)
 
 PP2: dict[str, Any] = {"pipeline_parallel_size": 2, "num_microbatches": 4}
 TP2: dict[str, Any] = {"tensor_parallel_size": 2, "tensor_parallel_plan": {"body.*.0": "colwise_gather_output"}}
@@ -128,11 +137,6 @@ def test_weights_alone_are_what_lightning_leaves_then(ranks: Pools, tmp_path: Pa
     checkpoint = torch.load(ours, weights_only=True)
     assert not {"optimizer_states", "lr_schedulers", "callbacks", "current_model_state"} & set(checkpoint)
     Model.load_from_checkpoint(ours)
-
-
-class WithoutOptimizer(Regression):
-    def configure_optimizers(self) -> None:
-        return None
 
 
 def trained_without_optimizer(layout: Mapping[str, Any] | None, path: str, resume: bool) -> int:

@@ -24,9 +24,9 @@ from lightning_hybrid import HybridStrategy, Tuning
 from lightning_hybrid.data_parallel.master_weights import MasterWeights
 from lightning_hybrid.trainer.precision import check_optimizer, scale_half
 from tests.pool import Pools
-from tests.tensor_modules import Encoders
 from tests.test_tensor_features import made
 from tests.training_jobs import make_trainer, together, weights
+from tests.zoo.tensor import Encoders
 
 BATCH, STEPS, LR = 16, 6, 3e-3
 DTYPES = {"bf16-true": torch.bfloat16, "16-true": torch.float16}

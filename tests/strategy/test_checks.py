@@ -24,7 +24,7 @@ from lightning_hybrid.distributed.mesh import Mesh
 from lightning_hybrid.strategy import checks
 from lightning_hybrid.strategy.checks import check_tensor_groups
 from tests.pool import Pools
-from tests.training_jobs import PP2, Losses, Regression, assert_same, loader, make_trainer
+from tests.training_jobs import PP2, Losses, Manual, Regression, assert_same, loader, make_trainer
 
 # -- arguments --------------------------------------------------------------------------------------------------------
 
@@ -285,12 +285,6 @@ class RankDependent(Listed):
 
 class NamesBody(Regression):
     pipeline_body = "boddy"
-
-
-class Manual(Regression):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
 
 
 class OwnBackward(Regression):

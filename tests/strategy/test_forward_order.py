@@ -10,8 +10,8 @@ from torch import Tensor
 
 from tests.entries import PACKAGE
 from tests.pool import Pools
-from tests.tensor_modules import NanoAttention, NanoGPT
 from tests.training_jobs import make_trainer
+from tests.zoo.tensor import NanoAttention, NanoGPT
 
 #: The function of each wrapper, from the outside to the inside. `replaced_forwards` documents this order.
 ORDER = [

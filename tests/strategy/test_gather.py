@@ -17,9 +17,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel
 
 from lightning_hybrid import Launch
 from lightning_hybrid.cli.consolidate import consolidate
-from tests import tensor_modules as zoo
 from tests.pool import Pools
 from tests.training_jobs import PP2, Regression, assert_same, loader, make_trainer
+from tests.zoo import tensor as zoo
 
 Layout = Mapping[str, Any] | None
 TP2: dict[str, Any] = {"tensor_parallel_size": 2}

@@ -20,9 +20,9 @@ from lightning_hybrid.pipeline_parallel.placeholders import replace_with_placeho
 from lightning_hybrid.pipeline_parallel.schedules import Placement
 from lightning_hybrid.pipeline_parallel.stage_map import StageMap
 from lightning_hybrid.strategy.meta_init import Initialization, lacks_values
-from tests import tensor_modules as zoo
 from tests.pool import Pools
 from tests.training_jobs import PP2, Losses, Regression, assert_same, loader, make_trainer
+from tests.zoo import tensor as zoo
 
 Layout = Mapping[str, Any]
 CPU = torch.device("cpu")

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from lightning_hybrid.tensor_parallel.auto_plan import known_code
 from lightning_hybrid.tensor_parallel.plan import make_plan
-from tests import tensor_modules as zoo
+from tests.zoo import tensor as zoo
 
 
 @pytest.fixture(autouse=True)
@@ -290,7 +290,7 @@ def test_blocks_of_the_users_own_that_are_not_proven_stay_whole_with_a_plan_to_w
     plan, reasons = auto(nn.ModuleDict({"body": nn.ModuleList([zoo.NanoBlock(), zoo.FusedBlock()])}))
     assert not any(name.startswith("body.0.mlp") for name in plan)
     assert reasons == {
-        "body.0": "is a NanoBlock from 'tests.tensor_modules', whose code is unknown; it can behave differently in"
+        "body.0": "is a NanoBlock from 'tests.zoo.tensor', whose code is unknown; it can behave differently in"
         f" another call (`self.mlp['c_fc']` in line {LINE_OF_MLP} of its file). With random values, this plan gave the"
         " same results as the unsharded block: {'body.*.mlp.c_fc': 'colwise', 'body.*.mlp.c_proj': 'rowwise'};"
         " `lightning-hybrid check` compares the results of this plan with one process",

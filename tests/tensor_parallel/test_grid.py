@@ -20,9 +20,9 @@ from lightning_hybrid.tensor_parallel.grid import blocks
 from lightning_hybrid.tensor_parallel.plan import make_plan
 from lightning_hybrid.tensor_parallel.shard import shards_of, unshard
 from tests.pool import Pools
-from tests.tensor_modules import OwnBlock
 from tests.tensor_parallel.groups import CPU, grid_group
 from tests.tensor_parallel.test_layers import MODULES, encoder, mlp
+from tests.zoo.tensor import OwnBlock
 
 GRIDS = {
     "2d": arrange("2d", 4),

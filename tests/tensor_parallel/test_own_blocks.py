@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 from lightning_hybrid.cli.demo.vit import ViT
 from lightning_hybrid.tensor_parallel.plan import make_plan
-from tests import own_blocks as own
-from tests import tensor_modules as zoo
+from tests.zoo import own_blocks as own
+from tests.zoo import tensor as zoo
 
 
 def auto(block: nn.Module, size: int = 2) -> tuple[dict[str, str], dict[str, str]]:

@@ -14,7 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 from lightning_hybrid.distributed.sizes import accumulated_batches
 from tests.pool import Pools
-from tests.training_jobs import Regression, assert_same, dataset, loader, make_trainer, together, weights
+from tests.training_jobs import Manual, Regression, assert_same, dataset, loader, make_trainer, together, weights
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "1x1x1": (1, {}),
@@ -100,14 +100,6 @@ def test_the_rest_of_an_epoch_is_as_in_lightning(ranks: Pools) -> None:
 
 def lightnings_own(arguments: Mapping[str, Any]) -> Any:
     return train(None, 4, 40, **arguments)
-
-
-class Manual(Regression):
-    """Steps by itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
 
 
 def refused(case: str) -> str:

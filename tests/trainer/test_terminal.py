@@ -22,7 +22,7 @@ import logging, sys, warnings
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback, {bar}
 from lightning_hybrid import HybridStrategy
-from tests.modules import Around
+from tests.zoo.basic import Around
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 class Talks(Callback):

@@ -32,11 +32,11 @@ from lightning_hybrid.tuning.dry_run.dry_run import step_arguments
 from lightning_hybrid.tuning.machine import Machine
 from lightning_hybrid.tuning.measure import measure_machine
 from lightning_hybrid.tuning.search_space import search_space
-from tests.context_modules import Uneven
 from tests.pool import Pools
 from tests.strategy.test_open_arguments import ALL_OPEN, AUTO
-from tests.training_jobs import Regression, assert_same, loader, make_trainer
+from tests.training_jobs import Manual, Regression, assert_same, loader, make_trainer
 from tests.tuning.test_module_profile import Blocks, make_profile
+from tests.zoo.context import Uneven
 
 CONFIG = str(Path(__file__).parent.parent.parent / "configs" / "gpt_hybrid.yaml")
 FIGURES = {"node_latency": 1e-4, "node_bandwidth": 1e9, "flops": 1e10, "memory_bandwidth": 1e10, "overlap": 0.0}
@@ -284,19 +284,13 @@ def test_recompute_takes_the_least_that_fits(ranks: Pools) -> None:
 
 def refused(kind: str) -> str:
     """Return the text of the error on a rank."""
-    module = ByHand() if kind == "by hand" else Regression()
+    module = Manual() if kind == "by hand" else Regression()
     data = DataLoader(Nothing(), batch_size=None) if kind == "no batch" else loader(4, 32)
     trainer = make_trainer({"layout": "auto"}, max_steps=1)
     run: Any = trainer.validate if kind == "no training" else trainer.fit
     with pytest.raises(ValueError, match=r"cannot choose .* for") as caught:
         run(module, data)
     return str(caught.value)
-
-
-class ByHand(Regression):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
 
 
 class Nothing(IterableDataset[Any]):
@@ -307,7 +301,7 @@ class Nothing(IterableDataset[Any]):
 @pytest.mark.parametrize(
     ("kind", "text"),
     [
-        ("by hand", "ByHand uses manual optimization"),
+        ("by hand", "Manual uses manual optimization"),
         ("no batch", "received no training batch"),
         ("no training", "`train_dataloader` must be implemented"),
     ],

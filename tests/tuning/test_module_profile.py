@@ -29,7 +29,7 @@ from lightning_hybrid.tuning.messages import NO_EXCHANGE
 from lightning_hybrid.tuning.module_profile import ModuleProfile
 from lightning_hybrid.tuning.search import search
 from lightning_hybrid.tuning.search_space import SearchSpace
-from tests.context_modules import Convolution
+from tests.zoo.context import Convolution
 
 
 class Blocks(LightningModule):

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hybrid.pipeline_parallel.frame.alike import RepeatedUnits, first_alike
-from tests.modules import WIDTH
 from tests.pipeline_parallel.frame.stages import check, cut_of, seed
+from tests.zoo.basic import WIDTH
 
 RUNS: list[int] = []
 

@@ -30,9 +30,9 @@ from lightning_hybrid.memory.activation_checkpoint.checkpoint import ActivationC
 from lightning_hybrid.pipeline_parallel.frame.discovery import Discovery
 from lightning_hybrid.pipeline_parallel.frame.routes import Travel
 from lightning_hybrid.pipeline_parallel.partition import uniform
-from tests.frame_modules import Block, Coupling, Decoder
-from tests.modules import VOCABULARY, WIDTH
 from tests.pipeline_parallel.frame.stages import check, cut_of, drawing, play, seed, without_values
+from tests.zoo.basic import VOCABULARY, WIDTH
+from tests.zoo.frame import Block, Coupling, Decoder
 
 STAGES = [2, 3, 4]
 

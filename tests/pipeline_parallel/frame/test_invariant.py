@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_hybrid.pipeline_parallel.frame import discovery
-from tests.frame_modules import Block
-from tests.modules import WIDTH
 from tests.pipeline_parallel.frame.stages import chunks, cut_of, one_process
+from tests.zoo.basic import WIDTH
+from tests.zoo.frame import Block
 
 NUM_MICROBATCHES = 3
 

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.pipeline_parallel.frame.plan import skipped_writes
-from tests.frame_modules import Block
-from tests.modules import WIDTH
 from tests.pipeline_parallel.frame.stages import check, cut_of, drawing, seed
+from tests.zoo.basic import WIDTH
+from tests.zoo.frame import Block
 
 
 @pytest.fixture(autouse=True)

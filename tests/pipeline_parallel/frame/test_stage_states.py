@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_hybrid.distributed.failure import WrongUseError
-from tests.frame_modules import Block
-from tests.modules import WIDTH
 from tests.pipeline_parallel.frame.stages import chunks, cut_of, drawing, one_process, seed
+from tests.zoo.basic import WIDTH
+from tests.zoo.frame import Block
 
 
 @pytest.fixture(autouse=True)

@@ -27,10 +27,10 @@ from lightning_hybrid.tensor_parallel.context_parallel.sharded_sequence import S
 from lightning_hybrid.tensor_parallel.context_parallel.trial import Trial
 from lightning_hybrid.tensor_parallel.sharded_activation import plain
 from lightning_hybrid.tensor_parallel.sharding import Shares
-from tests import context_modules as zoo
 from tests.pool import Pools, RankError
-from tests.tensor_modules import DIM, NanoBlock
 from tests.training_jobs import make_trainer, together, weights
+from tests.zoo import context as zoo
+from tests.zoo.tensor import DIM, NanoBlock
 
 CPU = torch.device("cpu")
 

@@ -15,8 +15,8 @@ from torchmetrics import CatMetric
 from lightning_hybrid.distributed.modes import TorchDispatchMode
 from lightning_hybrid.distributed.pytree import flatten
 from tests.pool import Pools
-from tests.tensor_modules import NanoGPT
 from tests.training_jobs import make_trainer
+from tests.zoo.tensor import NanoGPT
 
 VOCABULARY, LENGTH, SAMPLES = 254, 64, 2
 CLASSES = {VOCABULARY, VOCABULARY // 2}  # of all ranks, or of one of two

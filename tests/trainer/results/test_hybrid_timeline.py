@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_hybrid import HybridTimeline
 from lightning_hybrid.pipeline_parallel.schedules import build
 from tests.pool import Pools
-from tests.tensor_modules import NanoGPT
 from tests.training_jobs import PP2, Regression, assert_same, loader, make_trainer
+from tests.zoo.tensor import NanoGPT
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2": (2, {**PP2, "num_microbatches": 4}),

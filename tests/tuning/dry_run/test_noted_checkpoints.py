@@ -22,8 +22,8 @@ from lightning_hybrid.tuning.candidates import Layout
 from lightning_hybrid.tuning.dry_run import dry_run as dry_runs
 from lightning_hybrid.tuning.dry_run.dry_run import DryRunStrategy, dry_run
 from lightning_hybrid.tuning.dry_run.saved_tensors import saved_bytes
-from tests import context_modules as zoo
 from tests.tuning.test_module_profile import make_profile
+from tests.zoo import context as zoo
 
 WIDTH = 16
 

@@ -16,9 +16,9 @@ from lightning_hybrid import HybridStrategy
 from lightning_hybrid.axes import Sizes
 from lightning_hybrid.tensor_parallel.context_parallel.attention import KINDS
 from lightning_hybrid.tuning.dry_run.dry_run import DryRun, dry_run
-from tests import context_modules as zoo
-from tests import tensor_modules
 from tests.training_jobs import Regression, loader
+from tests.zoo import context as zoo
+from tests.zoo import tensor
 
 
 def run(make: Callable[[], LightningModule], data: Any = None, **arguments: Any) -> DryRun:
@@ -94,7 +94,7 @@ def test_what_a_run_refuses_is_refused_without_ranks(
 
 
 def test_a_module_is_left_as_it_was() -> None:
-    module = tensor_modules.NanoGPT()
+    module = tensor.NanoGPT()
     before = {name: value.clone() for name, value in module.state_dict().items()}
     run(lambda: module)
     for name, value in module.state_dict().items():

@@ -1,4 +1,4 @@
-"""More of the zoo: models of sequences, of which ranks can have shares. Nothing here knows of `lightning_hybrid`."""
+"""Models of sequences, of which ranks can have shares. Nothing here knows of `lightning_hybrid`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from examples.gpt import GPT as ExampleModel
-from tests import tensor_modules as zoo
-from tests.tensor_modules import DIM, HEADS, LENGTH, TOKENS
+from tests.zoo import tensor as zoo
+from tests.zoo.tensor import DIM, HEADS, LENGTH, TOKENS
 
 
 class Uneven(zoo.NanoGPT):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from tests.modules import Example
+from tests.zoo.basic import Example
 
 VOCABULARY = 32
 LENGTH = 10

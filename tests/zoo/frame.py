@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torchmetrics.classification import MulticlassAccuracy
 
-from tests.modules import CLASSES, VOCABULARY, WIDTH, Example, Language, block
+from tests.zoo.basic import CLASSES, VOCABULARY, WIDTH, Example, Language, block
 
 
 class Block(nn.Module):

@@ -1,4 +1,4 @@
-"""More of the zoo: modules whose layers can be shared by several ranks. Nothing here knows of `lightning_hybrid`."""
+"""Modules whose layers can be shared by several ranks. Nothing here knows of `lightning_hybrid`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.modules import Example
+from tests.zoo.basic import Example
 
 DIM = 16
 HEADS = 4

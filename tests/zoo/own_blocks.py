@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_hybrid.cli.demo.vit import Block as DemoBlock
-from tests import tensor_modules as zoo
-from tests.tensor_modules import DIM, HEADS
+from tests.zoo import tensor as zoo
+from tests.zoo.tensor import DIM, HEADS
 
 
 class SelfAttention(nn.Module):

@@ -325,6 +325,15 @@ class Summed(Around):
         return loss
 
 
+class LogsProduct(Around):
+    """What it logs is no mean over samples; its loss is."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.log("square", loss.detach() ** 2)
+        return loss
+
+
 class Normalised(Around):
     """Batch statistics, in the body, before it and after it.
 

@@ -1,4 +1,4 @@
-"""More of the zoo: models that are no chain, with layers that several ranks can share.
+"""Models that are no chain, with layers that several ranks can share.
 
 Nothing here knows of `lightning_hybrid`. Each module's docstring names its peculiarity.
 """
@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.frame_modules import FrameDrops
-from tests.tensor_modules import DIM, HEADS, LENGTH, TOKENS, CausalBlock, OwnAttention, OwnBlock, Sequences, Words
+from tests.zoo.frame import FrameDrops
+from tests.zoo.tensor import DIM, HEADS, LENGTH, TOKENS, CausalBlock, OwnAttention, OwnBlock, Sequences, Words
 
 
 def encoder_layer(**options: Any) -> nn.Module:

@@ -1,4 +1,4 @@
-"""A zoo: public modules rewritten as their authors write them, tiny, with their names of attributes.
+"""Public modules rewritten as their authors write them, tiny, with their names of attributes.
 
 None of them was made for `lightning_hybrid`. Each class says whose it is and what is peculiar about it.
 """
@@ -21,7 +21,7 @@ from lightning.pytorch.demos.lstm import SimpleLSTM
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.modules import Example
+from tests.zoo.basic import Example
 
 VOCABULARY = 19
 CLASSES = 5
