@@ -26,7 +26,7 @@ from torchmetrics.wrappers import MinMaxMetric, MultitaskWrapper, Running
 
 from tests.pool import Pools
 from tests.test_logging_features import Snapshots
-from tests.training_jobs import LAYOUTS, assert_same, make_trainer, plain, train
+from tests.training_jobs import LAYOUTS, assert_same, make_trainer, plain
 
 Layout = Mapping[str, Any] | None
 CLASSES = 3
@@ -233,10 +233,9 @@ class Trained(LightningModule):
 
 def fit(module: Trained, layout: Layout, batch_size: int, *callbacks: Callback, **arguments: Any) -> dict[str, Any]:
     snapshots = Snapshots()
-    data = classes(batch_size), classes(batch_size, 28, 4)
-    how = {"max_epochs": 3, "callbacks": [*callbacks, snapshots], "log_every_n_steps": 1, **arguments}
-    result = train(module, layout, *data, **how)
-    return {"fitted": result.metrics, "seen": list(module.seen), "batches": snapshots.batches}
+    trainer = make_trainer(layout, max_epochs=3, callbacks=[*callbacks, snapshots], log_every_n_steps=1, **arguments)
+    trainer.fit(module, classes(batch_size), classes(batch_size, 28, 4))
+    return {"fitted": plain(trainer.callback_metrics), "seen": list(module.seen), "batches": snapshots.batches}
 
 
 class ByHand(Trained):

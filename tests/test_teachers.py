@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_hybrid import Tuning
 from lightning_hybrid.pipeline_parallel.frame.units import has_teacher
 from tests.pool import Pools
-from tests.training_jobs import Result, train
+from tests.training_jobs import Losses, make_trainer
 from tests.zoo.teacher import BYOL, MODULES, PATCHES, ForeachBYOL
 
 WIDTH, SAMPLES, STEPS = 8, 8, 3
@@ -179,20 +179,24 @@ class UntracedPair(EmbeddingPair):
 Job = tuple[Any, ...]
 
 
-def trained(layout: dict[str, Any] | None, jobs: list[Job], shape: tuple[int, ...], shares: bool) -> list[Result | str]:
-    """Train modules one after the other; return results or errors. `shares`: replicas divide the samples."""
-    found: list[Result | str] = []
+def fit(layout: dict[str, Any] | None, jobs: list[Job], shape: tuple[int, ...], shares: bool) -> list[dict[str, Any]]:
+    """Train modules one after the other; `shares`: replicas divide the samples."""
+    found = []
     for kind, *arguments in jobs:
         torch.manual_seed(0)
-        module = kind(*arguments)
+        module, seen = kind(*arguments), Losses()
         numbers = torch.Generator().manual_seed(5)
         x = torch.randn(STEPS * SAMPLES, *shape, generator=numbers, dtype=torch.float64)
         replicas = (layout or {}).get("data_parallel_size", 1) if shares else 1
         data = DataLoader(TensorDataset(x), SAMPLES // replicas)
+        trainer = make_trainer(layout, callbacks=[seen], precision="64-true", use_distributed_sampler=shares)
         try:
-            found.append(train(module, layout, data, precision="64-true", use_distributed_sampler=shares))
+            trainer.fit(module, data)
         except ValueError as error:
-            found.append(str(error))
+            found.append({"error": str(error)})
+            continue
+        state = module.state_dict() if layout is None else trainer.strategy.lightning_module_state_dict()
+        found.append({"losses": seen.values, "state": {name: value.clone() for name, value in state.items()}})
     return found
 
 
@@ -204,19 +208,19 @@ def size_of(layout: dict[str, Any]) -> int:
 def assert_like_one_process(
     ranks: Pools, layout: dict[str, Any], jobs: list[Job], shape: tuple[int, ...] = (WIDTH,), *, shares: bool = True
 ) -> None:
-    expected = trained(None, jobs, shape, shares)
-    results = ranks(size_of(layout), lightning=True).run(trained, layout, jobs, shape, shares, timeout=200.0)
+    expected = fit(None, jobs, shape, shares)
+    results = ranks(size_of(layout), lightning=True).run(fit, layout, jobs, shape, shares, timeout=200.0)
     wrong = []
-    for job, one, *found in zip(jobs, expected, *results, strict=True):
+    for number, (job, one) in enumerate(zip(jobs, expected, strict=True)):
         name = " ".join(getattr(each, "__name__", each) for each in job)
-        errors = [each for each in found if isinstance(each, str)]
+        errors = [rank[number]["error"] for rank in results if "error" in rank[number]]
         if errors:
             wrong.append(f"{name}: {errors[0][:300]}")
             continue
-        state = found[0].weights
-        gap = max(float((state[key] - value).abs().max()) for key, value in one.weights.items())
-        losses = torch.tensor([each.losses for each in found], dtype=torch.float64).mean(0)  # of replicas
-        difference = float((losses - torch.tensor(one.losses, dtype=torch.float64)).abs().max())
+        state = results[0][number]["state"]
+        gap = max(float((state[key] - value).abs().max()) for key, value in one["state"].items())
+        losses = torch.tensor([rank[number]["losses"] for rank in results], dtype=torch.float64).mean(0)  # of replicas
+        difference = float((losses - torch.tensor(one["losses"], dtype=torch.float64)).abs().max())
         if not max(gap, difference) < 1e-10:
             wrong.append(f"{name}: states differ by {gap:.2g}, losses by {difference:.2g}")
     assert not wrong, "\n".join(wrong)
@@ -351,7 +355,7 @@ class CompiledPair(Pair):
 def count_graphs(layout: dict[str, Any] | None) -> int:
     torch._dynamo.reset()
     COUNT[0] = 0
-    trained(layout, [(CompiledPair,)], (WIDTH,), True)
+    fit(layout, [(CompiledPair,)], (WIDTH,), True)
     return COUNT[0]
 
 

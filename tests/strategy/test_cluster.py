@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 from lightning.fabric.plugins.environments import ClusterEnvironment
+from torch import Tensor
 from typing_extensions import override
 
 from tests.pool import Pools
-from tests.training_jobs import Regression, Result, assert_same, loader, together, train
+from tests.training_jobs import Regression, assert_same, loader, make_trainer, together, weights
 
 
 class Workers(ClusterEnvironment):
@@ -61,15 +62,14 @@ class Workers(ClusterEnvironment):
         return 0
 
 
-def trained(layout: dict[str, Any]) -> Result:
-    result = train(Regression(), layout, loader(), devices="auto", plugins=[Workers()])
-    assert result.trainer.world_size == int(os.environ["WORLD_SIZE"])
-    return result
+def train(layout: dict[str, Any] | None) -> dict[str, Tensor]:
+    where: dict[str, Any] = {} if layout is None else {"devices": "auto", "plugins": [Workers()]}
+    trainer, module = make_trainer(layout, **where), Regression()
+    trainer.fit(module, loader())
+    assert layout is None or trainer.world_size == int(os.environ["WORLD_SIZE"])
+    return weights(module)
 
 
 @pytest.mark.parametrize("layout", [{"pipeline_parallel_size": 2, "num_microbatches": 4}], ids=["pp2"])
 def test_every_worker_of_the_cluster_is_a_rank(ranks: Pools, layout: dict[str, Any]) -> None:
-    expected = train(Regression(), None, loader())
-    results = ranks(2, lightning=True).run(trained, layout)
-    assert_same(results, [expected, expected])
-    together([result.weights for result in results])
+    assert_same(together(ranks(2, lightning=True).run(train, layout)), train(None))
