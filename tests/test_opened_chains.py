@@ -9,12 +9,14 @@ import pytest
 import torch
 from lightning_utilities.core import rank_zero
 from torch import Tensor, nn
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel
 from torchmetrics import MeanSquaredError
 
-from tests.pool import Pools
+from tests.pool import Pools, RankError
 from tests.training_jobs import make_trainer
 from tests.zoo import frame, tensor_frame
-from tests.zoo.basic import Example
+from tests.zoo.basic import Example, block
 
 
 class SharedViews(tensor_frame.TwoViews):
@@ -28,8 +30,62 @@ class SharedViews(tensor_frame.TwoViews):
         return self.projection(self.blocks(x)).mean(1)
 
 
+class Penalized(Example):
+    """Hooks keep the outputs of all layers, and the loss has a penalty on them."""
+
+    def build(self) -> None:
+        super().build()
+        self.outputs: list[Tensor] = []
+        for layer in self.body:
+            layer.register_forward_hook(lambda layer, args, output: self.outputs.append(output))
+
+    def loss(self, batch: Any) -> Tensor:
+        self.outputs.clear()
+        loss = super().loss(batch)
+        return loss + sum(output.square().mean() for output in self.outputs)
+
+
+class Keeping(nn.Module):
+    """A layer that keeps a penalty in an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.penalty = block(), torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inner(x)
+        self.penalty = x.square().mean()
+        return x
+
+
+class KeptInLayers(Example):
+    """The loss has penalties that the layers keep in attributes."""
+
+    def build(self) -> None:
+        self.body = nn.Sequential(*(Keeping() for _ in range(self.layers)))
+
+    def loss(self, batch: Any) -> Tensor:
+        loss = super().loss(batch)
+        return loss + sum(layer.penalty for layer in self.body)
+
+
+class KeptInMiddle(KeptInLayers):
+    """The loss has the penalty of one layer in the middle."""
+
+    def loss(self, batch: Any) -> Tensor:
+        return Example.loss(self, batch) + self.body[2].penalty
+
+
+class KeptInEvaluation(KeptInLayers):
+    """Only the validation loss has the penalties."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return Example.loss(self, batch)
+
+
 MODULES: dict[str, type[Example]] = {
     "shared views": SharedViews,
+    "penalized": Penalized,
     "two views": frame.TwoViews,
     "layer by layer": frame.LayerByLayer,
     "projected": frame.Projected,
@@ -60,6 +116,11 @@ class Measured(Example):
         self.log("error", self.error(self(x), y))
 
 
+def fit(kind: type[Example], layout: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    make_trainer(layout, max_steps=2, max_epochs=-1).fit(kind(batch_size=8).double())
+
+
 def told(kind: type[Example]) -> list[str]:
     """The lines of the log of a run that say that the chain is opened."""
     lines: list[str] = []
@@ -78,7 +139,7 @@ def told(kind: type[Example]) -> list[str]:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("kind", "number"), [(Measured, 0), (frame.TwoViews, 1)])
+@pytest.mark.parametrize(("kind", "number"), [(Measured, 0), (frame.TwoViews, 1), (Penalized, 1)])
 def test_a_chain_stays_one_beside_a_metric_in_validation(ranks: Pools, kind: type[Example], number: int) -> None:
     assert len(ranks(2, lightning=True).run(told, kind, timeout=90)[0]) == number
 
@@ -94,6 +155,9 @@ def test_a_chain_stays_one_beside_a_metric_in_validation(ranks: Pools, kind: typ
         ("two views", {"recompute": True, "num_microbatches": 2}),
         ("shared views", {"tensor_parallel_size": 2, "num_microbatches": 4}),
         ("shared views", {"context_parallel_size": 2, "num_microbatches": 2}),
+        ("penalized", {"num_microbatches": 2}),
+        ("penalized", {"num_microbatches": 2, "body": "body"}),
+        ("penalized", {"num_microbatches": 2, "num_chunks": 2}),
     ],
     ids=str,
 )
@@ -102,3 +166,30 @@ def test_its_layers_train_as_in_one_process(ranks: Pools, name: str, layout: dic
     expected = trained(name, None)
     got = ranks(size, lightning=True).run(trained, name, {"pipeline_parallel_size": 2, **layout}, timeout=90)[0]
     torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("arguments", [{}, {"body": "body"}], ids=str)
+@pytest.mark.parametrize("kind", [KeptInLayers, KeptInMiddle, KeptInEvaluation])
+def test_tensors_that_layers_keep_in_attributes_are_refused(
+    ranks: Pools, kind: type[Example], arguments: dict[str, Any]
+) -> None:
+    with pytest.raises(RankError) as error:
+        ranks(2, lightning=True).run(fit, kind, {"pipeline_parallel_size": 2, "num_microbatches": 2, **arguments})
+    for text in error.value.failures.values():
+        assert "uses a tensor that a layer of the body computed but did not return" in text
+
+
+def fit_with_torch_styles(kind: type[Example], layer: str) -> None:
+    plan = {layer: ColwiseParallel(output_layouts=Replicate())}
+    fit(kind, {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, "tensor_parallel_plan": plan})
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("kind", "layer"), [(Penalized, "body.*.0"), (KeptInLayers, "body.*.inner.0")])
+def test_a_chain_with_torch_styles_cannot_be_opened(ranks: Pools, kind: type[Example], layer: str) -> None:
+    with pytest.raises(RankError) as error:
+        ranks(4, lightning=True).run(fit_with_torch_styles, kind, layer)
+    for text in error.value.failures.values():
+        assert "uses tensors from inside 'body'. Therefore" in text
+        assert "with torch's own API" in text

@@ -296,4 +296,9 @@ ERRORS = {
         "A step reads a value that only the last stage has. Afterward, the step updates a tensor that all stages read.",
         "Update the tensor before you read the value, or update it in a hook.",
     ),
+    "LH474": Entry(
+        "A step updates parameters outside an `nn.Sequential`, or uses tensors that hooks of its layers store. The"
+        " layers must therefore be called one by one, but the tensor-parallel plan does not allow this.",
+        "Set the name of a style for each of the layers in `tensor_parallel_plan`.",
+    ),
 }

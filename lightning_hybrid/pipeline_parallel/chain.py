@@ -22,6 +22,7 @@ from lightning_hybrid.distributed.pytree import flatten, unflatten
 from lightning_hybrid.distributed.replaced import MISSING, replaced_attributes, replaced_entries
 from lightning_hybrid.distributed.tensor_metadata import METADATA, getters
 from lightning_hybrid.pipeline_parallel.frame.decisions import apply
+from lightning_hybrid.pipeline_parallel.frame.discovery import KeptTensorError
 from lightning_hybrid.pipeline_parallel.frame.fake_tensors import fake_like, fake_mode
 from lightning_hybrid.pipeline_parallel.frame.frame import FrameCut
 from lightning_hybrid.pipeline_parallel.frame.graph import Graph, function_name
@@ -144,7 +145,7 @@ class ChainCalls(FrameCut):
 
     def look(
         self, step: Callable[..., Any], arguments: Sequence[Any], seed: Callable[[int], None]
-    ) -> tuple[bool, bool, bool]:
+    ) -> tuple[bool, bool, bool, bool]:
         """Trace a step.
 
         Calls count even if the step fails later, because a step that cannot be traced may still call the chain as a
@@ -156,18 +157,22 @@ class ChainCalls(FrameCut):
             seed: A function that seeds the random generators for the call with a given number.
 
         Returns:
-            Three booleans: True if the step calls the chain several times or calls its layers one by one, True if the
-            step writes parameters, and True if the trace stopped before the end of the step.
+            Four booleans: True if the step calls the chain several times or calls its layers one by one, True if the
+            step writes parameters, True if layers or their hooks keep tensors for code around the chain, and True if
+            the trace stopped before the end of the step.
         """
-        writes, stops = False, True
+        writes, uses_inside, stops = False, False, True
         try:
             with replaced_entries([(vars(self._chain), {"forward": self._call_whole})]), self():
                 graph = self._discover(step, arguments, seed)
                 writes = any(call.rewritten for call in graph.calls)
+                uses_inside = _uses_inside(graph)
                 stops = graph.needed is not None
+        except KeptTensorError:
+            uses_inside = True
         except Exception:  # if the user's code has raised it, the step raises it again when it runs
             pass
-        return self._whole > 1 or self._single > 0, writes, stops
+        return self._whole > 1 or self._single > 0, writes, uses_inside, stops
 
     def _follow(self, *arguments: Any) -> tuple[Graph, bool]:
         """Trace the step once and count its calls of the chain and of single layers.
@@ -194,6 +199,19 @@ class ChainCalls(FrameCut):
             return call(*given)
 
         super()._redirect(module, counted)
+
+
+def _uses_inside(graph: Graph) -> bool:
+    """Return True if a hook has kept tensors of layers for code around the chain.
+
+    Only the stage of such a layer has the tensors. In an evaluation, it has only the tensors of the last microbatch.
+    Hooks on the last layer are not found, because its output is the result of the chain.
+    """
+    inside = {number for number, call in enumerate(graph.calls) if call.unit is not None}
+    inside.discard(max(inside, default=-1))
+    outside = (call.operands for call in graph.calls if call.unit is None)
+    is_used = any(value.call in inside for operands in (*outside, graph.wanted) for value in operands)
+    return is_used or any(call.taps for call in graph.calls)
 
 
 class CodeBefore(TorchFunctionMode):

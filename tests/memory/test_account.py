@@ -225,8 +225,8 @@ def test_weights_in_half_precision_count_once_for_all_microbatches(ranks: Pools)
 @pytest.mark.distributed
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
 def test_the_examples_hold_what_is_estimated(config: Path, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    main(["memory", "--config", str(config)])
-    estimates = table_bytes(capfd.readouterr().out)
+    main(["memory", "--json", "--config", str(config)])
+    estimates = json.loads(capfd.readouterr().out)["bytes_of_pipeline_ranks"]
     meter = {"class_path": "tests.memory.meter.MemoryMeter", "init_args": {"prints": True}}
     options = ["--trainer.max_steps", "1", "--trainer.default_root_dir", str(tmp_path)]
     options += ["--trainer.callbacks+", json.dumps(meter)]

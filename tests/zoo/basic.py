@@ -326,7 +326,7 @@ class Summed(Around):
 
 
 class LogsProduct(Around):
-    """What it logs is no mean over samples; its loss is."""
+    """A module that logs a product, which is not a mean over samples. Its loss is a mean over samples."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = self.loss(batch)

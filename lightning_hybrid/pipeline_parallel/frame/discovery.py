@@ -60,7 +60,7 @@ from lightning_hybrid.pipeline_parallel.frame.graph import (
     users_line,
 )
 from lightning_hybrid.pipeline_parallel.frame.operators import SETS_DATA, Operators, Seen, memory_of, num_bytes
-from lightning_hybrid.pipeline_parallel.frame.stage_states import Contents
+from lightning_hybrid.pipeline_parallel.frame.stage_states import Contents, find_owners, find_places
 from lightning_hybrid.pipeline_parallel.frame.step_mode import StepMode
 from lightning_hybrid.pipeline_parallel.frame.writes import call_each, is_foreach
 from lightning_hybrid.torch_internals import FakeTensor
@@ -68,6 +68,11 @@ from lightning_hybrid.torch_internals import FakeTensor
 _PLAIN = frozenset({bool, int, float, str, complex, torch.dtype, torch.device})
 # Leaf numbers for tensors that a call wrote, which are not leaves of its result.
 _WRITTEN, _ALIASES, _CHANGED, _MANY = 1_000_000, 2_000_000, 3_000_000, 500_000
+
+
+class KeptTensorError(WrongUseError):
+    """Code around the layers uses a tensor that a layer keeps in an attribute."""
+
 
 #: Advice for token generation, the usual reason why layers are called again with their own results.
 GENERATION = (
@@ -397,7 +402,8 @@ class Discovery(StepMode):
                 if not self.escaped:  # a hook computed it from a tensor that it received
                     watches = self._watches.items()
                     self.escaped |= {(index, tap) for index, watch in watches for tap in watch.called()}
-                raise WrongUseError(
+                units = find_owners(unit for _, unit in self._units)
+                raise (KeptTensorError if find_places(units, {id(leaf)}) else WrongUseError)(
                     f"{call} uses a tensor that a layer of the body computed but did not return. A layer must return"
                     f" every tensor that code around the layers uses, instead of storing it in an attribute."
                     f" {GENERATION} [LH414]"

@@ -28,6 +28,7 @@ from lightning_hybrid.trainer.program.step_context import StepContext
 # The most steps around a chain that are traced, in a sanity check and the first training batch.
 _MOST_USES = 16
 _OTHERWISE, _WRITES = "does not call {} exactly once as a whole", "changes parameters outside {}"
+_USES_INSIDE = "uses tensors from inside {}"
 
 
 class ChainProgram(StepProgram):
@@ -72,7 +73,7 @@ class ChainProgram(StepProgram):
         stage_map = context.parameter_map.stage_map
         self._cut = BodyCut(body.name, chain, body.lists)
         self.places_parameters = stage_map.places_outside
-        # A chain that the user has named is opened only for a step that writes parameters (of a teacher, for example).
+        # A chain that the user has named is not opened for other calls, which are an error of the user.
         self._can_open, self._opens_for_calls = can_open, can_open and body.is_found
         self._settled = set[str]()
         self._unsettled: str | None = None  # the step that was not traced to its end; reset when it runs
@@ -108,8 +109,7 @@ class ChainProgram(StepProgram):
         Args:
             step: The name of the step.
         """
-        is_asked = self._opens_for_calls or (self._can_open and step == "training_step")
-        return is_asked and step not in self._settled
+        return step not in self._settled
 
     def settle(self, call: StepCall) -> None:
         """Trace a step once, and open the chain if the step does not call it as a whole.
@@ -119,6 +119,8 @@ class ChainProgram(StepProgram):
             x = self.body(x)                              the chain stays closed
             two such calls; for layer in self.body        the chain is opened
             parameters are written (a teacher)            the chain is opened, even if the user has named it
+            the loss uses tensors that layers or their    the same; a tensor that a layer keeps in an attribute is then
+            hooks keep                                    refused
 
         Parameters around the chain keep their stages; buffers are sent to all stages. Replicas may decide differently,
         but the ranks of a model group decide together.
@@ -128,17 +130,26 @@ class ChainProgram(StepProgram):
         """
         context, body = self._context, self._body
         self._settled.add(call.name)
-        # True for: the step calls the chain in another way, writes parameters, is not traced to its end.
-        found = torch.zeros(3, dtype=torch.int)
+        # True for: the step calls the chain in another way, writes parameters, uses tensors from inside the chain, is
+        # not traced to its end.
+        found = torch.zeros(4, dtype=torch.int)
         if context.mesh.pipeline_rank == 0:  # other ranks may lack parameters around the chain
             context.streams.seed_user(*call.coordinates)
             calls = ChainCalls(context.module, body.names, self._chain, context.device, context.around_discovery)
             seed = context.streams.of_calls(*call.coordinates)
             found += torch.tensor(calls.look(call.step, call.arguments, seed))
         dist.all_reduce(found, dist.ReduceOp.MAX, group=context.mesh.control_group)
-        is_other, writes, stops = found.tolist()
-        if writes or (is_other and self._opens_for_calls):
-            self.opened(call.name, _OTHERWISE if is_other else _WRITES)
+        is_other, writes, uses_inside, stops = found.tolist()
+        if writes or (self._opens_for_calls if is_other else uses_inside):
+            why = _OTHERWISE if is_other else _WRITES if writes else _USES_INSIDE
+            if not self._can_open:
+                raise ValueError(
+                    f"`{call.name}` {why.format(repr(body.name))}. Therefore the layers of {body.name!r} must be called"
+                    " one by one, but the tensor-parallel plan shards a layer with torch's own API, or has one style"
+                    f" for several layers. Set the name of a style for each of these layers in `tensor_parallel_plan`."
+                    " [LH474]"
+                )
+            self.opened(call.name, why)
         self._unsettled = call.name if stops and self._opens_for_calls else None
 
     def opened(self, step: str, why: str = _OTHERWISE) -> FrameProgram:

@@ -21,7 +21,7 @@ from lightning_hybrid.distributed.agreement import all_gather_values
 from lightning_hybrid.distributed.failure import WrongUseError, is_transport
 from lightning_hybrid.error_codes.entry import without_code
 from lightning_hybrid.pipeline_parallel.body import Body
-from lightning_hybrid.pipeline_parallel.frame.discovery import GENERATION
+from lightning_hybrid.pipeline_parallel.frame.discovery import GENERATION, KeptTensorError
 from lightning_hybrid.pipeline_parallel.frame.frame import FrameCut
 from lightning_hybrid.pipeline_parallel.frame.path_change import PathChangedError
 from lightning_hybrid.pipeline_parallel.frame.plan import FramePlan, shard_text, skipped_writes, stages_by_parameter
@@ -293,7 +293,9 @@ class FrameProgram(StepProgram):
         try:
             return self._find_plan(call)
         except Exception as error:  # includes any error of the user's code, which runs without values here
-            if isinstance(error, DifferentStepsError) or is_transport(error) or not self.may_run_again(call):
+            # In lockstep, a stage would read its own attributes of layers that it has not run.
+            is_final = isinstance(error, (DifferentStepsError, KeptTensorError)) or is_transport(error)
+            if is_final or not self.may_run_again(call):
                 raise
             self.microbatch = None
             self._compare_calls([f"the end of the traceable part of `{call.name}`"])
