@@ -69,6 +69,41 @@ class KeptInLayers(Example):
         return loss + sum(layer.penalty for layer in self.body)
 
 
+class KeepingOutput(nn.Module):
+    """A layer that returns a tensor and also keeps it in a container of an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.kept = block(), {"output": torch.zeros(())}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept["output"] = x = self.inner(x)
+        return x
+
+
+class KeptOutputs(Example):
+    """The loss has a penalty on outputs that the layers keep in attributes."""
+
+    def build(self) -> None:
+        self.body = nn.Sequential(*(KeepingOutput() for _ in range(self.layers)))
+
+    def loss(self, batch: Any) -> Tensor:
+        loss = super().loss(batch)
+        return loss + self.body[2].kept["output"].square().mean()
+
+
+class KeptOutputsOfList(KeptOutputs):
+    """The same with layers in a list."""
+
+    def build(self) -> None:
+        self.body = nn.ModuleList(KeepingOutput() for _ in range(self.layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.body:
+            x = layer(x)
+        return x
+
+
 class KeptInMiddle(KeptInLayers):
     """The loss has the penalty of one layer in the middle."""
 
@@ -170,14 +205,14 @@ def test_its_layers_train_as_in_one_process(ranks: Pools, name: str, layout: dic
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("arguments", [{}, {"body": "body"}], ids=str)
-@pytest.mark.parametrize("kind", [KeptInLayers, KeptInMiddle, KeptInEvaluation])
+@pytest.mark.parametrize("kind", [KeptInLayers, KeptInMiddle, KeptInEvaluation, KeptOutputs, KeptOutputsOfList])
 def test_tensors_that_layers_keep_in_attributes_are_refused(
     ranks: Pools, kind: type[Example], arguments: dict[str, Any]
 ) -> None:
     with pytest.raises(RankError) as error:
         ranks(2, lightning=True).run(fit, kind, {"pipeline_parallel_size": 2, "num_microbatches": 2, **arguments})
     for text in error.value.failures.values():
-        assert "uses a tensor that a layer of the body computed but did not return" in text
+        assert "uses a tensor that a layer of the body stores in an attribute" in text
 
 
 def fit_with_torch_styles(kind: type[Example], layer: str) -> None:

@@ -273,8 +273,8 @@ def _validate_counting() -> list[int]:
 
 
 @pytest.mark.distributed
-def test_an_evaluation_alone_follows_nothing_around_a_chain(ranks: Pools) -> None:
-    assert ranks(2, lightning=True).run(_validate_counting, timeout=90) == [[8] * 6] * 2
+def test_an_evaluation_alone_traces_the_code_around_a_chain_once(ranks: Pools) -> None:
+    assert ranks(2, lightning=True).run(_validate_counting, timeout=90) == [[8] * 7, [8] * 6]
 
 
 @pytest.mark.distributed

@@ -34,7 +34,7 @@ REFUSED = {
     "lstm_lm": "No list of layers contains a large part of the 2,627 parameters of LSTMLM",
     "gru_seq2seq": "No list of layers contains a large part of the 2,345 parameters of GRUSeq2Seq",
     "gan": "GAN uses manual optimization, in which `training_step` calls backward",
-    "kept_losses": "uses a tensor that a layer of the body computed but did not return",
+    "kept_losses": "uses a tensor that a layer of the body stores in an attribute",
     "wavenet": "Name the layers in the order of their calls:\n    HybridStrategy(body=['filter_convs.0', ",
 }
 

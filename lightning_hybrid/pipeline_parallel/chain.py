@@ -1,8 +1,19 @@
 """Code of the user's step around a chain: which parameters it uses on which stage, and how it calls the chain.
 
-A chain is a body that the step calls once, as a whole. Only the first and the last stage run the code around it, so
-each parameter outside the chain can be on one of these two stages. :class:`ChainUse` traces the step to find these
-stages, and :class:`CodeBefore` runs the step on a stage that lacks some of the parameters.
+A *chain* is an `nn.Sequential` body that the step calls once, as a whole. Only the first and the last stage run the
+code around it, so each parameter outside the chain can be on one of these two stages, or on both. `ChainProgram` uses
+the classes of this file, in this order:
+
+1. :class:`ChainCalls` traces each of the user's steps once, before its first run, on the first pipeline rank only. It
+   finds out whether the step calls the chain as a whole. If not, `ChainProgram` opens the chain, which ends the use of
+   this file, or the step raises an error.
+2. :class:`ChainUse` traces the sanity check and the first training batch, on the first and the last rank. It finds the
+   stages that use each parameter outside the chain. Then the parameters move to these stages.
+3. :class:`CodeBefore` is active in each later step, on a rank that lacks some of these parameters.
+
+To *trace* a step is to run it on fake tensors, which have shapes but no values. Both tracers are subclasses of
+:class:`~.frame.frame.FrameCut`, which records the calls of the step as a graph. In a graph, a *unit* is a module that
+runs on one stage: :class:`ChainUse` treats the whole chain as a unit, :class:`ChainCalls` each layer.
 """
 
 from __future__ import annotations
@@ -20,18 +31,19 @@ from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.distributed.messages.lazy_tensor import LazyTensor
 from lightning_hybrid.distributed.pytree import flatten, unflatten
 from lightning_hybrid.distributed.replaced import MISSING, replaced_attributes, replaced_entries
+from lightning_hybrid.distributed.taps import is_own_hook
 from lightning_hybrid.distributed.tensor_metadata import METADATA, getters
 from lightning_hybrid.pipeline_parallel.frame.decisions import apply
-from lightning_hybrid.pipeline_parallel.frame.discovery import KeptTensorError
+from lightning_hybrid.pipeline_parallel.frame.discovery import Discovery, KeptTensorError
 from lightning_hybrid.pipeline_parallel.frame.fake_tensors import fake_like, fake_mode
 from lightning_hybrid.pipeline_parallel.frame.frame import FrameCut
-from lightning_hybrid.pipeline_parallel.frame.graph import Graph, function_name
+from lightning_hybrid.pipeline_parallel.frame.graph import Graph, Value, function_name
 from lightning_hybrid.pipeline_parallel.frame.operators import Operators, memory_of
 from lightning_hybrid.pipeline_parallel.frame.routes import find_routes_around
 from lightning_hybrid.pipeline_parallel.frame.writes import Writes
 from lightning_hybrid.pipeline_parallel.placeholders import is_placeholder
 from lightning_hybrid.pipeline_parallel.schedules import Placement
-from lightning_hybrid.torch_internals import DRAWS_BY_VALUE, FakeTensor
+from lightning_hybrid.torch_internals import DRAWS_BY_VALUE, FakeTensor, forward_hooks
 
 _DEVICE = getters("device")
 # Rejection sampling: how many random numbers these functions draw depends on the values of their arguments.
@@ -39,7 +51,7 @@ _BY_VALUE = frozenset({"poisson", "binomial", *DRAWS_BY_VALUE})
 
 
 class NotFollowedError(Exception):
-    """Error: a step cannot be traced."""
+    """Error: a trace of a step does not show which stage uses each parameter."""
 
 
 class ChainUse(FrameCut):
@@ -59,8 +71,8 @@ class ChainUse(FrameCut):
         chain: The chain.
         num_stages: The number of stages.
         device: The device on which this rank computes.
-        arguments: Other arguments of :class:`FrameCut`. `holders` contains the stages of all parameters outside the
-            chain.
+        arguments: Other arguments of :class:`FrameCut`. `holders` contains the current stages of all parameters outside
+            the chain, by name.
     """
 
     _tries_zeros = False  # a run on zeros could need memory for the whole model
@@ -83,7 +95,7 @@ class ChainUse(FrameCut):
     def find(
         self, step: Callable[..., Any], arguments: Sequence[Any], seed: Callable[[int], None]
     ) -> tuple[frozenset[str], ...]:
-        """Return, for each stage, the names of the parameters outside the chain that it uses.
+        """Return, for each stage, the names of the parameters outside the chain that it uses. No communication.
 
         Args:
             step: The user's step.
@@ -91,8 +103,8 @@ class ChainUse(FrameCut):
             seed: A function that seeds the random generators for the call with a given number.
 
         Raises:
-            NotFollowedError: If the step cannot be traced, or if the last stage needs a result of the first stage other
-                than the output of the chain.
+            NotFollowedError: If the step cannot be traced, does not call the chain exactly once, recomputes code before
+                the chain, or if the last stage needs a result of the first stage other than the output of the chain.
         """
         try:
             with replaced_entries([(vars(self._chain), {"forward": MISSING})]), self():
@@ -142,11 +154,12 @@ class ChainCalls(FrameCut):
         self._chain = chain
         self._whole = self._single = 0  # number of calls of the chain, and of its layers by other code
         self._is_inside = False
+        self._returned = set[Value | None]()  # the tensors in the result of the chain
 
     def look(
         self, step: Callable[..., Any], arguments: Sequence[Any], seed: Callable[[int], None]
     ) -> tuple[bool, bool, bool, bool]:
-        """Trace a step.
+        """Trace a step, and report how it calls the chain. This rank needs all parameters outside the chain.
 
         Calls count even if the step fails later, because a step that cannot be traced may still call the chain as a
         whole.
@@ -166,7 +179,7 @@ class ChainCalls(FrameCut):
             with replaced_entries([(vars(self._chain), {"forward": self._call_whole})]), self():
                 graph = self._discover(step, arguments, seed)
                 writes = any(call.rewritten for call in graph.calls)
-                uses_inside = _uses_inside(graph)
+                uses_inside = self._uses_inside(graph)
                 stops = graph.needed is not None
         except KeptTensorError:
             uses_inside = True
@@ -180,6 +193,7 @@ class ChainCalls(FrameCut):
         A step that writes states of the module is traced several times, so each trace starts at zero.
         """
         self._whole = self._single = 0
+        self._returned.clear()
         return super()._follow(*arguments)
 
     def _call_whole(self, x: Any) -> Any:
@@ -187,9 +201,13 @@ class ChainCalls(FrameCut):
         self._whole += 1
         self._is_inside = True
         try:
-            return type(self._chain).forward(self._chain, x)  # type: ignore[no-untyped-call]
+            result = type(self._chain).forward(self._chain, x)  # type: ignore[no-untyped-call]
         finally:
             self._is_inside = False
+        if isinstance(self._mode, Discovery):
+            leaves = [leaf for leaf in flatten(result)[0] if isinstance(leaf, Tensor)]
+            self._returned |= {self._mode.name_of(leaf) for leaf in leaves}
+        return result
 
     def _redirect(self, module: nn.Module, call: Callable[..., Any]) -> None:
         """Redirect calls of a layer, as in the base class, and count calls from outside the chain."""
@@ -200,30 +218,40 @@ class ChainCalls(FrameCut):
 
         super()._redirect(module, counted)
 
+    def _uses_inside(self, graph: Graph) -> bool:
+        """Return True if a hook has kept tensors of layers for code around the chain.
 
-def _uses_inside(graph: Graph) -> bool:
-    """Return True if a hook has kept tensors of layers for code around the chain.
+        The graph then contains a hook inside a layer (`Call.taps`), or a call around the chain that uses a tensor from
+        an inner layer. Only the stage of such a layer has the tensors. In an evaluation, it has only the tensors of the
+        last microbatch. Hooks on the last layer are not found, because its output is the result of the chain.
 
-    Only the stage of such a layer has the tensors. In an evaluation, it has only the tensors of the last microbatch.
-    Hooks on the last layer are not found, because its output is the result of the chain.
-    """
-    inside = {number for number, call in enumerate(graph.calls) if call.unit is not None}
-    inside.discard(max(inside, default=-1))
-    outside = (call.operands for call in graph.calls if call.unit is None)
-    is_used = any(value.call in inside for operands in (*outside, graph.wanted) for value in operands)
-    return is_used or any(call.taps for call in graph.calls)
+        A tensor that later layers pass on to the end of the chain is also part of the result. If an inner layer has
+        hooks, it is unknown where the code around the chain has it from.
+        """
+        layers = list(self._chain)[:-1]
+        has_hooks = any(not is_own_hook(hook) for layer in layers for hook in forward_hooks(layer).values())
+        returned = set[Value | None]() if has_hooks else self._returned
+        inside = {number for number, call in enumerate(graph.calls) if call.unit is not None}
+        inside.discard(max(inside, default=-1))
+        outside = (call.operands for call in graph.calls if call.unit is None)
+        used = {value for operands in (*outside, graph.wanted) for value in operands if value.call in inside}
+        return not used <= returned or any(call.taps for call in graph.calls)
 
 
 class CodeBefore(TorchFunctionMode):
-    """Mode in which a stage that lacks some of the parameters outside the chain runs the code before the chain.
+    """Mode in which a stage that lacks some of the parameters outside the chain runs the user's step.
 
     ::
 
         batch, parameters of this stage     have values      calls that use only these tensors run
         other parameters                    have no values   calls that use them, directly or not, do not run
 
-    The code may take a different path in each step. A call that does not run still advances the random generators, so
-    that later calls draw the same random numbers as on the other stage.
+    The table is for the code before the chain. It may take a different path in each step, so nothing is remembered. A
+    call that does not run returns fake tensors, and still advances the random generators, so that later calls draw the
+    same random numbers as on the other stage. Layers run outside of the mode. After them, all calls run, and a call
+    that uses a tensor without values raises an error.
+
+    `BodyCut` enters the mode around each step, if this stage lacks parameters.
 
     Args:
         device: The device on which this rank computes.
@@ -333,8 +361,8 @@ class CodeBefore(TorchFunctionMode):
     def _draw(self, func: Any, fakes: list[Any], spec: Any) -> None:
         """Draw the random numbers that a call would have drawn.
 
-        Their count depends on shapes and strides, not on values, so the call runs on ones (zeros for integers and
-        booleans).
+        Their count depends on shapes and strides, not on values, so the call runs on ones, or on zeros if a tensor is
+        not floating-point.
 
         Raises:
             ValueError: If the count depends on values.

@@ -1,4 +1,15 @@
-"""The trace of a step: a run of the user's code with fake parameters, which records the calls and their operands."""
+"""The trace of a step: a run of the user's code with fake parameters, which records the calls and their operands.
+
+A *unit* is a module that runs on exactly one stage: a pipelined layer, or a *pinned* module, which became a unit during
+a trace because it needs values that only one stage has. A tensor is *absent* if it depends on parameters or on the
+result of a unit: only some stages have its values, and the trace has a fake tensor, which has no values. A tensor is
+*real* if every stage has its values. A call is absent if its result is.
+
+:class:`FrameCut` makes a :class:`Discovery` for each trace: before the first step with new shapes or a new path, on all
+ranks of a model group. The batch is real, so that code may read it and choose a path; with fake tensors alone, the
+trace would end there. The user's code runs unchanged. It is not compiled, so it may use any Python, such as logs and
+objects of the user.
+"""
 
 from __future__ import annotations
 
@@ -60,18 +71,28 @@ from lightning_hybrid.pipeline_parallel.frame.graph import (
     users_line,
 )
 from lightning_hybrid.pipeline_parallel.frame.operators import SETS_DATA, Operators, Seen, memory_of, num_bytes
-from lightning_hybrid.pipeline_parallel.frame.stage_states import Contents, find_owners, find_places
+from lightning_hybrid.pipeline_parallel.frame.stage_states import (
+    Contents,
+    find_owners,
+    find_places,
+    held_tensors,
+    replace_tensors,
+)
 from lightning_hybrid.pipeline_parallel.frame.step_mode import StepMode
 from lightning_hybrid.pipeline_parallel.frame.writes import call_each, is_foreach
 from lightning_hybrid.torch_internals import FakeTensor
 
 _PLAIN = frozenset({bool, int, float, str, complex, torch.dtype, torch.device})
-# Leaf numbers for tensors that a call wrote, which are not leaves of its result.
+# First leaf numbers of tensors that a call wrote and that are not leaves of its result: real arguments, tensors that
+# share their memory (with an offset of _MANY if found by memory only), and absent tensors, also through views.
 _WRITTEN, _ALIASES, _CHANGED, _MANY = 1_000_000, 2_000_000, 3_000_000, 500_000
 
 
 class KeptTensorError(WrongUseError):
-    """Code around the layers uses a tensor that a layer keeps in an attribute."""
+    """Code around the layers uses a tensor that a layer keeps in an attribute.
+
+    Such a step cannot run in lockstep either, so `FrameProgram` does not try this after the error.
+    """
 
 
 #: Advice for token generation, the usual reason why layers are called again with their own results.
@@ -85,7 +106,7 @@ GENERATION = (
 class ValueNeeded(BaseException):
     """The code around the units needs the value of an absent tensor, so the trace ends.
 
-    It is not an `Exception`, so that `except Exception` in the user's code does not catch it.
+    :meth:`Discovery.run` catches it. It is not an `Exception`, so that `except Exception` in the user's code does not.
     """
 
 
@@ -96,33 +117,35 @@ class Discovery(StepMode):
 
         batch, buffers     real tensors     a call of real tensors only is made, and its result has values
         parameters         fake tensors     a call with a parameter, or with the result of such a call, is absent
-        units              run on fake tensors; their results are absent
+        units              run on fake tensors, or on zeros if they read values; their results are absent
 
     Each call has a number. Absent tensors are identified as Python objects, for as long as the user's code holds them.
     The last stage needs the absent tensors that still exist at the end of the step.
 
-    Calls are made with gradients off, so that no autograd graph keeps objects alive. The trace computes separately
-    whether a result would require a gradient.
+    Absent calls are made with gradients off, so that no autograd graph keeps objects alive. The trace computes
+    separately whether a result would require a gradient. Integer results of units that depend only on integers of the
+    batch (lengths) are absent too, but the trace knows their values.
 
     Args:
         device: The device of this rank.
-        units: The units with their names.
+        units: The units with their names: the pipelined layers, then the pinned modules.
         seed: Seeds the generators for the call with a number.
         names: The name of each parameter of the module, by its `id()`.
         absent_states: The `id()` of tensors of the module that the step writes with absent tensors, and that are
             therefore absent.
-        tries_zeros: True if a unit that reads values may run on zeros.
+        tries_zeros: True if a unit that reads values may run on zeros. If False, the error of the unit is raised.
         passes_lengths: True if a function around the units may run on zeros if its result shapes depend only on real
-            tensors. If False, the trace ends at such a function.
-        taps: Hooks inside units that are called as code around the units, by the positions of the units.
-        num_layers: The number of units that are pipelined layers. The other units are pinned modules: their parameters
-            and buffers are arguments of their calls.
+            integers or masks. If False, the trace ends at such a function.
+        taps: Forward hooks inside units that are called as code around the units, each with the position of its unit.
+        num_layers: The number of units that are pipelined layers; ``None`` if all are. The other units are pinned
+            modules: their parameters and buffers are arguments of their calls.
 
     Attributes:
         graph: The calls found so far.
         fakes: The mode of the fake tensors.
-        escaped: Hooks inside units that should be in `taps`: a tensor that they received still exists after the unit
-            has returned.
+        escaped: Hooks inside units that should be in `taps`, as they pass tensors out of the unit: a tensor that a hook
+            received still exists after the unit has returned, or code around the units uses a tensor of a unit that the
+            unit did not return.
     """
 
     def __init__(
@@ -168,11 +191,11 @@ class Discovery(StepMode):
         self._invariant: dict[int, list[tuple[Tensor, Tensor]]] = {}  # operands and results of calls, with copies
 
     def fake(self, tensor: Tensor) -> Tensor:
-        """Return a fake tensor that looks like a tensor, which may have no values on this rank."""
+        """Return a fake tensor with the shape, strides and dtype of a tensor, which may have no values on this rank."""
         return fake_like(self.fakes, tensor, self._device)
 
     def parameter(self, parameter: Tensor) -> nn.Parameter:
-        """Return the fake parameter for a parameter."""
+        """Return a new fake parameter for a parameter, and record the name of the parameter for it."""
         fake = as_parameter(self.fake(parameter), requires_grad=parameter.requires_grad)
         self._parameters[id(parameter)] = self._parameters[id(fake)] = fake
         if id(parameter) in self._parameter_names:
@@ -181,23 +204,24 @@ class Discovery(StepMode):
         return fake
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """Return a copy of a real tensor that the step may change."""
+        """Return a copy of a real tensor of the module, which the step may change, and record its original."""
         copied = tensor.detach().clone()
         self._originals[id(copied)] = copied, tensor
         return copied
 
     def run(self, step: Callable[..., Any], arguments: Sequence[Any]) -> Graph:
-        """Trace a step, inside :func:`without_collector`.
+        """Trace a step, inside :func:`without_collector` and :func:`fake_module`.
 
         Args:
             step: The user's step.
-            arguments: The arguments of the step; tensors among them are copied.
+            arguments: The arguments of the step, of which the first is the batch; tensors among them are copied.
 
         Returns:
-            The graph of the step.
+            The graph of the step. `Graph.needed` is set if the trace ended before the end of the step.
 
         Raises:
             WrongUseError: If the step uses absent tensors in a way that cannot be traced.
+            Exception: Any error of the user's code, which may be caused by fake tensors.
         """
         leaves, spec = flatten(list(arguments))
         copies = [peek(leaf).clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
@@ -217,7 +241,7 @@ class Discovery(StepMode):
         alive = {value for tensor, value in held if tensor is not None and id(tensor) not in self._parameters}
         self.graph.wanted += sorted(alive - set(self.graph.wanted))
         for copied, original in self._originals.values():
-            value = self._name_of(copied)
+            value = self.name_of(copied)
             if value is not None:
                 self.graph.state_writes[id(original)] = value
         del kept
@@ -231,10 +255,10 @@ class Discovery(StepMode):
         Args:
             owner: A module, or an object of the user.
             name: The name of the attribute or buffer.
-            before: The value before the step.
+            before: The value before the step: a fake tensor, a copy of :meth:`copy`, or ``None`` for a new attribute.
             now: The value after the step.
         """
-        value = self._name_of(now)
+        value = self.name_of(now)
         if value is not None and id(before) in self._originals:
             self.graph.state_writes[id(self._originals[id(before)][1])] = value
         if not self.has_values(now):
@@ -242,17 +266,20 @@ class Discovery(StepMode):
 
     def has_values(self, tensor: Tensor) -> bool:
         """Return True if a tensor has values on every stage."""
-        return not isinstance(tensor, FakeTensor) and self._name_of(tensor) is None
+        return not isinstance(tensor, FakeTensor) and self.name_of(tensor) is None
 
     @property
     def has_passed_in_vain(self) -> bool:
-        """Return True if a function ran on zeros because of `passes_lengths`, but no unit was called after it."""
+        """Return True if a function ran on zeros because of `passes_lengths`, but no unit was called after it.
+
+        Then the trace should have ended at this function: the last stage can run the function with any lengths.
+        """
         return self._passed is not None and all(call.unit is None for call in self.graph.calls[self._passed :])
 
     # Calls of torch functions.
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Trace a call of a torch function."""
+        """Trace a call of a torch function; functions that read only metadata are not traced."""
         kwargs = kwargs or {}
         if func in METADATA:
             return func(*args, **kwargs)
@@ -279,11 +306,14 @@ class Discovery(StepMode):
         """Trace a call of a function. The mode is off, so calls inside the function are not traced.
 
         Args:
-            call: The call.
-            func: The function.
+            call: The call, which is filled in.
+            func: The function, or the `forward` of a leaf module.
             args: The arguments of the call.
             kwargs: The keyword arguments of the call.
             parameters: Parameters that the function uses in addition to its arguments.
+
+        Returns:
+            The result: of a real call, as it is; of an absent call, with fake tensors.
         """
         leaves, spec = flatten((args, kwargs))
         count = len(leaves)
@@ -312,33 +342,41 @@ class Discovery(StepMode):
         return result
 
     def _note_states(self, call: Call, leaves: Sequence[Any]) -> None:
-        """Note the tensors of the module among the arguments of a call."""
+        """Note the tensors of the module among the arguments of a call, and the modules whose `forward` is running."""
         states = [self._originals[id(leaf)][1] for leaf in leaves if id(leaf) in self._originals]
         call.states = tuple(map(id, states))
         self.graph.states.update(zip(call.states, states, strict=True))
         call.inside = running_modules() if states else ()
 
     def call_unit(self, index: int, unit: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Trace a call of a unit."""
+        """Trace a call of a unit, which runs on fake tensors unless a unit of the same kind ran with like arguments.
+
+        Hooks inside the unit that are in `taps` are called after the unit, as code around the units.
+        """
         leaves, spec = flatten((args, kwargs))
-        call = Call(None, index, repr(self._units[index][0]), users_line())
+        name, module = self._units[index]
+        call = Call(None, index, repr(name), users_line())
         number = len(self.graph.calls)
         self.graph.calls.append(call)
         self._note_states(call, leaves)
-        hooks = find_taps(self._units[index][1])
-        taps = Taps(self._units[index][1], [tap for tap in hooks if (index, tap) in self._taps])
-        watch = HookWatch(self._units[index][1], [tap for tap in hooks if (index, tap) not in self._taps])
+        hooks = find_taps(module)
+        taps = Taps(module, [tap for tap in hooks if (index, tap) in self._taps])
+        watch = HookWatch(module, [tap for tap in hooks if (index, tap) not in self._taps])
         if len(taps):
             call.taps = taps
 
         ran = call
         drawn = elsewhere = False
+        held: list[Tensor] | None = (
+            None  # the tensors in attributes of the unit before it ran; ``None`` if it did not run
+        )
 
         def run(fakes: list[Any]) -> Any:
             nonlocal ran
 
             def call_it() -> Any:
-                nonlocal drawn, elsewhere
+                nonlocal drawn, elsewhere, held
+                held = held_tensors(find_owners([module]).values()) if held is None else held
                 before = generator_marks(self._device)
                 with taps.recording() as tapped, watch.watching():
                     result = call_unit(call, unit, *unflatten(fakes, spec))
@@ -357,6 +395,9 @@ class Discovery(StepMode):
         call.draws_elsewhere = elsewhere or ran.draws_elsewhere
         call.draws |= drawn or ran.draws
         self._note_escaped(index, watch)
+        if held is not None:
+            with self.paused():
+                self._hide_kept(module, held)
         if any(at == index for at, _ in self.escaped):
             self._repeats.forget(call)
         if len(taps):
@@ -364,12 +405,30 @@ class Discovery(StepMode):
             taps.replay(tapped)
         return result
 
+    def _hide_kept(self, unit: nn.Module, held: Sequence[Tensor]) -> None:
+        """Replace tensors that a call of a unit has stored in attributes by fake tensors without names.
+
+        A tensor that the unit also returned has a name, so code around the units could use it. But the attribute has
+        the tensor only on the stage of the unit, and other stages would use the value of an earlier step.
+
+        Args:
+            unit: The unit.
+            held: The tensors that the unit held before the call.
+        """
+        known = {id(tensor) for tensor in held}
+
+        def hidden(tensor: Tensor) -> Tensor:
+            is_kept = isinstance(tensor, FakeTensor) and id(tensor) not in known
+            return self.fake(tensor) if is_kept and not isinstance(tensor, nn.Parameter) else tensor
+
+        replace_tensors(find_owners([unit]).values(), hidden)
+
     def _note_escaped(self, index: int, watch: HookWatch) -> None:
         """Note hooks inside a unit that have kept tensors after the unit has returned."""
         self._watches[index] = watch
         known = {id(fake) for _, fake in self._stand_ins.values()} | self._parameters.keys() | self._originals.keys()
         with READING:  # a watcher keeps objects on the stack that it reads alive
-            escaped = watch.escaped(lambda tensor: self._name_of(tensor) is not None or id(tensor) in known)
+            escaped = watch.escaped(lambda tensor: self.name_of(tensor) is not None or id(tensor) in known)
         self.escaped |= {(index, tap) for tap in escaped}
 
     def _absent(
@@ -379,13 +438,18 @@ class Discovery(StepMode):
 
         Args:
             number: The number of the call.
-            call: The call.
+            call: The call, which is filled in.
             leaves: The leaves of the arguments.
             run: Makes the call; it takes the leaves, with a fake tensor for each tensor.
             trains: True if a unit has parameters that require a gradient.
 
         Returns:
             The result.
+
+        Raises:
+            ValueNeeded: If a function around the units needs values, so that the trace ends.
+            KeptTensorError, WrongUseError: If an argument is a tensor that a unit computed but did not return.
+            Exception: Any error of a unit on zeros, or of a unit on fake tensors if `tries_zeros` is False.
         """
         call.is_absent = True
         fakes, real = list(leaves), {}
@@ -395,7 +459,7 @@ class Discovery(StepMode):
             if not isinstance(leaf, Tensor):
                 continue
             requires_grad |= leaf.requires_grad
-            value = self._name_of(leaf)
+            value = self.name_of(leaf)
             if value is not None:
                 operands[value] = None
             elif isinstance(leaf, FakeTensor) and id(leaf) not in self._parameters:
@@ -403,7 +467,13 @@ class Discovery(StepMode):
                     watches = self._watches.items()
                     self.escaped |= {(index, tap) for index, watch in watches for tap in watch.called()}
                 units = find_owners(unit for _, unit in self._units)
-                raise (KeptTensorError if find_places(units, {id(leaf)}) else WrongUseError)(
+                if find_places(units, {id(leaf)}):
+                    raise KeptTensorError(
+                        f"{call} uses a tensor that a layer of the body stores in an attribute. Only the stage of the"
+                        " layer has this tensor. Let the layer return the tensor, and use the result of the layer."
+                        f" {GENERATION} [LH414]"
+                    )
+                raise WrongUseError(
                     f"{call} uses a tensor that a layer of the body computed but did not return. A layer must return"
                     f" every tensor that code around the layers uses, instead of storing it in an attribute."
                     f" {GENERATION} [LH414]"
@@ -484,10 +554,17 @@ class Discovery(StepMode):
             number: The number of the call.
             unit: The unit.
             fakes: The leaves of the arguments.
-            given: The operands that every stage has, by the `id()` of their fake tensors.
+            given: The operands whose values are known, because every stage has them or they are lengths, by the `id()`
+                of their fake tensors.
             run: Makes the call.
             objects: The contents of objects among the arguments before the first attempt.
             is_own: True if the unit is a pinned module.
+
+        Returns:
+            The result with fake tensors, and the effects of the operators; see :func:`run_on_zeros`.
+
+        Raises:
+            WrongUseError: If the result shapes of a pinned module depend on values of other operands.
         """
 
         def attempt(value: Callable[[Tensor], Tensor], fill: Callable[..., Tensor] = torch.zeros) -> tuple[Any, Seen]:
@@ -531,10 +608,12 @@ class Discovery(StepMode):
     ) -> tuple[Any, Seen]:
         """Run a function around the units on zeros if its result shapes depend only on real lengths or on a real mask.
 
-        A batch with other lengths or another mask gets another plan. The arguments are those of :meth:`_run_on_zeros`.
+        A batch with other lengths or another mask gets another plan. Arguments and results are as in
+        :meth:`_run_on_zeros`.
 
         Raises:
-            ValueError: If the result depends on values of absent tensors.
+            ValueError: If `passes_lengths` is False, if no operand is a real integer tensor or mask, or if the result
+                shapes depend on values of absent tensors.
         """
         whole = {place: given[id(fake)] for place, fake in enumerate(fakes) if id(fake) in given}
         whole = {place: tensor for place, tensor in whole.items() if is_whole(tensor)}
@@ -565,7 +644,7 @@ class Discovery(StepMode):
         return result, seen
 
     def _lose(self, written: set[int]) -> set[int]:
-        """Return the memory of the real tensors that an absent call has written.
+        """Note and return the memory of the real tensors that an absent call has written.
 
         References to these tensors that were kept to find invariant calls are dropped: a tensor that is alive at the
         end of the step would count as needed by the last stage.
@@ -593,11 +672,14 @@ class Discovery(StepMode):
         return tuple(id(tensor) for copied, tensor in self._originals.values() if memory_of(copied) in written)
 
     def _name_own(self, number: int, call: Call, written: set[int]) -> None:
-        """Make real tensors absent if a call has written them through another tensor that shares their memory."""
+        """Make real tensors absent if a call has written them through another tensor that shares their memory.
+
+        Real tensors that an earlier call has made absent get the name of this call.
+        """
         for position, (reference, fake) in enumerate(list(self._stand_ins.values())):
             tensor = reference()
             if written and tensor is not None and memory_of(fake) in written:
-                value = self._name_of(tensor)
+                value = self.name_of(tensor)
                 if value is None or value.call != number:
                     if value is not None:
                         call.old[value] = Value(number, _ALIASES + _MANY + position)
@@ -656,7 +738,7 @@ class Discovery(StepMode):
                     leaf = outputs[position] = self._stand_in(leaf)
                 if requires_grad and (leaf.is_floating_point() or leaf.is_complex()):
                     leaf.requires_grad_()
-                old = self._name_of(leaf)
+                old = self.name_of(leaf)
                 value = Value(number, position)
                 if old is not None and place is not None:
                     call.old[old] = value
@@ -700,7 +782,11 @@ class Discovery(StepMode):
                     self._name(tensor, call.old[value])
 
     def _note_parameters(self, call: Call, leaves: list[Any], fakes: list[Any], result: Any, written: set[int]) -> None:
-        """Note the parameters that a call writes, and the parameters whose values it reads."""
+        """Note the parameters that a call writes, and the parameters whose values it reads.
+
+        Raises:
+            WrongUseError: If the call assigns to `data` of a tensor that is not a parameter.
+        """
         given = {memory_of(fake) for fake in fakes if isinstance(fake, Tensor)}
         names = set().union(*(self._parameters_in[memory] for memory in given & self._parameters_in.keys()))
         made = {memory_of(leaf) for leaf in flatten(result)[0] if isinstance(leaf, Tensor)} if names else given
@@ -727,6 +813,9 @@ class Discovery(StepMode):
 
         A checkpoint of a single unit draws the same numbers, because the random stream of the unit starts where the
         checkpoint starts.
+
+        Raises:
+            WrongUseError: If a checkpoint contains several units, or code around the units that draws.
         """
         if call.unit is None and not call.draws and not call.parameters:
             return
@@ -745,7 +834,11 @@ class Discovery(StepMode):
     def _stop(
         self, number: int, call: Call, operands: Sequence[Value] | dict[Value, None], error: Exception
     ) -> NoReturn:
-        """End the trace at a call that needs values of absent tensors. Only the last stage runs the remaining step."""
+        """End the trace at a call that needs values of absent tensors. Only the last stage runs the remaining step.
+
+        Raises:
+            ValueNeeded: Always.
+        """
         del self.graph.calls[number:]
         self.graph.wanted += list(operands)
         reads = type(error).__name__.startswith("DataDependent")  # of torch's fake tensors
@@ -757,12 +850,16 @@ class Discovery(StepMode):
 
     def _is_absent(self, tensor: Tensor) -> bool:
         """Return True if a tensor is absent."""
-        if id(tensor) in self._parameters or self._name_of(tensor) is not None or isinstance(tensor, FakeTensor):
+        if id(tensor) in self._parameters or self.name_of(tensor) is not None or isinstance(tensor, FakeTensor):
             return True
         return id(tensor) in self._originals and id(self._originals[id(tensor)][1]) in self._absent_states
 
-    def _name_of(self, tensor: Tensor) -> Value | None:
-        """Return the name of an absent tensor; ``None`` if the tensor has no name."""
+    def name_of(self, tensor: Tensor) -> Value | None:
+        """Return the name of an absent tensor; ``None`` for real tensors, and for parameters that no call has written.
+
+        Raises:
+            WrongUseError: If the tensor has a backward; see :func:`check_backward`.
+        """
         entry = self._names.get(id(tensor))
         if entry is None or entry[0]() is not tensor:
             return None

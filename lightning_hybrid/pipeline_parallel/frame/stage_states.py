@@ -1,6 +1,16 @@
 """State that modules and objects hold in addition to parameters: its places, copies of it, and states per stage.
 
-A traced step runs on every stage, so its attributes, buffers and containers must be copied and restored.
+Under a pipeline, the user's step runs on every stage, and again if it is traced or repeated. Each run changes
+attributes, buffers, containers and objects of the user, but must count only once. This file finds these places, and
+copies and restores them::
+
+    find_owners, find_places     where modules and objects of the user hold something
+    Copies                       copies for a trace (`fake_module`, `trainer.losses.rehearsal`) and for earlier stages
+    Contents                     saved contents of a step that may be repeated (`trainer.redo`)
+    StatesOfStages               a state for each stage, if a rank has several stages (:meth:`FrameCut.run`)
+
+`copy.deepcopy` of the module does not fit: it would copy parameters, and the user's code would still refer to the
+original objects.
 """
 
 from __future__ import annotations
@@ -35,7 +45,11 @@ _OF_OTHERS = sys.stdlib_module_names | {
 
 
 def is_object(value: Any) -> bool:
-    """Return True if a value is an object of a class of the user, which may hold state in attributes as modules do."""
+    """Return True if a value is an object of the user, which may hold state in attributes as modules do.
+
+    Its class is neither from the standard library (except simple namespaces), torch, numpy, Lightning or this package,
+    nor a module or a dataset.
+    """
     kind = type(value)
     if kind in (SimpleNamespace, Namespace):
         return True
@@ -51,11 +65,12 @@ def find_owners(
 
     Args:
         values: The values to search.
-        outside: Modules that are left out, with everything that they hold.
+        outside: Modules that are left out, with everything that only they hold.
         most: Containers with more entries are not searched; ``None`` to search all.
 
     Returns:
-        The modules and objects, by the path to each. Each object is returned once.
+        The modules and objects, by the path to each: dotted names of attributes, and keys in brackets; ``""`` for one
+        of the values. Each object is returned once.
     """
     owners: dict[str, Any] = {}
     seen: set[int] = set(map(id, outside))
@@ -105,6 +120,53 @@ def find_places(owners: Mapping[str, Any], ids: Collection[int]) -> dict[int, li
     return found
 
 
+def held_tensors(owners: Iterable[Any]) -> list[Tensor]:
+    """Return the tensors in the attributes and buffers of modules and objects, also inside containers."""
+    values = (value for owner in owners for table in _own_tables(owner) for value in table.values())
+    return [inner for value in values for inner in _inside(value) if isinstance(inner, Tensor)]
+
+
+def replace_tensors(owners: Iterable[Any], replace: Callable[[Tensor], Tensor]) -> None:
+    """Replace tensors in the attributes and buffers of modules and objects, also inside containers, in place.
+
+    Entries of sets stay.
+
+    Args:
+        owners: The modules and objects.
+        replace: Returns the new tensor, or the tensor itself.
+    """
+    seen = set[int]()
+
+    def replaced(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return replace(value)
+        if isinstance(value, tuple):
+            entries = [replaced(entry) for entry in value]
+            if any(map(operator.is_not, entries, value)):
+                return type(value)(*entries) if hasattr(value, "_fields") else tuple(entries)
+        elif type(value) in CONTAINERS and not isinstance(value, set) and id(value) not in seen:
+            seen.add(id(value))
+            for key, entry in list(value.items() if isinstance(value, dict) else enumerate(value)):
+                new = replaced(entry)
+                if new is not entry:
+                    value[key] = new
+        return value
+
+    for owner in owners:
+        for table in _own_tables(owner):
+            for name, value in table.items():
+                new = replaced(value)
+                if new is not value:
+                    tables = tables_of(owner)
+                    (tables[-1] if name in tables[-1] else tables[0])[name] = new
+
+
+def _own_tables(owner: Any) -> list[dict[str, Any]]:
+    """Return the attributes of a module or an object, and the buffers of a module, in new dictionaries."""
+    buffers = [dict(owner._buffers)] if isinstance(owner, nn.Module) else []
+    return [dict(_attributes(owner)), *buffers]
+
+
 def _inside(value: Any, most: int | None = None) -> Iterator[Any]:
     """Return a value and everything in it, except the entries of containers with more than ``most`` entries."""
 
@@ -129,7 +191,7 @@ def containers_in(owners: Sequence[Any]) -> list[Any]:
 
 
 class Copies:
-    """Copies of values that attributes hold. One object in two places has one copy."""
+    """Copies of values that attributes hold. One object in two places has one copy, so ties between tensors remain."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[Any, Any]] = {}
@@ -138,11 +200,12 @@ class Copies:
     def __call__(self, value: Any, tensor: Callable[[Tensor], Tensor]) -> Any:
         """Return a copy of a container, an array or a tensor; a value of another type is returned itself.
 
-        Iterators are replaced by objects that raise an error when the step reads them.
+        Entries are copied too, except the entries of sets. Iterators are
+        replaced by objects that raise an error when the step reads them.
 
         Args:
             value: The value of an attribute.
-            tensor: Copies a tensor.
+            tensor: Copies a tensor. It is called once for each tensor.
         """
         kind = type(value)
         if kind not in self._kinds:
@@ -163,8 +226,8 @@ class Copies:
         elif kind in CONTAINERS:
             other = value.copy()
             self._known[id(value)] = value, other
-            if not isinstance(other, (set, deque)):
-                for key, entry in other.items() if isinstance(other, dict) else enumerate(other):
+            if not isinstance(other, set):
+                for key, entry in value.items() if isinstance(value, dict) else enumerate(value):
                     other[key] = self(entry, tensor)
         elif isinstance(value, Iterator) and not is_object(value):
             other = _NotTaken(value)
@@ -201,6 +264,10 @@ def _is_copied(kind: type) -> bool:
 class Contents:
     """The contents of modules and of objects of the user, saved so that they can be restored.
 
+    `trainer.redo.step_state` saves the contents of a step that may be repeated, and a trace saves the contents of
+    objects that a unit receives, such as a key-value cache. The values of arrays are restored; the values of tensors
+    are not.
+
     Args:
         values: The values to search for objects.
         modules: Modules whose attributes and buffers are restored too, with the objects and containers in them.
@@ -225,7 +292,7 @@ class Contents:
         self.renew(values)
 
     def renew(self, values: Sequence[Any]) -> None:
-        """Save the current contents instead.
+        """Save the current contents in place of the saved contents.
 
         Args:
             values: The values to search for objects, instead of the previous values.
@@ -244,7 +311,7 @@ class Contents:
         self.tensors = {id(value): value for value in held if isinstance(value, Tensor)}
 
     def put_back(self) -> None:
-        """Restore the contents."""
+        """Restore the contents, as far as :attr:`can_be_put_back` is True."""
         for each in self._modules:
             restore(each.table, each.before)
         for table, before in self._tables:
@@ -267,7 +334,7 @@ class Contents:
         self._values, self._tables, self._containers, self._large, self._arrays, self.tensors = (), [], [], [], [], {}
 
     def keep_new(self, excluded: Collection[str]) -> None:
-        """Keep attributes of modules that were added since the contents were saved.
+        """Add to the saved contents: attributes and buffers of modules that were missing or ``None`` before.
 
         Args:
             excluded: The names of attributes that are not kept.
@@ -278,7 +345,7 @@ class Contents:
                     each.before[name] = value
 
     def replace_new(self, tensor: Callable[[Tensor], Tensor]) -> None:
-        """Replace each tensor that was added to the objects since their contents were saved.
+        """Replace each tensor in the objects, but not in modules, that was added since the contents were saved.
 
         Args:
             tensor: Returns the replacement of a tensor.
@@ -295,7 +362,7 @@ class Contents:
 
 
 class _ModuleTable:
-    """The saved attributes or buffers of a module. They are searched again only if they have changed.
+    """The saved attributes or buffers of a module. They are searched again only if one is another object than before.
 
     Attributes:
         table: The dictionary of attributes or buffers.
@@ -356,9 +423,9 @@ class StatesOfStages:
         containers, arrays, buffers, tensors    have copies, made when the stage first runs in a step
           that the stage writes in place
         parameters that the stage writes        have its values while it runs, and are restored in between
-        the batch                               writes go into a copy
+        the batch                               writes go into a copy (:func:`copied_arguments`)
 
-    It is created again in each step, so changes by hooks between two steps are visible to all stages.
+    :meth:`FrameCut.run` creates it in each batch, so changes by hooks between two batches are visible to all stages.
 
     Args:
         module: The user's module.
@@ -389,11 +456,11 @@ class StatesOfStages:
 
         Args:
             stage: The stage.
-            places: The paths of the attributes and buffers that the stage writes in place.
+            places: The paths of the attributes and buffers that the stage writes in place; see `Part.places`.
             parameters: The parameters that the stage writes.
 
         Raises:
-            WrongUseError: If the step changes a container that it did not change in the trace.
+            WrongUseError: If the step changes the number of entries of a container that has no copy.
         """
         own = self._own.setdefault(stage, [{} for _ in self._tables])
         self._add_copies(stage, own, places)
