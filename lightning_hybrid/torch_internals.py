@@ -5,9 +5,15 @@ A name is private if it, or a module that contains it, starts with an underscore
 subclasses of `nn.Module` share them, in torch and in other libraries, and no public method replaces a module under all
 of its names.
 
-The comment of an entry states its purpose, and which public API is missing. ``tests/test_torch_contract.py`` tests
-each entry with the installed version of torch. ``tests/test_torch_privates.py`` finds private names in other modules.
-If a version of torch does not have a name, most entries are ``None``, and the modules that use them work without it.
+They are in one file, because private names change without notice: a new version of torch then concerns only this file.
+The comment of an entry states its purpose, and which public API is missing. ``tests/test_torch_contract.py`` tests each
+entry with the installed version of torch. ``tests/test_torch_privates.py`` finds private names in other modules. If a
+version of torch does not have a name that :func:`_find` or `getattr` looks up, the entry is ``None`` or a harmless
+default, and the modules that use it work without it. The other names are required: without them, the import of this
+file fails, or the first use of the entry.
+
+A *mode* is a context in which torch passes each function or operator to a Python method first. An *operator* is a
+function of torch's C++ library, such as ``aten::mm``, below autograd. A *fake tensor* has a shape but no values.
 """
 
 from __future__ import annotations
@@ -161,6 +167,8 @@ forward_hooks: Callable[[nn.Module], dict[int, Callable[..., Any]]] = attrgetter
 forward_pre_hooks: Callable[[nn.Module], dict[int, Callable[..., Any]]] = attrgetter("_forward_pre_hooks")
 backward_hooks: Callable[[nn.Module], dict[int, Callable[..., Any]]] = attrgetter("_backward_hooks")
 load_state_dict_pre_hooks: Callable[[nn.Module], dict[int, Any]] = attrgetter("_load_state_dict_pre_hooks")
+#: The names of a module's buffers that its state dict leaves out. `register_buffer` adds names, but nothing lists them.
+non_persistent_buffers: Callable[[nn.Module], set[str]] = attrgetter("_non_persistent_buffers_set")
 #: The attributes of a module that hold hooks of state dicts. A comparison of modules leaves them out.
 STATE_DICT_HOOKS = (
     "_state_dict_hooks",

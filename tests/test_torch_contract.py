@@ -453,6 +453,14 @@ def test_hooks_of_modules() -> None:
     assert sorted(name for name in vars(layer) if "state_dict" in name) == sorted(internals.STATE_DICT_HOOKS)
 
 
+def test_non_persistent_buffers() -> None:
+    layer = nn.Linear(1, 1)
+    layer.register_buffer("saved", torch.zeros(1))
+    layer.register_buffer("unsaved", torch.zeros(1), persistent=False)
+    assert internals.non_persistent_buffers(layer) == {"unsaved"}
+    assert "unsaved" not in layer.state_dict()
+
+
 def test_methods_of_modules_by_their_names() -> None:
     assert callable(getattr(nn.Module, internals.CALL_METHOD))
     assert callable(getattr(nn.MultiheadAttention, internals.RESET_METHOD))

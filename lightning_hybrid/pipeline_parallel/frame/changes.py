@@ -1,12 +1,16 @@
 """The result of a call and its changes to its arguments, as a message to ranks that have not made the call.
 
-:class:`Lockstep` uses it: one stage calls a layer, and the other ranks make the same changes to their own objects.
+:class:`Lockstep` uses it in evaluation steps, such as text generation, in which all stages run the user's code at once.
+One stage calls a layer, and the other ranks of the model group make the same changes to their own objects, such as a
+key-value cache. The arguments cannot simply be pickled and replaced: the user's code holds references to the objects,
+and large tensors in them must stay on the stage of the layer.
 """
 
 from __future__ import annotations
 
 import io
 import pickle
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -37,8 +41,8 @@ class Packed(NamedTuple):
     Attributes:
         payload: The pickle of the result and the changes, without tensors.
         tensors: The tensors that are sent.
-        kept: The tensors that stay with the sender, because the call stored them in an object, such as a key-value
-            cache.
+        kept: The tensors with more than one element that stay with the sender, because the call stored them in an
+            object, such as a key-value cache.
     """
 
     payload: bytes
@@ -47,7 +51,7 @@ class Packed(NamedTuple):
 
 
 class KeptTensor(PlaceholderBuffer):
-    """A placeholder for a tensor that a layer of another stage has stored in an object."""
+    """A placeholder, on the meta device, for a tensor that a layer of another stage has stored in an object."""
 
     @classmethod
     def __torch_function__(
@@ -104,7 +108,8 @@ class Arguments:
             result: The result of the call.
 
         Raises:
-            WrongUseError: If something cannot be sent.
+            WrongUseError: If the result or a change contains a value that cannot be pickled, or a tensor whose values
+                are on another stage.
         """
         changes = [
             (number, _changed(node, before))
@@ -142,7 +147,8 @@ class Arguments:
             The result of the call, and a placeholder for each tensor that stays with the sender.
 
         Raises:
-            WrongUseError: If this rank has other arguments than the sender.
+            WrongUseError: If the arguments on this rank contain another number of objects, containers and tensors than
+                those on the sender.
         """
         unpickler = _Unpickler(io.BytesIO(payload), self._nodes, tensors, device)
         number, result, changes = unpickler.load()
@@ -163,10 +169,10 @@ class _Pickler(pickle.Pickler):
     Args:
         file: The buffer for the pickle.
         numbers: The numbers of the objects that the receiver has, by `id()`.
-        sent: The tensors that are sent.
+        sent: The tensors that are sent: those in the result, and the new values of written arguments.
 
     Attributes:
-        sent: The tensors that are sent; single values that were found in objects are added.
+        sent: The tensors that are sent; tensors with one element that were found in objects are added.
         kept: The tensors that stay with the sender.
     """
 
@@ -195,7 +201,11 @@ class _Pickler(pickle.Pickler):
 
 
 class _Unpickler(pickle.Unpickler):
-    """An unpickler that replaces the marks of :class:`_Pickler` by values of this rank."""
+    """An unpickler that replaces the marks of :class:`_Pickler` by values of this rank.
+
+    Attributes:
+        kept: The placeholders for tensors that stay with the sender.
+    """
 
     def __init__(self, file: io.BytesIO, nodes: Sequence[Any], tensors: Sequence[Tensor], device: torch.device) -> None:
         super().__init__(file)
@@ -216,16 +226,19 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _inside(value: Any) -> Sequence[Any] | None:
-    """Return the values in an object or a container, none for arrays, tensors and sets; ``None`` for other values."""
+    """Return the values in an object or a container; ``None`` for values that cannot change.
+
+    Arrays, tensors and sets count as values without contents.
+    """
     if type(value) in ATOMS:
         return None
     if isinstance(value, (Tensor, np.ndarray)):
         return ()
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, (list, tuple, deque)):
         return list(value)
     if isinstance(value, dict):
         return list(value.values())
-    if type(value) in CONTAINERS:  # a set has no order that is equal on all ranks
+    if type(value) in CONTAINERS:  # a set, which has no order that is equal on all ranks
         return ()
     return list(vars(value).values()) if is_object(value) else None
 
@@ -254,7 +267,10 @@ def _is_changed(node: Any, before: Any) -> bool:
 
 
 def _changed(node: Any, before: Any) -> Any:
-    """Return the new contents of a container, an array or a tensor; for an object, the attributes that differ."""
+    """Return the new contents of a container, an array or a tensor.
+
+    For an object, return the attributes that differ, and the names of the removed attributes.
+    """
     if isinstance(node, Tensor):
         return node.detach()
     if not is_object(node):
@@ -265,7 +281,7 @@ def _changed(node: Any, before: Any) -> Any:
 
 
 def _apply(node: Any, value: Any) -> None:
-    """Make a change of another rank on this rank."""
+    """Make a change of another rank on this rank, in place."""
     if isinstance(node, Tensor):
         node.copy_(value)
     elif isinstance(node, np.ndarray):

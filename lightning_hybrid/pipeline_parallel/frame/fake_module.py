@@ -1,11 +1,17 @@
-"""The user's module with fake parameters, for a trace that leaves no changes behind."""
+"""The user's module with fake parameters, for a trace that leaves no changes behind.
+
+:meth:`FrameCut._follow` enters :func:`fake_module` around each trace, on every rank. A rank does not have all
+parameters, so a trace runs with fake tensors: tensors with shapes but without values. A copy of the module would be
+simpler, but closures, hooks and objects of the user refer to the original module, so its attributes are replaced in
+place. A *unit* is a module that runs on exactly one stage, such as a pipelined layer.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,29 +23,37 @@ from lightning_hybrid.distributed.replaced import Preserved, tables_of
 from lightning_hybrid.distributed.taps import is_own_hook
 from lightning_hybrid.pipeline_parallel.frame.discovery import Discovery
 from lightning_hybrid.pipeline_parallel.frame.stage_states import Copies, find_owners, find_places
-from lightning_hybrid.torch_internals import forward_hooks, forward_pre_hooks
+from lightning_hybrid.torch_internals import forward_hooks, forward_pre_hooks, non_persistent_buffers
 
 
 @contextmanager
 def fake_module(
     module: nn.Module, units: Sequence[nn.Module], arguments: Sequence[Any], discovery: Discovery
 ) -> Iterator[Callable[[], bool]]:
-    """Replace the parameters of a module by fake tensors while entered, and undo all changes by the step afterwards.
+    """Replace the tensors of a module while entered, and undo changes by the step afterwards.
 
-    Changes in objects of the user that the module or the arguments hold are undone too.
+    ::
+
+        parameters, tensors in units           fake tensors
+        other buffers and attributes           copies, also of containers and arrays
+        objects of the user in the module      the same objects, with copies in their attributes
+          or in the arguments
+        forward hooks of this package          are removed
+
+    Only tensors that the step has created for itself and all later steps are kept, such as a lazily created table. On
+    exit, `discovery.graph.places` is set.
 
     Args:
         module: The user's module.
-        units: The units; their buffers become fake too.
+        units: The pipelined layers. Their buffers and other tensors become fake too, because only one stage has them.
         arguments: The arguments of the step.
         discovery: Makes the fake tensors.
 
     Yields:
-        A function to call when the step has run. It reports changed attributes to the discovery. It returns True if the
-        step has created tensors for itself and all later steps, such as a lazily created table; these tensors are kept.
-
-    Raises:
-        WrongUseError: If the step draws random numbers from a generator of its own.
+        A function to call when the step has run. It reports changed attributes to the discovery, sets
+        `discovery.graph.changed`, and returns True if the step has created tensors that are kept. It raises a
+        `WrongUseError` if the step has drawn random numbers from a generator of its own, such as an attribute of the
+        module.
     """
     of_units = {id(part) for unit in units for part in unit.modules()}  # metrics hash their state
     copies, fakes = Copies(), _Fakes(discovery)
@@ -53,11 +67,15 @@ def fake_module(
         for name, value in vars(part).items()
         if isinstance(value, GENERATORS)
     ]
-    lazy: list[tuple[Any, str, Tensor]] = []
+    created: list[_Created] = []
     swapped: list[tuple[Any, dict[str, Any]]] = []
 
     def finish() -> bool:
-        """Report changed attributes to the discovery, and return True if the step has created tensors that are kept."""
+        """Report changed attributes to the discovery, and return True if the step has created tensors that are kept.
+
+        Raises:
+            WrongUseError: If the step has drawn random numbers from a generator of its own.
+        """
         for name, generator, state in generators:
             if not equal_states(generator_state(generator), state):
                 raise WrongUseError(
@@ -71,9 +89,9 @@ def fake_module(
                 if isinstance(value, Tensor) and value is not before:
                     discovery.note_assigned(part, name, before, value)
                 if before is None and isinstance(value, Tensor) and discovery.has_values(value):
-                    lazy.append((part, name, value))
+                    created.append(_Created.of(part, name, value))
         discovery.graph.changed = copies.changed()
-        return bool(lazy)
+        return bool(created)
 
     with Preserved(parts, generators=[generator for _, generator, _ in generators]):
         # Modules around the units come first, so that a tensor that is tied to them is not handled as part of a unit.
@@ -88,15 +106,46 @@ def fake_module(
                 for key in [key for key, hook in hooks.items() if is_own_hook(hook)]:
                     del hooks[key]
         yield finish
-    for part, name, value in lazy:
-        setattr(part, name, value)  # `setattr` keeps a buffer a buffer
+    for each in created:
+        each.keep()
     graph = discovery.graph
     written = graph.changed.union(*((*call.counts, *call.fills) for call in graph.calls))
     graph.places = find_places(find_owners([module], units), written)
 
 
+class _Created(NamedTuple):
+    """A tensor that the step has created, and that later steps need, such as a table that is computed once.
+
+    Attributes:
+        part: The module or object that holds the tensor.
+        name: The name of its attribute or buffer.
+        value: The tensor.
+        is_persistent: For a buffer, True if state dicts contain it; ``None`` for an attribute.
+    """
+
+    part: Any
+    name: str
+    value: Tensor
+    is_persistent: bool | None
+
+    @classmethod
+    def of(cls, part: Any, name: str, value: Tensor) -> _Created:
+        """Return the record of a tensor that a module or object holds now."""
+        is_buffer = isinstance(part, nn.Module) and name in part._buffers
+        return cls(part, name, value, name not in non_persistent_buffers(part) if is_buffer else None)
+
+    def keep(self) -> None:
+        """Store the tensor again, after the attributes and buffers have been restored."""
+        if self.is_persistent is None or self.name in self.part._buffers:
+            setattr(self.part, self.name, self.value)  # keeps a buffer that was registered as ``None`` a buffer
+        else:
+            self.part.register_buffer(self.name, self.value, persistent=self.is_persistent)
+
+
 class _Fakes:
-    """A factory of the tensors that replace the module's tensors. Tied parameters stay tied.
+    """A factory of the tensors that replace the module's tensors.
+
+    :class:`Copies` calls it once for each tensor, so tied parameters stay tied.
 
     Args:
         discovery: Makes the tensors.

@@ -1,7 +1,21 @@
 """Pipeline stages for any model: the user's step runs on every stage, and each stage makes only the calls it needs.
 
-`FrameProgram` makes one :class:`FrameCut` for each run. `find_plan` traces a step and plans it; `run` runs the part of
-one stage.
+A *unit* is a module that runs on exactly one stage; all other code of the step and of the model is code *around* the
+units. A *trace* runs the step with fake tensors (tensors without values) to record its calls. A *plan* tells each stage
+which calls to make, and which tensors to send.
+
+`FrameProgram`, the step program of models whose layers any code may call, makes one :class:`FrameCut` for each run of
+the trainer and uses it in each training and evaluation step::
+
+    with cut():                            redirects calls of units to the running step
+        plan = cut.find_plan(...)          traces the step and plans it, if no remembered plan fits
+        cut.run(plan, stage, ...)          runs the part of one stage, for each microbatch and stage of the rank
+        cut.run_in_lockstep(...)           instead, for evaluation steps that cannot be traced
+
+`tuning.dry_run` uses one to find the stages of parameters in a single process. `ChainUse` and `ChainCalls` in
+`pipeline_parallel.chain` are subclasses that only trace. A model that is an `nn.Sequential` called once in a step needs
+no plan (`BodyCut`). Other models call layers in loops, with several arguments, and use tensors around the layers.
+Without this file, users would have to rewrite them as a sequence of stages.
 """
 
 from __future__ import annotations
@@ -28,10 +42,10 @@ from lightning_hybrid.distributed.watch.collector import without_collector
 from lightning_hybrid.pipeline_parallel.frame.discovery import GENERATION, Discovery
 from lightning_hybrid.pipeline_parallel.frame.fake_module import fake_module
 from lightning_hybrid.pipeline_parallel.frame.fake_tensors import AbsentValueError, absent_text
-from lightning_hybrid.pipeline_parallel.frame.functional_call import call_with_states
 from lightning_hybrid.pipeline_parallel.frame.graph import Call, Graph
 from lightning_hybrid.pipeline_parallel.frame.lockstep import Exchange, Lockstep
 from lightning_hybrid.pipeline_parallel.frame.path_change import PathChangedError
+from lightning_hybrid.pipeline_parallel.frame.pinned_call import call_pinned
 from lightning_hybrid.pipeline_parallel.frame.plan import FramePlan, find_kept, make_part
 from lightning_hybrid.pipeline_parallel.frame.reentrant import without_reentrant
 from lightning_hybrid.pipeline_parallel.frame.routes import (
@@ -67,7 +81,7 @@ from lightning_hybrid.torch_internals import (
 
 _log = logging.getLogger(__name__)
 
-# The most plans that are remembered for one signature, and in total.
+# The most plans that are remembered for one signature (name, shapes and mode of a step), and in total.
 _MOST_OF_KEY, _MOST_PLANS = 32, 512
 _FIRST_OF_SHAPES = (
     "In evaluation, the strategy expects later batches of the same shapes to take the same path as the first one, which"
@@ -81,7 +95,7 @@ _MANY = 8
 class FrameCut:
     """The user's step, split at the calls of units.
 
-    ::
+    A stage other than the last one leaves the step (*unwinds*) when it has all tensors for later stages::
 
         stage 0      code around the units, own units                     -> unwind     value: a list of tensors
         stage s      code around the units, received tensors, own units   -> unwind     value: a list of tensors
@@ -90,7 +104,8 @@ class FrameCut:
     A unit is a pipelined layer, or a *pinned* module: a module around the layers that became a unit during a trace,
     because it needs values that only one stage has. The code around the units is all other code of the step and of the
     model. It makes the same calls in the same order on every stage, so a call is identified by its number. A stage
-    makes the calls that it needs. Its other calls return fake tensors with the shapes from the trace.
+    makes the calls that it needs. Its other calls return tensors that an earlier stage has sent, or fake tensors with
+    the shapes from the trace.
 
     Args:
         module: The user's module.
@@ -104,16 +119,19 @@ class FrameCut:
         around_discovery: Returns a context for traces, in which logs are dropped and layers have full parameters.
         leaf_modules: Modules outside the units, with their names, whose calls are made as a whole or not at all,
             because tensor-parallel ranks communicate in them.
-        compare: Called with texts for the calls of a trace, to check that they are equal on every rank.
+        compare: Called with texts for the calls of a trace, to check that they are equal on every rank of the model
+            group; it raises an error otherwise. All these ranks call it.
         once: The reason why no layer may be called twice in a step, with advice; ``None`` if it may.
-        agrees: Returns True if a number is equal on every rank. All ranks call it.
-        metrics: Modules outside the units whose state counts only on the last stage.
+        agrees: Returns True if a number is equal on every rank of the model group. All these ranks call it.
+        metrics: Modules whose state counts only on the last stage, so that the step may update it at any time.
 
     Attributes:
         holders: The stages of parameters outside the units that not every stage has, by name.
-        num_followed: The number of traced steps.
+        num_followed: The number of steps that :meth:`find_plan` has traced. `trainer.redo` compares it to learn whether
+            a step was traced.
     """
 
+    # Settings of traces, which subclasses switch off: `tries_zeros` of :class:`Discovery`, and the use of `escaped`.
     _tries_zeros = _taps_hooks = True
 
     def __init__(
@@ -164,6 +182,9 @@ class FrameCut:
     def __call__(self, *, repeats: bool = True) -> Iterator[None]:
         """Redirect calls of units and of leaf modules to this object while entered.
 
+        The context is entered once for each batch. While entered, `forward` of these modules is replaced. Results of
+        invariant calls and states of stages are kept until it ends.
+
         Args:
             repeats: True if the user's step runs several times, once for each microbatch.
         """
@@ -201,7 +222,7 @@ class FrameCut:
     def _redirect_pinned(self, index: int) -> None:
         """Redirect calls of a pinned module, with its parameters and buffers as arguments."""
         module = self._units[index][1]
-        self._redirect(module, lambda mode, *call: call_with_states(partial(mode.call_unit, index), module, *call))
+        self._redirect(module, lambda mode, *call: call_pinned(partial(mode.call_unit, index), module, *call))
 
     def _redirect(self, module: nn.Module, call: Callable[..., Any]) -> None:
         """Redirect calls of a module to the mode of the step that is running.
@@ -240,7 +261,7 @@ class FrameCut:
 
     @contextmanager
     def unfollowed(self) -> Iterator[None]:
-        """Pause the mode of the step while entered: code that runs is not part of the user's step."""
+        """Pause the mode while entered, for code inside the user's step that is not part of it, such as `self.log`."""
         mode = self._mode
         if mode is None or mode.is_answering:  # the mode is off while it handles a call
             yield
@@ -249,7 +270,10 @@ class FrameCut:
             yield
 
     def place_parameters(self, holders: Mapping[str, Collection[int]]) -> None:
-        """Set the stages of the parameters outside the units, and make new plans for known steps.
+        """Set the stages of the parameters outside the units, and forget the plans.
+
+        It is called once the first training batch has shown which stages use the parameters. The graphs of known steps
+        are kept, so that :meth:`find_plan` can plan these steps again without a trace.
 
         Args:
             holders: The stages of the parameters that not every stage has, by name.
@@ -266,7 +290,7 @@ class FrameCut:
 
     @property
     def all_holders(self) -> Mapping[str, Collection[int]]:
-        """Return the stages of all parameters that not every stage has, including parameters of units, by name."""
+        """Return the stages of all parameters that not every stage has, including parameters of layers, by name."""
         if self._all_holders is None:
             of_unit = {
                 id(part): stage
@@ -288,7 +312,7 @@ class FrameCut:
 
     @property
     def _stages_of_unit(self) -> dict[str, Collection[int]]:
-        """Return the stages of the parameters that only units contain, by name."""
+        """Return the stages of the parameters that only pipelined layers contain, by name."""
         return {name: stages for name, stages in self.all_holders.items() if name not in self.holders}
 
     @property
@@ -319,9 +343,10 @@ class FrameCut:
         before: Callable[[], None] = lambda: None,
         choice: int | None = None,
     ) -> FramePlan:
-        """Return the plan of a step. If no remembered plan fits, trace the step.
+        """Return the plan of a step. If no remembered plan fits, plan a known graph again, or trace the step.
 
-        If several plans fit the arguments, the plan that was used last is returned.
+        If several plans fit the arguments, the plan that was used last is returned. This is a collective operation of
+        the model group, because a trace is compared over the ranks. It seeds the generators and calls the user's code.
 
         Args:
             key: The signature of the step. Steps with equal keys have arguments of equal shapes, and take the same path
@@ -334,7 +359,8 @@ class FrameCut:
                 plan that fits.
 
         Raises:
-            WrongUseError: If the step cannot be split into stages.
+            WrongUseError: If the step cannot be split into stages, or if ranks make different calls.
+            Exception: Any error of the user's code in a trace.
         """
         known = self._plans.setdefault(key, []) if self._remembers else []
         plan = self._choose(known, arguments, seed) if choice is None else None
@@ -374,7 +400,10 @@ class FrameCut:
     def _choose(
         self, known: Sequence[FramePlan], arguments: Sequence[Any], seed: Callable[[int], None]
     ) -> FramePlan | None:
-        """Return the plan that was used last among the plans that fit; ``None`` if none fits or if ranks disagree."""
+        """Return the plan that was used last among the plans that fit; ``None`` if none fits or if ranks disagree.
+
+        If a decision depends on tensors of the module, all ranks of the model group compare their plans.
+        """
         with torch.no_grad():
             plan = next((each for each in reversed(known) if each.graph.decisions.hold(arguments, seed)), None)
         if any(each.graph.decisions.read_states for each in known):  # a hook may have changed the states on one rank
@@ -382,7 +411,10 @@ class FrameCut:
         return plan
 
     def _known_graph(self, key: Hashable, arguments: Sequence[Any], seed: Callable[[int], None]) -> Graph | None:
-        """Return and forget the graph of a step that was traced before parameters were placed; ``None`` without one."""
+        """Return and forget the graph of a step that was traced before parameters were placed.
+
+        Return ``None`` if there is none, or if its decisions depend on tensors of the module.
+        """
         known = self._graphs.get(key, [])
         with torch.no_grad():
             graph = next((each for each in reversed(known) if each.decisions.hold(arguments, seed)), None)
@@ -392,14 +424,15 @@ class FrameCut:
         return graph
 
     def other_plans(self, plan: FramePlan) -> list[FramePlan]:
-        """Return the other plans for the signature of a plan, the plan that was used last first."""
+        """Return the other plans for the signature of a plan, the plan that was used last first; for `trainer.redo`."""
         known = next((known for known in self._plans.values() if plan in known), [])
         return [each for each in reversed(known) if each is not plan]
 
     def _discover_all(self, step: Callable[..., Any], arguments: Sequence[Any], seed: Callable[[int], None]) -> Graph:
         """Trace a step; pin modules that need values of absent tensors if units are called after them.
 
-        An example is a codebook that searches for unused codes.
+        An example is a codebook that searches for unused codes. Such a module is a unit in all later traces, and known
+        plans are forgotten.
         """
         graph = self._discover(step, arguments, seed)
         while graph.needed is not None:
@@ -426,7 +459,7 @@ class FrameCut:
         return graph
 
     def _can_pin(self, module: nn.Module) -> bool:
-        """Return True if a module can become a unit: it can be called, is not a unit, and contains no unit."""
+        """Return True if a module can become a unit: it can be called, and contains no unit and no leaf module."""
         others = {part for _, part in (*self._units, *self._leaf_modules)}
         is_called = type(module).forward is not nn.Module.forward
         return is_called and module is not self._module and others.isdisjoint(module.modules())
@@ -437,7 +470,7 @@ class FrameCut:
         Args:
             name: The dotted name of the module.
             module: The module.
-            before: The calls before the call of the module.
+            before: The calls before the call of the module. Without units among them, the stage is 0.
         """
         self._stage_of[len(self._units)] = stage = max(
             (self._stage_of[call.unit] for call in before if call.unit is not None), default=0
@@ -475,7 +508,11 @@ class FrameCut:
         return False
 
     def _remember(self, known: list[FramePlan], plan: FramePlan, step: str) -> None:
-        """Keep a plan, forget the oldest plans if there are too many, and warn once about a step with many paths."""
+        """Keep a plan, and warn once about a step with many paths.
+
+        If there are too many plans, forget the plan of this signature that was not used for the longest time, or all
+        plans of the oldest signature.
+        """
         known.append(plan)
         if len(known) > _MOST_OF_KEY:
             del known[0]
@@ -502,6 +539,10 @@ class FrameCut:
         - If no unit is called after the first function whose result shapes depend on lengths, the next trace ends at
           this function. The last stage then runs the function with any lengths, and one plan is enough.
         - If the step has created tensors for later steps, the next trace has these tensors.
+
+        Raises:
+            WrongUseError: If the step cannot be traced.
+            Exception: Any error of the user's code, unless another setting may avoid it.
         """
         passes_lengths = self._tries_zeros
         states: frozenset[int] = frozenset()
@@ -536,7 +577,10 @@ class FrameCut:
             states |= graph.state_writes.keys()
 
     def _follow(self, discovery: Discovery, step: Callable[..., Any], arguments: Sequence[Any]) -> tuple[Graph, bool]:
-        """Trace a step once; return the graph, and True if the step has created tensors that later steps use."""
+        """Trace a step once; return the graph, and True if the step has created tensors that later steps use.
+
+        The text that the step prints is dropped.
+        """
         units = self.layers
         self._mode = discovery
         try:
@@ -558,10 +602,10 @@ class FrameCut:
             discovery.fakes.is_over = True
 
     def _make_plan(self, graph: Graph) -> FramePlan:
-        """Plan a traced step: find the routes, and the part of each stage.
+        """Plan a traced step: find the routes, and the part of each stage. All ranks plan all stages.
 
         Raises:
-            WrongUseError: If the step cannot be split into stages.
+            WrongUseError: If the step cannot be split into stages, or if a layer is called twice but must not be.
             StateError: If a tensor of the module is written on one stage and read on another.
         """
         calls = Counter(call.unit for call in graph.calls if call.unit is not None and call.unit < self._num_layers)
@@ -623,7 +667,11 @@ class FrameCut:
                 )
 
     def _parameters_of(self, graph: Graph, routes: Sequence[Route], writes: Writes) -> tuple[frozenset[str], ...]:
-        """Return the names of the parameters outside the units that each stage has and uses; writes are not uses."""
+        """Return the names of the parameters outside the units that each stage has and uses; writes are not uses.
+
+        A written parameter brings the parameters of its new value to its stage. If the trace ended before the end of
+        the step, the last stage counts as a user of all parameters.
+        """
         calls = graph.all_calls
         used = [
             set().union(*(calls[number].parameters for number in route.computed - writes.serving)) for route in routes
@@ -675,11 +723,14 @@ class FrameCut:
         fetched: Mapping[str, Tensor] | None = None,
         skipped: Collection[int] = (),
     ) -> Any:
-        """Run a stage's part of a step.
+        """Run a stage's part of a step, without communication.
+
+        If a later stage of this rank runs the step too, the step gets copies of the arguments that it writes, and the
+        module has the state of this stage while it runs.
 
         Args:
             plan: The plan.
-            stage: The stage.
+            stage: A stage of this rank.
             step: The user's step.
             arguments: The arguments of the step.
             inputs: The tensors from the previous stage; ``None`` on the first stage.
@@ -694,7 +745,9 @@ class FrameCut:
 
         Raises:
             PathChangedError: If the step takes another path than its plan.
-            WrongUseError: If the step does something after the end of the trace that the last stage cannot do alone.
+            WrongUseError: If the step does something after the end of the trace that the last stage cannot do alone, if
+                a unit returns or changes something that other stages do not see, or if a stage changes a container that
+                another stage of this rank uses.
         """
         run = partial(self._run, plan, stage, step, inputs=inputs, seed=seed, random=random, skipped=skipped)
         run = partial(run, fetched=fetched or {})
@@ -780,7 +833,9 @@ class FrameCut:
         plain: Callable[[Any], Any],
         is_tensor_parallel: bool,
     ) -> Any:
-        """Run a step on all stages at once, and return its result.
+        """Run an evaluation step on all stages at once, and return its result on every rank; see :class:`Lockstep`.
+
+        This is a collective operation of the model group. The caller switches gradients off.
 
         Args:
             step: The user's step.
@@ -790,6 +845,9 @@ class FrameCut:
             random: See :class:`Lockstep`.
             plain: See :class:`Lockstep`.
             is_tensor_parallel: See :class:`Lockstep`.
+
+        Raises:
+            WrongUseError: If ranks make different calls, or if a call needs values that cannot be sent.
         """
         ranks, rank_of = range(self._placement.num_ranks), self._placement.ranks
         held = {name: frozenset(rank_of[stage] for stage in stages) for name, stages in self.all_holders.items()}
@@ -861,7 +919,7 @@ def _uncompiled() -> AbstractContextManager[object]:
 
 
 def _tensors(modules: Iterable[nn.Module]) -> set[int]:
-    """Return the `id()` of the tensors in attributes and buffers of modules."""
+    """Return the `id()` of the tensors in attributes and buffers of modules, also in lists, tuples and dictionaries."""
     values = [value for module in modules for table in (vars(module), module._buffers) for value in table.values()]
     held = [value for value in values if isinstance(value, Tensor) or type(value) in (list, tuple, dict)]
     return {id(leaf) for leaf in flatten(held)[0] if isinstance(leaf, Tensor)}

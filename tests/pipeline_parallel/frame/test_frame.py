@@ -284,7 +284,7 @@ def test_discovery_leaves_no_trace() -> None:
             self.norm = nn.BatchNorm1d(WIDTH)
             self.seen, self.kept, self.by_name, self.latest = 0, [], {}, deque(maxlen=2)
             self.deep = {"losses": []}
-            self.total = torch.zeros(())
+            self.total, self.queue = torch.zeros(()), deque([torch.zeros(())])
 
         def forward(self, x: Tensor) -> Tensor:
             self.seen += 1
@@ -293,6 +293,7 @@ def test_discovery_leaves_no_trace() -> None:
             self.deep["losses"].append(x)
             self.latest.append(x)
             self.total += x.sum()
+            self.queue[0] += x.sum()
             x = self.body(self.norm(x)) + torch.rand(1) * random.random() * np.random.rand()
             self.last = x
             print("must not be seen twice")
@@ -307,6 +308,7 @@ def test_discovery_leaves_no_trace() -> None:
     with cut():
         cut.find_plan(0, model, (x,), seed)
     assert (model.seen, model.kept, model.by_name, list(model.latest), float(model.total)) == (0, [], {}, [], 0.0)
+    assert float(model.queue[0]) == 0.0
     assert not hasattr(model, "last")
     assert model.deep == {"losses": []}
     assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
@@ -314,6 +316,27 @@ def test_discovery_leaves_no_trace() -> None:
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert torch.equal(x, copy)
     assert "forward" not in vars(model.blocks[0])
+
+
+class Registering(Model):
+    """A model that registers a mask when it is first needed."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for name, persistent in (("mask", False), ("scale", True)):
+            if not hasattr(self, name):
+                self.register_buffer(name, torch.full((WIDTH,), 2.0), persistent=persistent)
+        return (self.body(x) * self.mask * self.scale).mean()
+
+
+def test_a_buffer_that_the_step_registers_is_kept() -> None:
+    model = Registering(4)
+    cut = cut_of(model, 2)
+    with cut():
+        cut.find_plan(0, model, (inputs(),), seed)
+    assert set(dict(model.named_buffers())) == {"mask", "scale"}
+    assert "scale" in model.state_dict()
+    assert "mask" not in model.state_dict()
+    model.register_buffer("mask", torch.ones(2))
 
 
 @pytest.mark.parametrize("number", range(4))
@@ -1139,7 +1162,7 @@ def test_a_list_that_a_layer_changes_is_refused(kind: str) -> None:
             x = layer(x, given)
         return x.mean() + sum(given["losses"] if kind == "dict" else [*given, *model.losses])
 
-    text = "computed but did not return" if kind == "attribute" else "'blocks.0' at .* changes a list or a dictionary"
+    text = "stores in an attribute" if kind == "attribute" else "'blocks.0' at .* changes a list or a dictionary"
     refused(model, text, step)
 
 
@@ -1310,7 +1333,7 @@ def test_a_module_between_layers_whose_shapes_depend_on_values_is_refused() -> N
 def test_a_buffer_that_keeps_a_graph_is_refused() -> None:
     model = Between()
     model.between.has_gradient = True
-    with pytest.raises(WrongUseError, match="'mean' of Centering is attached to the autograd graph"):
+    with pytest.raises(WrongUseError, match=r"'state\.mean' of Centering requires gradients"):
         play(cut_of(model, 2), model, model.forward, (inputs(),), 2)
 
 
@@ -1383,7 +1406,7 @@ def test_what_a_layer_keeps_is_not_what_it_returns() -> None:
 
     model = Model()
     model.blocks = nn.ModuleList(Keeping() for _ in range(4))
-    refused(model, "computed but did not return", lambda x: model.body(x).mean() + model.blocks[0].extra * 2)
+    refused(model, "stores in an attribute", lambda x: model.body(x).mean() + model.blocks[0].extra * 2)
 
 
 def test_a_layer_must_not_fill_what_is_used_elsewhere() -> None:
