@@ -1,7 +1,14 @@
-"""A tensor whose values are fetched when they are first read."""
+"""A tensor whose values are fetched when they are first read.
+
+`leaf_readers` puts lazy tensors into the batches of ranks that need not receive a tensor: code of the user's step that
+only passes the tensor to another stage works, and code that reads it fetches it. In the first batch of each form, lazy
+tensors with values record the tensors that a rank reads. `None` in place of the tensor would not suffice, because steps
+use the shapes of tensors that they do not read.
+"""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -31,27 +38,34 @@ class LazyTensor(Tensor):
         x.split(2), x.flatten(1), x.float()   lazy tensors
         x + 1, layer(x), x.tolist()           fetch the values; from now on `x` uses the tensor with the values
 
-    Values written into it are seen by all tensors that share its memory, because they are written into the tensor with
-    the values.
+    A lazy result is computed when code first reads it, or a tensor from which it is computed, because this code may
+    write the tensor::
+
+        mask = x.bool()         lazy
+        x[x == -100] = 0        fetches `x`, computes `mask`, and writes `x`
+
+    So values written into a tensor are seen by all tensors that share its memory, and by no others, as in torch.
 
     Args:
         like: A tensor with its shape, strides and dtype, for example on the meta device.
         device: The device that it reports, on which the values will be.
         make: Returns the tensor with the values.
-        note_read: Called when the values are first read by other code than :func:`peek`.
+        note_read: Called once, when the values of this tensor, or of a lazy result of it, are first read by other code
+            than :func:`peek`.
     """
 
     _make: Callable[[], Tensor]
     _note_read: Callable[[], object]
     _value: Tensor | None
     _is_read: bool
+    _results: list[weakref.ref[LazyTensor]]
 
     def __new__(
         cls, like: Tensor, device: torch.device, make: Callable[[], Tensor], note_read: Callable[[], object]
     ) -> LazyTensor:
         """Return a new lazy tensor."""
         made: LazyTensor = make_wrapper(cls, like.shape, strides=like.stride(), dtype=like.dtype, device=device)
-        made._make, made._note_read, made._value, made._is_read = make, note_read, None, False
+        made._make, made._note_read, made._value, made._is_read, made._results = make, note_read, None, False, []
         return made
 
     def materialize(self, *, reads: bool = True) -> Tensor:
@@ -65,7 +79,16 @@ class LazyTensor(Tensor):
         if reads and not self._is_read:
             self._is_read = True
             self._note_read()
+            self._compute_results()
         return self._value
+
+    def _compute_results(self) -> None:
+        """Compute the lazy results of this tensor that still exist."""
+        results, self._results = [result() for result in self._results], []
+        for result in results:
+            if result is not None:
+                result.materialize(reads=False)
+                result._compute_results()
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -111,7 +134,14 @@ def _apply(func: Any, args: Any, kwargs: Any, tensor: Tensor) -> Any:
 
 
 def _moved(tensor: LazyTensor, device: torch.device, kwargs: Any) -> LazyTensor:
-    return LazyTensor(tensor, device, lambda: tensor.materialize(reads=False).to(device, **kwargs), tensor.materialize)
+    return _result(tensor, tensor, device, lambda: tensor.materialize(reads=False).to(device, **kwargs))
+
+
+def _result(tensor: LazyTensor, like: Tensor, device: torch.device, make: Callable[[], Tensor]) -> LazyTensor:
+    """Return a lazy result of a lazy tensor; see :class:`LazyTensor` for the arguments."""
+    result = LazyTensor(like, device, make, tensor.materialize)
+    tensor._results.append(weakref.ref(result))
+    return result
 
 
 def _later(tensor: LazyTensor, call: Callable[[Tensor], Any]) -> Any:
@@ -123,6 +153,5 @@ def _later(tensor: LazyTensor, call: Callable[[Tensor], Any]) -> Any:
         made: Tensor = flatten(call(tensor.materialize(reads=False)))[0][position]
         return made
 
-    read = tensor.materialize
-    lazy = [LazyTensor(each, tensor.device, partial(make, place), read) for place, each in enumerate(shaped)]
+    lazy = [_result(tensor, each, tensor.device, partial(make, place)) for place, each in enumerate(shaped)]
     return unflatten(lazy, spec)

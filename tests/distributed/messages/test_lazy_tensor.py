@@ -123,6 +123,17 @@ def test_what_is_written_is_seen_by_what_shares_the_memory() -> None:
     assert lazy.numbers[2, 0, 0] == 13
 
 
+def test_copies_do_not_contain_later_writes() -> None:
+    lazy = Lazy()
+    view, numbers = lazy.tensor.view(-1), lazy.numbers.view(-1)
+    copies = [lazy.tensor.float(), lazy.tensor.flip(0), view.bool(), view.long().split(3)[1]]
+    expected = [lazy.numbers.float(), lazy.numbers.flip(0), numbers.bool(), numbers.long().split(3)[1]]
+    lazy.tensor.mul_(-7)
+    for copied, each in zip(copies, expected, strict=True):
+        assert torch.equal(copied * 1, each * 1)
+    assert torch.equal(view * 1, numbers)
+
+
 def test_what_is_to_be_page_locked_stays_lazy() -> None:
     lazy = Lazy()
     (same,) = batch_hooks.pinned([lazy.tensor])
