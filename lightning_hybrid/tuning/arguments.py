@@ -1,4 +1,9 @@
-"""A layout as arguments of `HybridStrategy`, and as text."""
+"""A layout as arguments of `HybridStrategy`, and as text.
+
+`choose_layout` returns and logs the chosen layout with these functions, and ``lightning-hybrid suggest`` prints layouts
+as YAML and as tables. Arguments are *by name* in this file: a dictionary whose keys have a dot for a part of a group,
+such as ``"tuning.extra_in_flight"``.
+"""
 
 from __future__ import annotations
 
@@ -16,19 +21,22 @@ _ALWAYS = (*(axis.argument for axis in ALWAYS), "num_microbatches")
 
 
 def arguments(layout: Layout) -> dict[str, Any]:
-    """Return the arguments of `HybridStrategy` for a layout, by name, without default values."""
+    """Return the arguments of `HybridStrategy` for a layout, by name, without default values.
+
+    The sizes of the axes that every layout has and the number of microbatches are always included.
+    """
     every = every_argument(layout).items()
     return {name: value for name, value in every if name in _ALWAYS or value != attrgetter(name)(USUAL)}
 
 
 def keywords(by_name: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keyword arguments of `HybridStrategy` for arguments by name."""
+    """Return the keyword arguments of `HybridStrategy` for arguments by name, with an object for each group."""
     config = HybridConfig().changed(by_name)
     return {name: getattr(config, name) for name in dict.fromkeys(name.partition(".")[0] for name in by_name)}
 
 
 def nested(by_name: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the mapping in YAML for arguments by name.
+    """Return the nested mapping of a YAML file for arguments by name.
 
     Example:
         >>> nested({"zero_stage": 3, "tuning.memory_limit": "80GiB"})
@@ -45,7 +53,7 @@ def nested(by_name: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def every_argument(layout: Layout) -> dict[str, Any]:
-    """Return all arguments of `HybridStrategy` that a layout sets, by name, with a dot for parts of groups."""
+    """Return all arguments of `HybridStrategy` that a layout sets, by name, including default values."""
     return {
         **layout.sizes.by_argument,
         "tensor_parallel_mode": layout.tensor_mode,
@@ -61,7 +69,7 @@ def every_argument(layout: Layout) -> dict[str, Any]:
 
 
 def in_words(layout: Layout) -> str:
-    """Return a layout as text, without defaults."""
+    """Return a layout as text, such as ``tensor 2 x pipeline 2, 1f1b, 4 microbatches``, without defaults."""
     sizes = asdict(layout.sizes)
     words = [" x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one rank"]
     if layout.tensor_mode != "1d":

@@ -1,4 +1,11 @@
-"""Candidates of a layout search, and the training step for which they are compared."""
+"""Candidates of a layout search, and the training step for which their costs are compared.
+
+:func:`search_space.layouts` makes the candidates, and the cost model reads them::
+
+    suggest                          Step         every layout trains on the same number of samples
+    suggest --keep-batch,            LoaderStep   every replica trains on one batch of the loader, whose size a run
+    layout="auto"                                 cannot change; the search compares the time per sample
+"""
 
 from __future__ import annotations
 
@@ -23,7 +30,21 @@ def divisors(number: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Layout:
-    """A layout: sizes and other arguments of `HybridStrategy`."""
+    """A layout: sizes and other arguments of `HybridStrategy`.
+
+    Attributes:
+        data: The number of replicas.
+        tensor: `tensor_parallel_size`.
+        pipeline: `pipeline_parallel_size`.
+        num_microbatches: As in `HybridStrategy`, like `schedule`, `num_chunks` and `zero_stage`.
+        recompute: As in `HybridStrategy`, or the number of recomputed layers of each stage.
+        extra_in_flight: The number of additional microbatches in flight over each link between pipeline ranks, which
+            hide its latency; empty if no link needs any.
+        context: `context_parallel_size`.
+        context_kind: `context_parallel`.
+        tensor_mode: `tensor_parallel_mode`.
+        tensor_depth: `tensor_parallel_depth`.
+    """
 
     data: int
     tensor: int
@@ -32,7 +53,7 @@ class Layout:
     schedule: str = "1f1b"
     num_chunks: int = 1
     zero_stage: int = 0
-    recompute: bool | str | tuple[int, ...] = False  # a tuple has the number of layers of each stage
+    recompute: bool | str | tuple[int, ...] = False
     extra_in_flight: tuple[int, ...] = ()
     context: int = 1
     context_kind: str = "ulysses"
@@ -66,7 +87,7 @@ class Layout:
 
     @property
     def schedule_key(self) -> tuple[str, int, int, int, tuple[int, ...]]:
-        """The fields that determine the schedule: the arguments of :func:`schedule_of`."""
+        """The fields that determine the schedule: the arguments of :func:`schedule_cache.schedule_of`."""
         return self.schedule, self.pipeline, self.num_microbatches, self.num_chunks, self.extra_in_flight
 
 
@@ -91,12 +112,13 @@ def arrangements(tensor: int) -> list[tuple[str, int]]:
 
 @dataclass(frozen=True)
 class Step:
-    """The samples of an optimizer step, which are the same for every layout.
+    """An optimizer step that trains on the same number of samples under every layout.
 
     Attributes:
-        samples: The number of samples in one batch of each replica, summed over all replicas.
-        accumulated: The number of batches of an optimizer step.
-        rank_order: The axes, outermost first, as in `Launch`.
+        samples: The number of samples that all replicas together process between two accumulations.
+        accumulated: The number of batches that each replica accumulates in an optimizer step.
+        rank_order: The order of the axes that the user sets in `Launch`. The layouts of a search differ in the optional
+            axes that they have, so the order of a single configuration does not fit all of them.
         reshard_after_forward: When ZeRO stage 3 reshards parameters, as in `Tuning`.
     """
 
@@ -128,10 +150,12 @@ class Step:
 
 @dataclass(frozen=True)
 class LoaderStep(Step):
-    """A step in which each replica trains on whole batches of the loader, whatever the number of replicas.
+    """An optimizer step in which each replica trains on whole batches of the loader.
+
+    The number of samples therefore grows with the number of replicas, unless `global_batch_size` is set.
 
     Attributes:
-        samples: The number of samples in a batch of the loader.
+        samples: The number of samples in a batch of the loader, for each replica.
         global_batch_size: The number of samples of an optimizer step, summed over all replicas, as in `HybridStrategy`.
             If it is ``None``, a step has `accumulated` batches.
     """
@@ -143,11 +167,15 @@ class LoaderStep(Step):
         return self.samples
 
     def accumulations(self, replicas: int) -> int:
-        """Return the number of batches with which the replicas reach `global_batch_size`."""
+        """Return the number of batches with which the replicas reach `global_batch_size`.
+
+        Raises:
+            ValueError: If :meth:`is_possible` is False.
+        """
         if self.global_batch_size is None:
             return self.accumulated
         return accumulated_batches(self.global_batch_size, self.samples, replicas)
 
     def is_possible(self, replicas: int) -> bool:
-        """Return True if a number of replicas reach `global_batch_size` with whole batches."""
+        """Return True if the replicas reach `global_batch_size` with whole batches."""
         return self.global_batch_size is None or self.global_batch_size % (self.samples * replicas) == 0

@@ -1,4 +1,18 @@
-"""The choice of a layout when a run starts: rank 0 searches in a copy of its process, and broadcasts the result."""
+"""The choice of a layout when a run starts: rank 0 searches in a copy of its process, and broadcasts the result.
+
+If the user has left arguments of `HybridStrategy` open (``layout="auto"``, or ``"auto"`` for some arguments), the
+strategy calls :func:`choose_layout` on every rank, between the creation of the process group and of the device mesh. It
+loads the function through :mod:`~lightning_hybrid.strategy.layout_search`, because `tuning` imports the strategy.
+
+::
+
+    every rank    measure devices and links --> wait ---------------------> receive the result
+    rank 0        measure devices and links --> search in a forked copy --> broadcast, log
+
+The search runs dry runs, which are training steps on fake tensors. They change modules and data, draw random numbers
+and create process groups, so they run in a forked copy. Only rank 0 searches: the search uses all processors of its
+node and times layers on CPUs, so several ranks would disturb each other and could choose different layouts.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +51,7 @@ from lightning_hybrid.tuning.search import UNATTENDED, Suggestions, search
 from lightning_hybrid.tuning.search_space import SearchSpace, search_space
 
 _SHARE_OF_TIMEOUT = 0.8  # limit of the search, as a share of the time that the other ranks wait for rank 0
-_MOST_SHOWN = 3
+_MOST_SHOWN = 3  # layouts, and reasons for which others were rejected, in the log
 _BY_HAND = (
     "Set the layout yourself, for example HybridStrategy(pipeline_parallel_size=2). For help, see `lightning-hybrid"
     " suggest` and docs/start/choose-a-layout.md."
@@ -46,16 +60,16 @@ _BY_HAND = (
 
 @dataclass(frozen=True)
 class Problem:
-    """The problem that a search solves.
+    """The problem that a search solves. Rank 0 makes it, and its copy calls :meth:`solve`.
 
     Attributes:
-        make: Makes the module and its data.
+        make: Makes the module and its data, for a dry run. It is called for each dry run.
         config: The arguments of `HybridStrategy`, with provisional values of the open ones.
         space: The values that are tried for the open arguments.
-        machine: The machine.
+        machine: The devices of all nodes and the links between them.
         num_ranks: The number of ranks of the run.
         precision: The precision plugin, for a step on the CPU.
-        trainer: Other arguments of the Trainer, see :func:`step_arguments`.
+        trainer: Other arguments of the Trainer by name, as :func:`step_arguments` returns them.
     """
 
     make: Callable[[], tuple[LightningModule, Any]]
@@ -71,6 +85,7 @@ class Problem:
 
         Raises:
             ValueError, TypeError: As at the start of training, or if the step cannot run on fake tensors.
+            Exception: Any other error of Lightning or of the module.
         """
         config = replace(self.config, global_batch_size=None)  # `LoaderStep` has the number of accumulated batches
         given: dict[str, Any] = {"precision": self.precision, "contexts": self.space.context, **self.trainer}
@@ -78,7 +93,7 @@ class Problem:
         step = LoaderStep(
             profile.batch_size,
             self.trainer["accumulate_grad_batches"],
-            config.axis_order,
+            config.launch.rank_order,
             config.tuning.reshard_after_forward,
             self.config.global_batch_size,
         )
@@ -95,7 +110,15 @@ def choose_layout(
     precision: Precision,
     num_nodes: int,
 ) -> ChosenLayout:
-    """Choose the open arguments, see :class:`~lightning_hybrid.strategy.layout_search.ChooseLayout`."""
+    """Choose the open arguments, see :class:`~lightning_hybrid.strategy.layout_search.ChooseLayout`.
+
+    Every rank must call it, because it runs collectives to measure links and to broadcast the result. Rank 0 forks its
+    process and logs the result. If ``recompute="auto"`` is the only open argument, the device is the CPU and memory is
+    not limited, nothing is recomputed, and no search takes place.
+
+    Raises:
+        ValueError: If no layout fits, or the search fails or takes too long; with the same text on every rank.
+    """
     memory = usable_memory(device, config.tuning.memory_bytes)
     if config.searched == ("recompute",) and math.isinf(memory):
         rank_zero_info(
@@ -131,7 +154,10 @@ def _search(
 ) -> Suggestions:
     """Search on rank 0, in a copy of its process.
 
-    A dry run changes modules and data, draws random numbers and creates process groups, and none of this must be left.
+    A dry run changes modules and data, draws random numbers and creates process groups. None of it may stay.
+
+    Raises:
+        ValueError: If the search fails or takes too long, or if this system cannot copy a process.
     """
     trainer = module.trainer
     problem = Problem(
@@ -156,7 +182,10 @@ def _search(
 
 
 def _copy_module(module: LightningModule) -> LightningModule:
-    """Return a copy of a module that has the same values, except that tensors on a device are on the meta device."""
+    """Return a copy of a module, in which tensors on a device are on the meta device.
+
+    Parameters on the CPU share their memory with the original, and buffers on the CPU are copied.
+    """
     memo: dict[int, Any] = {}
     for parameter in module.parameters():
         value = parameter.data if parameter.device.type == "cpu" else torch.empty_like(parameter, device="meta")
@@ -169,7 +198,7 @@ def _copy_module(module: LightningModule) -> LightningModule:
 
 
 def _on_host(precision: Precision) -> Precision:
-    """Return a precision plugin with which a step on the CPU has the same dtypes as on the device."""
+    """Return a precision plugin with which a step on the CPU has dtypes of the same sizes as on the device."""
     is_mixed = isinstance(precision, MixedPrecision) and not isinstance(precision, HalfPrecision)
     if is_mixed and precision.device != "cpu":  # type: ignore[attr-defined]
         return MixedPrecision("bf16-mixed", "cpu")  # float16 and bfloat16 have the same size

@@ -1,9 +1,14 @@
 """A cost model: the time of a training step under a layout, and the memory of each rank.
 
+The layout search (:mod:`~.search`) calls :class:`CostModel` for each layout, at the start of a run or for
+``lightning-hybrid suggest``; ``plan`` uses it to count the bytes between nodes. It needs no devices: a :class:`Profile`
+has the costs of the module, and a `Machine` the speed of devices and links. Runs of each layout would take minutes to
+hours, and would need the devices.
+
 A layout has ``d`` replicas, ``t`` tensor-parallel ranks, ``c`` context-parallel ranks and ``p`` pipeline ranks with
 ``v`` chunks each, and runs ``m`` microbatches. The time of a step is the time of the rank that finishes last::
 
-    step = pipeline + exposed messages between replicas + optimizer
+    step = accumulated batches x pipeline + exposed messages between replicas + optimizer
 
 - *Computing*: a :class:`Profile` has the time of a stage for one microbatch. The backward takes twice the time of the
   forward (two products for each one). A recomputed forward takes the time of a forward again.
@@ -15,8 +20,8 @@ A layout has ``d`` replicas, ``t`` tensor-parallel ranks, ``c`` context-parallel
   reduce-scatter sends half of that (Patarasuk and Yuan, 2009, https://doi.org/10.1016/j.jpdc.2008.09.002). If the ranks
   of a group are on several nodes, the figures of the network apply. A stage boundary costs one hop in each direction,
   within a node or over the network, depending on its two ranks. The bytes of a message delay the next message on the
-  link, but its latency does not. A gradient has the size of its activation. Each tensor-parallel rank sends its part of
-  the activation to the same rank of the next stage.
+  link, but its latency does not. A gradient has the size of its activation. Each tensor-parallel rank sends the part of
+  the activation that it holds, in a line without ``sequence_parallel`` all of it, to the same rank of the next stage.
 - *Collectives*: a collective takes ``hops x latency + bytes / bandwidth + collective_seconds``. The last term is the
   time that computing ranks need to start a collective together, apart from its messages: the ``l`` of a superstep
   ``w + g h + l`` (Valiant, 1990, https://doi.org/10.1145/79173.79181). It is about 0 if each rank has its own device.
@@ -43,11 +48,11 @@ A layout has ``d`` replicas, ``t`` tensor-parallel ranks, ``c`` context-parallel
       ring         2 e s b k (c - 1) / c      2 e s b k (2 c - 1) / c         one block after the other
 
   (Jacobs et al., 2023, https://arxiv.org/abs/2309.14509; Llama Team, 2024, https://arxiv.org/abs/2407.21783; Liu et
-  al., 2023, https://arxiv.org/abs/2310.01889). The messages of a ring overlap with a share ``overlap`` of the products
-  in attention, which take twice as long in the backward. If code around the layers reads their output, the output is
-  all-gathered, and so is the gradient of the first layer's input. Gradients of parameters are summed over replicas and
-  context-parallel ranks together. With ZeRO, the shards are summed over the ``c`` ranks in a separate all-reduce, after
-  the last backward.
+  al., 2023, https://arxiv.org/abs/2310.01889). The backward of a ring sends gradients of keys and values in float32 at
+  least. The messages of a ring overlap with a share ``overlap`` of the products in attention, which take twice as long
+  in the backward. If code around the layers reads their output, the output is all-gathered, and so is the gradient of
+  the first layer's input. Gradients of parameters are summed over replicas and context-parallel ranks together. With
+  ZeRO, the shards are summed over the ``c`` ranks in a separate all-reduce, after the last backward.
 - *Data parallelism and ZeRO* (Rajbhandari et al., 2020, https://arxiv.org/abs/1910.02054), for ``G`` bytes of gradients
   and ``P`` bytes of parameters on a rank, with ``x = (d - 1) / d`` and ``m`` counted over all accumulated batches::
 
@@ -97,10 +102,10 @@ class StageCost:
         forward: Seconds of a forward, without messages.
         recomputed: Seconds of the forward that run again in the backward.
         overlappable: Seconds of a forward that can overlap with context-parallel messages.
-        tensor: The messages in the tensor-parallel group.
-        context: The messages in the context-parallel group.
-        saved: Bytes that a stage saves for its backward.
-        output: Bytes that a stage sends to the next stage.
+        tensor: The messages in the tensor-parallel group, in a forward and a backward.
+        context: The messages in the context-parallel group, in a forward and a backward.
+        saved: Bytes that a stage saves for its backward, on one rank.
+        output: Bytes that a rank of the stage sends to the next stage in a forward.
     """
 
     forward: float = 0.0
@@ -125,10 +130,13 @@ class StageCost:
 
 
 class Profile(Protocol):
-    """The costs of a module under layouts that the module supports."""
+    """The costs of a module under layouts that the module supports.
+
+    The cost model only needs these methods. `ModuleProfile` implements them with dry runs, and tests with formulas.
+    """
 
     def stages(self, layout: Layout, samples: int) -> Sequence[StageCost]:
-        """Return the costs of the stages, in order, for a microbatch of a given size."""
+        """Return the costs of the stages of all pipeline ranks, in order, for a microbatch with a number of samples."""
 
     def num_layers(self, layout: Layout) -> Sequence[int]:
         """Return the number of layers of each stage, in order."""
@@ -148,11 +156,13 @@ class Cost:
         layout: The layout.
         memory: The memory of each pipeline rank.
         least: A lower bound of the seconds of the step, without time in which a rank waits for other stages.
-        parts: Seconds of the rank with the most work, by kind of work.
-        sent: The most bytes that a rank sends in a step, by axis.
+        parts: Seconds of the rank with the most work, by kind of work, such as ``"computing"``. After a simulation,
+            ``"bubble"`` is the time in which this rank waits.
+        sent: The most bytes that a rank sends in a step, by axis: ``"tensor"``, ``"context"``, ``"pipeline"`` and
+            ``"data"``.
         seconds: Seconds of the step; ``None`` if it was not simulated.
         bubble: The share of the pipeline's time that an average rank waits; ``None`` if it was not simulated.
-        samples: Samples of the step.
+        samples: Samples of the optimizer step, of all replicas.
     """
 
     layout: Layout
@@ -183,9 +193,11 @@ class Cost:
 class CostModel:
     """The costs of layouts.
 
+    Results are cached by the fields of a layout that determine them, for as long as the model exists.
+
     Args:
         profile: The costs of the module.
-        machine: The machine.
+        machine: The speed of devices and links.
         step: The samples of a step.
     """
 
@@ -461,7 +473,8 @@ class _Rank:
     Attributes:
         parts: Seconds by kind of work.
         sent: Bytes by axis.
-        exposed: Seconds of messages between replicas that do not overlap with a backward.
+        exposed: Seconds of messages for gradients and parameters that do not overlap with a backward: between replicas
+            and, with context parallelism, between ranks with the same shards.
         optimizer: Seconds of the optimizer.
         least: The sum of all seconds.
     """

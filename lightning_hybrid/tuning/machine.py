@@ -1,4 +1,9 @@
-"""The speed and the memory of the devices of a machine, and of the links between them."""
+"""The speed and the memory of the devices of a machine, and of the links between them.
+
+A *machine* is all nodes of a run. The cost model converts operations and messages to seconds with its figures.
+`choose_layout` measures them with :func:`~.measure.measure_machine` when a run starts. ``lightning-hybrid suggest``
+takes them from the command line, because the devices need not exist. ``plan`` only counts bytes, and uses the defaults.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +14,10 @@ from lightning_hybrid.pipeline_parallel.links.link import Link
 
 @dataclass(frozen=True)
 class Machine:
-    """The figures of a machine. The defaults describe nodes with eight A100 of 80 GiB, with NVLink and InfiniBand.
+    """The figures of all nodes of a run. The defaults describe eight A100 of 80 GiB per node, NVLink and InfiniBand.
 
     Attributes:
-        memory: Bytes of a device that a run can use.
+        memory: Bytes of a device that a run can use; infinite on a CPU without a limit.
         ranks_per_node: The number of ranks on a node; they have consecutive numbers.
         flops: FLOP/s that matrix multiplications reach. The default is half of the peak of an A100 in bfloat16.
         memory_bandwidth: Memory bandwidth of a device, in bytes per second.
@@ -44,7 +49,7 @@ class Machine:
     is_here: bool = False
 
     def link(self, stride: int, size: int, num_ranks: int) -> Link:
-        """Return the slowest link between neighboring ranks of a group.
+        """Return the slowest link between neighboring ranks of a group, over all groups of an axis.
 
         Args:
             stride: The distance from one rank of a group to the next.

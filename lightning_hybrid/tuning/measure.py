@@ -1,4 +1,9 @@
-"""Measurement of the devices of a run and of the links between them, on all ranks at the same time."""
+"""Measurement of the devices of a run and of the links between them, on all ranks at the same time.
+
+`choose_layout` calls :func:`measure_machine` on every rank before the search. Ranks are measured at the same time,
+because they share the cores and the memory bandwidth of a node in a run, too. Figures from data sheets are not enough:
+the speed of a CPU, and of a link under the run's process group backend, is only known from a measurement.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +20,9 @@ from lightning_hybrid.distributed.agreement import all_gather_values
 from lightning_hybrid.distributed.process_group import device_backends
 from lightning_hybrid.tuning.machine import Machine
 
-_REPEAT = 7
-_SMALL_OPERATIONS = 200
-_MEETINGS = 20
+_REPEAT = 7  # measured calls of a function
+_SMALL_OPERATIONS = 200  # in one call, because a single one is shorter than the resolution of the clock
+_MEETINGS = 20  # computations with a collective after each, in one of the measurements of its overhead
 _LEAST_SECONDS = 1e-7  # the shortest time of an operation or a message
 
 
@@ -46,14 +51,17 @@ _DEVICE = _Sizes(4096, 2**28, 2**26, 5e-4)
 def measure_machine(device: torch.device, dtype: torch.dtype, num_nodes: int, memory: float) -> Machine:
     """Measure the machine, and return the medians over all ranks, which compute at the same time as in a run.
 
-    Every rank calls it.
+    Every rank must call it, because it runs collectives of the default process group.
 
     Args:
         device: The device of this rank.
         dtype: The dtype of matrix multiplications.
         num_nodes: The number of nodes. With several nodes, the links between them are measured. On CUDA devices, links
             within a node then have the default figures of :class:`Machine`.
-        memory: Bytes of a device that a run can use.
+        memory: Bytes of a device that a run can use. This value is not exchanged between ranks.
+
+    Returns:
+        The figures. With a single rank, links have the default figures.
     """
     size = dist.get_world_size()
     sizes = _DEVICE if device.type == "cuda" else _HOST
@@ -151,11 +159,11 @@ def _wait(device: torch.device) -> None:
 
 
 def usable_memory(device: torch.device, limit: float | None) -> float:
-    """Return the bytes of a device that a run can use: the limit, or all memory of a CUDA device.
+    """Return the bytes of a device that a run can use: the limit, all memory of a CUDA device, or infinity on a CPU.
 
     Args:
         device: The device of this rank.
-        limit: The limit that the user set, in bytes.
+        limit: The limit that the user set, in bytes; ``None`` without a limit.
     """
     if limit is not None:
         return limit

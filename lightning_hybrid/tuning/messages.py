@@ -1,4 +1,10 @@
-"""The messages that a rank sends in a computation."""
+"""The messages that a rank sends in a computation.
+
+`OperationCounter` counts them in a dry run, :mod:`~.dry_run.stage_parts` adds them up for a stage, and the cost model
+converts them to seconds: it multiplies hops by the latency of a link, and divides bytes by its bandwidth. Bytes alone
+are not enough: a ring of small messages takes as long as its hops, and a collective also waits until all ranks have
+started it.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +17,8 @@ class Messages:
 
     Attributes:
         sent: The number of bytes.
-        hops: The number of messages that are sent one after the other.
-        collectives: The number of collectives; each block of a ring counts as one.
+        hops: The number of messages that are sent one after the other. Each of them takes the latency of the link.
+        collectives: The number of collectives; each message of ring attention counts as one.
     """
 
     sent: float = 0.0
@@ -31,11 +37,11 @@ NO_MESSAGES = Messages()
 
 @dataclass(frozen=True)
 class Exchange:
-    """The messages of a computation in one process group.
+    """The messages of a computation in one process group, such as the tensor-parallel group.
 
     Attributes:
         forward: The messages of a forward.
-        backward: The messages of a backward, without repeated ones.
+        backward: The messages of a backward, without the repeated messages.
         repeated: Bytes of the forward that the backward sends again, because it recomputes the forward.
     """
 

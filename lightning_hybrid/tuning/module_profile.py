@@ -1,4 +1,17 @@
-"""The costs of a module under any layout, from one dry run on fake tensors for each tensor-parallel arrangement."""
+"""The costs of a module under any layout, from one dry run on fake tensors for each tensor-parallel arrangement.
+
+`choose_layout` and ``lightning-hybrid suggest`` make a :class:`ModuleProfile` for the cost model, and ``plan`` makes
+one for a single layout. A dry run executes a training step on fake tensors and takes seconds, so it cannot run for each
+of thousands of layouts. It counts operations, messages and saved tensors by *label*, and a stage costs the sum of its
+labels::
+
+    layout --> arrangement --> Record, from a dry run --> labels of each stage --> StageCost of each stage
+
+- *label*: a layer, by its position, or the code before the first layer, or all other code outside the layers;
+- *arrangement*: the number of tensor-parallel ranks, ``tensor_parallel_mode`` and depth;
+- *record*: the results of a dry run: the stages of the layers, the traces, the times and the memory;
+- *trace*: the counts of one forward with one microbatch.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +56,8 @@ class ModuleProfile:
     a quarter and so on. Times between these sizes are interpolated, and scaled for sharded layers.
 
     Args:
-        make: Makes the user's module and its data: a datamodule, loaders, or ``None`` if the module has them.
+        make: Makes the user's module and its data: a datamodule, loaders, or ``None`` if the module has them. It is
+            called for each dry run, because a step changes the module.
         config: The arguments of `HybridStrategy` that a layout does not change.
         num_ranks: The number of ranks of the run.
         machine: The machine, which determines the time of an operation.
@@ -54,6 +68,10 @@ class ModuleProfile:
         only: The only layout whose costs will be requested, as for ``lightning-hybrid plan``; ``None`` for any layout.
         precision: The precision plugin.
         trainer: Other arguments of the Trainer, see :func:`step_arguments`.
+
+    The first method call that needs a record runs a dry run in this process. Its errors are errors of these methods: if
+    the step cannot run even without tensor parallelism, they raise a `ValueError`, a `TypeError` or an error of the
+    module.
     """
 
     def __init__(
@@ -95,7 +113,7 @@ class ModuleProfile:
         self._label_costs: dict[Hashable, StageCost] = {}
 
     def _context_keys(self, num_ranks: int, mode: str) -> list[ContextKey]:
-        """Return the kinds of context parallelism to try with a number of ranks and a `tensor_parallel_mode`."""
+        """Return the sizes and kinds of context parallelism to try for a number of ranks and `tensor_parallel_mode`."""
         sizes = [size for size in self._contexts if size > 1 and num_ranks % size == 0]
         return [NO_CONTEXT, *(each for each in product(sizes, KINDS) if not self._refusal(False, *each, mode))]
 
@@ -115,8 +133,13 @@ class ModuleProfile:
     def recorded_ahead(self, layouts: Iterable[Layout]) -> Iterator[None]:
         """Record the step for some layouts while entered, in copies of this process that run in parallel.
 
+        The step without tensor parallelism is recorded first, in this process.
+
         Args:
             layouts: The layouts whose costs will be requested, in this order.
+
+        Raises:
+            ValueError, TypeError: As at the start of training, or if the step cannot run on fake tensors.
         """
         # Before the copies start: timing needs idle processors, and the copies inherit the caches that this fills.
         self._record(self._base)
@@ -126,6 +149,7 @@ class ModuleProfile:
             yield
 
     def _record(self, key: TensorKey) -> Record:
+        """Return the record for an arrangement that can be used; the errors of the others become a `ValueError`."""
         found = self.record_or_error(key)
         if isinstance(found, str):
             raise ValueError(found)
@@ -142,6 +166,7 @@ class ModuleProfile:
         return self._records[key]
 
     def _find(self, key: TensorKey) -> Record | str:
+        """Run the step for an arrangement, see :meth:`record_or_error`. A copy of this process may call it."""
         tensor, mode, depth = key
         if tensor == 1:
             return self._run(key)
@@ -165,7 +190,14 @@ class ModuleProfile:
         return self._record(self._base).batch_size
 
     def refuse(self, layout: Layout) -> tuple[str, str] | None:
-        """Return why the module does not support a layout, as a short and a full text; ``None`` if it does."""
+        """Return why the module does not support a layout, as a short and a full text; ``None`` if it does.
+
+        Call it before :meth:`stages`, :meth:`held`, :meth:`weights` and :meth:`num_layers`, which fail for other
+        layouts. It also starts the next waiting copy of :meth:`recorded_ahead`.
+
+        Raises:
+            ValueError, TypeError: If the step cannot run even without tensor parallelism.
+        """
         self._copies.advance()
         record = self.record_or_error(layout.tensor_key)
         if isinstance(record, str):
@@ -187,6 +219,7 @@ class ModuleProfile:
         }
 
     def _context_error(self, layout: Layout) -> str:
+        """Return why the context parallelism of a layout cannot be used; empty if it can."""
         refused = self._refusal(layout.recompute, layout.context, layout.context_kind, layout.tensor_mode)
         if refused or layout.tensor_key == self._base:
             return refused or self._record(layout.tensor_key).context_error(layout)
@@ -230,10 +263,7 @@ class ModuleProfile:
         return replace(cost, saved=saved, output=value_at(samples, parts[0].traces, content.outputs))
 
     def _costs(self, part: StagePart, samples: int) -> Iterator[StageCost]:
-        """Yield the costs of the labels of a part; without timed forwards, labels with equal records are grouped.
-
-        A label is the position of a layer, or the code before or after all layers.
-        """
+        """Yield the costs of the labels of a part; without timed forwards, labels with equal records are grouped."""
         if not self._is_measured:
             for label, number in part.kinds.items():
                 yield self._cost_of_label(part.traces, samples, label, part.layout) * number
@@ -263,6 +293,7 @@ class ModuleProfile:
         return self._contents[key]
 
     def _find_contents(self, layout: Layout) -> Iterator[_Content]:
+        """Yield the contents of each stage, in order."""
         record = self._record(layout.tensor_key)
         positions = record.division(layout).positions
         for stage, labels in enumerate(labels_of_stages(positions)):
@@ -296,6 +327,7 @@ class _Content:
 
 
 def _with_tensor(layout: Layout, key: TensorKey) -> Layout:
+    """Return a layout with another arrangement of the tensor-parallel ranks."""
     tensor, mode, depth = key
     return replace(layout, tensor=tensor, tensor_mode=mode, tensor_depth=depth)
 

@@ -1,4 +1,11 @@
-"""Functions that run in copies of this process: in parallel, and without side effects in this process."""
+"""Functions that run in copies of this process: in parallel, and without side effects in this process.
+
+`choose_layout` runs the whole search in a copy on rank 0 (:func:`run_in_copy`), and `ModuleProfile` records steps in
+several copies at a time (:class:`Copies`), one for each arrangement of tensor-parallel ranks. These functions are dry
+runs, which change modules, random states and process groups. A thread would share this state, and a process of
+`multiprocessing` would have to import and pickle the user's module, whose loaders and closures often cannot be pickled.
+A forked copy has all objects, and only the result is pickled.
+"""
 
 from __future__ import annotations
 
@@ -30,21 +37,33 @@ _GRACE = 5.0  # seconds after the time limit; then, a copy ends itself
 
 
 def run_in_copy(function: Callable[[], _T], *, time_limit: float) -> _T:
-    """Run a function in a copy of this process and wait for it, see :class:`ProcessCopy`."""
+    """Run a function in a copy of this process and wait for it.
+
+    Args:
+        function: See :class:`ProcessCopy`.
+        time_limit: See :class:`ProcessCopy`.
+
+    Raises:
+        ValueError, TypeError, TimeoutError, RuntimeError: See :meth:`ProcessCopy.result`.
+        RuntimeError: If this system cannot copy a process.
+        OSError: If there is no memory for a copy now.
+    """
     return ProcessCopy(function, time_limit=time_limit).result()
 
 
 class ProcessCopy(Generic[_T]):
     """A copy of this process that runs a function on the CPU, with one thread, no process group and no output.
 
-    It starts immediately. If this process ends, the copy ends too.
+    It starts immediately. The caller must call :meth:`result` or :meth:`end` once. If this process ends, the copy ends
+    too: immediately on Linux, and otherwise a few seconds after the time limit.
 
     Args:
         function: Any callable, such as a closure. The result is pickled.
-        time_limit: Seconds after which the copy is ended.
+        time_limit: Seconds after which :meth:`result` raises an error. The copy ends itself soon after.
 
     Raises:
         RuntimeError: If this system cannot copy a process.
+        OSError: If there is no memory for a copy now.
     """
 
     def __init__(self, function: Callable[[], _T], *, time_limit: float) -> None:
@@ -78,12 +97,13 @@ class ProcessCopy(Generic[_T]):
         return self._reading
 
     def result(self) -> _T:
-        """Wait for the function, and return what it returned.
+        """Wait for the function, return what it returned, and end the copy.
 
         Raises:
-            ValueError, TypeError: If the function raised them.
+            ValueError, TypeError: If the function raised an error of this type or of a subclass.
             TimeoutError: If the function took too long.
-            RuntimeError: If the function raised another error, or the copy ended.
+            RuntimeError: If the function raised another error, whose type then begins the text, if the copy ended, or
+                if the result cannot be pickled.
         """
         try:
             result, error = Message.receive(self._read).value()
@@ -107,7 +127,7 @@ class ProcessCopy(Generic[_T]):
         return bytes_tensor(received)
 
     def end(self) -> None:
-        """End the copy. Call it once."""
+        """End the copy, and wait for its exit. :meth:`result` calls it. Call it once."""
         os.close(self._reading)
         os.kill(self._pid, signal.SIGKILL)
         with suppress(ChildProcessError):  # another handler has already waited for it
@@ -115,12 +135,12 @@ class ProcessCopy(Generic[_T]):
 
 
 class Copies(Generic[_K, _T]):
-    """Functions that run in copies of this process while entered.
+    """Functions that run in copies of this process while entered. Copies that still run are ended at the exit.
 
     Args:
         functions: The functions by key, in the order in which they start.
         most: The number of copies that run at a time.
-        time_limit: Seconds after which a copy is ended.
+        time_limit: Seconds after which a copy is ended, and its function counts as unfinished.
     """
 
     def __init__(self, functions: Mapping[_K, Callable[[], _T]], *, most: int, time_limit: float) -> None:
@@ -138,12 +158,20 @@ class Copies(Generic[_K, _T]):
             self._running.popitem()[1].end()
 
     def advance(self) -> None:
-        """Start waiting functions in place of finished ones."""
+        """Collect results, and start waiting functions in place of finished ones.
+
+        Call it often, so that no processor waits.
+        """
         if self._waiting:
             self._collect(0.0)
 
     def take(self, key: _K) -> _T | None:
-        """Wait for a function and return its result; ``None`` if no copy has finished it."""
+        """Wait for a function and return its result, once.
+
+        Returns:
+            The result; ``None`` if the key is unknown, the function failed or took too long, or it could not start. The
+            caller then runs the function in this process.
+        """
         while key in self._running or key in self._waiting:
             self._collect(1.0)
         return self._results.pop(key, None)
@@ -176,13 +204,16 @@ def num_processors() -> int:
 
 def _run_copy(function: Callable[[], Any], parent: int, writing: int, time_limit: float) -> NoReturn:
     """Run the function in the copy, send its result or error, and exit."""
+    result: Any = None
+    error: Exception | None = None
     try:
         _separate(parent, time_limit)
-        result, error = function(), None
+        result = function()
     except (ValueError, TypeError) as raised:
-        result, error = None, type(raised)(str(raised)) if type(raised) in (ValueError, TypeError) else _other(raised)
+        # A subclass may not have a constructor for its text alone.
+        error = (ValueError if isinstance(raised, ValueError) else TypeError)(str(raised))
     except BaseException as raised:
-        result, error = None, _other(raised)
+        error = _other(raised)
     try:
         for part in Message.make(encode((result, error))).parts:
             unwritten = part.numpy().data

@@ -1,4 +1,17 @@
-"""The search for the fastest layouts that fit, and the reasons why the other layouts were rejected."""
+"""The search for the fastest layouts that fit, and the reasons why the other layouts were rejected.
+
+`choose_layout` calls :func:`search` when a run starts, and ``lightning-hybrid suggest`` calls it in a terminal. The
+search needs no devices: the cost model estimates memory and time from the record of a step.
+
+::
+
+    every layout --> refused by the module        reason of the module
+                 --> does not fit in memory       also tried with the fewest recomputed layers, if the space allows it
+                 --> fits --> simulated in the order of the lower bound of the time --> the best layouts
+
+A simulation of the pipeline is the slow part. The lower bound of a step's time, which is the work of the busiest rank
+without waiting, is fast to compute, and lets the search skip most simulations.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +39,8 @@ class Rejected:
     Attributes:
         reason: The reason.
         count: The number of layouts.
-        best: The layout among them that needs the least memory or time.
+        best: A layout among them: the layout with the least memory if they do not fit, the fastest layout if they are
+            slower, and the first layout if the module does not support them.
         text: Details about this layout.
     """
 
@@ -47,9 +61,10 @@ class Suggestions:
 
     Attributes:
         best: The best layouts with their costs, ordered by the time per sample. If times differ little, the simpler
-            layout is first.
-        rejected: The other layouts, grouped by reason: slower ones, ones that do not fit, and unsupported ones.
-        num_layouts: The number of layouts.
+            layout is first. Empty if no layout can be used.
+        rejected: The other layouts, grouped by reason: layouts that are slower, do not fit, or are not supported by the
+            module.
+        num_layouts: The number of compared layouts, including partly recomputed layouts.
         num_simulated: The number of layouts that were simulated.
     """
 
@@ -77,15 +92,24 @@ def search(
     simulated time of the worst of the best layouts, because the same is true of all layouts after it. So the result is
     the same as if all layouts were simulated.
 
+    If the space allows it, layouts that fit only with all layers recomputed are then tried with the fewest recomputed
+    layers.
+
     Args:
         model: The cost model.
         num_ranks: The number of ranks of the run.
-        refuse: Returns why the module does not support a layout, as a short and a full text; ``None`` if it does.
-        prepared: Makes a context in which layouts are estimated, from all these layouts.
+        refuse: Returns why the module does not support a layout, as a short and a full text; ``None`` if it does. It is
+            called for every layout, before the layout is estimated.
+        prepared: Makes a context from all layouts. They are estimated inside the context, in the same order.
         space: The values that are tried.
         num_best: The number of layouts to return.
-        as_good: A simpler layout is placed before a faster one if its time is longer by less than this share.
-        progress: Gets a text, the number of finished layouts, and the number of all layouts.
+        as_good: The share of the shortest time by which times must differ to count as different. Times are rounded down
+            to multiples of it, and the simplest of equally fast layouts is first.
+        progress: Gets a text, the number of finished layouts, and the number of layouts of the current phase. The
+            phases are the estimates of all layouts, and the simulations of layouts that fit.
+
+    Raises:
+        ValueError, TypeError: The errors of `refuse` and `prepared`, if the module's step cannot run at all.
     """
     machine, step = model.machine, model.step
     most = machine.max_tensor or machine.ranks_per_node, machine.ranks_per_node
@@ -124,7 +148,8 @@ class _Ranking:
 
     Attributes:
         simulated: The costs of layouts that were simulated.
-        left: The costs of the other layouts.
+        left: The costs of layouts that were not simulated, because their lower bound exceeds the time of the best
+            layouts.
         num_layouts: The number of layouts that were added.
     """
 
@@ -137,7 +162,7 @@ class _Ranking:
 
     @property
     def worst(self) -> float:
-        """The seconds per sample above which a layout is not one of the best."""
+        """The seconds per sample above which a layout is not one of the best; infinite until `num_best` are known."""
         return self._best[-1].seconds_of_sample if len(self._best) == self._num_best else inf
 
     def add(self, costs: Iterable[Cost]) -> None:
@@ -160,7 +185,7 @@ class _Ranking:
 def _partly_recomputed(
     model: CostModel, fitting: Sequence[Cost], too_big: Sequence[Cost], worst: float
 ) -> Iterator[Cost]:
-    """Yield layouts that fit only with recomputation, with the fewest recomputed layers in each stage.
+    """Yield the costs of layouts that fit only with recomputation, with the fewest recomputed layers on each rank.
 
     Args:
         model: The cost model.
@@ -177,13 +202,18 @@ def _partly_recomputed(
 
 
 def _rank(cost: Cost) -> tuple[float, int]:
-    """Return a sort key: the time, and the number of options that differ from their defaults."""
+    """Return a sort key: the seconds per sample, and the complexity of the layout.
+
+    The complexity is the sum of the ZeRO stage, the number of chunks, and 1 for each of: recomputation, extra
+    microbatches in flight, context parallelism, and tensor-parallel ranks in a grid.
+    """
     layout = cost.layout
     options = layout.zero_stage + layout.num_chunks + bool(layout.recompute) + bool(layout.extra_in_flight)
     return cost.seconds_of_sample, options + (layout.context > 1) + (layout.tensor_mode != "1d")
 
 
 def _preference(cost: Cost, fastest: Cost, as_good: float) -> tuple[int, int, float]:
+    """Return a sort key in which times that differ by less than a share count as equal, see :func:`search`."""
     seconds, complexity = _rank(cost)
     return int((seconds / fastest.seconds_of_sample - 1) / as_good), complexity, seconds
 

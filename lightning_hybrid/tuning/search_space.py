@@ -1,4 +1,14 @@
-"""The layouts that a search compares."""
+"""The layouts that a search compares.
+
+:func:`layouts` makes them for :func:`~.search.search`. A :class:`SearchSpace` has the values of each argument: at the
+start of a run, the values of the open arguments (:func:`search_space`), and all values for
+``lightning-hybrid suggest``. The values cannot simply be multiplied, because some exclude each other, such as grids of
+tensor-parallel ranks and context parallelism.
+
+A *kind* of context parallelism is a value of ``context_parallel``. An *arrangement* of tensor-parallel ranks is a mode
+and a depth: a line (``"1d"``), or a grid (``"2d"``, ``"2.5d"``, ``"3d"``). A *chunk* is one of the stages of a pipeline
+rank.
+"""
 
 from __future__ import annotations
 
@@ -29,14 +39,15 @@ class SearchSpace:
     Attributes:
         data: Numbers of replicas.
         tensor: Tensor-parallel sizes.
-        tensor_mode: ``tensor_parallel_mode`` and ``tensor_parallel_depth``.
+        tensor_mode: ``tensor_parallel_mode`` and ``tensor_parallel_depth``. Sizes that do not match them are not tried.
         pipeline: Pipeline-parallel sizes.
         context: Context-parallel sizes.
         context_kinds: Values of ``context_parallel``.
-        num_microbatches: Returns the number of microbatches for a number of pipeline ranks.
+        num_microbatches: Returns the number of microbatches for a number of pipeline ranks. If a replica's batch has
+            fewer samples, their number is used.
         schedules: Schedules, with the number of chunks of a rank.
-        zero_stages: ZeRO stages, if there are several replicas.
-        recompute: Kinds of recomputation.
+        zero_stages: ZeRO stages, if there are several replicas. With one replica, only stage 0 is tried.
+        recompute: Kinds of recomputation: False, ``"selective"`` or True.
         some_layers: If True, layouts that fit only with recomputation are also tried with the fewest recomputed layers.
     """
 
@@ -76,7 +87,7 @@ class SearchSpace:
         return KINDS[:1] if context == 1 else self.context_kinds
 
     def arrangements_of(self, tensor: int, context: int) -> Sequence[tuple[str, int]]:
-        """Return the arrangements of tensor-parallel ranks for a tensor-parallel and a context-parallel size."""
+        """Return the arrangements of tensor-parallel ranks for two sizes; empty if the mode excludes them."""
         if self.tensor_mode is None:
             return arrangements(tensor)[: 1 if context > 1 else None]
         mode, depth = self.tensor_mode
@@ -103,16 +114,17 @@ def layouts(
     """Yield every layout of a search space.
 
     A layout combines sizes whose product is the number of ranks, with a number of replicas that is possible for the
-    step; ``p``, ``2 p``, ``4 p``, ... microbatches, up to one for each sample of a replica; 1F1B and GPipe with one
-    chunk on each rank, and interleaved 1F1B with two to four; each ZeRO stage if there are several replicas; and every
-    kind of recomputation. With context parallelism, every kind of attention communication is tried. With tensor
-    parallelism and without context parallelism, every arrangement of the ranks is tried.
+    step, and a value of each other argument. If the space does not restrict them, the values are: ``p``, ``2 p``,
+    ``4 p``, ... microbatches, up to one for each sample of a replica; 1F1B and GPipe with one chunk on each rank, and
+    interleaved 1F1B with two to four; each ZeRO stage if there are several replicas; and every kind of recomputation.
+    With context parallelism, every kind of attention communication is tried. With tensor parallelism and without
+    context parallelism, every arrangement of the ranks is tried.
 
     Args:
         num_ranks: The number of ranks of the run.
         step: The samples of a step.
-        max_tensor: The largest tensor-parallel size.
-        max_context: The largest context-parallel size.
+        max_tensor: The largest tensor-parallel size, unless the space lists the sizes.
+        max_context: The largest context-parallel size, unless the space lists the sizes.
         space: The values that are tried.
     """
     for data, tensor, pipeline, context in space.sizes(num_ranks, max_tensor, max_context):
@@ -153,11 +165,12 @@ def microbatch_numbers(pipeline: int, samples: int) -> list[int]:
 
 
 def search_space(config: Settings, sizes: Mapping[str, Any]) -> SearchSpace:
-    """Return the search space for the open arguments of a configuration.
+    """Return the search space for the open arguments of a configuration. All other arguments keep their values.
 
     Args:
         config: The arguments of `HybridStrategy`, with provisional values of the open ones.
-        sizes: The sizes that the user set, by the labels of the axes.
+        sizes: The sizes that the user set, by the labels of the axes: a number, a list of the allowed numbers, or
+            ``"auto"``.
     """
     searched = config.searched
     data = sizes[DATA.label]
@@ -189,6 +202,7 @@ def search_space(config: Settings, sizes: Mapping[str, Any]) -> SearchSpace:
 
 
 def _microbatches(config: Settings) -> Any:
+    """Return the fixed number of microbatches as a function of the number of pipeline ranks."""
     return usual_microbatches if config.auto_microbatches else lambda pipeline: config.num_microbatches
 
 

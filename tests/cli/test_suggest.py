@@ -53,6 +53,19 @@ def test_the_yaml_starts_the_ranks_on_their_nodes_with_the_strategy(capsys: pyte
     assert best["strategy"] == pasted["strategy"]["init_args"]
 
 
+def test_the_position_of_the_context_axis_counts(capsys: pytest.CaptureFixture[str]) -> None:
+    # Two nodes of two ranks each, and only 2 x 2 (data x context) is possible.
+    words = ["--ranks", "4", "--nodes", "2", "--max-tensor", "1", "--max-context", "2", "--samples", "2"]
+    words += ["--model.depth", "1", "--json"]
+    seconds = {}
+    for order in ("pp-dp-tp", "pp-dp-cp-tp", "cp-pp-dp-tp"):
+        main(["suggest", "--config", CONFIG, *words, f"--trainer.strategy.init_args.launch.rank_order={order}"])
+        best = json.loads(capsys.readouterr().out)["best"]
+        assert {each["strategy"]["context_parallel_size"] for each in best} == {2}
+        seconds[order] = min(each["parts_seconds"]["context-parallel messages"] for each in best)
+    assert seconds["pp-dp-tp"] == seconds["pp-dp-cp-tp"] < seconds["cp-pp-dp-tp"] / 2  # inside a node, between nodes
+
+
 def found_with(layout: Layout, size: float) -> Suggestions:
     sent = dict.fromkeys(("tensor", "context", "pipeline", "data"), 0.0)
     cost = Cost(layout, (MemoryUsage(int(size), 0, 0, 0, 0),), 1.0, {}, sent, 1.0, 0.0)

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_hybrid.distributed.failure import WrongUseError
 from lightning_hybrid.tuning.process_copy import Copies, ProcessCopy, run_in_copy
 
 
@@ -57,6 +58,12 @@ def test_what_a_copy_raises_is_raised_here_and_in_time() -> None:
 
     with pytest.raises(TypeError, match="no"):
         run_in_copy(refuse, time_limit=20)
+
+    def misuse() -> None:
+        raise WrongUseError("not so")
+
+    with pytest.raises(ValueError, match=r"^not so$"):
+        run_in_copy(misuse, time_limit=20)
     with pytest.raises(RuntimeError, match="KeyError: 'gone'"):
         run_in_copy(fail, time_limit=20)
     with pytest.raises(RuntimeError, match="exited unexpectedly"):

@@ -1,4 +1,9 @@
-"""``lightning-hybrid suggest``: the fastest layouts that fit in memory, for a number of ranks."""
+"""``lightning-hybrid suggest``: the fastest layouts that fit in memory, for a number of ranks.
+
+`cli.main` calls :func:`run`. The search is in `tuning`, and ``layout="auto"`` uses it at the start of a run. This
+command searches without devices: it takes their figures from options, tries all values of all searched arguments, and
+prints several layouts with their costs.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +57,14 @@ _SECONDS = {
 
 
 def run(args: Sequence[str]) -> None:
-    """Search for the fastest layouts that fit in memory, and print them."""
+    """Search for the fastest layouts that fit in memory, and print them as text or as JSON.
+
+    Args:
+        args: The words of the command line after ``suggest``.
+
+    Raises:
+        SystemExit: With 2 if the options are wrong, or the step cannot run on fake tensors.
+    """
     parser = ConfigParser("suggest", _DESCRIPTION, "--ranks 8 --memory 40GiB")
     _add_arguments(parser)
     parser.add_json()
@@ -94,7 +106,8 @@ def run(args: Sequence[str]) -> None:
                 precision=strategy.precision_plugin,
                 **trainer,
             )
-            others = trainer["accumulate_grad_batches"], settings.axis_order, settings.tuning.reshard_after_forward
+            order, reshards = settings.launch.rank_order, settings.tuning.reshard_after_forward
+            others = trainer["accumulate_grad_batches"], order, reshards
             step = Step(options.samples or profile.batch_size * options.ranks, *others)
             if options.keep_batch:
                 step = LoaderStep(profile.batch_size, *others)
@@ -202,6 +215,11 @@ def _readable(value: float, unit: str) -> str:
 
 
 def _machine(options: argparse.Namespace) -> Machine:
+    """Return the machine that the options describe.
+
+    Raises:
+        ValueError: If the nodes cannot have the same number of ranks.
+    """
     nodes = options.nodes or -(-options.ranks // Machine.ranks_per_node)
     if options.ranks % nodes:
         raise ValueError(f"--ranks {options.ranks} cannot be split evenly over --nodes {nodes}. [LH1008]")

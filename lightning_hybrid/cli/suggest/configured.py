@@ -1,4 +1,9 @@
-"""The values of a configuration that no suggested layout changes."""
+"""The values of a configuration that no suggested layout changes.
+
+``lightning-hybrid suggest`` calls :func:`find_configured` after the search, and `report` prints the values: in the
+text, because they limit the result of the search, and in the YAML of a layout, because the user would lose them
+otherwise.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +27,10 @@ class Configured:
     """The values that all layouts in the search have in common.
 
     Attributes:
-        batch_size: The batch size of the loader.
-        fixed: The arguments that could be varied, but are not, by name.
-        arguments: The arguments of `HybridStrategy` that differ from their defaults, by name, as in YAML.
+        batch_size: The number of samples in a batch of the loader.
+        fixed: The arguments that affect speed or memory, but that the search does not vary, by name.
+        arguments: The arguments of `HybridStrategy` that differ from their defaults, by name, as in YAML. Names have a
+            dot for a part of a group. If the search varies one of them, a layout overrides it.
     """
 
     batch_size: int
@@ -37,7 +43,7 @@ def find_configured(cli: HybridCLI, batch_size: int) -> Configured:
 
     Args:
         cli: The loaded configuration.
-        batch_size: The batch size of its loader.
+        batch_size: The number of samples in a batch of its loader.
     """
     given = cli.config.trainer.strategy.init_args
     plain = yaml.safe_load(cli.parser.dump(cli.config))["trainer"]["strategy"]["init_args"]

@@ -1,4 +1,8 @@
-"""Traffic of a configuration between nodes, from the cost model of the layout search."""
+"""Traffic of a configuration between nodes, from the cost model of the layout search.
+
+``lightning-hybrid plan`` calls :func:`planned_traffic` if there are several nodes. The cost model counts the messages
+of layers in a dry run, because the bytes of activations cannot be derived from the parameters.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +27,8 @@ def planned_traffic(
     """Return the bytes that an optimizer step sends, from a step on fake tensors.
 
     Args:
-        make: Returns the user's module and its data.
-        strategy: The strategy of the configuration.
+        make: Returns the user's module and its data. The step changes the module.
+        strategy: The strategy of the configuration, without open arguments.
         trainer: Other arguments of the Trainer, as :func:`step_arguments` returns them.
 
     Raises:
@@ -42,7 +46,8 @@ def planned_traffic(
     num_ranks = layout.num_ranks
     machine, precision = Machine(ranks_per_node=num_ranks // strategy.num_nodes), strategy.precision_plugin
     open_config = replace(config, global_batch_size=None)  # the accumulation of batches is computed below
-    profile = ModuleProfile(make, open_config, num_ranks, machine, only=layout, precision=precision, **trainer)
+    given: dict[str, Any] = {"contexts": (sizes.context,), "precision": precision, **trainer}
+    profile = ModuleProfile(make, open_config, num_ranks, machine, only=layout, **given)
     refused = profile.refuse(layout)
     if refused is not None:
         raise ValueError(refused[1])
@@ -51,7 +56,8 @@ def planned_traffic(
         accumulated = accumulated_batches(config.global_batch_size, profile.batch_size, sizes.data)
     number = min(number, profile.batch_size)
     layout = replace(layout, num_microbatches=number)
-    step = Step(profile.batch_size * sizes.data, accumulated, config.axis_order, config.tuning.reshard_after_forward)
+    order, reshards = config.launch.rank_order, config.tuning.reshard_after_forward
+    step = Step(profile.batch_size * sizes.data, accumulated, order, reshards)
     model = CostModel(profile, machine, step)
     sent = model.estimate(layout).sent
     links: dict[int, float] = {}

@@ -1,4 +1,8 @@
-"""Suggested layouts as a table with YAML for the configuration, and as data for programs."""
+"""Suggested layouts as a table with YAML for the configuration, and as data for programs.
+
+``lightning-hybrid suggest`` prints the result of :func:`as_text`, or with ``--json`` the result of :func:`as_data`. The
+log of ``layout="auto"`` is shorter, and is written by `tuning.choice`.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +47,7 @@ def as_text(
         machine: The devices and links of the ranks.
         step: The step that the layouts must run.
         configured: The values from the configuration.
-        divided: The fraction of the parameters that 1D tensor parallelism shards, by the number of ranks.
+        divided: The fraction of the parameters that 1D tensor parallelism shards, by the tensor-parallel size.
     """
     shown = [cost.layout for cost in found.best] + [group.best for group in found.rejected]
     sequential = f" in each of {step.accumulated} accumulated batches" if step.accumulated > 1 else ""
@@ -197,7 +201,7 @@ def devices(layout: Layout, machine: Machine) -> dict[str, int]:
 
 
 def as_yaml(cost: Cost, machine: Machine, step: Step, configured: Configured) -> str:
-    """Return YAML for the configuration.
+    """Return YAML for the configuration, with a comment if the batch size of the loader must change.
 
     Args:
         cost: The layout with its cost.
@@ -235,7 +239,7 @@ def as_data(
         machine: The devices and links of the ranks.
         step: The step that the layouts must run.
         configured: The values from the configuration.
-        divided: The fraction of the parameters that tensor parallelism shards, by its size.
+        divided: The fraction of the parameters that 1D tensor parallelism shards, by the tensor-parallel size.
     """
     return {
         "samples": step.samples,

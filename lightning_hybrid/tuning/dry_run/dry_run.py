@@ -1,8 +1,17 @@
 """A run up to its first training step on fake tensors, without devices and processes, to estimate its memory.
 
 ``lightning-hybrid memory`` and ``lightning-hybrid check --dry`` call :func:`dry_run`. `ModuleProfile` calls
-:func:`run_first_step` with `Recorder`, a subclass of :class:`DryRunStrategy` that records the costs of many layouts.
-It does this for ``lightning-hybrid plan`` and ``suggest``, and for the layout search at the start of training.
+:func:`run_first_step` with `Recorder`, a subclass of :class:`DryRunStrategy` that records the costs of many layouts. It
+does this for ``lightning-hybrid suggest``, for ``plan`` with several nodes, and for the layout search at the start of
+training.
+
+A fake tensor has a shape and a dtype, but no memory. Formulas from the shapes of parameters would not be enough: only a
+step of the user's module shows which tensors autograd saves, and which errors a run raises. Lightning's own loop makes
+the batch and calls the hooks, so that the step is the same as in a run.
+
+Terms: the *body* has the layers that a pipeline splits into stages; the *stage map* has the stages of all tensors; a
+*label* is the position of a layer in the body, or a text for code outside the layers; a *kind of recomputation* is
+False, ``"selective"`` or True, as `recompute` of `HybridStrategy`.
 """
 
 from __future__ import annotations
@@ -82,7 +91,7 @@ class DryRun:
 
     Attributes:
         layout: The layout, the stages and the tensor-parallel plan, as text.
-        memory: The memory of each pipeline rank; it is that of tensor-parallel rank 0 in the first replica.
+        memory: The memory of each pipeline rank, for tensor-parallel rank 0 in the first replica.
     """
 
     layout: str
@@ -126,7 +135,7 @@ def dry_run(
 
 
 def step_arguments(trainer: Trainer) -> dict[str, Any]:
-    """Return the arguments of a Trainer that change its training steps, for a dry run."""
+    """Return the arguments of a Trainer that change its training steps, by name, for a dry run."""
     names = ("max_epochs", "max_steps", "accumulate_grad_batches", "limit_train_batches")
     return {name: getattr(trainer, name) for name in names}
 
@@ -140,10 +149,13 @@ def run_first_step(
 ) -> _S:
     """Run Lightning's loop up to the first training step, with a strategy that stops it there.
 
+    While it runs, this process has a fake default process group. As in :func:`dry_run`, an attempt without parameter
+    values is followed by an attempt with values if it fails.
+
     Args:
         make: See :func:`dry_run`; it can return loaders instead of a datamodule.
         make_strategy: Makes a strategy; the argument ``making`` is a stack of contexts that the strategy closes when
-            the module has been made.
+            the module has been made. It is called once per attempt.
         precision: The precision plugin.
         trainer: Other arguments of the Trainer, see :func:`step_arguments`.
 
@@ -151,7 +163,8 @@ def run_first_step(
         The strategy, after its step.
 
     Raises:
-        ValueError, TypeError: See :func:`dry_run`.
+        ValueError: If the module received no training batch.
+        ValueError, TypeError, Exception: See :func:`dry_run`.
     """
     trainer |= dict.fromkeys(("enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     trainer |= {"logger": DummyLogger(), "num_sanity_val_steps": 0, "limit_val_batches": 0, "plugins": [precision]}
@@ -186,7 +199,11 @@ def run_first_step(
 
 @contextmanager
 def _fake_process_group(size: int) -> Iterator[None]:
-    """Be rank 0 of a process group whose other ranks do not exist."""
+    """Be rank 0 of a process group whose other ranks do not exist, while entered. Collectives return immediately.
+
+    Raises:
+        ValueError: If torch has no such process group.
+    """
     if not hasattr(dist.Backend, "FAKE"):
         raise ValueError(
             f"Planning simulates other processes, which torch {torch.__version__} does not support. [LH135]"
@@ -203,7 +220,10 @@ class StopAfterFirstStepError(Exception):
 
 
 class DryRunStrategy(SingleDeviceStrategy):
-    """A strategy that measures the first training step, and stops there.
+    """A strategy that measures the first training step, and stops there. Only :func:`run_first_step` uses it.
+
+    It is not a `HybridStrategy`, because no other ranks exist. It calls the same functions of `strategy.layout` to find
+    stages and plans.
 
     Args:
         config: The arguments of `HybridStrategy`.
@@ -212,8 +232,8 @@ class DryRunStrategy(SingleDeviceStrategy):
 
     Attributes:
         sizes: The number of ranks along each axis.
-        layout: The layout as text.
-        memory: The estimated memory, by pipeline rank.
+        layout: The layout, the stages and the tensor-parallel plan, as text; empty before the step.
+        memory: The estimated memory, by pipeline rank; empty before the step.
     """
 
     def __init__(self, config: Settings, sizes: Sizes, *, making: ExitStack) -> None:
@@ -252,7 +272,11 @@ class DryRunStrategy(SingleDeviceStrategy):
         set_device_mesh(self._module, self._mesh)
 
     def setup(self, trainer: Trainer) -> None:
-        """Parallelize layers and configure optimizers, as in a run."""
+        """Parallelize layers and configure optimizers, as in a run, on fake tensors if the module has no values.
+
+        Raises:
+            ValueError, TypeError: As at the start of training.
+        """
         self._making.close()
         module = self._module
         # Before there are fake tensors, which cannot be converted.
@@ -293,7 +317,9 @@ class DryRunStrategy(SingleDeviceStrategy):
         """Run one microbatch, and estimate the memory of each pipeline rank.
 
         Raises:
-            StopAfterFirstStepError: Always.
+            StopAfterFirstStepError: If the step has been measured.
+            ValueError: If the step cannot run without values of parameters, and there are none.
+            Exception: The errors of the step.
         """
         module, config = self._module, self._config
         data, pipeline, number = self.sizes.num_replicas, self.sizes.pipeline, config.num_microbatches
@@ -318,6 +344,7 @@ class DryRunStrategy(SingleDeviceStrategy):
         raise StopAfterFirstStepError
 
     def _num_accumulated(self, replicas: int) -> int:
+        """Return the number of batches of an optimizer step for a number of replicas."""
         trainer, samples = self._module.trainer, self._config.global_batch_size
         size = getattr(trainer.train_dataloader, "batch_size", None)
         if samples is None or size is None:
@@ -325,7 +352,10 @@ class DryRunStrategy(SingleDeviceStrategy):
         return accumulated_batches(samples, size, replicas)
 
     def _place_outside(self, microbatches: Sequence[Any], args: Sequence[Any]) -> None:
-        """Find the stages of parameters outside the layers, as a run does with its first batch; set :attr:`layout`."""
+        """Find the stages of parameters outside the layers, as a run does with its first batch; set :attr:`layout`.
+
+        If the step cannot be traced, the stages are estimated, and the text contains the reason.
+        """
         module, reason = self._module, ""
         if self._stage_map.places_outside:
             try:
@@ -366,7 +396,10 @@ class DryRunStrategy(SingleDeviceStrategy):
             return find_uses(module, self._body, self._stage_map, *step, around_discovery)
 
     def _activations(self, microbatch: Any, args: Sequence[Any]) -> Activations | None:
-        """Return the bytes that autograd saves for a microbatch; ``None`` with manual optimization."""
+        """Return the bytes that autograd saves for a microbatch; ``None`` with manual optimization.
+
+        Copies of weights that autocast makes are counted separately, because microbatches share them.
+        """
         if not self._module.automatic_optimization:
             return None  # the step can run any number of forwards and backwards
         shared: Saved = {}
@@ -396,7 +429,10 @@ class DryRunStrategy(SingleDeviceStrategy):
         stage_map: StageMap,
         around: Callable[[SavedTensorMeter], AbstractContextManager[Any]] = lambda meter: nullcontext(),
     ) -> dict[bool | str, Saved]:
-        """Run the step with a microbatch, on fake tensors if possible.
+        """Run the step with a microbatch, on fake tensors if possible, up to three times.
+
+        The first attempt runs only one of several equal layers, and the second runs all layers. If the second fails and
+        parameters have values, the third runs with values.
 
         Args:
             microbatch: The microbatch.
@@ -407,7 +443,12 @@ class DryRunStrategy(SingleDeviceStrategy):
             around: Makes a context for the step; it gets the meter, which knows the label of the current layer.
 
         Returns:
-            The tensors that autograd saves, for each kind of recomputation.
+            The tensors that autograd saves by label, for each kind of recomputation.
+
+        Raises:
+            WrongUseError: If the user's code cannot be parallelized in this way.
+            ValueError: If the step fails without parameter values, and the parameters have none.
+            Exception: The error of the step with values.
         """
         module = self._module
         run = partial(self._measure, microbatch, args, config, body, stage_map, around)
@@ -437,6 +478,18 @@ class DryRunStrategy(SingleDeviceStrategy):
         *,
         repeats: bool = False,
     ) -> dict[bool | str, Saved]:
+        """Run the step once, see :meth:`_follow`.
+
+        Args:
+            microbatch: See :meth:`_follow`.
+            args: See :meth:`_follow`.
+            config: See :meth:`_follow`.
+            body: See :meth:`_follow`.
+            stage_map: See :meth:`_follow`.
+            around: See :meth:`_follow`.
+            mode: The fake mode in which the step runs, or a `nullcontext` for a step with values.
+            repeats: If True, run only the first of several layers that are alike.
+        """
         module = self._module
         layers = layout.find_recomputed(module, config, body, stage_map)
         alike = self._first_alike(body)  # before counting, because comparing layers runs operations
@@ -475,7 +528,11 @@ class DryRunStrategy(SingleDeviceStrategy):
         return self._context_groups[size]
 
     def _first_alike(self, body: Body | None) -> dict[nn.Module, nn.Module]:
-        """Map each layer to the first layer that is like it, for a body or, if it is ``None``, a body of one stage."""
+        """Map each layer of a body to the first layer that is like it; empty if the module has no layers.
+
+        Args:
+            body: The body; ``None`` for the layers of a module that is a single stage.
+        """
         if body is None:
             try:
                 body = layout.find_layers(self._module, self._config, 1)
@@ -488,7 +545,13 @@ class DryRunStrategy(SingleDeviceStrategy):
     def _with_context(
         self, config: Settings, body: Body | None, between: Callable[[], AbstractContextManager[None]]
     ) -> AbstractContextManager[None]:
-        """Return a context for forwards: as in a run, the context-parallel hooks are outside of recomputation."""
+        """Return a context for forwards: as in a run, the context-parallel hooks are outside of recomputation.
+
+        Args:
+            config: The arguments of `HybridStrategy`.
+            body: The body; ``None`` for the layers of a module that is a single stage.
+            between: Makes the context that records recomputation.
+        """
         size = config.context_parallel_size
         if size == 1:
             return between()

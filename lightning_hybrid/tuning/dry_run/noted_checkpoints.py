@@ -1,4 +1,10 @@
-"""The tensors that layers save with each kind of recomputation, found in one forward without recomputation."""
+"""The tensors that layers save with each kind of recomputation, found in one forward without recomputation.
+
+`DryRunStrategy` enters :class:`NotedCheckpoints` around the step instead of activation checkpointing. With activation
+checkpointing, a dry run would need one forward for each kind of recomputation. Here, all tensors get a *kind* (saved
+inside a layer, input of a layer, or result that selective recomputation keeps), and :func:`kinds_without` selects the
+kinds that count.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +38,7 @@ def kinds_without(recompute: bool | str) -> frozenset[str]:
 
 
 class NotedCheckpoints:
-    """Records the tensors that layers save while entered, and the inputs and kept results of each call, by kind.
+    """A recorder of the tensors that layers save, and of the inputs and kept results of each call, by kind.
 
     The kinds count as follows::
 
@@ -44,9 +50,9 @@ class NotedCheckpoints:
     call of a layer saves copies of its inputs, and all calls do if the layer changes its inputs.
 
     Args:
-        layers: The layers.
+        layers: The layers that a layout can recompute.
         meter: Counts the saved tensors.
-        uncounted: Makes a context for operations that are not part of the step.
+        uncounted: Makes a context for operations that are not part of the step, such as these copies.
     """
 
     def __init__(

@@ -1,4 +1,13 @@
-"""The operations and messages of a step, counted on fake tensors."""
+"""The operations and messages of a step, counted on fake tensors.
+
+A `TraceRecorder` enters an :class:`OperationCounter` around the forward of a dry run, and :mod:`~.stage_parts` converts
+the counts to seconds. The counter is a mode that sees each operator below autograd, so it needs no knowledge of the
+user's layers. torch's `FlopCounterMode` would not be enough: times also depend on bytes and messages, and each
+operation needs a *label*, which is the position of its layer or a text for code outside the layers.
+
+Only forwards run. The messages of a backward are derived from the messages of the forward, and from the inputs and
+vectors of layers: the backward of an all-gather is a reduce-scatter of the same bytes, for example.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +52,8 @@ class Operation:
     """One operation of a forward.
 
     Attributes:
-        flops: FLOPs of matrix products and convolutions: two for each multiplication.
+        flops: FLOPs of matrix products, convolutions and attention: two for each multiplication; 0 for other
+            operations.
         bytes: Bytes of the tensors that it reads and writes.
         is_kept: True if selective recomputation saves its result.
         is_attention: True if it is, or can be, a part of attention: fused attention, or a batched matrix product.
@@ -82,7 +92,7 @@ class OperationCounter:
     """A counter of the operations and messages of a step, by label.
 
     Args:
-        label: Returns the label of the current layer.
+        label: Returns the label under which operations and messages are recorded now.
         context_group: The context-parallel group; ``None`` if there is none.
         tensor_group: The tensor-parallel group of layers that sum gradients of vectors; ``None`` if there are none.
 
@@ -100,7 +110,11 @@ class OperationCounter:
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
-        """Record while entered. Enter it around the step."""
+        """Record while entered. Enter it around the step.
+
+        Raises:
+            ValueError: If this version of torch cannot count operations.
+        """
         if OperatorMode is None:
             raise ValueError(f"torch {torch.__version__} cannot count the operations of a step. [LH135]")
         self._mode = OperatorMode(self._call)
@@ -108,11 +122,11 @@ class OperationCounter:
             yield
 
     def paused(self) -> AbstractContextManager[None]:
-        """Record no operations while entered."""
+        """Record messages but no operations while entered."""
         return replaced_attributes(self, _is_paused=True)
 
     def lists_of(self, label: Hashable) -> Sequence[list[Any]]:
-        """Return the lists that grow while the step has a label: operations and messages."""
+        """Return the lists that grow while the step has a label: operations, messages and context-parallel messages."""
         counts = self.counts
         return counts.operations[label], counts.messages[label], counts.context_messages[label]
 
@@ -165,6 +179,7 @@ class OperationCounter:
             self.counts.operations[self._label()].append(operation)
 
     def _record_message(self, name: str, args: Any, tensors: list[Tensor]) -> None:
+        """Record a collective or a send of the forward, and the messages of its backward."""
         group = dist.ProcessGroup.unbox(next(each for each in args if isinstance(each, ScriptObject)))
         is_context = group is self._context_group
         messages = (self.counts.context_messages if is_context else self.counts.messages)[self._label()]
@@ -194,7 +209,7 @@ class OperationCounter:
 
 
 def _hop(size: int, block: Tensor) -> Exchange:
-    """Return one of the ``size - 1`` messages of a ring.
+    """Return one of the ``size - 1`` messages of ring attention.
 
     The forward sends keys and values. The backward sends them again, and their gradients back to their rank.
     """
@@ -204,6 +219,7 @@ def _hop(size: int, block: Tensor) -> Exchange:
 
 
 def _count_flops(function: Any, args: Any, kwargs: Any, result: Any) -> int:
+    """Return the FLOPs of an operator by torch's formulas; 0 for an operator without a formula."""
     packet, name = function.overloadpacket, operator_name(function)
     # The kernel of the CPU. A step runs no backward here, except to test whether the kernel is correct.
     if packet not in FLOPS and name.startswith(f"aten::{FLASH_ATTENTION}") and not name.endswith("backward"):

@@ -1,4 +1,12 @@
-"""Modules made with parameters that have no memory, or little: a dry run needs only their shapes."""
+"""Modules made with parameters that have no memory, or little: a dry run needs only their shapes.
+
+A dry run and the commands that load a configuration make the user's module in these contexts, so that a model of any
+size can be planned on a laptop. First, parameters have no values. If the module's code fails because it reads them, the
+module is made again with values, up to a limit.
+
+``with torch.device("meta")`` would be simpler, but it also takes the values of buffers and of tensors that `__init__`
+computes with.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +31,7 @@ class Registered:
     """A counter of registered parameters.
 
     Attributes:
-        number: The number of parameters.
+        number: The number of parameters that were moved to the meta device. Tied parameters count once.
     """
 
     number = 0
@@ -35,7 +43,11 @@ def parameters_without_memory() -> Iterator[Registered]:
 
     The result of ``torch.empty`` takes no memory before the first write, and a layer calls `reset_parameters` after it
     has registered its parameters. Unlike in ``with torch.device("meta")``, all other tensors have values: buffers,
-    states of metrics, and rates that `__init__` reads from a `torch.linspace`.
+    states of metrics, and rates that `__init__` reads from a `torch.linspace`. The hook is global, so it applies to all
+    modules of this process.
+
+    Yields:
+        The counter of the parameters that were moved.
     """
     registered = Registered()
     # By `id`, so that tied parameters stay tied. Python reuses the `id` of a deleted object, so the object is compared.
@@ -63,7 +75,7 @@ def parameters_with_little_memory(reason: BaseException) -> Iterator[None]:
     """Limit the memory of registered parameters to :data:`MOST_BYTES` while entered.
 
     Args:
-        reason: The error of the module without values.
+        reason: The error of the module without values, for the text of the error.
 
     Raises:
         ValueError: If the parameters take more memory.
@@ -101,10 +113,11 @@ def made_without_memory(make: Callable[[], _T]) -> _T:
     """Return the result of a function that makes modules with parameters that have no memory, or little if needed.
 
     Args:
-        make: Makes modules. It is called a second time after an error.
+        make: Makes modules. It is called a second time after any error.
 
     Raises:
         ValueError: If the modules need values, and the values take too much memory.
+        Exception: The error of the second call.
     """
     try:
         with parameters_without_memory():

@@ -1,4 +1,13 @@
-"""A strategy that records the first training step, for every way to split layers and shard sequences."""
+"""A strategy that records the first training step, for every way to split layers and shard sequences.
+
+`ModuleProfile` runs it with :func:`~.dry_run.run_first_step`, once for each arrangement of the tensor-parallel ranks,
+because sharded layers cannot be restored. All other choices of a layout can be examined in the same process: the layers
+of a stage are found before they are sharded, and the step runs as a single stage, with each kind of context
+parallelism. A dry run for each layout would take hours.
+
+A *cut* is the assignment of layers to stages. A *kind of context parallelism* is a size and an argument
+``context_parallel``. A *trace* has the counts of one forward with one microbatch, by layer.
+"""
 
 from __future__ import annotations
 
@@ -64,15 +73,16 @@ class Recorder(DryRunStrategy):
     """A strategy that records the first training step for many layouts.
 
     Args:
-        args: Positional arguments of :class:`DryRunStrategy`.
+        args: Positional arguments of :class:`DryRunStrategy`. The sizes have all ranks outside tensor-parallel groups
+            as replicas; the record has all ways to split these ranks.
         only: The only layout to record; ``None`` for all layouts with the given tensor-parallel arrangement.
-        contexts: The kinds of context parallelism to try.
+        contexts: The kinds of context parallelism to try, in this order.
         least_positions: The smallest number of positions per rank for which context parallelism is tried.
-        measure: If True, forwards are timed.
+        measure: If True, forwards are timed. This needs values of parameters.
         kwargs: Keyword arguments of :class:`DryRunStrategy`.
 
     Attributes:
-        record: The record, after the step.
+        record: The record, after the step. If the plan shards no layers, it is empty.
     """
 
     record: Record
@@ -90,7 +100,12 @@ class Recorder(DryRunStrategy):
         self._only, self._contexts, self._least_positions, self._is_measured = only, contexts, least_positions, measure
 
     def setup(self, trainer: Any) -> None:
-        """Assign layers to stages before the layers are sharded, because stages are found in the full module."""
+        """Assign layers to stages before the layers are sharded, because stages are found in the full module.
+
+        Raises:
+            StopAfterFirstStepError: If the tensor-parallel plan shards no layers.
+            ValueError, TypeError: As at the start of training.
+        """
         self._making.close()
         module, config, sizes = self._module, self._config, self.sizes
         self._plan = layouts.find_plan(module, config, sizes.tensor) if sizes.tensor > 1 else None
@@ -111,6 +126,7 @@ class Recorder(DryRunStrategy):
         return self._plan
 
     def _find_cut(self, config: Settings, pipeline: int) -> _Cut | str:
+        """Return the stages for a number of pipeline ranks, or why layers cannot be split into that many."""
         module, plan = self._module, self._plan
         try:
             if pipeline > 1:
@@ -132,11 +148,16 @@ class Recorder(DryRunStrategy):
         return self._bodies[num_stages]
 
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """Record the step with two microbatches of different sizes.
+        """Record the step with two microbatches of different sizes: the whole batch, and the first half.
+
+        A batch of one sample has only one size. With `measure`, forwards are also timed with the whole batch, half of
+        it, a quarter and so on.
 
         Raises:
-            StopAfterFirstStepError: Always.
-            ValueError: If the module uses manual optimization, or the number of samples of the batch is unknown.
+            StopAfterFirstStepError: If the step has been recorded.
+            ValueError: If the module uses manual optimization, the number of samples of the batch is unknown, or
+                forwards cannot be timed because parameters have no values.
+            Exception: The errors of the step without context parallelism.
         """
         module = self._module
         if not module.automatic_optimization:
@@ -180,7 +201,7 @@ class Recorder(DryRunStrategy):
     def _trace(
         self, cut: _Cut, key: ContextKey, microbatches: Sequence[Any], args: Sequence[Any]
     ) -> tuple[Trace, ...] | str:
-        """Return traces of the step with each microbatch, or why the step cannot run."""
+        """Return traces of the step with each microbatch, or why the step cannot run with context parallelism."""
         context, kind = key
         if cut.body is None and context > 1:
             return "the module has no list of layers, so no layer can compute on sequence shards"
@@ -208,7 +229,13 @@ class Recorder(DryRunStrategy):
         return [layer for layer in layers if layer.sums_vector_gradients]
 
     def _times(self, microbatches: Iterable[Any], args: Sequence[Any], cut: _Cut) -> Iterator[Timing]:
-        """Yield the times with each microbatch, down to a size that the module refuses, such as one with batch norm."""
+        """Yield the times with each microbatch, from the largest, up to a size that the module refuses.
+
+        Batch norm, for example, refuses a single sample.
+
+        Raises:
+            ValueError: If the module refuses the largest size, or has no values.
+        """
         for number, microbatch in enumerate(microbatches):
             try:
                 timing = self._time(microbatch, args, cut)

@@ -1,4 +1,14 @@
-"""Layers that are alike run once in a step on fake tensors: the others repeat the record of the first one."""
+"""Layers that are alike run once in a step on fake tensors: the others repeat the record of the first one.
+
+`DryRunStrategy` enters :class:`RepeatedLayers` around the forward of a dry run. A model often has a hundred layers that
+differ only in the values of their parameters. All of them would take a hundred times as long, and a search runs the
+step for many arrangements of ranks.
+
+Layers are *alike* if they have the same classes, shapes and attributes (`frame.alike`), and are called with alike
+inputs. A layer can only be repeated if other code uses nothing but its outputs. A *leak* is a use of any other tensor
+that the layer has created, for example a hidden state that it stores in an attribute. Then the caller runs the step
+again with all layers.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +40,8 @@ class _Call:
     """The record of a call of the first of several layers that are alike. Its tensors are detached.
 
     Attributes:
-        given: The inputs of the layer.
-        returned: The leaves of the output.
+        given: The leaves of the inputs.
+        returned: The leaves of the output, which are its tensors and other values.
         spec: The tree structure of the output.
         made: The tensors that the layer created and returned, each once.
         counted: The elements that the call added to the lists of the counter.
@@ -62,13 +72,13 @@ class _Made:
 
 
 class RepeatedLayers:
-    """Runs only the first of alike layers with alike inputs while entered.
+    """A context in which only the first of alike layers with alike inputs runs.
 
     The other layers return tensors of the same shapes, and repeat the operations, messages and saved tensors of the
-    first one.
+    first one. A step that runs in it has no backward.
 
     Args:
-        alike: The first layer that is like each layer.
+        alike: For each layer, the first layer that is like it; a first layer maps to itself.
         meter: Knows the label of the current layer, and the saved tensors.
         counter: Counts the operations; ``None`` if nothing counts them.
         inner: Makes another context for forwards, which is entered inside this one.
@@ -90,7 +100,7 @@ class RepeatedLayers:
         """Repeat layers while entered. Enter it around forwards.
 
         Raises:
-            LeakError: If a layer cannot be repeated, because its inner tensors are used elsewhere.
+            LeakError: If code outside a layer uses a tensor that the layer has created and not returned.
         """
         with self._inner(), replaced_forwards(self._alike, self._repeated), OperatorMode(self._leaks):
             yield
@@ -145,6 +155,7 @@ class RepeatedLayers:
         return returned, _Call(of_given, of_returned, spec, of_made, counted, repetition)
 
     def _repeat(self, call: _Call, given: list[Any]) -> Any:
+        """Count a recorded call again under the current label, and return new outputs of the same shapes."""
         lists = self._lists()
         lengths = [len(each) for each in lists]
         with self._leaks.paused():

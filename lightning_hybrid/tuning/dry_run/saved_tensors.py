@@ -1,4 +1,12 @@
-"""The tensors that autograd saves in a step for its backward, by label, and the most memory that they take."""
+"""The tensors that autograd saves in a step for its backward, by label, and the most memory that they take.
+
+A dry run labels tensors with :func:`labeled_layers`: one forward then shows the activations of every stage of every
+layout, because a stage saves the tensors of its labels (:func:`labels_of_stages`). `DryRunStrategy` makes
+:class:`Activations` from them, and `ModuleProfile` adds them up for layouts.
+
+The *body* has the layers that a pipeline splits into stages. A *storage* is the memory of a tensor and its views; it
+counts once, even if several tensors use it.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +22,11 @@ from lightning_hybrid.memory.account import SavedTensorMeter
 from lightning_hybrid.pipeline_parallel.body import Body
 from lightning_hybrid.pipeline_parallel.schedules import Schedule
 
-#: The labels of code outside the layers. A layer has its position in the body as its label.
+#: The labels of code outside the layers: before the first layer, and after it, including code between layers. A layer
+#: has its position in the body as its label.
 BEFORE, AFTER = "before the body", "after the body"
 
-#: The bytes of each storage that a step saves, by label.
+#: The bytes of each storage that a step saves, by label and by a key of the storage.
 Saved = dict[Hashable, dict[Hashable, int]]
 
 
@@ -26,9 +35,9 @@ class Activations:
     """The activations that autograd saves.
 
     Attributes:
-        per_microbatch: The bytes of a microbatch in each stage.
+        per_microbatch: The bytes of a microbatch in each stage, in the order of the stages.
         copies: The bytes of weights that autocast has cast, in each stage. All microbatches of a run share them, except
-            for the first one (see :class:`SharedCasts`).
+            for the first one (see :class:`SharedCasts`). The bytes of `per_microbatch` do not include them.
     """
 
     per_microbatch: Sequence[int]
@@ -68,7 +77,10 @@ def saved_bytes(saved: Saved, labels: Iterable[Hashable]) -> int:
 
 
 def merged(saved: Saved) -> Saved:
-    """Merge the storages that are saved under the same labels into one, and number the merged storages."""
+    """Merge the storages that are saved under the same labels into one, and number the merged storages.
+
+    The sums of :func:`saved_bytes` stay the same, and a record takes less memory.
+    """
     places, sizes = defaultdict[Hashable, list[int]](list), dict[Hashable, int]()
     for place, storages in enumerate(saved.values()):
         sizes |= storages
@@ -86,7 +98,10 @@ def merged(saved: Saved) -> Saved:
 
 @contextmanager
 def labeled_layers(body: Body | None, meter: SavedTensorMeter) -> Iterator[None]:
-    """Set the label of the meter to the position of the layer that runs, while entered."""
+    """Set the label of the meter to the position of the layer that runs, while entered.
+
+    Before the first layer, the label is :data:`BEFORE`, and after any layer, it is :data:`AFTER`.
+    """
     meter.label = BEFORE
 
     def begin(index: int) -> Callable[[nn.Module, Any], None]:

@@ -1,4 +1,14 @@
-"""Context parallelism on fake tensors, as rank 0 of a group whose other ranks do not exist."""
+"""Context parallelism on fake tensors, as rank 0 of a group whose other ranks do not exist.
+
+`DryRunStrategy` makes a :class:`SimulatedContextParallel` for each step with ``context_parallel_size`` above 1. A run
+uses :class:`ContextParallel`, which compares the outputs of a layer on all ranks before its first call. That is not
+possible here, because no other rank computes.
+
+- *trial*: a run of a layer with values on a short sequence, once in full and once as a shard;
+- *division*: a call of a layer, with the arguments that are sharded (:class:`Division`);
+- *taps*: the user's forward hooks inside a layer, which receive full sequences;
+- *places*: the sequence dimensions of the tensors among the arguments of these hooks.
+"""
 
 from __future__ import annotations
 
@@ -47,9 +57,10 @@ class SimulatedContextParallel(ContextParallel):
     several layers are alike, only the first one is tried.
 
     Args:
-        tried: The results of earlier trials: the places of the sequence in the hooks of each layer. It grows.
+        given: The arguments of :class:`ContextParallel`.
+        tried: The places that earlier trials found, by the `id` of the first alike layer and the number of ranks. Each
+            trial adds an entry.
         alike: The first layer that is like each layer.
-        given: See :class:`ContextParallel`.
     """
 
     def __init__(self, *given: Any, tried: dict[Hashable, Places], alike: Mapping[nn.Module, nn.Module]) -> None:
@@ -58,7 +69,11 @@ class SimulatedContextParallel(ContextParallel):
 
     @contextmanager
     def around(self, between: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
-        """Return a context for forwards, see :class:`ContextParallel`."""
+        """Shard sequences in forwards inside the context, see :meth:`ContextParallel.around`.
+
+        Raises:
+            WrongUseError: If a layer mixes positions outside attention.
+        """
 
         def make_without_modes(*size: int) -> Tensor:
             with without_dispatch_modes():  # torch cannot create such a tensor in a mode that sees all operations
@@ -69,6 +84,7 @@ class SimulatedContextParallel(ContextParallel):
             yield
 
     def _try(self, layer: nn.Module, forward: Callable[..., Any], division: Division, taps: Taps) -> Places:
+        """Test a layer before its first call, see :meth:`ContextParallel._try`; empty without a trial."""
         group = self._group
         key = id(self._alike[layer]), group.size
         if key in self._tried_alone or any(map(is_tensor_parallel, layer.parameters())):
@@ -90,7 +106,14 @@ class SimulatedContextParallel(ContextParallel):
     def _runs(
         self, layer: nn.Module, forward: Callable[..., Any], division: Division, length: int, taps: Taps
     ) -> Places | None:
-        """Compare a shard with the full output for a sequence length; ``None`` if the layer does not support it."""
+        """Compare a shard with the full output for a sequence length.
+
+        Returns:
+            The places; ``None`` if the layer does not support the length.
+
+        Raises:
+            WrongUseError: If they differ, or if the layer writes other values into its buffers.
+        """
         given = _with_values(division.cropped(length))
         try:
             with without_trace(layer, _CPU) as buffers, taps.recording() as calls:
@@ -128,6 +151,7 @@ def _is_share(division: Division, forward: Callable[..., Any], whole: Sequence[T
 
 
 def _multi_head(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+    """Return a result of multi-head attention in which each position attends to itself, without weights."""
     given = MULTI_HEAD.bind(*args, **kwargs).arguments
     query = given["query"]
     mixed = sum((each for each in (given["key"], given["value"]) if each.shape == query.shape), query)

@@ -1,4 +1,10 @@
-"""Parts of a stage, and the cost of a layer or of the code around the layers, from traces of a step."""
+"""Parts of a stage, and the cost of a layer or of the code around the layers, from traces of a step.
+
+`ModuleProfile` calls :func:`cost_of_label` for each label of a stage, and adds up the costs. A *label* is the position
+of a layer, or a text for code outside the layers. A *trace* has the operations and messages of a forward with one
+microbatch, by label. If a layout recomputes only some layers of a stage, the stage has two *parts*, because recomputed
+layers save other tensors.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +24,13 @@ from lightning_hybrid.tuning.messages import NO_EXCHANGE, Exchange
 def cost_of_label(
     traces: Sequence[Trace], samples: int, label: Hashable, layout: Layout, machine: Machine
 ) -> StageCost:
-    """Add up the operations and messages of a label.
+    """Add up the operations and messages of a label. The fields `saved` and `output` of the result stay 0.
 
     Args:
-        traces: The traces of the larger and the smaller microbatch.
-        samples: The number of samples in the microbatch.
-        label: A layer, by position, or the code before or after the layers.
-        layout: The layout, which determines recomputation and attention communication.
+        traces: The traces of the larger and, if there is one, the smaller microbatch.
+        samples: The number of samples in the microbatch of the layout.
+        label: A layer, by position, or the code before or after the layers, which is not recomputed.
+        layout: A layout in which all layers are recomputed in the same way. It also determines attention communication.
         machine: The machine, which determines the time of an operation.
     """
     recompute = layout.recompute if isinstance(label, int) else False

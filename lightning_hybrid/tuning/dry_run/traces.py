@@ -1,4 +1,12 @@
-"""Traces of one forward of a module: operations and messages, or times, by label."""
+"""Traces of one forward of a module: operations and messages, or times, by label.
+
+`Recorder` makes a :class:`Trace` with a :class:`TraceRecorder` for each microbatch size, and a :class:`Timing` with a
+:class:`StepTimer` if forwards are timed. `ModuleProfile` reads them, and extrapolates with :func:`value_at` and
+:func:`value_between` to other microbatch sizes, because the step cannot run with every size of a search.
+
+A *label* is the position of a layer in the body, which has the layers that a pipeline splits, or a text for code
+outside the layers (:mod:`~.saved_tensors`).
+"""
 
 from __future__ import annotations
 
@@ -28,13 +36,14 @@ from lightning_hybrid.tuning.dry_run.saved_tensors import Saved
 
 @dataclass(frozen=True)
 class Trace:
-    """A trace of one forward with a microbatch.
+    """A trace of one forward with a microbatch, as one rank without a pipeline runs it.
 
     Attributes:
         samples: The number of samples in the microbatch.
         counts: Operations and messages, by label.
-        saved: The tensors that are saved for the backward, by kind of recomputation of the layers.
-        outputs: The bytes that each layer of the body returns, by position.
+        saved: The tensors that are saved for the backward, by kind of recomputation of the layers: False,
+            ``"selective"`` or True.
+        outputs: The bytes that each layer of the body returns on this rank, by position.
         length: The number of positions of the longest sequence that a layer of the body receives; 0 without sequences.
     """
 
@@ -48,7 +57,8 @@ class Trace:
     def first_alike(self) -> dict[Hashable, Hashable]:
         """Map each label to the first label with the same operations and messages.
 
-        Repeated layers have the same records as the layer that they repeat.
+        A layer is never mapped to code outside the layers. Layers that were repeated instead of run have the same
+        records as the layer that they repeat.
         """
         firsts: dict[Hashable, Hashable] = {}
         return {
@@ -63,7 +73,7 @@ class Timing:
 
     Attributes:
         samples: The number of samples in the microbatch.
-        seconds: The times by label.
+        seconds: The times in seconds, by label.
     """
 
     samples: int
@@ -71,7 +81,16 @@ class Timing:
 
 
 def value_at(samples: int, traces: Sequence[Trace], values: Sequence[float]) -> float:
-    """Extrapolate the values of two traces, or of one trace and 0, linearly to a number of samples."""
+    """Extrapolate the values of two traces, or of one trace and 0, linearly to a number of samples.
+
+    Args:
+        samples: The number of samples.
+        traces: One or two traces, with different numbers of samples.
+        values: A value of each trace.
+
+    Returns:
+        The value, but not less than 0.
+    """
     first = traces[0]
     if len(traces) == 1:
         return values[0] * samples / first.samples
@@ -97,16 +116,18 @@ def value_between(samples: int, points: Sequence[tuple[int, float]]) -> float:
 
 
 class TraceRecorder:
-    """Records the operations, messages, inputs and outputs of a step. It starts again when the step is tried again.
+    """A recorder of the operations, messages, inputs and outputs of a step.
+
+    Each entry makes a new counter, so that a step that is tried again is not counted twice.
 
     Args:
-        body: The layers whose inputs and outputs are recorded.
+        body: The layers whose inputs and outputs are recorded; ``None`` if the module has no layers.
         context_group: The context-parallel group; ``None`` if there is none.
-        blocks: The layers that sum gradients of vectors, such as biases, over ranks.
+        blocks: The layers that sum gradients of vectors, such as biases, over the ranks of a tensor-parallel grid.
 
     Attributes:
-        counter: The counter of operations and messages.
-        outputs: The bytes that each layer returns, by position.
+        counter: The counter of operations and messages, after the first entry.
+        outputs: The bytes that each layer returns on this rank, by position.
         length: The number of positions of the longest sequence that a layer receives; 0 without sequences.
     """
 
@@ -121,7 +142,14 @@ class TraceRecorder:
 
     @contextmanager
     def __call__(self, meter: SavedTensorMeter) -> Iterator[OperationCounter]:
-        """Record while entered, and yield the counter. Enter it around the step."""
+        """Record while entered, and yield the counter. Enter it around the step.
+
+        Args:
+            meter: Knows the label of the current layer.
+
+        Raises:
+            ValueError: If this version of torch cannot count operations.
+        """
         group = self._blocks[0].tensor_group if self._blocks else None
         self.counter = OperationCounter(lambda: meter.label, self._context_group, group)
         with self.counter(), self._recorded_layers():
@@ -167,10 +195,10 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 class StepTimer:
-    """A timer of a step, by label.
+    """A timer of a step, by label. It measures between the beginnings and ends of all modules.
 
     Attributes:
-        seconds: The times by label.
+        seconds: The times in seconds, by label.
     """
 
     def __init__(self) -> None:
