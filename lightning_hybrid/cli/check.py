@@ -1,6 +1,16 @@
 """Comparison of training under a layout with training in one process, and a search for the cause of differences.
 
-`lightning_hybrid.check` and the command `lightning-hybrid check` use it.
+The function `lightning_hybrid.check` and the command ``lightning-hybrid check`` use it.
+
+::
+
+    check --> train in one process               each in new processes (`run_ranks`),
+          --> train under the layout             which return a TrainingRecord of each rank
+          --> compare the records
+          --> if they differ, change one argument at a time and train again --> CheckResult with the cause
+
+Every training runs in new processes, because a process can have only one default process group, and a failed rank must
+not end the process of the user.
 """
 
 from __future__ import annotations
@@ -210,7 +220,16 @@ class _Explanation:
 
 @dataclass
 class _Check:
-    """The training runs of one check, and their results."""
+    """The training runs of one check, and their results. Only :func:`check` makes it, and calls :meth:`result`.
+
+    Attributes:
+        training: The training that all runs have in common.
+        layout: The arguments of `HybridStrategy` that are checked, by name.
+        chooses_microbatches: True if ``num_microbatches`` is ``"auto"``. A run may then use one microbatch instead.
+        time_limit: The time limit of each run, in seconds.
+        progress: Receives a description of each run before it starts.
+        experiments: The additional runs so far, which search for the cause of a difference.
+    """
 
     training: Training
     layout: dict[str, Any]
@@ -280,7 +299,16 @@ class _Check:
             raise RankError(f"Training {text}: {error}{advice}", is_raised=error.is_raised) from None
 
     def reference(self, replicas: int, *, seed: int = 0, fixed_statistics: bool = False) -> TrainingRecord:
-        """Return the record of training in one process on the batches of several replicas. Cached."""
+        """Return the record of training in one process on the batches of several replicas. Cached.
+
+        Args:
+            replicas: The number of replicas.
+            seed: The seed of random numbers during training, not of the initial weights.
+            fixed_statistics: If True, batch norms use their running statistics.
+
+        Raises:
+            RankError: If training fails.
+        """
         key = (replicas, seed, fixed_statistics)
         if key not in self._references:
             function = partial(self.training.in_one_process, replicas, seed=seed, fixed_statistics=fixed_statistics)
@@ -297,7 +325,11 @@ class _Check:
         return compare(reference, ranks, steps=self.training.steps, replicas=replicas)
 
     def train(self, layout: Mapping[str, Any], *, fixed_statistics: bool = False) -> list[TrainingRecord]:
-        """Train under a layout, and return the record of every rank."""
+        """Train under a layout, and return the record of every rank.
+
+        Raises:
+            RankError: If training fails.
+        """
         given = dict(layout)
         if self.chooses_microbatches and layout["num_microbatches"] == self.num_microbatches:
             given["num_microbatches"] = "auto"
@@ -426,13 +458,16 @@ class _Check:
         )
 
     def is_repeatable(self) -> bool:
-        """Return True if training in one process gives the same results with another seed."""
+        """Return True if training in one process gives the same results with another seed, and add the experiment."""
         first, second = self.reference(self.replicas), self.reference(self.replicas, seed=1)
         compared = compare(first, [second], steps=self.training.steps, replicas=1)
         return self.add("one process with another seed", compared).equal
 
     def is_equal(self, text: str, changes: Mapping[str, Any], *, fixed_statistics: bool = False) -> bool:
-        """Return True if the results are equal with changed arguments."""
+        """Return True if the results are equal with changed arguments, and add the experiment.
+
+        A failed run counts as different.
+        """
         try:
             compared = self.compare(changes, fixed_statistics=fixed_statistics)
         except RankError as error:
@@ -450,7 +485,11 @@ class _Check:
         self.experiments.append(Experiment(text, None, equal=False, failure=str(error)))
 
     def axes(self) -> list[tuple[str, dict[str, Any]]]:
-        """Return changes that each remove one kind of parallelism from the layout."""
+        """Return changes that each remove one kind of parallelism, recomputation or ZeRO from the layout.
+
+        Returns:
+            For each argument that the layout uses: a text for the result, and the changed arguments by name.
+        """
         changes: dict[str, dict[str, Any]] = {
             "recompute": {"recompute": False},
             "tensor_parallel_size": _WITHOUT_TENSOR_PARALLEL,

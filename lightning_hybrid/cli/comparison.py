@@ -1,4 +1,11 @@
-"""Comparison of two trainings on the same batches, value by value in the order in which they were computed."""
+"""Comparison of two trainings on the same batches, value by value in the order in which they were computed.
+
+`cli.check` calls :func:`compare` after each pair of trainings, and :func:`comparison_table` for its output. The order
+matters, because the first difference is the closest to its cause.
+
+The *reference* is the record of one process. It has trained on the batches of all replicas, so each step of it has as
+many batches as all replicas together.
+"""
 
 from __future__ import annotations
 
@@ -49,9 +56,9 @@ def compare(
 
     Args:
         reference: The record of one process, which trained on the batches of all replicas in turn.
-        ranks: The record of every rank.
+        ranks: The record of every rank, in the order of ranks. The first rank must have the weights.
         steps: The number of optimizer steps.
-        replicas: The data-parallel size.
+        replicas: The number of replicas.
 
     Returns:
         The values of each step, then the values at the end. With several replicas, buffers are excluded, because the
@@ -74,7 +81,10 @@ def compare(
 
 
 def interleaved(replicas: Sequence[TrainingRecord]) -> TrainingRecord:
-    """Return the records of replicas in one process each as one record, with their batches in turn."""
+    """Return the records of replicas in one process each as one record, with their batches in turn.
+
+    Gradient norms and weights, which are equal on all replicas, are from the first record.
+    """
     losses = zip(*(each.losses for each in replicas), strict=True)
     logged = zip(*(each.logged for each in replicas), strict=True)
     return replace(
@@ -85,7 +95,10 @@ def interleaved(replicas: Sequence[TrainingRecord]) -> TrainingRecord:
 
 
 def relative_difference(expected: float, actual: float) -> float:
-    """Return the relative difference of two numbers: 0 if equal or both NaN, infinite if only one is not finite."""
+    """Return the difference of two numbers, relative to the first or, if it is smaller, to 1e-3.
+
+    The result is 0 if they are equal or both NaN, and otherwise infinite if one of them is not finite.
+    """
     if expected == actual or (math.isnan(expected) and math.isnan(actual)):
         return 0.0
     difference = abs(actual - expected) / max(abs(expected), _SMALLEST)
@@ -170,7 +183,9 @@ def _tensor_difference(expected: Tensor, actual: Tensor) -> float:
 
 
 def comparison_table(comparisons: tuple[Comparison, ...], tolerance: float, most: int) -> str:
-    """Return a table of all losses, logged values and gradient norms, and of the weights with the largest differences.
+    """Return a table of all losses, logged values and gradient norms, and of the weights and buffers that differ most.
+
+    If no weight or buffer differs by more than the tolerance, one row has the largest difference of all of them.
 
     Args:
         comparisons: The comparisons.

@@ -1,4 +1,10 @@
-"""Errors of the configuration parser in one line: the wrong name, and the name that was probably meant."""
+"""Errors of the configuration parser in one line: the wrong name, and the name that was probably meant.
+
+`HybridCLIParser` and `HybridCLI` call these functions when a configuration cannot be parsed, or when its classes cannot
+be created. The messages of jsonargparse are correct, but list every type that a value could have had, in dozens of
+lines. They have no structure except their text, so this file matches their forms with regular expressions, and leaves
+unknown forms as they are.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +49,8 @@ def with_path(message: str, keys: Iterable[str]) -> str | None:
 
     Args:
         message: The error. jsonargparse may have put it into its list of types that do not match.
-        keys: The paths of arguments. An error of this package begins with the name of its argument.
+        keys: The paths of arguments. An error of this package begins with the name of its argument; if no path ends
+            with this name, the error is returned without a path.
 
     Example:
         >>> with_path("steps must be at least 1, got 0. [LH103]", ["check.steps"])
@@ -69,7 +76,7 @@ def constructor_error(error: BaseException) -> BaseException:
 
 
 def _of_key(path: str, text: str) -> str:
-    """Return the error about a value, or about a value inside it, with its path.
+    """Return the error about a value, or about a value inside it, as one line with its path.
 
     Args:
         path: The path of the value, unless the text names a value inside it.

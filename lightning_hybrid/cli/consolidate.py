@@ -1,10 +1,13 @@
 """Conversion of a checkpoint directory to an ordinary file that plain Lightning can read.
 
-The file is first created with room for every tensor. The tensors are then written one after the other through a memory
-map, so a checkpoint may be larger than the memory of the node::
+The command ``consolidate`` first creates the file with room for every tensor. It then writes the tensors one after the
+other through a memory map, so a checkpoint may be larger than the memory of the node::
 
-    .metadata, meta.pt ---> names, shapes, plain values ---> the file, without values
-    __0_0.distcp, ... ----> one tensor after the other  ---> the same file, mapped
+    .metadata, meta.pt ------> names, shapes, values of meta.pt --.
+    __0_0.distcp, ... --.----> plain values of optimizers --------+--> the file, in which other tensors have no values
+                        `----> one tensor after the other ------------> the same file, mapped
+
+The commands ``inspect`` and ``export`` read the content of a directory with :func:`read_outline`, too.
 """
 
 from __future__ import annotations
@@ -31,8 +34,10 @@ from lightning_hybrid.checkpoint.tree_paths import insert, tree_of
 from lightning_hybrid.distributed.pytree import TreePath
 from lightning_hybrid.torch_internals import set_layer_metadata
 
+# Lightning writes the entries in this order.
 _ORDER = ("epoch", "global_step", "pytorch-lightning_version", MODEL, "loops", "callbacks", OPTIMIZERS)
-_OF_TRAINING = ("callbacks", OPTIMIZERS, "lr_schedulers")  # entries that Lightning omits if it saves only weights
+# The entries that Lightning omits if it saves only weights. The last two are precision plugins with a gradient scaler.
+_OF_TRAINING = ("callbacks", OPTIMIZERS, "lr_schedulers", "MixedPrecision", "FSDPPrecision")
 
 
 @dataclass(frozen=True)
@@ -40,7 +45,8 @@ class Outline:
     """The content of a checkpoint directory, as the tree of an ordinary checkpoint.
 
     Attributes:
-        checkpoint: The tree. Tensors of the model and the optimizers have no values yet, but other tensors do.
+        checkpoint: The tree. Tensors that are stored in ``.distcp`` files have no values yet: tensors of the module, of
+            its copies in callbacks, and of the optimizers. Tensors from ``meta.pt`` have values.
         tensors: The tensors without values, by their paths in the directory.
     """
 
@@ -53,18 +59,20 @@ def read_outline(
     *,
     device: str = "cpu",
     weights_only: bool = False,
-    read_extra: Callable[[Path], Any] | None = None,
+    read_file: Callable[[Path], Any] | None = None,
 ) -> Outline:
-    """Return the content of a directory without reading tensors of the model or an optimizer.
+    """Return the content of a directory without reading the tensors in its ``.distcp`` files.
 
     Args:
         directory: A directory of this package, or of Lightning's FSDP or ModelParallel strategy.
-        device: The device of tensors without values. On the CPU, they take memory when they are written.
-        weights_only: If True, omit everything that only a resumed run needs.
-        read_extra: Reads a file with all values that are not tensors of the model or an optimizer.
+        device: The device of tensors without values. ``"cpu"`` reserves address space, which takes memory only when the
+            tensors are written; `torch.save` stores no room for tensors on ``"meta"``.
+        weights_only: If True, omit states of optimizers, schedulers, callbacks and the gradient scaler.
+        read_file: Reads ``meta.pt``, a file of `torch.save`. By default, it is unpickled, which can run code in it.
 
     Raises:
-        ValueError: If the directory has no module, or if a file cannot be read.
+        ValueError: If the directory has no module, if a file is damaged, if a class cannot be imported, or if an
+            optimizer has a state without a parameter group.
     """
     root = directory.module_root
     if not directory.below(root):
@@ -73,7 +81,7 @@ def read_outline(
             f"{directory.path} does not contain a module: its entries are {roots}, but none of them is {MODEL!r} or"
             f" {root!r}. [LH1009]"
         )
-    extra = directory.read_extra(read_extra or _read_extra)
+    extra = directory.read_extra(read_file or _unpickle)
     targets = {
         path: torch.empty(entry.size, dtype=entry.properties.dtype, device=device) if entry else None
         for path, entry in directory.entries.items()
@@ -82,7 +90,7 @@ def read_outline(
     try:
         values = targets | directory.read({path: None for path, target in targets.items() if target is None})
     except Exception as error:  # unpickling can raise any error
-        raise ValueError(_unreadable(directory.path, error)) from error
+        raise ValueError(_error_text(directory.path, error)) from error
     checkpoint = _merged(extra, values, directory)
     if weights_only:
         checkpoint = {key: value for key, value in checkpoint.items() if key not in _OF_TRAINING}
@@ -91,7 +99,11 @@ def read_outline(
 
 
 def _merged(extra: dict[str, Any], values: Mapping[TreePath, Any], directory: DistributedCheckpoint) -> dict[str, Any]:
-    """Return an ordinary checkpoint from the content of ``meta.pt`` and all other values."""
+    """Return an ordinary checkpoint from the content of ``meta.pt`` and all other values.
+
+    The metadata in ``meta.pt`` has all names of tied tensors, which the directory contains under one name, and the
+    versions of layers that `Module.state_dict` attaches to its result.
+    """
     metadata = dict(extra.get(METADATA, {}))
     names, layers = metadata.pop("names", {}), metadata.pop("layers", None)
     checkpoint = {**extra, METADATA: metadata} if METADATA in extra else dict(extra)
@@ -106,7 +118,7 @@ def _merged(extra: dict[str, Any], values: Mapping[TreePath, Any], directory: Di
     if layers is not None:
         checkpoint[MODEL] = OrderedDict(checkpoint[MODEL])
         set_layer_metadata(checkpoint[MODEL], layers)
-    if "lr_schedulers" in extra:  # the checkpoint has more than weights
+    if "lr_schedulers" in extra:  # more than weights: Lightning resumes only if there is a list, even an empty one
         checkpoint.setdefault(OPTIMIZERS, [])
     trees = [tree_of(state) for state in optimizers.values() if state]
     if trees:
@@ -127,26 +139,24 @@ def consolidate(
     weights_only: bool = False,
     overwrite: bool = False,
     progress: Callable[[int, int], None] | None = None,
-) -> Outline:
+) -> None:
     """Write the checkpoint of a directory as one file, which appears when it is complete.
 
-    This needs no process group and no class of the module. Only one tensor is in memory at a time.
+    This needs no process group and no class of the module. Memory holds one of the tensors in ``.distcp`` files at a
+    time. Other objects are unpickled, which can run code in the checkpoint.
 
     Args:
         path: A directory of this package, or of Lightning's FSDP or ModelParallel strategy.
         file: The file.
-        weights_only: If True, omit states of optimizers, schedulers and callbacks, as Lightning does with
-            ``save_weights_only=True``.
+        weights_only: As in :func:`read_outline`. Lightning's ``save_weights_only=True`` omits the same entries, and the
+            entries that callbacks add in `on_save_checkpoint`.
         overwrite: If True, an existing file is replaced.
         progress: Called with the number of bytes that were just read, and with the total number.
-
-    Returns:
-        The content of the file; its tensors have no values.
 
     Raises:
         FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError: If a path does not exist, exists
             already, or is of the wrong kind.
-        ValueError: If the checkpoint is incomplete or damaged.
+        ValueError: If the checkpoint is incomplete, or as :func:`read_outline`.
         OSError: If the file cannot be written. An existing file is then unchanged.
     """
     if path.is_file():
@@ -170,22 +180,22 @@ def consolidate(
             try:
                 directory.read({tree_path: mapped[id(tensor)]})
             except Exception as error:  # unpickling can raise any error
-                raise ValueError(_unreadable(directory.path, error)) from error
+                raise ValueError(_error_text(directory.path, error)) from error
             if progress is not None:
                 progress(tensor.nbytes, total)
-    return outline
 
 
 def _lay_out(outline: Outline, file: Path) -> dict[int, Tensor]:
-    """Write a file with room for the tensors, and with the values that are known.
+    """Write a file with room for the tensors of an outline, and with the values that are known.
 
     Returns:
-        The memory-mapped tensor in the file for the identity of each tensor of the checkpoint.
+        The memory-mapped tensors of the file, by the `id` of the same tensor in ``outline.checkpoint``.
     """
     file.touch()  # an error of the system explains more than torch's error
     with torch.serialization.skip_data():
         torch.save(outline.checkpoint, file)
     reserve(file)
+    # By default, the map is private, and values that are written to it do not reach the file.
     with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):
         in_file = torch.load(file, map_location="cpu", mmap=True, weights_only=False)
     pairs = list(zip(_tensors(outline.checkpoint), _tensors(in_file), strict=True))
@@ -200,7 +210,7 @@ class _Finder(pickle.Pickler):
     """A pickler that collects the tensors of a tree in the order of pickling, also inside other objects."""
 
     def __init__(self) -> None:
-        super().__init__(io.BytesIO(), protocol=2)
+        super().__init__(io.BytesIO(), protocol=torch.serialization.DEFAULT_PROTOCOL)
         self.found: list[Tensor] = []
 
     def persistent_id(self, obj: Any) -> str | None:
@@ -217,17 +227,18 @@ def _tensors(tree: Any) -> list[Tensor]:
     return finder.found
 
 
-def _read_extra(file: Path) -> Any:
+def _unpickle(file: Path) -> Any:
     try:
         return torch.load(file, map_location="cpu", weights_only=False)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(
-            f"{file} contains an object whose class cannot be imported: {error}. Run the command in an environment in"
-            " which your project can be imported. [LH1013]"
-        ) from error
     except Exception as error:  # unpickling can raise any error
-        raise ValueError(_unreadable(file, error)) from error
+        raise ValueError(_error_text(file, error)) from error
 
 
-def _unreadable(path: Place, error: Exception) -> str:
+def _error_text(path: Place, error: Exception) -> str:
+    """Return the error message for a file that cannot be read."""
+    if isinstance(error, (ImportError, AttributeError)):
+        return (
+            f"{path} contains an object whose class cannot be imported: {error}. Run the command in an environment in"
+            " which your project can be imported. [LH1013]"
+        )
     return f"{path} is damaged or incomplete: {type(error).__name__}: {error} [LH901]"

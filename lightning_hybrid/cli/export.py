@@ -1,5 +1,8 @@
 """Export of the weights of a checkpoint to a Hugging Face folder, for `from_pretrained` and `safetensors`.
 
+The command ``lightning-hybrid export`` calls :func:`export`. `save_pretrained` would need the user's module with all
+weights in memory, and the names of tensors in a checkpoint have the attribute of the module as a prefix.
+
 ::
 
     names and shapes            --> names of each file, with at most `max_shard_size` bytes
@@ -33,13 +36,14 @@ from lightning_hybrid.cli.inspect import identity_of, read_mapped
 
 @dataclass(frozen=True)
 class Export:
-    """The result of an export.
+    """The result of an export. The command prints it.
 
     Attributes:
-        files: The names of the files.
-        prefix: The prefix that was removed from the names.
-        tied: For each name that is not in the files, the name with its tensor.
-        left_out: The names without the prefix.
+        files: The names of the files in the folder, including the index and ``config.json``.
+        prefix: The prefix that was removed from the names, with a dot at the end; empty if the names are unchanged.
+        tied: For each name that is not in the files, because it has the tensor of another name, this other name;
+            without prefix.
+        left_out: The names in the checkpoint that do not begin with the prefix. They are not in the files.
         first_parts: The number of names in the checkpoint by their part up to the first dot.
         has_config: True if there is a ``config.json``.
     """
@@ -72,12 +76,12 @@ def export(
         folder: The folder, which must be new or empty.
         prefix: The attribute of the module that contains the model, with which names in the checkpoint begin. It is
             removed from names, and other names are not exported. ``None`` for the attribute with which all names begin,
-            if there is one.
+            if there is one; ``""`` to export all names as they are.
         max_shard_size: The maximum number of bytes of tensors in a file. A larger tensor has its own file.
         dtype: The dtype to which floating-point tensors are converted; ``None`` to keep their dtypes.
-        config: The path of a ``config.json`` or of its folder; ``None`` for the one in the checkpoint's
-            hyperparameters.
-        progress: Called with the number of bytes that were just written, and with the total number.
+        config: The path of a ``config.json`` or of its folder; ``None`` for the configuration in the checkpoint's
+            hyperparameters, if they contain exactly one.
+        progress: Called after each file, with the number of bytes that were just written and the total number.
 
     Returns:
         The names of the files, and the changes of tensor names.
@@ -138,7 +142,7 @@ def _open(path: Place) -> tuple[Mapping[str, Any], Callable[[Tensor], Tensor]]:
             return read_mapped(file, trusted=True), lambda tensor: tensor
     directory = DistributedCheckpoint(path, load_value=partial(load_lenient, trusted=True))
     directory.check_files()
-    outline = read_outline(directory, device="meta", weights_only=True, read_extra=partial(read_mapped, trusted=True))
+    outline = read_outline(directory, device="meta", weights_only=True, read_file=partial(read_mapped, trusted=True))
     paths = {id(tensor): tree_path for tree_path, tensor in outline.tensors.items()}
 
     def read(tensor: Tensor) -> Tensor:
@@ -150,6 +154,11 @@ def _open(path: Place) -> tuple[Mapping[str, Any], Callable[[Tensor], Tensor]]:
 
 
 def _state_of(checkpoint: Mapping[str, Any], path: Place) -> Mapping[str, Any]:
+    """Return the weights of a checkpoint, which may be a state dict itself.
+
+    Raises:
+        ValueError: If it has no tensors.
+    """
     state = checkpoint.get(MODEL, checkpoint)
     if not isinstance(state, Mapping) or not any(isinstance(value, Tensor) for value in state.values()):
         raise ValueError(
@@ -215,7 +224,15 @@ def _index(files: Mapping[str, str], total: int) -> dict[str, Any]:
 
 
 def _find_config(checkpoint: Mapping[str, Any], given: Path | None) -> dict[str, Any] | None:
-    """Return the model's configuration: from the given path, or the only configuration among the hyperparameters."""
+    """Return the model's configuration: from the given path, or the only configuration among the hyperparameters.
+
+    Returns:
+        The configuration; ``None`` if the hyperparameters contain none or several.
+
+    Raises:
+        FileNotFoundError: If the path does not exist.
+        ValueError: If the file is not a JSON dictionary.
+    """
     if given is not None:
         file = given / CONFIG if given.is_dir() else given
         if not file.is_file():

@@ -1,4 +1,14 @@
-"""Training from YAML files, and loading of the module, data and strategy that they describe."""
+"""Training from YAML files, and loading of the module, data and strategy that they describe.
+
+::
+
+    fit, validate, test, predict, demo    HybridCLI         trains, in one process of each rank
+    check, plan, suggest                  load_config       only creates the objects, on the CPU
+    memory, check --dry                   run_on_shapes     load_config, and the first step on fake tensors
+
+Lightning's `LightningCLI` trains from the same files. This file adds short errors, a default model class, and loading
+without devices: an estimate must not need the GPUs of the run, or memory for the parameters.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +76,7 @@ class HybridCLIParser(LightningArgumentParser):
         return super().parse_args(text.split("\0") if words else [], *others, **kwargs)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Print an error, and exit with status 2."""
+        """Print an error with a code and a suggestion, and exit with status 2; raise it if the parser must not exit."""
         if not self.exit_on_error:
             super().error(message, ex)
         named = re.search(r"Expected a dot import path string: (hybrid\w*)", message)
@@ -104,7 +114,11 @@ class HybridCLI(LightningCLI):
                 parser.set_defaults({key: {"class_path": path}})
 
     def instantiate_classes(self) -> None:
-        """Create the Trainer, the module and the data. Errors of this package are printed with an argument's path."""
+        """Create the Trainer, the module and the data.
+
+        An error of this package about an argument is printed with the path of the argument, and ends the program with
+        status 2. All other errors are raised, with a note that names the class.
+        """
         try:
             super().instantiate_classes()
         except Exception as error:
@@ -137,14 +151,21 @@ def load_config(
 ) -> tuple[HybridCLI, HybridStrategy]:
     """Load a configuration without starting anything.
 
+    The user's classes are created, so their code runs. Errors that the user can fix are printed, and end the program
+    with status 2.
+
     Args:
         parser: The parser of the command, which prints errors and exits.
         configs: The paths of files. Later files override earlier files.
         overrides: Options that override the files.
-        with_values: If True, the parameters of the module have values. If False, they have no memory.
+        with_values: If True, the parameters of the module have values. If False, they have no memory, unless the code
+            of the module needs their values and they are small.
 
     Returns:
         The configuration with its module, data and Trainer; and its strategy.
+
+    Raises:
+        SystemExit: With 2 if the configuration is wrong, has another strategy, or has open arguments.
     """
     load = partial(_load, configs, overrides, parser.prog)
     with parser.refusing(ValueError, OSError, MisconfigurationException):
@@ -164,6 +185,7 @@ def load_config(
 
 
 def _load(configs: Sequence[str], overrides: Sequence[str], program: str = PROGRAM) -> HybridCLI:
+    """Create the objects of a configuration. `sys.argv` has other values meanwhile."""
     words = [word for config in configs for word in ("--config", config)]
     saved, sys.argv = sys.argv, [program, *words, *overrides]  # LightningCLI reads this
     try:
@@ -180,7 +202,8 @@ def maker(
     Args:
         configs: The argument of :func:`load_config`.
         overrides: The argument of :func:`load_config`.
-        cli: The configuration, if it has been loaded. The first call returns its module and data.
+        cli: The configuration, if it has been loaded. The first call returns its module and data. All other calls load
+            the configuration again.
     """
     unused = [] if cli is None else [cli]
 
@@ -192,7 +215,7 @@ def maker(
 
 
 def be_quiet() -> None:
-    """Hide log lines and warnings about the start of a run, because no run starts."""
+    """Hide log lines and warnings about the start of a run until the process ends, because no run starts."""
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", module=r"lightning\.")
@@ -204,6 +227,9 @@ def run_on_shapes(
 ) -> tuple[HybridStrategy, DryRun]:
     """Run the first training step of a configuration without processes, devices and memory for parameters.
 
+    The commands ``memory`` and ``check --dry`` call it. Parameters get values if the code of the module needs them and
+    they are small.
+
     Args:
         parser: The parser of the command, which prints errors and exits.
         configs: The argument of :func:`load_config`.
@@ -211,6 +237,9 @@ def run_on_shapes(
 
     Returns:
         The strategy of the configuration, and the results of the step.
+
+    Raises:
+        SystemExit: With 2 if the configuration is wrong, or training could not start.
     """
     be_quiet()
     with count_progress("Reading the configuration") as progress:

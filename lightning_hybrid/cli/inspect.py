@@ -1,6 +1,11 @@
 """Inspection of a checkpoint file or directory: its content as text or as data.
 
-Tensors of the model and the optimizers are not read, and no code from a file runs, so unknown files are safe.
+The command ``lightning-hybrid inspect`` calls :func:`inspect_checkpoint`, and `cli.export` uses :func:`read_mapped` and
+:func:`identity_of`. `torch.load` would read all tensors, and run the code of a pickle. Here, tensors of the model and
+the optimizers are not read, and no code from a file runs, so unknown files are safe.
+
+Tensors of a directory are meta tensors, because only its metadata is read. Tensors of a file are memory-mapped. Tensors
+are *tied* if several names have the same tensor.
 """
 
 from __future__ import annotations
@@ -35,10 +40,10 @@ class Inspection:
     """The content of a checkpoint, without the values of tensors.
 
     Attributes:
-        path: The path of the checkpoint.
+        path: The path of the checkpoint, local or remote.
         kind: ``"file"``, or ``"directory of N files"``.
         num_bytes: The size on the disk.
-        checkpoint: The tree of the checkpoint.
+        checkpoint: The tree of the checkpoint: nested dictionaries and lists, with tensors and other values.
     """
 
     path: Place
@@ -118,7 +123,7 @@ def inspect_checkpoint(path: Place) -> Inspection:
             return Inspection(path, "file", file.stat().st_size, read_mapped(file))
     directory = DistributedCheckpoint(path, load_value=load_lenient)
     directory.check_files()
-    outline = read_outline(directory, device="meta", read_extra=read_mapped)
+    outline = read_outline(directory, device="meta", read_file=read_mapped)
     sizes = directory.file_sizes().values()
     return Inspection(path, f"directory of {len(sizes)} files", sum(sizes), outline.checkpoint)
 
@@ -191,7 +196,12 @@ def _layout(layout: Mapping[str, Any]) -> str:
 
 
 def _table(state: Mapping[str, Any], *, every_name: bool) -> str:
-    """Return the tensors of a state dict as text: a sum, a table with similar tensors in one line, and tied names."""
+    """Return the tensors of a state dict as text: a sum, a table, tied names, and entries that are not tensors.
+
+    Args:
+        state: The state dict.
+        every_name: See :meth:`Inspection.text`.
+    """
     first: dict[Any, str] = {}
     tied = {name: first.setdefault(identity_of(value), name) for name, value in state.items()}
     tensors = {name: value for name, value in state.items() if isinstance(value, Tensor) and tied[name] == name}
@@ -228,7 +238,10 @@ def _schedulers(states: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, str]
 
 
 def identity_of(value: Any) -> Any:
-    """Return a value that is equal for tied tensors, which are the same object or have the same memory."""
+    """Return a value that is equal for tied tensors, which are the same object or have the same memory.
+
+    For tensors without memory, it is the `id` of the object, so the caller must keep the object alive.
+    """
     if not isinstance(value, Tensor) or value.is_meta or value.layout is not torch.strided or value.numel() == 0:
         return id(value)
     return value.data_ptr(), value.shape, value.stride(), value.dtype

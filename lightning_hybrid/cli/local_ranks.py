@@ -1,4 +1,10 @@
-"""Processes on this node that run a function as the ranks of one job, within a time limit."""
+"""Processes on this node that run a function as the ranks of one job, within a time limit.
+
+`cli.check` starts each training with :func:`run_ranks`. ``torchrun`` starts a script and `torch.multiprocessing.spawn`
+pickles the function, but here the function refers to the user's objects, which often cannot be pickled, so processes
+are forked. The error is about the most likely cause instead of the first failure: if a rank dies, the others fail with
+errors of the network.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +57,7 @@ class RankError(RuntimeError):
 
 
 class _Kind(IntEnum):
-    """The ways in which a rank ends without a result. The first of these is the most likely cause of the others."""
+    """The ways in which a rank ends without a result, from the most likely cause to the least likely cause."""
 
     DIED = 0
     RAISED = 1
@@ -80,8 +86,8 @@ def run_ranks(function: Callable[[], Any], world_size: int, *, time_limit: float
         The results, by rank.
 
     Raises:
-        RankError: If the function raises an error, or if a process dies or exceeds the time limit. The message is about
-            the first cause.
+        RankError: If the function raises an error, if its result cannot be pickled, or if a process dies or exceeds the
+            time limit. The message is about the most likely cause: the first :class:`_Kind`, on the lowest rank.
         RuntimeError: If the system cannot fork processes.
     """
     if "fork" not in multiprocessing.get_all_start_methods():

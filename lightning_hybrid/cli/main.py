@@ -1,4 +1,7 @@
-"""The program ``lightning-hybrid``, which runs the command that the user names, and imports it only then."""
+"""The program ``lightning-hybrid``, which runs the command that the user names.
+
+A command is imported only when it runs, because importing PyTorch takes seconds and ``timeline`` does not need it.
+"""
 
 from __future__ import annotations
 
@@ -40,11 +43,13 @@ def main(args: Sequence[str] | None = None, *, model: str | None = None, data: s
 
     Args:
         args: The command and its arguments. Default: the arguments of this process.
-        model: The class path of the model, if neither the command line nor the configuration contains it.
-        data: The class path of the data, if neither the command line nor the configuration contains it.
+        model: The class path of the model for ``fit``, ``validate``, ``test`` and ``predict``, if neither the command
+            line nor the configuration contains it.
+        data: The class path of the data for these commands, in the same case.
 
     Raises:
-        SystemExit: After help, or if the arguments are wrong.
+        SystemExit: With 2 if the command or its arguments are wrong, with 0 after the help of a command, and with 141
+            if the reader of the output has closed the pipe.
     """
     # Configurations contain classes of the user's project, which is usually in the working directory.
     if str(Path.cwd()) not in sys.path:

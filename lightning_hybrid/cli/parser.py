@@ -1,4 +1,9 @@
-"""Parsers of the commands' options, with suggestions for wrong options, and functions that print results."""
+"""Parsers of the commands' options, with suggestions for wrong options, and functions that print results.
+
+Each module of `cli.commands` makes a :class:`Parser`, or a :class:`ConfigParser` if the command has ``--config``; its
+other options then override the configuration. The module imports neither torch nor Lightning, because ``--help`` and
+wrong options should not take seconds. For this reason, `LightningCLI` is not the parser of these commands.
+"""
 
 from __future__ import annotations
 
@@ -88,15 +93,15 @@ class Parser(argparse.ArgumentParser):
 
     @override
     def error(self, message: str) -> NoReturn:
-        """Print the error with the option that was probably meant, and exit."""
+        """Print the error with the option that was probably meant, and exit with status 2."""
         super().error(f"{with_advice(message, self.format_help())} [LH1001]")
 
     @contextmanager
     def refusing(self, *kinds: type[Exception], doing: str = "") -> Iterator[None]:
-        """Print errors of these kinds, which the user can fix, and exit with status 2.
+        """Print errors of these kinds, which the user can fix, and exit with status 2, inside the context.
 
         Args:
-            kinds: The kinds of errors.
+            kinds: The kinds of errors. Other errors are raised with their traceback.
             doing: A text before the error.
         """
         try:

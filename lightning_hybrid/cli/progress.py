@@ -1,4 +1,8 @@
-"""Progress bars of commands, on stderr."""
+"""Progress bars of commands, on stderr.
+
+The output on stdout can be piped meanwhile. The commands ``consolidate`` and ``export`` show bytes; ``suggest``,
+``plan``, ``memory`` and ``check --dry`` show counts. A bar disappears when its context ends.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +24,8 @@ def byte_progress(name: str) -> Iterator[Callable[[int, int], None]]:
     Args:
         name: The text before the bar.
 
-    Returns:
-        A function that receives the number of bytes that were just written, and the total number of bytes.
+    Yields:
+        A function that receives the number of bytes that were just read or written, and the total number of bytes.
     """
     console = Console(stderr=True)
     columns = *Progress.get_default_columns(), DownloadColumn(), TransferSpeedColumn()
@@ -32,12 +36,14 @@ def byte_progress(name: str) -> Iterator[Callable[[int, int], None]]:
 
 @contextmanager
 def count_progress(name: str) -> Iterator[Callable[[str, int, int], None]]:
-    """Show a progress bar for a count inside the context; if stderr is not a terminal, print a line every 15 seconds.
+    """Show a progress bar for a count inside the context.
+
+    If stderr is not a terminal, updates print a line, at most one every 15 seconds.
 
     Args:
         name: The first text before the bar.
 
-    Returns:
+    Yields:
         A function that receives the new text, the number of finished items, and the total number of items.
     """
     console = Console(stderr=True)

@@ -1,4 +1,8 @@
-"""Dropout probabilities that a module stores in attributes."""
+"""Dropout probabilities that a module stores in attributes.
+
+In a check, a callback sets them to 0 before training in one process and under a layout. `module.eval()` would also
+change batch norm and all other code that depends on `training`.
+"""
 
 from __future__ import annotations
 

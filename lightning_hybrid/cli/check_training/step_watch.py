@@ -1,4 +1,9 @@
-"""Detection of float32 computations and random numbers in a step."""
+"""Detection of float32 computations and random numbers in a step.
+
+In a check, the run in one process watches its first batch. A float32 computation in a float64 training explains
+differences of about 1e-7, and a random number explains any difference; both need the line of the user's code that
+causes them, so calls are watched instead of results.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +20,14 @@ _NARROW = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class StepWatch:
-    """Finds the first call that returns a narrower dtype for a float64 tensor, and the first that draws random numbers.
+    """A search for the first call that returns a narrower dtype for a float64 tensor, and the first random call.
 
-    It is called for each torch function inside a :class:`~lightning_hybrid.distributed.modes.FunctionMode`.
+    It is called for each torch function inside a :class:`~lightning_hybrid.distributed.modes.FunctionMode`. It sees
+    random numbers from torch's default generator of the CPU.
 
     Attributes:
         float32: The file and line of the first narrowing call; ``None`` if there was none.
-        draws: The file and line of the first random call; ``None`` if there was none.
+        draws: ``"at "``, and the file and line of the first random call; ``None`` if there was none.
     """
 
     def __init__(self) -> None:

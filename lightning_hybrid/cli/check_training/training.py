@@ -1,6 +1,14 @@
 """A few training steps in float64, in one process or under a layout, with a record of the results.
 
-Each run uses the same batches. `cli.check` runs it several times and compares the records.
+Each run uses the same batches and initial weights. `cli.check` calls the methods of :class:`Training` several times,
+each time in new processes, and compares the records. Lightning's own loop trains, because hooks, logging and gradient
+accumulation must be compared, too.
+
+::
+
+    Training.in_one_process      _OneProcess     plain Lightning, the batches of all replicas as accumulated batches
+    Training.under_layout        _UnderLayout    HybridStrategy, on every rank
+    Training.microbatch_weights  _Microbatches   the gradients of a batch and of its microbatches, without training
 """
 
 from __future__ import annotations
@@ -51,17 +59,18 @@ class TrainingRecord:
     Attributes:
         data_rank: The replica of the rank.
         losses: The loss of each batch.
-        logged: `callback_metrics` after each batch.
-        epoch_logged: `callback_metrics` at the end.
+        logged: The numbers in `callback_metrics` after each batch, by name.
+        epoch_logged: The numbers in `callback_metrics` at the end, by name.
         grad_norms: The global gradient norm before each optimizer step.
-        weights: The state dict of the full module at the end, on the first rank.
+        weights: The tensors in the state dict of the full module at the end; empty on all ranks but the first.
         parameter_names: The names in `weights` that are parameters.
         dropouts: The number of dropout probabilities that were set to 0.
         batch_norms: The number of batch norm layers.
-        has_own_plan: True if the user has written the tensor-parallel plan.
-        plan_faults: Sentences about possible omissions in this plan.
-        float32: The place where the step first converted float64 to a narrower dtype; ``None`` if it did not.
-        draws: The place where the first step first drew random numbers; ``None`` if it did not.
+        has_own_plan: True if the user has written the tensor-parallel plan, and layers are sharded.
+        plan_faults: Sentences about possible omissions in the tensor-parallel plan.
+        float32: The file and line where the first batch first converted float64 to a narrower dtype; ``None`` if it did
+            not. Always ``None`` under a layout, like `draws`.
+        draws: A text about the place where the first batch first drew random numbers; ``None`` if it did not.
     """
 
     data_rank: int = 0
@@ -81,7 +90,7 @@ class TrainingRecord:
 
 @dataclass(frozen=True)
 class MicrobatchWeights:
-    """The weights with which the losses of microbatches add up to the loss of their batch.
+    """The weights with which the losses of microbatches add up to the loss of their batch, in the same order.
 
     Attributes:
         found: The weights for which the sum of the microbatches' gradients and losses best fits the full batch.
@@ -103,8 +112,9 @@ class Training:
         make_data: Returns the data for `Trainer.fit`.
         steps: The number of optimizer steps.
         trainer: Arguments of the Trainer that affect steps, such as ``accumulate_grad_batches``.
-        settings: The arguments of the layout.
-        directory: The directory for batches, which the first run writes from the user's loaders.
+        settings: The arguments of `HybridStrategy`.
+        directory: The directory for batches, which the first run writes from the user's loaders. Processes of later
+            runs read them, so that all runs have the same batches.
     """
 
     make_module: MakeModule
@@ -121,6 +131,8 @@ class Training:
 
     def batches(self, loader: Any, number: int, count: int) -> list[Any]:
         """Return the first batches of a user's loader. If it has fewer batches, it starts again from its beginning.
+
+        The first call writes the batches to a file, and later calls in any process read it.
 
         Args:
             loader: The loader.
@@ -144,6 +156,9 @@ class Training:
             replicas: The number of replicas whose batches make up a step.
             seed: The seed of random numbers during training, not of the initial weights.
             fixed_statistics: If True, batch norms use their running statistics.
+
+        Returns:
+            The record. If `microbatch_weight` weights batches, the losses are without these weights.
         """
         recorder = _Recorder(seed=seed, fixed_statistics=fixed_statistics)
         strategy = _OneProcess(self, self.steps * self.accumulated * replicas, replicas)
@@ -167,17 +182,20 @@ class Training:
         return recorder.record
 
     def microbatch_weights(self, num_microbatches: int, loss_reduction: str) -> MicrobatchWeights:
-        """Return the weights with which the first batch's microbatches have its loss and its gradient, in one process.
+        """Return the weights with which microbatches of the first batch add up to its loss and gradient.
+
+        Call it in one process.
 
         Args:
             num_microbatches: The number of microbatches.
-            loss_reduction: The argument of the layout.
+            loss_reduction: The argument of `HybridStrategy`.
         """
         strategy = _Microbatches(self, num_microbatches, loss_reduction)
         self._fit(strategy, 1, _Recorder(seed=0, fixed_statistics=False), accumulated=1)
         return strategy.result()
 
     def _fit(self, strategy: Any, devices: int, recorder: _Recorder, *, accumulated: int) -> None:
+        """Train a new module in this process, with the same initial weights in each run."""
         logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
         seed_generators(0)
         module, data = self.make_module(), self.make_data()
@@ -284,15 +302,15 @@ class _SingleProcess(SingleDeviceStrategy):
 
 
 class _OneProcess(_SingleProcess):
-    """Plain Lightning, on batches of the user's loaders that are stored in files.
+    """Plain Lightning, on batches of the user's loaders that are stored in files. It watches the first batch.
 
     If the user has defined `microbatch_weight`, the batches of the replicas of a step are weighted with it, as if they
     were one batch. Otherwise, each batch has the same weight, as in Lightning's DDP.
 
     Attributes:
         factors: The factor of each batch's loss.
-        float32: The place where the first step converted float64 to a narrower dtype; ``None`` if it did not.
-        draws: The place where the first step drew random numbers; ``None`` if it did not.
+        float32: As in :class:`TrainingRecord`.
+        draws: As in :class:`TrainingRecord`.
     """
 
     def __init__(self, training: Training, count: int, replicas: int) -> None:
@@ -336,7 +354,7 @@ class _OneProcess(_SingleProcess):
 
 
 class _Microbatches(_SingleProcess):
-    """Computes the gradients of a batch and of each of its microbatches, without changing weights."""
+    """A strategy that computes the gradients of a batch and of each of its microbatches, without changing weights."""
 
     def __init__(self, training: Training, num_microbatches: int, loss_reduction: str) -> None:
         super().__init__(training)
@@ -378,10 +396,10 @@ class _Microbatches(_SingleProcess):
 
 
 class _Recorder(Callback):
-    """Records results, in the same way in one process and under a layout.
+    """A callback that records results, in the same way in one process and under a layout.
 
-    It also disables the dropout that it finds, because microbatches draw other random numbers than a batch, so that
-    results could not be compared.
+    It also sets the dropout probabilities that it finds to 0, because microbatches draw other random numbers than a
+    batch, so that results could not be compared. It seeds the generators again when training starts.
 
     Attributes:
         record: The results.

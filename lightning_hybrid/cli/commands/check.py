@@ -1,4 +1,7 @@
-"""``lightning-hybrid check``: comparison of training under a layout with training in one process."""
+"""``lightning-hybrid check``: comparison of training under a layout with training in one process.
+
+`cli.main` calls :func:`run`. `cli.check` trains and compares; this file has the options, and prints the result.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,15 @@ from lightning_hybrid.cli.parser import ConfigParser, print_json, print_text
 
 
 def run(args: Sequence[str]) -> None:
-    """Compare training under a layout with training in one process, and exit with status 0 if they are equal."""
+    """Compare training under a layout with training in one process, or with ``--dry`` only test if training can start.
+
+    Args:
+        args: The words of the command line after ``check``.
+
+    Raises:
+        SystemExit: With 0 if all values are equal, 1 if values differ, and 2 if they could not be compared. With
+            ``--dry``, only with 2, if training cannot start.
+    """
     description = (
         "Train a few steps in one process and again under the layout of a configuration, and compare losses, logged"
         " values, gradients and weights. Both runs use float64 on the CPU of this machine. If values differ, print the"

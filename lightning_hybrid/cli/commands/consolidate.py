@@ -1,4 +1,7 @@
-"""``lightning-hybrid consolidate``: the options of the conversion of a sharded checkpoint to one file."""
+"""``lightning-hybrid consolidate``: the options of the conversion of a sharded checkpoint to one file.
+
+`cli.main` calls :func:`run`; the conversion is in `cli.consolidate`.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,14 @@ from lightning_hybrid.cli.parser import Parser, on_disk
 
 
 def run(args: Sequence[str]) -> None:
-    """Convert a sharded checkpoint, which is a directory, to one file."""
+    """Convert a sharded checkpoint, which is a directory, to one file, and print its size.
+
+    Args:
+        args: The words of the command line after ``consolidate``.
+
+    Raises:
+        SystemExit: With 2 if the options are wrong, the checkpoint cannot be read, or the file cannot be written.
+    """
     parser = Parser(
         "consolidate",
         description="Convert a checkpoint directory to an ordinary Lightning checkpoint in one file. The checkpoint can"

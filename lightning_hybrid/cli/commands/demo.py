@@ -1,4 +1,8 @@
-"""``lightning-hybrid demo``: training of a Vision Transformer on handwritten digits, without a download."""
+"""``lightning-hybrid demo``: training of a Vision Transformer on handwritten digits, without a download.
+
+`cli.main` calls :func:`run`. The module and the data are in `cli.demo`; they are ordinary Lightning code, and the
+options of this command only choose a layout.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,14 @@ _CONFIG = Path(__file__).parent.parent / "demo" / "vit.yaml"
 
 
 def run(args: Sequence[str]) -> None:
-    """Train the demo."""
+    """Train the demo. This process becomes rank 0, and Lightning starts the others with the changed `sys.argv`.
+
+    Args:
+        args: The words of the command line after ``demo``.
+
+    Raises:
+        SystemExit: With 2 if the options are wrong, or scikit-learn is not installed.
+    """
     parser = Parser(
         "demo",
         description="Train a Vision Transformer on handwritten digits. The command runs on the CPU and downloads"

@@ -1,4 +1,7 @@
-"""``lightning-hybrid export``: export of a checkpoint's weights to a Hugging Face folder."""
+"""``lightning-hybrid export``: export of a checkpoint's weights to a Hugging Face folder.
+
+`cli.main` calls :func:`run`; the export is in `cli.export`.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,14 @@ _DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
 def run(args: Sequence[str]) -> None:
-    """Export the weights of a checkpoint to a Hugging Face folder."""
+    """Export the weights of a checkpoint to a Hugging Face folder, and print the names of its files.
+
+    Args:
+        args: The words of the command line after ``export``.
+
+    Raises:
+        SystemExit: With 2 if the options are wrong, the checkpoint cannot be read, or the folder cannot be written.
+    """
     parser = Parser(
         "export",
         description="Export the weights of a checkpoint to a new folder, in safetensors format. You can load them with"

@@ -1,4 +1,7 @@
-"""``lightning-hybrid inspect``: the content of a checkpoint."""
+"""``lightning-hybrid inspect``: the content of a checkpoint.
+
+`cli.main` calls :func:`run`; the content is from `cli.inspect`.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,14 @@ from lightning_hybrid.cli.parser import Parser, print_json, print_text
 
 
 def run(args: Sequence[str]) -> None:
-    """Print the content of a checkpoint."""
+    """Print the content of a checkpoint, as text or as JSON.
+
+    Args:
+        args: The words of the command line after ``inspect``.
+
+    Raises:
+        SystemExit: With 2 if the options are wrong, or the checkpoint cannot be read.
+    """
     parser = Parser(
         "inspect",
         description="Show the contents of a checkpoint: tensors, optimizers and the layout of the run. The values"

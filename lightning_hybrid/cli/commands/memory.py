@@ -1,4 +1,8 @@
-"""``lightning-hybrid memory``: an estimate of each rank's memory."""
+"""``lightning-hybrid memory``: an estimate of each rank's memory.
+
+`cli.main` calls :func:`run`. The estimate is from a dry run (`tuning.dry_run`), which executes the first training step
+on fake tensors; formulas from the sizes of parameters would miss the activations.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,14 @@ if TYPE_CHECKING:
 
 
 def run(args: Sequence[str]) -> None:
-    """Print an estimate of each rank's memory."""
+    """Print an estimate of each pipeline rank's memory, and if it fits.
+
+    Args:
+        args: The words of the command line after ``memory``.
+
+    Raises:
+        SystemExit: With 2 if the options are wrong, or training could not start.
+    """
     description = (
         "Estimate how much memory each rank needs for parameters, gradients, optimizer states, activations and buffers."
         " The command needs no GPU, because it runs the training step on fake tensors, which have no values."

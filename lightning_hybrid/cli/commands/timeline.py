@@ -1,4 +1,8 @@
-"""``lightning-hybrid timeline``: a drawing of one step of a schedule. It does not import torch."""
+"""``lightning-hybrid timeline``: a drawing of one step of a schedule. It does not import torch.
+
+`cli.main` calls :func:`run`. The schedule is simulated with equal times for all stages, so it shows the bubble of a
+schedule without a model; ``suggest`` simulates with the times of a module.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,14 @@ from lightning_hybrid.pipeline_parallel.timeline import Timeline, simulate
 
 
 def run(args: Sequence[str]) -> None:
-    """Draw one step of a schedule."""
+    """Draw one step of a schedule, as text, as JSON, or also as SVG.
+
+    Args:
+        args: The words of the command line after ``timeline``.
+
+    Raises:
+        SystemExit: With 2 if the options are wrong, or the SVG file cannot be written.
+    """
     parser = Parser(
         "timeline",
         description="Draw one training step of a pipeline schedule, and print the size of the bubble. For each rank,"

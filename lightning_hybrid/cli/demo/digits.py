@@ -1,4 +1,8 @@
-"""The handwritten digits of scikit-learn as training data, without a download."""
+"""The handwritten digits of scikit-learn as training data, without a download.
+
+``lightning-hybrid demo`` trains on :class:`Digits`, and so do the files in `configs` and `examples`. It is ordinary
+Lightning code: the strategy inserts the sampler that distributes samples over replicas.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ __all__ = ["Augment", "Digits", "ImageData", "Images", "load_digits"]
 
 
 class Augment:
-    """Randomly crop a zero-padded image and optionally flip it.
+    """An augmentation that randomly crops a zero-padded image and optionally flips it.
 
     Args:
         padding: Number of pixels added on each side before the crop.

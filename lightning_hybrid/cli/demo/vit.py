@@ -1,4 +1,8 @@
-"""A Vision Transformer: an ordinary LightningModule without code for parallel training."""
+"""A Vision Transformer: an ordinary LightningModule without code for parallel training.
+
+``lightning-hybrid demo`` trains :class:`ViT`, and so do the files in `configs` and `examples`. It shows that a module
+needs no changes: the strategy finds the layers in ``body``.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ __all__ = ["Attention", "Block", "DropPath", "Embedding", "ViT"]
 
 
 class Embedding(nn.Module):
-    """Turn images into tokens: project each patch, prepend a class token, and add positions.
+    """A layer that turns images into tokens: it projects each patch, prepends a class token, and adds positions.
 
     Shapes: ``(batch, channels, image_size, image_size)`` to ``(batch, 1 + number of patches, dim)``.
     """
@@ -57,7 +61,7 @@ class Attention(nn.Module):
 
 
 class DropPath(nn.Module):
-    """Stochastic depth (https://arxiv.org/abs/1603.09382): skip the branch of random samples in training.
+    """Stochastic depth (https://arxiv.org/abs/1603.09382): in training, the branch of random samples is skipped.
 
     Args:
         probability: Probability of skipping a branch. The other branches are scaled by ``1 / (1 - probability)``.
