@@ -6,6 +6,7 @@ import logging
 import random
 import warnings
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
+from lightning_hybrid import HybridTimeline
 from tests.pool import Pools
 from tests.training_jobs import LAYOUTS, Losses, assert_same, make_trainer, plain, together, weights
 from tests.zoo.context import Leaking
@@ -180,15 +182,16 @@ class Follows(logging.Handler):
         self.number += "was traced" in record.getMessage()
 
 
+def dataset() -> TensorDataset:
+    seed = torch.Generator().manual_seed(1)
+    x = torch.randn(STEPS * SAMPLES, 6, generator=seed, dtype=torch.float64)
+    return TensorDataset(x, torch.randint(CLASSES, (STEPS * SAMPLES,), generator=seed))
+
+
 def train(
     kind: type[Blocks], layout: Mapping[str, Any] | None, **arguments: Any
 ) -> tuple[list[float], dict[str, float], dict[str, Tensor], int, list[str]]:
     """The losses of all steps, the metrics, this rank's weights, how many steps were followed, and warnings."""
-    seed = torch.Generator().manual_seed(1)
-    data = TensorDataset(
-        torch.randn(STEPS * SAMPLES, 6, generator=seed, dtype=torch.float64),
-        torch.randint(CLASSES, (STEPS * SAMPLES,), generator=seed),
-    )
     losses, follows, logger = Losses(), Follows(), logging.getLogger(FRAME)
     module, replicas = kind(), 1
     if layout is not None:
@@ -200,7 +203,7 @@ def train(
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             trainer = make_trainer(layout, callbacks=[losses], max_epochs=2, **arguments)
-            trainer.fit(module, DataLoader(data, SAMPLES // replicas))
+            trainer.fit(module, DataLoader(dataset(), SAMPLES // replicas))
     finally:
         logger.removeHandler(follows)
         logger.setLevel(level)
@@ -288,6 +291,17 @@ def test_a_path_is_followed_once(ranks: Pools) -> None:
     assert follows <= same + 2 * STEPS * PP2["num_microbatches"]
     assert len(warned) == 1
     assert "new paths" in warned[0]
+
+
+def recorded(folder: str) -> None:
+    trainer = make_trainer(PP2, callbacks=[HybridTimeline([2], folder)])
+    trainer.fit(AuxiliaryLoss(), DataLoader(dataset(), SAMPLES))
+
+
+@pytest.mark.distributed
+def test_a_timeline_shows_only_the_last_attempt(ranks: Pools, tmp_path: Path) -> None:
+    ranks(2, lightning=True).run(recorded, str(tmp_path), timeout=120)  # an assertion compares actions with the plan
+    assert (tmp_path / "batch-2.svg").exists()
 
 
 class MovingTeacher(AuxiliaryLoss):

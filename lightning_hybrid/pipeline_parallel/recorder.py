@@ -1,4 +1,11 @@
-"""Recorder of the start and end times of the actions in a step."""
+"""Recorder of the start and end times of the actions in a step.
+
+The callback `HybridTimeline` makes a :class:`Recorder` (through `Run.record`) for each step that it draws, and
+:class:`~.links.step_schedules.StepSchedules` makes one to measure the first steps of a run. Each does so on every rank,
+and the engine calls :meth:`Recorder.range` as its `profile`. Torch's profiler would record every operation and slow the
+step down; here only actions are timed. :func:`measured` and :func:`simulated` turn the times of all ranks into
+timelines.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +28,8 @@ class Range:
     Attributes:
         name: ``"forward"``, ``"backward"``, ``"send"``, ``"receive"`` (posting it), ``"wait"`` (for a message),
             ``"reduce"`` (gradients) or ``"optimizer"``.
-        action: The action of the schedule; ``None`` outside of the schedule.
+        action: The action of the schedule; for ``"wait"``, the computation that waits for the message; ``None`` outside
+            of the schedule.
         start: The start in milliseconds since the recorder was created.
         end: The end in milliseconds since the recorder was created.
     """
@@ -48,7 +56,7 @@ class Recorder:
         self._begin = self.now()
 
     def now(self) -> Any:
-        """Return the current time, as an argument for :meth:`note`."""
+        """Return the current time, as an argument for :meth:`note`: seconds, or on CUDA a recorded event."""
         if not self._on_cuda:
             return time.perf_counter()
         event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -62,6 +70,10 @@ class Recorder:
     def note(self, name: str, start: Any) -> None:
         """Record an activity that began at ``start`` and ends now."""
         self._ranges.append((name, self._engine.position, start, self.now()))
+
+    def clear(self) -> None:
+        """Forget what was recorded, because a step runs again."""
+        self._ranges.clear()
 
     @property
     def schedule(self) -> Schedule | None:
@@ -101,10 +113,14 @@ def measured(schedule: Schedule, ranges: list[list[Range]]) -> Timeline:
 
     Args:
         schedule: The schedule.
-        ranges: The recorded activities of each pipeline rank.
+        ranges: The recorded activities of each pipeline rank in this step. All ranks must have created their recorders
+            at the same time.
 
     Returns:
         The timeline in milliseconds, from the first action of any rank.
+
+    Raises:
+        AssertionError: If the recorded actions are not the actions of the schedule.
     """
     begin = min(each.start for of_rank in ranges for each in of_rank if each.action is not None)
     spans = tuple(

@@ -1,4 +1,16 @@
-"""An evaluation step: the user's step runs once with the whole batch, and the step program splits it over stages."""
+"""An evaluation step: the user's step runs once with the whole batch, and the step program splits it over stages.
+
+Each `Run` makes one step object when it starts. `HybridStrategy` calls the object for each batch in `validation_step`,
+`test_step` and `predict_step`. :class:`UncutEvaluationStep` is for model groups of one rank, :class:`EvaluationStep`
+for all other model groups. A *model group* consists of the ranks that hold one replica.
+
+A training step splits the batch before the user's step. An evaluation step does not, so that metrics and results are
+computed from the whole batch, as in a single process. If the layers form a chain, the program splits only the input of
+the layers into microbatches.
+
+The *step program* decides which code of the user's step each stage runs. In *lockstep*, all stages execute the step
+together, call by call, and each call of a layer is computed by its stage.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +29,12 @@ from lightning_hybrid.trainer.program.step_context import StepContext
 from lightning_hybrid.trainer.redo.step_state import StepState
 from lightning_hybrid.trainer.results.logging import merge_logs
 
+# The first seed coordinates of evaluation steps; training steps have 0.
 _STEPS = {"validation_step": 1, "test_step": 2, "predict_step": 3}
 
 
 class UncutEvaluationStep:
-    """Runs the user's step as it is, in a model group of one rank.
+    """An evaluation step that runs the user's step as it is, in a model group of one rank.
 
     Args:
         module: The user's module.
@@ -32,21 +45,22 @@ class UncutEvaluationStep:
         self._module, self._grad_sync = module, grad_sync
 
     def __call__(self, name: str, *arguments: Any, precision: Callable[[], AbstractContextManager[None]]) -> Any:
-        """Run one batch; the arguments are those of :meth:`EvaluationStep.__call__`."""
+        """Run one batch; the arguments and the result are as for :meth:`EvaluationStep.__call__`."""
         with self._grad_sync.step(evaluates=True, is_cut=False), precision():
             return getattr(self._module, name)(*arguments)
 
 
 class EvaluationStep:
-    """Runs the user's `validation_step`, `test_step` or `predict_step` through the pipeline.
+    """An evaluation step that runs the user's step through the pipeline.
 
     Usually, the step program splits the step over the stages. If the results of layers determine which layers the step
-    calls next, as in text generation, the step runs in lockstep: on all stages at once. For some steps, this becomes
-    known only when the step reads a result on the last stage. The effects of such a step are undone, and the step runs
-    again::
+    calls next, as in text generation, the step runs in lockstep. For some steps, this becomes known only when the last
+    stage's part of the step raises an error. The effects of such a step are undone, and the step runs again::
 
         last stage      x = ...; while not is_over(x):  x = self(x)  fails    --> undone, runs again in lockstep
         other stages    their part                                            --> undone, runs again in lockstep
+
+    An error of the user's code is raised in the second run.
 
     Args:
         context: The state that steps share.
@@ -58,15 +72,20 @@ class EvaluationStep:
         self._tried = set[Hashable]()  # keys of steps that have run
 
     def __call__(self, name: str, *arguments: Any, precision: Callable[[], AbstractContextManager[None]]) -> Any:
-        """Run one batch.
+        """Run one batch, and log the values that the step logs; every rank of the model group calls this.
 
         Args:
             name: ``"validation_step"``, ``"test_step"`` or ``"predict_step"``.
             arguments: The arguments of the user's step; the first one is the batch.
-            precision: The precision plugin's context.
+            precision: Returns the precision plugin's context for this kind of step.
 
         Returns:
-            The result of the step, the same on every rank.
+            The result of the step, the same on every rank of the model group.
+
+        Raises:
+            ValueError: If the step can neither be divided among stages nor run in lockstep, or if it has changed state
+                that cannot be restored for the second run.
+            Exception: Any error of the user's code.
         """
         context, user_step = self._context, getattr(self._context.module, name)
         coordinates = _STEPS[name], context.streams.next_number("evaluation batches")
@@ -74,7 +93,7 @@ class EvaluationStep:
             # Computed before the user's code runs, which may remove something from the batch.
             version, shapes = (coordinates[0], context.version(gradients=False)), signature(arguments)
             call = StepCall(user_step, arguments[0], arguments[1:], coordinates, (version, shapes))
-            if context.program.is_open(name):
+            if context.program.is_unsettled(name):
                 with context.step(num_microbatches=1), precision():
                     context.program.settle(call)
             context.desync.note_batch(name, version, [shapes])
@@ -86,13 +105,18 @@ class EvaluationStep:
             shared = context.share(lambda: (value, merge_logs(records, [1])), again)
             if isinstance(shared, Choice):
                 shared = self._again(call, trial, precision)
-            elif trial.error is not None:  # the error occurred only on this tensor-parallel rank
+            elif trial.error is not None:  # not on the first tensor-parallel rank of the last stage, which decides
                 with context.guard():
                     raise trial.error
             return shared
 
     def _begin(self, call: StepCall) -> StepState | None:
-        """Save and return the state that a step may change; ``None`` if the step never has to run again."""
+        """Save and return the state that a step may change, so that the step can run again.
+
+        Returns:
+            The state; ``None`` if the step cannot run in lockstep, or if a step with the same key has run before.
+            Without the state, an error is raised at once.
+        """
         context = self._context
         if not context.program.may_run_again(call):
             return None
@@ -108,12 +132,17 @@ class EvaluationStep:
     def _again(
         self, call: StepCall, trial: Trial[StepState], precision: Callable[[], AbstractContextManager[None]]
     ) -> Any:
-        """Undo a step, run it again in lockstep, and return its result.
+        """Undo a step, run it again in lockstep, and return its result; every rank of the model group calls this.
+
+        From now on, any code may call the layers, which may replace the step program of the run.
 
         Args:
             call: The step.
             trial: The state before the step and, on the last stage, the error of the first run.
-            precision: The precision plugin's context.
+            precision: Returns the precision plugin's context for this kind of step.
+
+        Raises:
+            ValueError: If the step has changed state that cannot be restored.
         """
         context = self._context
         assert trial.state is not None
@@ -123,7 +152,7 @@ class EvaluationStep:
             except WrongUseError as refusal:
                 raise refusal from trial.error
             context.forget_step()
-            program = context.program.opened(call.name)
+            program = context.program.open_layers(call.name)
         with context.step(num_microbatches=1) as records, precision():
             value = program.run_in_lockstep(StepCall(call.step, batch, others, call.coordinates, call.key))
         return context.share(lambda: (value, merge_logs(records, [1])))

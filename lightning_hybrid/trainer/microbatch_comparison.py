@@ -10,9 +10,22 @@
                loss by its own targets (TermCounts)
     sum  ----> losses of microbatches are summed
     other ---> one microbatch ("auto"), or a warning if the user set a number
+    unknown -> the numbers show nothing, for example because losses are equal: the next step is compared
 
-If each replica processes its batch as one microbatch, only that batch is run, and the replicas compare their findings.
-The guide `check.md` describes the results for users.
+The comparison also finds states that a forward writes from the batch, such as codebooks. If their values differ with
+microbatches, the result is the same as for *other*. If each replica processes its batch as one microbatch, only that
+batch is run, and the replicas compare their findings.
+
+`TrainingStep` makes one :class:`MicrobatchComparison` per run. Before each batch with a backward, it calls
+:meth:`MicrobatchComparison.is_due`, and if this returns True, the object itself. `Faults(compare_microbatches=False)`
+turns this off. The guide `check.md` describes the results for users.
+
+Nothing in a module states if its loss is a mean or a sum, and over what. A wrong assumption changes the training
+without an error, so the loss is measured.
+
+A *signature* has the containers, shapes and dtypes of a batch, a *structure* has numbers of dimensions instead of
+shapes. A *pair* is two microbatches and their samples joined, three batches in all. A *term* is the mean of a cross
+entropy in the loss, and its *targets* are the classes that the mean counts.
 """
 
 from __future__ import annotations
@@ -58,7 +71,6 @@ from lightning_hybrid.trainer.losses.loss_terms import (
     common_names,
     common_terms,
     tells_enough,
-    with_copied_classes,
 )
 from lightning_hybrid.trainer.losses.rehearsal import (
     GraphNeeded,
@@ -128,15 +140,16 @@ class Forward(Protocol):
 
 
 class MicrobatchComparison:
-    """Compares the loss of samples in one microbatch with their loss in two microbatches; all ranks share the verdict.
+    """A comparison of the loss of samples in one microbatch with their loss in two; all ranks share the verdict.
 
-    The comparison runs in the first step. It runs again in the second step if there was only one pair of microbatches,
-    whose losses may agree by chance. Without replicas, it also runs for batches with another structure. With replicas,
-    it does not, because different replicas get such batches in different steps.
+    The comparison runs in the first step, and again in later steps as long as the verdict is unknown. It runs again in
+    the second step if there was only one pair of microbatches, whose losses may agree by chance. Without replicas, it
+    also runs for batches with another structure. With replicas, it does not, because different replicas get such
+    batches in different steps. A run has at most four comparisons, and none after a difference of losses was found.
 
     Args:
         context: The state that steps share.
-        grad_sync: The gradient synchronization.
+        grad_sync: The gradient synchronization, which has the parameters of this rank.
         config: The arguments of the strategy.
 
     Attributes:
@@ -144,8 +157,9 @@ class MicrobatchComparison:
         labels: How the targets of the batch are counted if the loss is a mean over them; otherwise ``None``.
         terms: How the targets of terms of the loss are counted if these terms are means over them; otherwise ``None``.
         log_kinds: For each logged value that is not a mean over samples, ``"weighted"`` or ``"sum"``, by name.
-        explains: If True, the divisor of the loss is known, so labels need no further check.
-        takes_one: If True, batches run as one microbatch from now on.
+        explains: If True, labels need no further check, because the loss is a sum or a mean over targets, or because a
+            warning has explained a difference.
+        takes_one: If True, batches run as one microbatch from now on; only if the user has not set a number.
         repeats: If True, only one pair of microbatches was compared, so the next step is compared, too. That step is
             traced again, because its path may differ.
     """
@@ -163,16 +177,19 @@ class MicrobatchComparison:
         is_needed = config.faults.compare_microbatches and is_split and config.loss_reduction == "mean"
         self._left = _MOST if is_needed else 0
         self._verdicts: dict[Hashable, Verdict] = {}  # by the structure of the batch
-        self._structures, self._texts = set[Hashable](), set[str]()  # structures compared on this rank, and on any rank
-        self._changes: list[dict[str, Change]] = []  # of states, by joined microbatches, the first, the second
+        # Structures that were compared or reported on this rank, and texts of structures that any rank has compared.
+        self._structures, self._texts = set[Hashable](), set[str]()
+        self._changes: list[dict[str, Change]] = []  # of states, in three forwards: joined microbatches, first, second
         self._rounding = self._alone = 0.0  # the relative rounding error; the loss of only the second microbatch
         self._has_stated = False  # True after a warning about a structure or a difference
         self.repeats = False
-        self._needs_graph = False  # True if the step itself computes gradients
+        self._needs_graph = False  # True if the step itself computes gradients, or uses transforms of `torch.func`
         self._last: tuple[Hashable, Verdict | None] = (), None  # the signature of the last batch, and its verdict
 
     def is_due(self, signature: Hashable) -> bool:
         """Set the attributes to the known verdict on a batch, and return True if the batch should be compared.
+
+        Warn once if the structure of the batch was not compared on any rank, and cannot be compared any more.
 
         Args:
             signature: The signature of a microbatch.
@@ -195,6 +212,8 @@ class MicrobatchComparison:
 
     def __call__(self, batch: Any, num_microbatches: int, signature: Hashable, forward: Forward) -> bool:
         """Compare the microbatches of a batch with the batch; every rank calls this method at the same steps.
+
+        Only some samples of the batch are run. Log a message or a warning about the result, and set the attributes.
 
         Args:
             batch: The batch.
@@ -251,7 +270,7 @@ class MicrobatchComparison:
         return verdict.kind == "sum"
 
     def _common(self, batches: list[Any], signature: Hashable) -> list[Any]:
-        """Return as many batches to compare as every rank has, and record the structures of all ranks.
+        """Return as many batches to compare as every rank has, and record the structures of all ranks; a collective.
 
         Forwards may gather parameter shards of replicas, so each rank must run the same number of forwards. Therefore,
         two equal batches are run only once if this is possible on every rank.
@@ -270,6 +289,7 @@ class MicrobatchComparison:
         return batches[: min(each for each, _, _ in found)]
 
     def _key_of(self, structure: Hashable) -> Hashable:
+        """Return the key of a structure among the verdicts: with replicas, one verdict holds for all structures."""
         return "any" if self._context.mesh.num_replicas > 1 else structure
 
     def _state_structure(self, structure: Hashable, signature: Hashable) -> None:
@@ -282,7 +302,10 @@ class MicrobatchComparison:
             warnings.warn(structure_text(signature), stacklevel=2)
 
     def _count_targets(self, batch: Any, forward: Forward) -> None:
-        """Find out if the loss of a batch that is one microbatch consists of means over targets.
+        """Find out if the loss of a batch that is one microbatch consists of means over targets; a collective.
+
+        If it does, set the attributes. If the module has `microbatch_weight` or takes values from an iterator, nothing
+        is compared in this run.
 
         Args:
             batch: The batch.
@@ -296,7 +319,7 @@ class MicrobatchComparison:
             return
 
         def find() -> list[TargetMeans | None]:
-            run = self._run([copied(batch)], [find_batch_size(batch) or 1], forward)
+            run = self._run([batch], [find_batch_size(batch) or 1], forward)
             return [] if run is None else run.find_means()
 
         found = self._gather(find)
@@ -313,7 +336,8 @@ class MicrobatchComparison:
     def _compare_states(self, batches: Sequence[Any], counts: Sequence[int], number: int, forward: Forward) -> bool:
         """Compare the states that the module writes in two microbatches with the states that it writes in both joined.
 
-        Warn if the states differ, or if the loss of the second microbatch depends on what the first one has written.
+        This is a collective. It warns if the states differ, or if the loss of the second microbatch depends on what the
+        first one has written.
 
         Args:
             batches: Two microbatches.
@@ -342,7 +366,7 @@ class MicrobatchComparison:
                 with one_run(restores=False), tensors.run(restores=False), lean:
                     return forward_of_stage()
 
-            after, _ = forward(batches, counts, lambda number, loss: loss.detach(), run)
+            after, _ = forward(list(map(copied, batches)), counts, lambda number, loss: loss.detach(), run)
             own = find_differences(self._changes[0], states.read(tensors.former), rounding)
         losses = (alone, float(after[1])) if after and is_used(alone, float(after[1]), rounding) else None
         told = all_gather_values((own, losses), group)
@@ -357,7 +381,10 @@ class MicrobatchComparison:
 
     @contextmanager
     def _without_trace(self) -> Iterator[tuple[Callable[..., AbstractContextManager[None]], Untouched, WrittenStates]]:
-        """Restore the module at the end; yield contexts for one run and for its operators, and the module's states."""
+        """Restore the module at the end; yield contexts for one run and for its operators, and the module's states.
+
+        If this rank is alone, an error inside reaches the caller. Otherwise, it ends the run on all ranks.
+        """
         context, of_attributes = self._context, list[Tensor]()
         with (
             untouched_attributes(context.module, of_attributes) as one_run,
@@ -373,7 +400,17 @@ class MicrobatchComparison:
     def _judge_other(
         self, verdict: Verdict, number: int, compare: _Compare, find: Callable[[Verdict], Finding]
     ) -> bool:
-        """Warn of a difference and its cause, and return True if batches run as one microbatch from now on."""
+        """Warn of a difference and its cause, and return True if batches run as one microbatch from now on.
+
+        This is a collective, because experiments that find the cause run more forwards. It ends the comparisons of this
+        run.
+
+        Args:
+            verdict: The verdict, of kind ``"other"``.
+            number: The number of microbatches.
+            compare: Compares the same batches again.
+            find: Runs the experiments.
+        """
         self._left, self.explains, self._has_stated = 0, True, True
         cause: Cause | None = None
         with router_losses_scaled(self._context.module, 0.0) as factor:
@@ -389,7 +426,7 @@ class MicrobatchComparison:
         return self._is_auto
 
     def _find(self, experiments: Experiments | None, forward: Forward, verdict: Verdict) -> Finding:
-        """Run the experiments that are possible on all ranks, and return their joint finding.
+        """Run the experiments that are possible on all ranks, and return their joint finding; a collective.
 
         Args:
             experiments: The experiments with the batch of this rank; ``None`` if there are none.
@@ -414,7 +451,15 @@ class MicrobatchComparison:
         return common_finding(self._gather(find))
 
     def _state_router_loss(self, verdict: Verdict, compare: _Compare) -> None:
-        """Warn of the difference due to a router loss if it is too small to be visible in the whole loss."""
+        """Warn of the difference due to a router loss if it is too small to be visible in the whole loss.
+
+        Router losses balance the experts of a mixture of experts. If the module has one, this is a collective, which
+        compares again with a large coefficient.
+
+        Args:
+            verdict: The verdict with the user's coefficient.
+            compare: Compares the same batches again.
+        """
         with router_losses_scaled(self._context.module, LARGE_COEFFICIENT) as factor:
             if factor is None:
                 return
@@ -429,11 +474,18 @@ class MicrobatchComparison:
         return self._context.mesh.model_group.size() == 1 and not self._grad_sync.zero.is_active
 
     def _verdict(self, compare: _Compare) -> Verdict:
-        """Return the joint verdict of all ranks."""
+        """Return the joint verdict of all ranks; a collective."""
         return joined_verdict(self._gather(compare))
 
     def _gather(self, compare: Callable[[], list[_T]]) -> list[_T]:
-        """Run a comparison, and return the findings of all ranks; if this rank is alone, ignore its errors."""
+        """Run a comparison, and return the findings of all ranks; a collective.
+
+        If this rank is alone in its forwards, its errors are ignored. Otherwise, an error of the comparison is raised
+        with a note.
+
+        Args:
+            compare: Returns the findings of this rank.
+        """
         own, is_alone = list[_T](), self._is_alone  # before `compare`, because a failure destroys the process groups
         try:
             own = compare()
@@ -455,14 +507,15 @@ class MicrobatchComparison:
         """Compare the loss of samples in one microbatch with their loss in two.
 
         Args:
-            batches: The result of :func:`~.losses.verdict.joined_parts`: three batches for each pair of microbatches.
+            batches: Batches from :func:`~.losses.verdict.joined_parts`: three batches for each pair of microbatches,
+                their joined samples first.
             counts: The number of samples in each batch.
             sizes: The results of the module's `microbatch_weight`; ``None`` if it has no such method.
             forward: Runs batches through the pipeline.
 
         Returns:
-            The verdict of this rank on each pair; an empty list if the loss is on other ranks, or the losses cannot be
-            compared.
+            The verdict of this rank on each pair, without differences that random numbers may explain; an empty list if
+            the loss is on other ranks, or the losses cannot be compared.
         """
         places = places_of_first(batches)
         firsts = sorted(set(places))
@@ -490,17 +543,20 @@ class MicrobatchComparison:
     def _run(self, batches: Sequence[Any], counts: Sequence[int], forward: Forward) -> Run | None:
         """Run batches through the pipeline, forward only and without side effects.
 
+        Record the changes of the module's states, the rounding error, and the loss of the second microbatch for
+        :meth:`_compare_states`.
+
         Args:
-            batches: Copies of batches, because the step may write into them.
+            batches: The batches. The step runs with copies, because it may write into them.
             counts: The number of samples in each batch.
             forward: Runs batches through the pipeline.
 
         Returns:
-            The losses and logs; ``None`` if the loss is on other ranks, or a batch has no loss.
+            The losses, terms and logs; ``None`` if the loss is on other ranks, or a batch has no loss.
         """
         context = self._context
         dtypes = [each.dtype for each in self._grad_sync.local_parameters() if each.is_floating_point()]
-        kept, terms = list(map(with_copied_classes, batches)), [LossTerms() for _ in batches]
+        terms = [LossTerms() for _ in batches]
         self._changes = changes = [dict[str, Change](), {}, {}]
 
         def loss_of(number: int, value: Tensor) -> Tensor:
@@ -514,7 +570,7 @@ class MicrobatchComparison:
 
             def attempt(number: int, forward_of_stage: Callable[[], Any]) -> Any:
                 found = terms[number] = LossTerms()
-                # A graph is recorded only after the first term of the loss.
+                # Autograd saves tensors only after the first term of the loss, because only terms need derivatives.
                 lean = nullcontext() if self._needs_graph else graph_without_values(lambda: bool(found.terms))
                 with one_run(), tensors.run(), observed(found.observe), lean:
                     value = forward_of_stage()
@@ -529,10 +585,10 @@ class MicrobatchComparison:
                     self._needs_graph = True
                 return attempt(number, forward_of_stage)
 
-            # In reverse order: the smallest batch comes first, so that later stages start early.
+            # In reverse order: a half comes first and not joined microbatches, so that later stages start early.
             last = len(batches) - 1
             losses, records = forward(
-                batches[::-1],
+                list(map(copied, batches[::-1])),
                 counts[::-1],
                 lambda at, value: loss_of(last - at, value),
                 lambda at, of: run(last - at, of),
@@ -545,4 +601,4 @@ class MicrobatchComparison:
             return None
         values, numbers = list(map(float, losses)), list(map(logged_numbers, records))
         self._alone = values[min(2, len(values) - 1)]
-        return Run(kept, counts, values, terms, numbers, coarsest(dtypes), tensors.has_drawn)
+        return Run(list(batches), counts, values, terms, numbers, coarsest(dtypes), tensors.has_drawn)

@@ -1,11 +1,20 @@
 """A training step: splits a batch into microbatches, runs forward and backward, and returns the merged result.
 
-Each `Run` makes one step object when it starts. `HybridStrategy.training_step` calls the object for each batch, and
-`HybridStrategy.backward` calls the method ``backward`` of the object.
+Each `Run` makes one step object when it starts. `HybridStrategy.training_step` calls the object for each batch.
+`HybridStrategy.backward` then calls the method ``backward`` of the object, also for a replica without a loss.
+
+Lightning runs the whole forward, and then the whole backward. A pipeline schedule alternates between forwards and
+backwards of microbatches, so the step has to run both. It weights the loss of each microbatch so that losses and
+gradients equal the results of a single process.
 
 :class:`TrainingStep` is for automatic optimization with several stages or microbatches, with tensor or context
 parallelism, or with `microbatch_weight`. `ManualTrainingStep` is for manual optimization with tensor or context
 parallelism. :class:`UncutTrainingStep` is for all other steps.
+
+The *step program* decides which code of the user's step each stage runs. Some programs *trace* a step: they run it with
+fake tensors to find its calls, and make a *plan* that divides the calls among the stages. If a step makes other calls
+than its plan, another *attempt* at it follows. A *window* consists of the batches of one optimizer step. A batch or
+microbatch is *left out* if `training_step` returns ``None`` for it.
 """
 
 from __future__ import annotations
@@ -71,20 +80,21 @@ _TRAINING = 0  # the first seed coordinate of training steps
 
 
 class TrainingStep:
-    """Runs the user's `training_step` through the pipeline, forward and backward.
+    """A training step that runs the user's `training_step` through the pipeline, forward and backward.
 
     Args:
         context: The state that steps share.
         grad_sync: The gradient synchronization.
         config: The arguments of the strategy.
-        place_parameters: Moves parameters outside the layers to the stages that use them. Called before the first batch
-            with the stages of each parameter, by name; ``None`` if the step could not be traced.
-        shares_casts: If True, microbatches share the copies of parameters that autocast makes. False if ZeRO frees
-            parameters after each use, because copies of all parameters would stay in memory.
+        place_parameters: Moves parameters outside the layers to the stages that use them; every rank calls it, before
+            the first batch runs. It receives the stages that use each parameter, by name, as far as this rank knows;
+            ``None`` if the step could not be traced.
+        shares_casts: If True, microbatches share the copies of parameters that autocast makes. False without autocast,
+            or if ZeRO frees parameters after each use, because copies of all parameters would stay in memory.
 
     Attributes:
         has_gradients: True, because a step runs forward and backward.
-        schedules: Returns the schedule of each step.
+        schedules: The schedules of steps with a backward, by number of microbatches.
         anomaly: Detects values that are not finite; set by the `Run`. ``None`` without `Trainer(detect_anomaly=True)`.
     """
 
@@ -116,7 +126,7 @@ class TrainingStep:
         self._casts = SharedCasts(context.device.type, grad_sync.local_parameters) if shares_casts else None
         self._batch_norms = batch_norms(context.module) if num_microbatches > 1 else []
         self._limits = config.auto_microbatches and bool(self._batch_norms)
-        # Replicas take part in the same collectives, so all use the number of microbatches of the smallest batch.
+        # Replicas take part in the same collectives, so all use the smallest number of microbatches of any replica.
         self._agrees = num_microbatches > 1 and (
             grad_sync.zero.reduces_each_backward
             or (context.mesh.num_replicas > 1 and self._limits)
@@ -143,10 +153,13 @@ class TrainingStep:
     ) -> Any:
         """Run the forward and, if requested, the backward of a batch, and log the merged values of its microbatches.
 
+        Every rank calls this at the same batch. The first calls do more: they trace the step, move parameters, compare
+        losses with and without microbatches, and measure links between nodes.
+
         Args:
             arguments: The arguments of the user's `training_step`; the first one is the batch.
             step: The number of this batch since training began; random numbers depend on it.
-            precision: The precision plugin's context.
+            precision: Returns the precision plugin's context for a forward.
             accumulated: The number of batches whose gradients are accumulated; the loss is divided by it.
             is_first: True if the batch is the first of these batches.
             scale: Scales the loss for fp16; ``None`` for other precisions.
@@ -156,6 +169,11 @@ class TrainingStep:
         Returns:
             The result of `training_step`, merged over the microbatches of this replica, without an autograd graph. It
             is the same on every rank of the model group. ``None`` if the result is ``None`` for every microbatch.
+
+        Raises:
+            ValueError: If the step cannot be divided among stages, if its loss has no autograd graph or no value, or if
+                it returns ``None`` unexpectedly. The other ranks raise an error with the same text.
+            MisconfigurationException: If a result of `training_step` contains no loss.
         """
         context, grad_sync = self._context, self._grad_sync
         if backward and (self.schedules.is_choosing or self._traffic.is_counting):
@@ -204,7 +222,7 @@ class TrainingStep:
         context.desync.note_batch("training_step", version, parts, counts)
         cut = context.program.cut
         attempts = None if cut is None or not backward else self._redo(cut, step, is_first=is_first)
-        is_over = False
+        is_over, profile = False, self._profile(backward=backward)
         with context.guard(), torch.set_grad_enabled(backward), grad_sync.step():
             while not is_over:
                 outputs.clear()
@@ -227,7 +245,7 @@ class TrainingStep:
                             self._find_schedule(keys, (is_first, reduce), backward=backward),
                             compute,
                             keys,
-                            profile=self._profile(backward=backward),
+                            profile=profile,
                             breaks_off=() if attempts is None else BREAKS_OFF,
                             **grad_sync.backward_hooks,
                         )
@@ -250,7 +268,10 @@ class TrainingStep:
         return value
 
     def _note_left_out(self, outputs: Sequence[Any], factors: Sequence[float | Tensor]) -> None:
-        """Record the total weight of the microbatches that have a loss, and the total weight of all microbatches."""
+        """Record the total weight of the microbatches that have a loss, and the total weight of all microbatches.
+
+        If losses are summed, the weight is 1 if a microbatch has a loss, and otherwise 0; the total is 1.
+        """
         kept = [factor for output, factor in zip(outputs, factors, strict=True) if output is not None]
         if self._comparison.loss_reduction == "sum":  # a missing loss adds 0 to the sum over this replica
             self._left_out.add(float(bool(kept)), 1.0, is_whole=bool(kept))
@@ -258,7 +279,11 @@ class TrainingStep:
             self._left_out.add(sum(kept), sum(factors), is_whole=len(kept) == len(factors))
 
     def _modules_of_stages(self) -> dict[int, list[nn.Module]]:
-        """Return the layers of each stage of this rank; on the first and last stage, also the modules around them."""
+        """Return the modules of each stage of this rank, to search them for spectral norm.
+
+        These are the layers of the stage. On the first and the last stage, they include all modules without children
+        outside the layers.
+        """
         context = self._context
         of_layers = {part for layers in context.layers.values() for layer in layers for part in layer.modules()}
         around = [part for part in context.module.modules() if part not in of_layers and not list(part.children())]
@@ -277,7 +302,13 @@ class TrainingStep:
         )
 
     def _look_at_links(self, *, is_first: bool) -> None:
-        """Measure delays and traffic between nodes in the first steps, and warn about slow links."""
+        """Measure delays and traffic between nodes in the first steps; every rank calls this.
+
+        Warn if another order of ranks would send fewer bytes between nodes, or if tensor-parallel groups span nodes.
+
+        Args:
+            is_first: True if the batch is the first batch of an optimizer step.
+        """
         with self._context.guard():
             if self.schedules.is_choosing:
                 self.schedules.begin_step()
@@ -326,7 +357,14 @@ class TrainingStep:
         return loss
 
     def _reduce(self, accumulated: int, *, windowed: bool) -> None:
-        """Sum and average the gradients, and end the window of accumulated batches."""
+        """Sum and average the gradients, and end the window of accumulated batches; every rank calls this.
+
+        If no batch of the window has a loss, delete the gradients, so that the optimizer changes nothing.
+
+        Args:
+            accumulated: The number of batches by which losses were divided.
+            windowed: True if the batches of the window have different weights.
+        """
         scale = _gradient_scale(self._rest, self._window if windowed else None, accumulated)
         with self._context.range("reduce"):
             self._grad_sync.finish(scale=scale)
@@ -360,17 +398,20 @@ class TrainingStep:
     ) -> Compute:
         """Return the function that runs the forward of a stage: its part of the step, and the loss on the last stage.
 
+        If plans fetch parameters from other stages, this is a collective over the model group.
+
         Args:
             calls: The call of the user's step for each microbatch.
-            precision: The precision plugin's context.
+            precision: Returns the precision plugin's context for a forward.
             loss_of: Returns the loss of a microbatch for the result of the step, or :data:`NOTHING` if it has no loss.
             plans: The plan of each step; empty if steps are not traced.
-            term_weights: The weights of terms of the loss; ``None`` if all terms have the weights of the loss.
-            draws_alike: If True, each microbatch is a separate step.
+            term_weights: The weights of terms of the loss (means of cross entropies); ``None`` if all terms have the
+                weight of their microbatch.
+            draws_alike: If True, each microbatch is a separate step, which writes parameters itself.
         """
         context, zero, program, casts = self._context, self._grad_sync.zero, self._context.program, self._casts
-        parts = program.parts("training_step", plans, is_rehearsal=draws_alike) if plans else ()
-        watches_writes = self._writes.watches and not parts  # plans contain the writes of traced steps
+        planned = program.planned_steps("training_step", plans, is_rehearsal=draws_alike) if plans else ()
+        watches_writes = self._writes.watches and not planned  # plans contain the writes of traced steps
 
         def compute(stage: int, microbatch: int, inputs: Any) -> Any:
             if zero.is_active:
@@ -389,8 +430,8 @@ class TrainingStep:
             has_writes = watches_writes and program.has_code(stage)
             writes = self._writes.around(number, count) if has_writes else nullcontext()
             with precision(), nullcontext() if casts is None else casts.forward(stage), weighed, writes:
-                part = parts[microbatch] if parts else None
-                value = program.forward(stage, calls[microbatch], inputs, part)()
+                planned_step = planned[microbatch] if planned else None
+                value = program.forward(stage, calls[microbatch], inputs, planned_step)()
                 if value is NOTHING:  # the step has returned None before it called the layers
                     if not self._may_skip:
                         raise WrongUseError(_UNEXPECTED_NONE)
@@ -407,13 +448,17 @@ class TrainingStep:
     ) -> None:
         """Before the first batch, find out how the step calls the layers, and which stages use other parameters.
 
+        Every rank calls this. It may replace the step program, and may move parameters outside the layers to the stages
+        that use them.
+
         Args:
-            calls: The call of the user's step for each microbatch.
-            precision: The precision plugin's context.
+            calls: The call of the user's step for each microbatch. Their batches may be replaced by batches on the
+                device.
+            precision: Returns the precision plugin's context for a forward.
             backward: True to compute gradients.
         """
         context, self._is_settled = self._context, True
-        if context.program.is_open("training_step"):
+        if context.program.is_unsettled("training_step"):
             with self._around_trace(1, backward=backward), precision():
                 context.program.settle(calls[0])
         if context.program.places_parameters:
@@ -423,7 +468,7 @@ class TrainingStep:
 
     @contextmanager
     def _around_trace(self, num_microbatches: int, *, backward: bool) -> Iterator[None]:
-        """Return the context in which a step is traced and not run."""
+        """Enter the context of a step that is traced and not run."""
         with (
             self._context.step(num_microbatches=num_microbatches),
             torch.set_grad_enabled(backward),
@@ -441,12 +486,15 @@ class TrainingStep:
     ) -> bool:
         """Compare the microbatches of a batch with the batch, and return True if the batch must be split again.
 
+        Every rank calls this. If the comparison requires it, all later batches run as one microbatch. If it explains
+        the loss, labels are not examined any more.
+
         Args:
             num_microbatches: The number of microbatches.
-            signature: The signature of a microbatch.
+            signature: The signature of a microbatch: its containers, shapes and dtypes.
             arguments: The arguments of the user's `training_step`.
             step: The number of the batch since training began.
-            precision: The precision plugin's context.
+            precision: Returns the precision plugin's context for a forward.
         """
         comparison = self._comparison
         forward = partial(self._forward, others=arguments[1:], step=step, precision=precision)
@@ -515,12 +563,12 @@ class TrainingStep:
         return [] if any(loss is NOTHING for loss in losses) else losses, records
 
     def backward(self, loss: Tensor | None, run: Callable[[Tensor], None] | None = None, *, reduce: bool) -> bool:
-        """Return if a replica has a loss. Do nothing else, because the schedule has already run the backward.
+        """Return True if a replica has a loss. Do nothing else, because the schedule has already run the backward.
 
         Args:
             loss: The loss; ``None`` if there is none.
-            run: Lightning's backward of a loss.
-            reduce: True to reduce gradients.
+            run: Lightning's backward of a loss; unused.
+            reduce: True to reduce gradients; unused.
 
         Returns:
             True if a replica has a loss. While gradients are accumulated, only the loss of this replica is known.
@@ -528,6 +576,11 @@ class TrainingStep:
         return loss is not None or (self._rest is not None and self._rest.has_loss)
 
     def _split(self, batch: Any) -> tuple[list[Any], list[int]]:
+        """Split a batch, and return the microbatches and the number of samples of each microbatch.
+
+        If replicas must run equally many microbatches, this is a collective over the replicas. It may warn about the
+        split, and sets the counts of the context.
+        """
         context, user_split = self._context, getattr(self._context.module, "split_batch", None)
         number = self._num_microbatches
         if self._limits:
@@ -551,12 +604,16 @@ class TrainingStep:
         return microbatches, counts
 
     def _weights(self, microbatches: Sequence[Any], *, accumulates: bool) -> LossWeights | None:
-        """Return the weights of microbatches by `microbatch_weight` or targets; ``None`` if samples are the weights.
+        """Return the weights of microbatches by `microbatch_weight` or targets; a collective over the replicas.
 
         Args:
             microbatches: The microbatches.
             accumulates: True if gradients are accumulated over batches; then all ranks need the weights, and not only
                 the last stage.
+
+        Returns:
+            The weights; ``None`` if samples are the weights, if losses are summed, or on a rank that does not need the
+            weights.
         """
         context = self._context
         weigh = getattr(context.module, "microbatch_weight", None) or self._comparison.labels  # may be set during a run
@@ -566,7 +623,14 @@ class TrainingStep:
             return LossWeights.of(weigh, microbatches, context.mesh, context.device)
 
     def _term_weights(self, microbatches: Sequence[Any], counts: Sequence[int]) -> TermWeights | None:
-        """Return the weights of terms of the loss that are means over targets; ``None`` if not on the last stage."""
+        """Return the weights of terms of the loss that are means over targets; a collective over the replicas.
+
+        A term is the mean of a cross entropy in the loss, and its targets are the classes that the mean counts.
+
+        Returns:
+            The weights; ``None`` if all terms have the weight of their microbatch, if the module has
+            `microbatch_weight`, or if this rank does not have the last stage.
+        """
         context, terms = self._context, self._comparison.terms
         is_told = getattr(context.module, "microbatch_weight", None) is not None
         if terms is None or is_told or not context.is_last:
@@ -580,10 +644,12 @@ class TrainingStep:
     ) -> tuple[Sequence[float | Tensor], Sequence[float | Tensor]]:
         """Return the weights of microbatches in the reported loss, and the factors of their losses before backward.
 
+        If the weights are relative to the window, add the batch to the window.
+
         Args:
             counts: The number of samples of each microbatch.
             weights: The weights other than numbers of samples; ``None`` if there are none.
-            windowed: True if the weights are relative to all accumulated batches.
+            windowed: True if the weights are relative to all batches of the window.
         """
         if weights is not None:
             return weights.shares, weights.factors(self._window.add(weights.total) if windowed else None)
@@ -592,10 +658,11 @@ class TrainingStep:
 
 
 class UncutTrainingStep:
-    """Runs the user's step as Lightning does, for one stage and one microbatch without tensor or context parallelism.
+    """A training step that runs the user's step as Lightning does.
 
-    With automatic optimization, the Trainer calls backward after the step. With manual optimization, the user's step
-    calls `manual_backward`, any number of times. In both cases, :meth:`backward` averages gradients over the replicas.
+    It is for one stage and one microbatch without tensor or context parallelism, so there is nothing to schedule. With
+    automatic optimization, the Trainer calls backward after the step. With manual optimization, the user's step calls
+    `manual_backward`, any number of times. In both cases, :meth:`backward` averages gradients over the replicas.
 
     Args:
         module: The user's module.
@@ -603,10 +670,11 @@ class UncutTrainingStep:
         mesh: The ranks.
         device: The device of this rank.
         config: The arguments of the strategy.
-        around_forwards: Returns a context for forwards, which recomputes or offloads what layers save for backward.
+        around_forwards: Returns a context for forwards, in which activations are recomputed or offloaded if the user
+            requests it.
 
     Attributes:
-        has_gradients: False, because Lightning calls backward after the step.
+        has_gradients: False, because Lightning or the user's step calls backward.
         anomaly: Detects values that are not finite; set by the `Run`. ``None`` without `Trainer(detect_anomaly=True)`.
     """
 
@@ -647,8 +715,9 @@ class UncutTrainingStep:
     ) -> Any:
         """Run the forward of a batch, and return the result of the user's step with its autograd graph.
 
-        The arguments are those of :meth:`TrainingStep.__call__`. With manual optimization, the user's step also runs
-        its backwards and optimizer steps inside this call.
+        The arguments have the same meaning as in :meth:`TrainingStep.__call__`, also ``step`` and ``scale``, which are
+        unused. With manual optimization, the user's step also runs its backwards and optimizer steps inside this call.
+        Replicas communicate, so all of them call this.
         """
         zero, is_automatic = self._grad_sync.zero, self._module.automatic_optimization
         weights: LossWeights | None = None
@@ -686,7 +755,10 @@ class UncutTrainingStep:
         return output
 
     def _run(self, arguments: Sequence[Any]) -> Any:
-        """Run the user's step, and the collectives for which other replicas wait before losses are compared."""
+        """Run the user's step, and the collectives for which other replicas wait before losses are compared.
+
+        The comparison of losses is :class:`ReplicaTargets`.
+        """
         zero, meets = self._grad_sync.zero, self._targets.is_looking
         output = self._module.training_step(*arguments)
         if zero.is_active and (output is None or meets):
@@ -694,11 +766,11 @@ class UncutTrainingStep:
         return output
 
     def backward(self, loss: Tensor | None, run: Callable[[Tensor], None] | None = None, *, reduce: bool) -> bool:
-        """Run Lightning's backward, and average the gradients.
+        """Run Lightning's backward, and average the gradients if requested; every replica calls this.
 
         Args:
             loss: The loss; ``None`` if this replica has none and only takes part in collectives.
-            run: Lightning's backward of a loss.
+            run: Lightning's backward of a loss; ``None`` if there is no loss.
             reduce: True to reduce gradients now, False to accumulate them.
 
         Returns:
@@ -721,11 +793,19 @@ class UncutTrainingStep:
 
 
 def _looking(anomaly: AnomalyDetector | None) -> AbstractContextManager[None]:
+    """Return the context in which anomaly detection checks a step."""
     return nullcontext() if anomaly is None else anomaly.batch()
 
 
 def _scaled(loss: Tensor, factor: float | Tensor, accumulated: int, scale: Callable[[Tensor], Tensor] | None) -> Tensor:
-    """Return the loss with which the backward of a microbatch begins: weighted, and scaled for fp16."""
+    """Return the loss with which the backward of a microbatch begins: weighted, divided, and scaled for fp16.
+
+    Args:
+        loss: The loss of the microbatch.
+        factor: The weight of the microbatch.
+        accumulated: The number of accumulated batches, by which the loss is divided.
+        scale: Scales the loss for fp16; ``None`` for other precisions.
+    """
     if isinstance(factor, Tensor):
         loss = weighted(loss, factor)
     elif factor != 1.0:
@@ -747,7 +827,15 @@ def _gradient_scale(rest: Rest | None, window: AccumulationWindow | None, accumu
 
 
 def _merge(outputs: Sequence[Any], counts: Sequence[int], shares: Sequence[float | Tensor], *, is_mean: bool) -> Any:
-    """Merge the results of all microbatches into a loss or a dictionary with a loss; ``None`` if none has a loss."""
+    """Merge the results of all microbatches into a loss or a dictionary with a loss; ``None`` if none has a loss.
+
+    Args:
+        outputs: The result of `training_step` for each microbatch; ``None`` if it has no loss.
+        counts: The number of samples of each microbatch.
+        shares: The weight of each microbatch in the loss.
+        is_mean: True if the weights of the microbatches with a loss are rescaled to the sum 1; False if losses are
+            summed.
+    """
     kept = [index for index, output in enumerate(outputs) if output is not None]
     if not kept:
         return None
@@ -766,7 +854,7 @@ def _merge(outputs: Sequence[Any], counts: Sequence[int], shares: Sequence[float
 
 
 def _check_graphs(outputs: Sequence[Any], num_microbatches: int, *, each: bool) -> None:
-    """Check the losses so far, of which the last one has no autograd graph, so that something is trained.
+    """Raise an error if nothing would be trained. The caller has found that the newest loss has no autograd graph.
 
     Args:
         outputs: The results of `training_step` so far.
@@ -774,7 +862,7 @@ def _check_graphs(outputs: Sequence[Any], num_microbatches: int, *, each: bool) 
         each: True if every microbatch needs a graph, because an earlier stage waits for its gradients.
 
     Raises:
-        WrongUseError: If no microbatch has a graph, or if ``each`` is True.
+        WrongUseError: If no microbatch has a graph after the last microbatch, or if ``each`` is True.
     """
     losses = [_loss_of(output) for output in outputs if output is not None]
     if not each and (len(outputs) < num_microbatches or any(loss.requires_grad for loss in losses)):

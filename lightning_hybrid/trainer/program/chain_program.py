@@ -1,4 +1,15 @@
-"""The step program for a chain of layers that the step calls once, as a whole: stages in between run only layers."""
+"""The step program for a chain of layers that the step calls once, as a whole: stages in between run only layers.
+
+A *chain* is an `nn.Sequential`, and the body of the pipeline. `make_program` makes this program if there is a chain.
+`TrainingStep`, `EvaluationStep` and `StepContext` call it for each batch. As the step is cut only at its call of the
+chain, no step needs a plan, the code around the chain may take any path, and stages in between run no user code. So
+this program is faster than :class:`FrameProgram`, but handles fewer steps. To *open* the chain is to replace this
+program by a :class:`FrameProgram`, in which any code may call the layers.
+
+To *trace* a step is to run its code with fake tensors as parameters and as results of layers, and to record its calls.
+This program traces a step only before its first batch: to find out how the step calls the chain, and which stage uses
+each parameter *around* (outside) the chain.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +33,7 @@ from lightning_hybrid.pipeline_parallel.schedules import build_forward
 from lightning_hybrid.pipeline_parallel.splitting.microbatch import JoinError, find_batch_size, join, slicing
 from lightning_hybrid.pipeline_parallel.stage_map import StageMap
 from lightning_hybrid.trainer.program.frame_program import FrameProgram
-from lightning_hybrid.trainer.program.program import StepCall, StepPart, StepProgram, Trial
+from lightning_hybrid.trainer.program.program import PlannedStep, StepCall, StepProgram, Trial
 from lightning_hybrid.trainer.program.step_context import StepContext
 
 # The most steps around a chain that are traced, in a sanity check and the first training batch.
@@ -34,26 +45,28 @@ _USES_INSIDE = "uses tensors from inside {}"
 class ChainProgram(StepProgram):
     """A program in which the first and the last stage run the user's step around the chain; others run only layers.
 
-    In an evaluation step, code around the chain receives the whole batch, and the layers receive microbatches::
+    In a training step, all code receives microbatches. In an evaluation step, code around the chain receives the whole
+    batch, and the layers receive microbatches::
 
         first stage   step with the whole batch, until body(x) --> x is split --> layers, microbatch by microbatch
         middle        layers
         last stage    layers --> y is joined --> step with the whole batch, in which body(x) returns y
 
     So metrics receive the same values as in a single process. If it is ambiguous how to split x or y, the batch runs as
-    one microbatch. The ranks agree on this at the first batch of each signature, and remember it.
+    one microbatch. The ranks agree on this at the first batch of each signature, and remember it unless
+    ``context.remembers`` is False.
 
-    If a step calls the layers in another way, the chain is opened: from then on, the layers are units of a
-    :class:`FrameProgram`, on every rank of the model group. The chain is never closed again.
+    If a step calls the layers in another way, the chain is opened (see :meth:`settle` for the conditions): from then
+    on, a :class:`FrameProgram` runs the steps on every rank of the model group. The chain is never closed again.
 
     Args:
         context: The state that steps share.
         body: The layers of the chain.
         chain: The chain.
-        grad_sync: Has the parameters that ZeRO shards.
+        grad_sync: The gradient synchronization, used only by the :class:`FrameProgram` of an opened chain.
         num_microbatches: The requested number of microbatches of an evaluation step.
-        frees_early: True if the full parameters of a layer are freed after each call.
-        can_open: True if the layers of the chain may be called one by one.
+        frees_early: True if ZeRO stage 3 frees the full parameters of a layer after each call.
+        can_open: True if the tensor-parallel plan allows that the layers of the chain are called one by one.
     """
 
     def __init__(
@@ -92,7 +105,7 @@ class ChainProgram(StepProgram):
         return self._cut()
 
     def unfollowed(self) -> AbstractContextManager[None]:
-        """Return a context for code that is not part of the user's step."""
+        """Return a context for code that is not part of the user's step; see :meth:`StepProgram.unfollowed`."""
         if self._cut.code_before is not None:
             return self._cut.code_before.paused()
         return super().unfollowed() if self._tracer is None else self._tracer.unfollowed()
@@ -103,8 +116,8 @@ class ChainProgram(StepProgram):
 
     # -- analysis before a step runs ---------------------------------------------------------------------------------
 
-    def is_open(self, step: str) -> bool:
-        """Return True if it is still unknown how a step calls the chain.
+    def is_unsettled(self, step: str) -> bool:
+        """Return True until :meth:`settle` has been called for a step.
 
         Args:
             step: The name of the step.
@@ -112,21 +125,25 @@ class ChainProgram(StepProgram):
         return step not in self._settled
 
     def settle(self, call: StepCall) -> None:
-        """Trace a step once, and open the chain if the step does not call it as a whole.
+        """Trace a step once, on the first pipeline rank, and open the chain on all ranks if the step requires it.
 
         ::
 
             x = self.body(x)                              the chain stays closed
-            two such calls; for layer in self.body        the chain is opened
+            two such calls; for layer in self.body        the chain is opened; but if the user has named it, it stays
+                                                          closed, and the step raises an error when it runs
             parameters are written (a teacher)            the chain is opened, even if the user has named it
             the loss uses tensors that layers or their    the same; a tensor that a layer keeps in an attribute is then
             hooks keep                                    refused
 
-        Parameters around the chain keep their stages; buffers are sent to all stages. Replicas may decide differently,
-        but the ranks of a model group decide together.
+        If the chain is opened, parameters around the chain keep their stages, and buffers are sent to all stages.
+        Replicas may decide differently, but the ranks of a model group decide together.
 
         Args:
             call: The step.
+
+        Raises:
+            ValueError: If the chain must be opened, but the tensor-parallel plan does not allow this.
         """
         context, body = self._context, self._body
         self._settled.add(call.name)
@@ -149,15 +166,17 @@ class ChainProgram(StepProgram):
                     f" for several layers. Set the name of a style for each of these layers in `tensor_parallel_plan`."
                     " [LH474]"
                 )
-            self.opened(call.name, why)
+            self.open_layers(call.name, why)
         self._unsettled = call.name if stops and self._opens_for_calls else None
 
-    def opened(self, step: str, why: str = _OTHERWISE) -> FrameProgram:
-        """Let any code call the layers from now on, on every rank of the model group, and return the new program.
+    def open_layers(self, step: str, why: str = _OTHERWISE) -> FrameProgram:
+        """Replace this program by a :class:`FrameProgram`, in which any code may call the layers, and return it.
+
+        This is a collective operation of the model group, in which all stages receive the buffers around the chain.
 
         Args:
             step: The name of the step that requires it.
-            why: The reason, as a text with a placeholder for the name of the chain.
+            why: The reason for the log, as a text with ``{}`` for the name of the chain.
         """
         program = FrameProgram(
             self._context,
@@ -178,7 +197,11 @@ class ChainProgram(StepProgram):
     def find_uses(
         self, calls: list[StepCall], precision: Callable[[], AbstractContextManager[None]]
     ) -> dict[str, set[int]] | None:
-        """Return the stages that use each parameter outside the chain; see :meth:`StepProgram.find_uses`."""
+        """Return the stages that use each parameter outside the chain; see :meth:`StepProgram.find_uses`.
+
+        The result includes steps of a sanity check. Only the first and the last pipeline rank trace steps; the result
+        of other ranks is empty.
+        """
         with precision():
             for call in calls:
                 self._note_use(call)
@@ -203,7 +226,10 @@ class ChainProgram(StepProgram):
         self._find_code_before()
 
     def _find_code_before(self) -> None:
-        """Trace the code before the chain from now on if this rank runs the step but lacks parameters of it."""
+        """Set how this rank runs the code before the chain: if parameters are missing, without calls that need them.
+
+        Such a call returns fake tensors, and advances the random generators as usual.
+        """
         stage_map = self._context.parameter_map.stage_map
         stage = 0 if self._context.mesh.pipeline_rank == 0 else len(stage_map.stages) - 1
         lacks = any(stage not in stages for stages in stage_map.outside.values())
@@ -211,7 +237,7 @@ class ChainProgram(StepProgram):
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
-    def forward(self, stage: int, call: StepCall, inputs: Any, part: StepPart | None) -> Callable[[], Any]:
+    def forward(self, stage: int, call: StepCall, inputs: Any, planned: PlannedStep | None) -> Callable[[], Any]:
         """Prepare the forward of a stage; see :meth:`StepProgram.forward`."""
         context, is_last = self._context, stage == self._context.num_stages - 1
         run_layers = partial(context.run_layers, stage, context.streams.layers(stage, *call.coordinates))
@@ -221,7 +247,11 @@ class ChainProgram(StepProgram):
         return partial(self._cut.run, call.step, arguments, run_layers, inputs, unwinds=stage == 0, may_skip=True)
 
     def evaluate(self, call: StepCall, trial: Trial[Any]) -> Any:
-        """Run an evaluation step, with the layers in microbatches; see :meth:`StepProgram.evaluate`."""
+        """Run an evaluation step, with the layers in microbatches; see :meth:`StepProgram.evaluate`.
+
+        In a sanity check before training, this also traces the step to find the stages that use each parameter around
+        the chain.
+        """
         context = self._context
         self._unsettled = None
         if self._tracer is not None and context.module.trainer.state.fn == TrainerFn.FITTING:
@@ -239,7 +269,17 @@ class ChainProgram(StepProgram):
         return trial.run(lambda: context.plain(self._cut.run(call.step, arguments, _unchanged, y, unwinds=False)))
 
     def _run_body(self, key: Hashable, x: Any, total: int | None, coordinates: tuple[int, ...]) -> Any:
-        """Return the output of the chain for the whole batch, on the last stage."""
+        """Run the layers, and return the output of the chain for the whole batch; ``None`` except on the last stage.
+
+        For a new key, the ranks of the model group agree on the microbatches: if the outputs of microbatches cannot be
+        joined, the layers run again on the whole batch.
+
+        Args:
+            key: The key of the step, as an integer.
+            x: The input of the chain, on the first stage.
+            total: The number of samples in the batch; ``None`` if unknown or if the key is known.
+            coordinates: The coordinates of the step's random numbers.
+        """
         known = self._counts.get(key)
         if known is not None:
             return self._run_microbatches(key, x, known, coordinates)
@@ -269,6 +309,18 @@ class ChainProgram(StepProgram):
     def _run_microbatches(
         self, key: Hashable, x: Any, counts: tuple[int, ...], coordinates: tuple[int, ...], *, strict: bool = False
     ) -> Any:
+        """Run the layers in microbatches, and return their joined output; ``None`` except on the last stage.
+
+        Args:
+            key: The key of the step, as an integer.
+            x: The input of the chain, on the first stage.
+            counts: The number of samples of each microbatch.
+            coordinates: The coordinates of the step's random numbers.
+            strict: True to raise a `JoinError` on the last stage if it is ambiguous how to join the outputs.
+
+        Raises:
+            ValueError: If the input is not split into as many microbatches as ``counts`` has.
+        """
         context = self._context
         parts = self._split(x, sum(counts))[0] if context.is_first and len(counts) > 1 else [x]
         if context.is_first and len(parts) != len(counts):
@@ -295,7 +347,10 @@ class ChainProgram(StepProgram):
     # -- steps in lockstep -------------------------------------------------------------------------------------------
 
     def may_run_again(self, call: StepCall) -> bool:
-        """Return True if a step was not traced to its end, so that it may call the layers one by one later."""
+        """Return True if a step was not traced to its end, so that it may call the layers one by one later.
+
+        Steps with gradients, or with context parallelism, never run again.
+        """
         is_possible = not torch.is_grad_enabled() and self._context.mesh.sizes.context == 1
         return is_possible and self._unsettled == call.name
 

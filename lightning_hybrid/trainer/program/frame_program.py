@@ -1,4 +1,15 @@
-"""The step program for traced steps: user code runs on every stage, around the layers of that stage."""
+"""The step program for traced steps: user code runs on every stage, around the layers of that stage.
+
+`make_program` makes this program if the body is not a chain (an `nn.Sequential` that the step calls once, as a whole);
+a :class:`ChainProgram` also replaces itself by it. `TrainingStep`, `EvaluationStep` and `StepContext` call it for each
+batch.
+
+To *trace* a step is to run its code with fake tensors as parameters and as results of layers, and to record its calls.
+The *plan* of a step is made from its trace: the calls that each stage makes, and the tensors that it sends. Later steps
+with the same key use the plan without a trace. :class:`~.frame.frame.FrameCut` (the *cut*) does this for one rank.
+This module adds the operations that need other ranks or ZeRO: comparing traces, fetching parameters, sending buffers,
+and *lockstep*, in which all stages execute an evaluation step together, call by call.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +41,7 @@ from lightning_hybrid.pipeline_parallel.schedules import build_forward
 from lightning_hybrid.pipeline_parallel.stage_map import StageMap, locate
 from lightning_hybrid.tensor_parallel.layers import ParallelLayer
 from lightning_hybrid.trainer.layer_exchange import DifferentStepsError, LayerExchange
-from lightning_hybrid.trainer.program.program import StepCall, StepPart, StepProgram, Trial
+from lightning_hybrid.trainer.program.program import PlannedStep, StepCall, StepProgram, Trial
 from lightning_hybrid.trainer.program.step_context import StepContext
 
 _CALLED_ONCE = (
@@ -42,14 +53,18 @@ _CALLED_ONCE = (
 class FrameProgram(StepProgram):
     """A program in which every stage runs the user's step. Layers of other stages return fake tensors.
 
+    In lockstep, they return the results that their stages send. The first batch of each key is traced, and each batch
+    if ``context.remembers`` is False.
+
     Args:
         context: The state that steps share.
         body: The layers that are divided into stages.
-        grad_sync: Has the parameters that ZeRO shards.
-        frees_early: True if the full parameters of a layer are freed after each call.
+        grad_sync: The gradient synchronization; its ``zero`` unshards parameters and records writes to them.
+        frees_early: True if ZeRO stage 3 frees the full parameters of a layer after each call, so that a step may call
+            a layer only once.
         places_parameters: True if the first training batch decides on which stages parameters outside the layers are.
-        uses: The parameters that each stage uses in steps that were traced before; ``None`` if a step could not be
-            traced.
+        uses: For each step that a :class:`ChainProgram` has traced before, the names of the parameters that each stage
+            uses; ``None`` if a step could not be traced.
     """
 
     def __init__(
@@ -87,7 +102,7 @@ class FrameProgram(StepProgram):
         return self._cut(repeats=repeats)
 
     def unfollowed(self) -> AbstractContextManager[None]:
-        """Return a context for code that is not part of the user's step."""
+        """Return a context for code that is not part of the user's step; see :meth:`StepProgram.unfollowed`."""
         return self._cut.unfollowed()
 
     # -- analysis before a step runs ---------------------------------------------------------------------------------
@@ -108,7 +123,11 @@ class FrameProgram(StepProgram):
         self.share_buffers()  # moving parameters has replaced the buffers by placeholders again
 
     def share_buffers(self) -> None:
-        """Send buffers that only some stages have to all stages, because in this program every stage runs the step."""
+        """Send buffers that only some stages have to all stages, because in this program every stage runs the step.
+
+        This is a collective operation of the model group. The values of the first pipeline rank replace placeholders;
+        other stages that have a buffer keep their values.
+        """
         mesh = self._mesh
         source = mesh.model_group_rank(0, 0)
         for name, buffer in list(self._module.named_buffers()):
@@ -149,7 +168,7 @@ class FrameProgram(StepProgram):
         return plan
 
     def _compare_calls(self, calls: list[str]) -> None:
-        """Check that a traced step makes the same calls on every rank of the model group.
+        """Check that a traced step makes the same calls on every rank of the model group; a collective of these ranks.
 
         Args:
             calls: The names of the calls on this rank.
@@ -171,24 +190,28 @@ class FrameProgram(StepProgram):
         )
 
     def _agrees(self, number: int) -> bool:
-        """Return True if a number is the same on every rank of the model group."""
+        """Return True if a number is the same on every rank of the model group; a collective of these ranks."""
         extremes = torch.tensor([number, -number])
         dist.all_reduce(extremes, dist.ReduceOp.MAX, group=self._mesh.control_group)
         return int(extremes.sum()) == 0
 
-    def parts(self, step: str, plans: Sequence[FramePlan], *, is_rehearsal: bool = False) -> Sequence[StepPart]:
-        """Fetch parameters, and return the parts of the steps; see :meth:`StepProgram.parts`."""
+    def planned_steps(
+        self, step: str, plans: Sequence[FramePlan], *, is_rehearsal: bool = False
+    ) -> Sequence[PlannedStep]:
+        """Fetch parameters, and return the planned steps; see :meth:`StepProgram.planned_steps`."""
         fetched = self._fetch_parameters(step, plans, warns=not is_rehearsal)
         skipped: Sequence[Collection[int]] = [()] * len(plans) if is_rehearsal else skipped_writes(plans)
-        return [StepPart(plan, fetched, of_plan) for plan, of_plan in zip(plans, skipped, strict=True)]
+        return [PlannedStep(plan, fetched, of_plan) for plan, of_plan in zip(plans, skipped, strict=True)]
 
     def _fetch_parameters(self, step: str, plans: Sequence[FramePlan], *, warns: bool) -> dict[str, Tensor]:
-        """Return parameter values for stages that use them before the stages that hold them; only without gradients.
+        """Broadcast the values of parameters that only later stages hold than the stages that use them.
+
+        Plans contain such parameters only if no gradient is needed. Other parameters are sent with the activations.
 
         Args:
             step: The name of the step.
             plans: The plan of each microbatch.
-            warns: True to tell the user once about each tensor that stages send to each other.
+            warns: True to warn once about each parameter that is sent between stages in each step.
 
         Returns:
             The values by name, on every rank of the model group.
@@ -220,10 +243,13 @@ class FrameProgram(StepProgram):
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
-    def forward(self, stage: int, call: StepCall, inputs: Any, part: StepPart | None) -> Callable[[], Any]:
-        """Prepare the forward of a stage; see :meth:`StepProgram.forward`."""
-        assert part is not None
-        context, plan, streams, coordinates = self._context, part.plan, self._streams, call.coordinates
+    def forward(self, stage: int, call: StepCall, inputs: Any, planned: PlannedStep | None) -> Callable[[], Any]:
+        """Prepare the forward of a stage; see :meth:`StepProgram.forward`.
+
+        If code around the layers uses parameters of layers, this gathers the ZeRO shards of all layers.
+        """
+        assert planned is not None
+        context, plan, streams, coordinates = self._context, planned.plan, self._streams, call.coordinates
         if plan.of_layers:
             self._grad_sync.zero.unshard_layers()
         for name in plan.rewritten:
@@ -238,14 +264,19 @@ class FrameProgram(StepProgram):
             context.received(inputs),
             seed=streams.of_calls(*coordinates),
             random=lambda number: streams.layers(0, *coordinates, number),  # equal numbers under every layout
-            fetched=part.fetched,
-            skipped=part.skipped,
+            fetched=planned.fetched,
+            skipped=planned.skipped,
         )
 
     def evaluate(self, call: StepCall, trial: Trial[Any]) -> Any:
         """Run an evaluation step, whose batch is one microbatch; see :meth:`StepProgram.evaluate`.
 
-        Parameters that the step writes keep their new values, even if replicas shard them.
+        A step whose trace fails, or that ran in lockstep before with the same key, runs in lockstep. Parameters that
+        the step writes keep their new values, even if replicas shard them.
+
+        Raises:
+            PathChangedError: If the step takes another path than its plan.
+            WrongUseError: If the step can neither be divided nor run in lockstep.
         """
         context = self._context
         if call.key in self._in_lockstep.get(call.name, ()):
@@ -261,10 +292,10 @@ class FrameProgram(StepProgram):
             if not self._grad_sync.zero.keeps_layers:
                 raise WrongUseError(shard_text(plan.of_layers))
             self._grad_sync.zero.unshard_layers()  # before parameters are fetched
-        (part,) = self.parts(call.name, [plan])
+        (planned,) = self.planned_steps(call.name, [plan])
 
         def compute(stage: int, microbatch: int, inputs: Any) -> Any:
-            forward, is_last = self.forward(stage, call, inputs, part), stage == context.num_stages - 1
+            forward, is_last = self.forward(stage, call, inputs, planned), stage == context.num_stages - 1
 
             def run() -> Any:
                 return context.plain(forward(), to_stage=not is_last)
@@ -288,7 +319,8 @@ class FrameProgram(StepProgram):
         """Return the plan of an evaluation step; ``None`` if it has to run in lockstep, on every rank.
 
         Raises:
-            WrongUseError: If the step can neither be divided nor run in lockstep.
+            Exception: The error of the trace, if the step cannot run in lockstep.
+            DifferentStepsError: If the trace of another rank of the model group has reached another point.
         """
         try:
             return self._find_plan(call)
@@ -308,7 +340,9 @@ class FrameProgram(StepProgram):
         return not torch.is_grad_enabled() and self._mesh.sizes.context == 1
 
     def run_in_lockstep(self, call: StepCall) -> Any:
-        """Run an evaluation step in lockstep, now and whenever it has the same key, and return its result.
+        """Run an evaluation step in lockstep; see :meth:`StepProgram.run_in_lockstep`.
+
+        If ``context.remembers`` is False, later steps with the same key are tried without lockstep first.
 
         Raises:
             DifferentStepsError: If the ranks of the model group make different calls.
@@ -341,7 +375,9 @@ class FrameProgram(StepProgram):
 
 
 def make_frame(module: nn.Module, body: Body, stage_map: StageMap, device: torch.device, **arguments: Any) -> FrameCut:
-    """Return the cut of steps at the layers of a body that any code may call.
+    """Return the cut, which traces and plans steps, for the layers of a body that any code may call.
+
+    :class:`FrameProgram` calls this in a run, and :func:`.make_program.find_uses` in a single process.
 
     Args:
         module: The user's module.
@@ -365,7 +401,7 @@ def make_frame(module: nn.Module, body: Body, stage_map: StageMap, device: torch
 
 
 def find_holders(module: nn.Module, stage_map: StageMap) -> Mapping[str, Collection[int]]:
-    """Return the stages of parameters outside the layers that only some stages have, by name.
+    """Return the stages of each parameter outside the layers, by name, without parameters that every stage has.
 
     Args:
         module: The user's module.

@@ -1,4 +1,9 @@
-"""The choice of the step program of a run, and the search for uses of parameters in a single process."""
+"""The choice of the step program of a run, and the search for uses of parameters in a single process.
+
+`Run` calls :func:`make_program` once. `DryRun`, which estimates memory without other ranks, calls :func:`find_uses` to
+place parameters outside the layers on the same stages as a run does. The two functions are in one module, because both
+choose between a *chain* (an `nn.Sequential` that the step calls once, as a whole) and layers that any code may call.
+"""
 
 from __future__ import annotations
 
@@ -29,15 +34,15 @@ def make_program(
     frees_early: bool,
     can_open: bool,
 ) -> StepProgram:
-    """Return the step program of a run.
+    """Return the step program of a run. The caller stores it in ``context.program``.
 
     Args:
         context: The state that steps share.
         body: The layers that are divided into stages; ``None`` if there is one stage.
-        grad_sync: Has the parameters that ZeRO shards.
-        num_microbatches: The requested number of microbatches of an evaluation step.
-        frees_early: True if the full parameters of a layer are freed after each call.
-        can_open: True if the layers of a chain may be called one by one.
+        grad_sync: The gradient synchronization.
+        num_microbatches: The requested number of microbatches of an evaluation step; used only for a chain.
+        frees_early: True if ZeRO stage 3 frees the full parameters of a layer after each call.
+        can_open: True if the tensor-parallel plan allows that the layers of a chain are called one by one.
     """
     if body is None:
         return WholeProgram(context)
@@ -68,7 +73,9 @@ def find_uses(
     arguments: Sequence[Any],
     around_discovery: Callable[[], AbstractContextManager[object]],
 ) -> dict[str, set[int]]:
-    """Return the stages that use each parameter outside the layers in a step, by name, in a single process.
+    """Return the stages that use each parameter outside the layers, by name, from a trace of one step.
+
+    To trace a step is to run its code with fake tensors, and to record its calls. No other rank takes part.
 
     Args:
         module: The user's module, with all its parameters.
@@ -79,7 +86,8 @@ def find_uses(
         around_discovery: Makes the context in which a step is traced.
 
     Raises:
-        NotFollowedError, WrongUseError: If the step cannot be traced.
+        NotFollowedError: If there is a chain, and the step cannot be traced.
+        Exception: If there is no chain, and the step cannot be traced: a `WrongUseError`, or the error of user code.
     """
     host, seed = torch.device("cpu"), lambda number: None
     if body.chain is not None:

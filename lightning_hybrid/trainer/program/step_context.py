@@ -1,4 +1,14 @@
-"""The state that the steps of a run share on one rank: the step program, the layers, and the recorders of results."""
+"""The state that the steps of a run share on one rank: the step program, the layers, and the recorders of results.
+
+`Run` makes one :class:`StepContext`, unless it runs the user's steps as they are. `TrainingStep`, `ManualTrainingStep`,
+`EvaluationStep`, `MicrobatchComparison` and the step program use it for each batch: :meth:`StepContext.step` around the
+user's code, :meth:`StepContext.enter_user_code` before each call of it, and :meth:`StepContext.share` after the last
+stage has finished. One object holds all this, because training and evaluation differ only in their schedules and
+weights, and because communication keys and findings of earlier steps must outlive a step.
+
+To *trace* a step is to run its code with fake tensors and to record its calls. A *model group* is the set of ranks that
+together hold one replica of the model.
+"""
 
 from __future__ import annotations
 
@@ -45,15 +55,15 @@ _KEYS = count()  # unique in the process: channels outlive a run, and must not c
 
 
 class StepContext:
-    """The objects that a step through the pipeline needs. Training and evaluation add the schedule and the weights.
+    """The objects that every step of a run needs. Training and evaluation add the schedule and the weights.
 
     Args:
         module: The user's module, with placeholders for parameters of other stages.
         body: The layers that are divided into stages; ``None`` if there is one stage.
         parameters: The places of the module's tensors.
         streams: The random streams.
-        failures: Receives failures.
-        abandon: Abandons all communication in flight.
+        failures: Reports a failure of this rank to the other ranks.
+        abandon: Abandons all communication in flight, after a failure.
         desync: Compares the actions of ranks.
         device: The device of this rank.
         engine: Runs the schedules. It outlives this object.
@@ -62,19 +72,25 @@ class StepContext:
         remembers: True if findings about a step hold for later steps with equal shapes.
 
     Attributes:
+        module, streams, device, engine: As above.
+        parameter_map: The argument `parameters`.
+        mesh: The ranks, from the parameter map.
+        placement: The pipeline rank of each stage, from the parameter map.
         num_stages: The number of stages, over all ranks.
         is_first: True if this rank has the first stage.
         is_last: True if this rank has the last stage.
-        program: The step program, which the run chooses before the first step.
+        program: The step program, which the run sets before the first step. It may replace itself during a run.
         remembers: True if findings about a step hold for later steps with equal shapes.
         all_layers: The layers of all stages.
         shards_activations: True if layers may return activations that are sharded over ranks, see :meth:`plain`.
         layers: The layers of each stage of this rank.
         desync: Compares the steps of this rank with other ranks.
-        in_step: True during a step that is divided into stages, in which the user's code does not run on every rank.
+        in_step: True during a step that is divided into stages. `StepCollectives` then refuses collectives of the
+            user's code over several stages.
         is_following: True while the step is only traced.
         recorder: Records the start and end of each action in a step; ``None`` if no recording is requested.
-        counts: The number of samples of each microbatch of the last training batch.
+        metrics: The metrics of the module, which only the last stage updates.
+        counts: The number of samples of each microbatch of the current or last training batch; empty before.
     """
 
     counts: Sequence[int] = ()
@@ -149,12 +165,12 @@ class StepContext:
         self._parameters = list(self.module.parameters())
 
     def run_layers(self, stage: int, random: AbstractContextManager[None], x: Any) -> Any:
-        """Return the output of the layers of a stage of a chain.
+        """Run the layers of a stage of a chain, and return their output.
 
         Args:
             stage: The stage.
             random: The context with the random stream of the layers.
-            x: The output of the previous stage.
+            x: The output of the previous stage; on the first stage, the input of the chain.
         """
         x = self.received(x)
         with random:
@@ -187,9 +203,10 @@ class StepContext:
         message.
 
         Args:
-            version: The result of :meth:`version`.
-            parts: The signature of each microbatch.
-            plans: The plan of each microbatch's step, if steps are traced.
+            version: A value for everything else that determines the shapes, equal on all ranks: the result of
+                :meth:`version`, or the key of a step.
+            parts: The signature of each microbatch, or another value that determines its shapes.
+            plans: The plan of each microbatch's step, if steps are traced; also part of the key.
         """
         if plans:
             parts = list(zip(parts, [plan.number for plan in plans], strict=True))
@@ -199,7 +216,7 @@ class StepContext:
         return numbers
 
     def may_post_early(self, keys: Sequence[int], *others: Hashable) -> bool:
-        """Return True if receives may be posted before their messages are sent.
+        """Return True if receives may be posted before their messages are sent, and remember that this step has run.
 
         On a GPU, this is False in the first step of a kind. There, a posted receive is a kernel that runs until its
         message arrives. Loading another kernel at its first call makes CUDA wait for all running kernels. If only one
@@ -243,7 +260,9 @@ class StepContext:
         return profiler
 
     def version(self, *, gradients: bool) -> Hashable:
-        """Return a value that determines which tensors need gradients. It counts placeholders, so all ranks agree.
+        """Return a value that determines which tensors need gradients, and if the module is in training mode.
+
+        It includes placeholders, so all ranks of a model group get the same value.
 
         Args:
             gradients: True if the schedule has a backward.
@@ -256,12 +275,17 @@ class StepContext:
     def step(self, *, num_microbatches: int, counts: Sequence[int] = ()) -> Iterator[list[list[Log]]]:
         """Prepare the module for a step: cut the body, record logs, keep metrics local, and protect the random state.
 
+        In the first step of an epoch, this also searches the module for metrics, because hooks may have replaced them.
+
         Args:
             num_microbatches: The number of runs of the user's step.
-            counts: The number of samples of each microbatch; empty if the step runs once, with the whole batch.
+            counts: The number of samples of each microbatch; empty if microbatches have no weights.
 
         Yields:
-            The logs of each microbatch.
+            A list that receives the logs of each microbatch, on the last stage.
+
+        Raises:
+            Exception: Any error inside the context, after :meth:`guard` has reported it.
         """
         trainer = attached_trainer(self.module)
         epoch = None if trainer is None else (trainer.state.stage, trainer.current_epoch)
@@ -293,8 +317,13 @@ class StepContext:
                 self.engine.retire()
 
     def forget_step(self) -> None:
-        """Search the module again for objects that a step has found in it, after its state was restored."""
+        """Prepare to run the step again, after the state of the module was restored.
+
+        The next step searches the module for metrics again, and actions that were recorded are forgotten.
+        """
         self._epoch = None
+        if self.recorder is not None:
+            self.recorder.clear()
 
     def enter_user_code(self, call: StepCall, *, keep: bool) -> tuple[Any, ...]:
         """Prepare logs, metrics and random numbers for the user's step, and return its arguments on the device.
@@ -321,7 +350,7 @@ class StepContext:
         return self._results.is_source
 
     def unfollowed(self) -> AbstractContextManager[None]:
-        """Return a context for code that is not part of the user's step."""
+        """Return a context for code that is not part of the user's step; see :meth:`StepProgram.unfollowed`."""
         return self.program.unfollowed()
 
     @contextmanager
@@ -337,14 +366,17 @@ class StepContext:
             self.is_following = False
 
     def share(self, outputs: Callable[[], tuple[Any, list[Log]]], choice: Choice | None = None) -> Any:
-        """Send the output and the logs of the last stage to every rank of the model group, and log the values there.
+        """Send the results of the last stage to every rank of the model group, and log its values there.
 
-        The result also contains values that hooks may read: if training should stop, and numbers that the step has
-        stored in attributes.
+        This is a collective operation of the model group. In addition to the value and the logs, the message contains
+        `trainer.should_stop`, the numbers and texts that the step has stored in attributes of the module, and calls of
+        loggers. All ranks set the attributes and `trainer.should_stop`, and global rank 0 makes the calls. If the step
+        runs again, only the choice is sent.
 
         Args:
-            outputs: Returns the value of the step and the merged logs; called on the last stage.
-            choice: On the last stage, the way to run the step again; ``None`` if the step is complete.
+            outputs: Returns the value of the step and the merged logs; called only on the rank that sends, see
+                :attr:`is_source`.
+            choice: On that rank, the way to run the step again; ``None`` if the step is complete.
 
         Returns:
             The value of the step; the choice if the step runs again.
@@ -399,7 +431,12 @@ class StepContext:
 
     @contextmanager
     def guard(self) -> Iterator[None]:
-        """Turn a failure inside the context into a failure of all ranks with its message, unless in another guard."""
+        """Report a failure inside the context to all ranks, which then fail with its message; do nothing if nested.
+
+        Raises:
+            ValueError: If this rank has raised a `WrongUseError`, with the same message.
+            Exception: Another error of this rank; or the failure of another rank, if it is the cause.
+        """
         if self._is_guarded:
             yield
             return

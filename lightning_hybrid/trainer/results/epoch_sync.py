@@ -1,4 +1,10 @@
-"""Synchronization outside of steps: attributes that steps stored on the last stage, and values that hooks log."""
+"""Synchronization outside of steps: attributes that steps stored on the last stage, and values that hooks log.
+
+`Run.install` adds one :class:`EpochSync` to the callbacks, and enters :meth:`EpochSync.installed` for the whole run.
+Only the last stage has the outputs of the model, but hooks run on every rank and expect the same attributes and values.
+Attributes are sent at the start and end of epochs instead of after each step, because a step may append to long lists.
+Numbers that a step assigns to attributes are sent with the results of the step, see :meth:`StepContext.share`.
+"""
 
 from __future__ import annotations
 
@@ -43,15 +49,18 @@ class EpochSync(RunCallback):
     """A callback that runs before the user's callbacks, and the replacement of `self.log` outside of steps.
 
     Steps store results in plain attributes and buffers on the last stage, as with ``self.outputs.append(...)``. Before
-    the first hook at the end of an epoch, all ranks receive the last stage's values of the attributes and buffers that
-    changed during the epoch, also in submodules outside the body. Values that hooks log are also replaced by the last
-    stage's values, because only the last stage has the weights and outputs to compute them. If stages log different
-    numbers, a warning is shown.
+    the user's hooks at the start and at the end of an epoch (of training or evaluation), all ranks receive the last
+    stage's values of the attributes and buffers that changed since the last time, also in submodules outside the body.
+
+    Values that hooks log are also replaced by the last stage's values, because only the last stage has the weights and
+    outputs to compute them. So each call of `self.log` outside of steps is a collective of the model group, except with
+    ``rank_zero_only=True`` and for metrics that are logged with ``on_step=False``. If stages log different numbers in
+    the first calls of a run, a warning is shown.
 
     Args:
         module: The user's module.
         control_group: The gloo process group of the model group.
-        source: The rank in this group that has the last stage.
+        source: The rank in this group that has the last stage, and is the first tensor-parallel rank there.
         layers: The layers of the body, whose attributes are not synchronized.
     """
 
@@ -92,6 +101,16 @@ class EpochSync(RunCallback):
             yield
 
     def _from_last_stage(self, name: str, value: Any, *, compares: bool = True) -> Any:
+        """Return the value that the last stage logs; a collective of the model group.
+
+        Args:
+            name: The key.
+            value: The value of this rank.
+            compares: True to compare the values of all stages, if this is one of the first calls of the run.
+
+        Raises:
+            ValueError: If the last stage logs another key, or a value that was computed from placeholders.
+        """
         self._num_logged += 1  # equal on all ranks
         compares &= self._num_logged <= _COMPARED
         described = (name, _described(value)) if self._is_source or compares else None
@@ -119,7 +138,7 @@ class EpochSync(RunCallback):
             set_forward_value(metric, received)
 
     def _gather(self, described: tuple[str, Any] | None) -> list[tuple[str, Any]]:
-        """Return the descriptions of the other ranks, as far as they are short, then the last stage's description.
+        """Return the descriptions of the other ranks, if they are short, and at the end the last stage's description.
 
         All ranks send one message of fixed size, because most logged values are short. No other code uses this
         collective in this group, so if only one rank logs, the mismatch is detected. With two gathers of different
@@ -158,7 +177,11 @@ class EpochSync(RunCallback):
             )
 
     def _sync_attributes(self) -> None:
-        """Send the last stage's values of attributes that changed on any rank, and are not equal, to every rank."""
+        """Send the last stage's values of attributes that changed on any rank, and are not equal, to every rank.
+
+        This is a collective of the model group. Attributes that only other stages have, or that cannot be pickled, keep
+        their values.
+        """
         module, group = self._module, self._group()
         before, now = self._versions or {}, attribute_versions(module, self._layers)
         packed = {name: pack_attribute(module, name) for name in now if before.get(name) != now[name]}
@@ -175,7 +198,10 @@ class EpochSync(RunCallback):
             self._versions = attribute_versions(module, self._layers)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Record the attributes; if an epoch is already running, synchronize the values stored so far."""
+        """Record the attributes at the start of the first epoch of a run; at later starts, synchronize them.
+
+        A validation starts in the middle of a training epoch, and its hooks may read values of training steps.
+        """
         if self._versions is None:
             self._versions = attribute_versions(self._module, self._layers)
         else:

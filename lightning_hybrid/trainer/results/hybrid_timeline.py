@@ -1,4 +1,8 @@
-"""A callback that draws steps after they have run: what each rank did, and when."""
+"""The public callback `HybridTimeline`, which draws steps after they have run: the actions of each rank over time.
+
+Users add it to `Trainer(callbacks=...)`. Before a selected batch, it starts the recorder of the `Run`. After the batch,
+it gathers the times of all ranks, because only the times of all ranks together show why a rank waits.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Calls of `self.logger` and `self.print` inside a step: recorded on the last stage, and made on rank 0."""
+"""Calls of `self.logger` and `self.print` inside a step: recorded on the last stage, and made on rank 0.
+
+`StepContext` enters a :class:`LoggerProxy` for each step, sends its calls with the results of the step, and lets global
+rank 0 make them with :func:`make_calls`. Real calls during the step would be lost, because the loggers of ranks other
+than rank 0 do nothing.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +23,7 @@ LoggerCall = tuple[int | None, tuple[tuple[str, Any], ...], tuple[Any, ...], dic
 
 
 class LoggerProxy:
-    """Replaces the Trainer's loggers and `LightningModule.print` while a step runs.
+    """A replacement of the Trainer's loggers and of `LightningModule.print` while a step runs.
 
     ::
 
@@ -32,8 +37,10 @@ class LoggerProxy:
         module: The user's module.
         recorder: Knows if calls of the user's step count: code before the body also runs on the first stage, where its
             calls do not count.
-        is_source: True if the calls of this rank count: on the last stage of the first replica.
-        unfollowed: Makes a context for code that is not part of the user's step.
+        is_source: True if the calls of this rank count: on the first tensor-parallel rank of the last stage of the
+            first replica.
+        unfollowed: Makes a context for code that is not part of the user's step: here, the copy of arguments to the
+            host.
 
     Attributes:
         calls: The calls of the current step, or of the step that has just run.
@@ -55,7 +62,10 @@ class LoggerProxy:
 
     @contextmanager
     def only_seen(self) -> Iterator[None]:
-        """Discard the calls inside the context, but keep their arguments alive."""
+        """Discard the calls inside the context, in which a step is only traced; keep their arguments alive.
+
+        The trace sends tensors that are still alive at its end to the last stage, where the call is recorded.
+        """
         self._seen = []
         try:
             yield
@@ -64,7 +74,7 @@ class LoggerProxy:
 
     @contextmanager
     def __call__(self) -> Iterator[list[LoggerCall]]:
-        """Record or discard calls inside the context."""
+        """Replace the loggers and `print` inside the context, and yield the list that receives the calls."""
         trainer, attributes = self._module.trainer, vars(self._module)
         loggers = trainer.loggers
         self.calls = []
@@ -142,6 +152,9 @@ class _RecordedPath:
 
 def pack_calls(calls: Sequence[LoggerCall]) -> bytes:
     """Return calls as bytes.
+
+    Args:
+        calls: The attribute `calls` of a :class:`LoggerProxy`.
 
     Raises:
         TypeError: If an argument cannot be sent to rank 0.

@@ -1,4 +1,13 @@
-"""Values that the user's code logs during a step: recorded on the last stage, merged, and replayed on every rank."""
+"""Values that the user's code logs during a step: recorded on the last stage, merged, and replayed on every rank.
+
+::
+
+    LogRecorder --> merge_logs --> pack_logs --> message --> unpack_logs --> replay
+    in the step     steps          `StepContext.share`                       `self.log`, on every rank
+
+Lightning must not see the calls of a step directly: it would see them once for each microbatch, and only on the last
+stage, so that values of an epoch would have wrong weights and ranks would wait for each other in reductions.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +57,10 @@ class Log:
 
 
 class LogRecorder:
-    """Replaces `LightningModule.log` while a step runs in microbatches.
+    """A replacement of `LightningModule.log` while a step runs.
+
+    `StepContext` enters it for each training and evaluation step. The memory estimate of `DryRun` enters it only to
+    keep values away from the Trainer.
 
     Args:
         module: The user's module.
@@ -63,7 +75,10 @@ class LogRecorder:
 
     @contextmanager
     def __call__(self) -> Iterator[list[list[Log]]]:
-        """Record calls of `self.log` inside the context, in one list for each microbatch."""
+        """Record calls of `self.log` inside the context, in one list for each microbatch that counts.
+
+        Calls before the first :meth:`next_microbatch` are dropped.
+        """
         self._records, self._current, self._values = [], None, {}
         attributes, record = vars(self._module), self._record_of_step()
         outside = attributes.get("log")
@@ -98,7 +113,10 @@ class LogRecorder:
 
     @contextmanager
     def only_seen(self) -> Iterator[None]:
-        """Discard the values that are logged inside the context, but keep them alive."""
+        """Discard the values logged inside the context, in which a step is only traced; keep them alive.
+
+        The trace sends tensors that are still alive at its end to the last stage, where they are logged.
+        """
         outside, self._current = self._current, []
         try:
             yield
@@ -151,7 +169,7 @@ def log_arguments(args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]
 
 
 def logged_numbers(logs: Sequence[Log]) -> dict[str, float]:
-    """Return the numbers that a microbatch logged, by name, without metrics."""
+    """Return the numbers that a microbatch logged, by name, without metrics and values that metrics returned."""
     plain = [log for log in logs if log.metric is None and log.of_batch is None]
     return {log.name: float(log.value) for log in plain if not isinstance(log.value, Tensor) or log.value.numel() == 1}
 
@@ -300,7 +318,7 @@ def _reduce(values: list[Any], weights: list[float], name: str) -> Any:
         merged = getattr(torch.stack(tensors), name)()
     else:  # a value with weight 0 adds nothing, even if it is 0 / 0
         weighted = [(tensor, weight) for tensor, weight in zip(tensors, weights, strict=True) if weight]
-        merged = weighted_mean(*zip(*weighted, strict=True))
+        merged = weighted_mean(*zip(*weighted, strict=True)) if weighted else weighted_mean(tensors, weights)
     return merged if any(isinstance(value, Tensor) for value in values) else merged.item()
 
 
@@ -353,7 +371,7 @@ def unpack_logs(packed: dict[Any, tuple[Any, ...]], device: torch.device) -> lis
 
 
 def replay(module: LightningModule, logs: Sequence[Log], *, alone: bool, on_epoch: bool) -> None:
-    """Log recorded values, on every rank.
+    """Log recorded values with `LightningModule.log`, on every rank; Lightning then reduces them as usual.
 
     Args:
         module: The user's module.
@@ -376,12 +394,13 @@ def replay(module: LightningModule, logs: Sequence[Log], *, alone: bool, on_epoc
 
 
 def weighted_mean(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """Return the weighted mean of tensors of equal shapes.
+    """Return the weighted mean of tensors of equal shapes, or their mean if all weights are 0.
 
     Args:
         values: The tensors.
         weights: The weight of each tensor.
     """
+    weights = weights if any(weights) else [1.0] * len(values)
     total = float(sum(weights))
     parts = [value * (weight / total) for value, weight in zip(values, weights, strict=True)]
     return sum(parts[1:], parts[0])

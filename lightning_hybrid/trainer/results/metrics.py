@@ -1,4 +1,9 @@
-"""Metrics of torchmetrics across stages: updated on the last stage, with results on every rank."""
+"""Metrics of torchmetrics across stages: updated on the last stage, with results on every rank.
+
+Each `StepContext` has one :class:`MetricsAcrossStages`. `Run.install` enters :meth:`MetricsAcrossStages.installed` for
+the whole run, and the context enters :meth:`MetricsAcrossStages.step` for each step. The metrics themselves stay
+unchanged, because users call and configure them, so only their `compute` and `update` are replaced on the objects.
+"""
 
 from __future__ import annotations
 
@@ -42,23 +47,22 @@ class _Batch:
 
 
 class MetricsAcrossStages:
-    """Makes the metrics of a module work although only the last stage updates them.
+    """The replacements that make the metrics of a module work although only the last stage updates them.
 
-    - ``compute()`` runs on the last stage, over the data-parallel group, and its result is broadcast. So all ranks must
-      call it, as Lightning and hooks do.
+    - ``compute()`` runs on the last stage, over the data-parallel group, and its result is broadcast to the model
+      group. So all ranks must call it, as Lightning and hooks do.
     - A metric's value of a *batch* (``forward``, logged with ``on_step=True``) would be the value of the last
-    microbatch.
-      Therefore a copy of the metric, its batch metric, is reset at each batch, and updated with all microbatches.
+      microbatch. Therefore a copy of the metric, its *batch metric*, is reset at each batch, and updated with all
+      microbatches.
     - A `MeanMetric` of losses counts each call as 1, and so counts each batch as 1. A microbatch counts as its fraction
-    of
-      the batch.
+      of the batch.
     - Every metric synchronizes over the data-parallel group, even if it belongs to a callback or was made by a hook.
-    The
-      ranks of a pipeline have the same samples, and over WORLD each sample would count once for every stage.
+      The ranks of a pipeline have the same samples, and over WORLD each sample would count once for every stage.
+    - Metrics keep plain tensors in list states instead of sharded tensors.
 
     Args:
         module: The user's module.
-        data_group: The replicas of this stage.
+        data_group: The process group of the replicas of this stage.
         exchange: Sends values from the last stage to its model group.
         remember_value: Called with each tensor that a metric's `forward` returned in a step, because the user may log
             the tensor, and with a function that returns the value for the whole batch after the batch has run.
@@ -99,7 +103,7 @@ class MetricsAcrossStages:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Make ``compute()`` of every metric an operation of all ranks inside the context."""
+        """Make ``compute()`` of every metric a collective of all ranks outside of steps, inside the context."""
         with internals.sync_metrics_over(self._data_group):
             self.find()
             try:
@@ -188,6 +192,8 @@ class MetricsAcrossStages:
     def step(self, *, num_microbatches: int, counts: Sequence[int] = ()) -> Iterator[None]:
         """Make ``compute()`` local, and update batch metrics, while a step of a module with metrics runs.
 
+        At the end, each metric's last ``forward`` value is replaced by the value of its batch metric.
+
         Args:
             num_microbatches: The number of runs of the user's step.
             counts: The number of samples of each microbatch; empty if microbatches have no weights.
@@ -218,7 +224,11 @@ class MetricsAcrossStages:
 
     @contextmanager
     def only_seen(self) -> Iterator[None]:
-        """Run the user's step inside the context, with metrics that receive tensors without values."""
+        """Start a microbatch in which metrics do not count, and leave batch metrics unchanged inside the context.
+
+        `StepContext` uses this while a step is traced, so that metrics receive tensors without values, and
+        `TrainingStep` for the forwards of a comparison.
+        """
         self.uncounted_microbatch()
         self._only_seen = True
         try:
@@ -227,7 +237,7 @@ class MetricsAcrossStages:
             self._only_seen = False
 
     def uncounted_microbatch(self) -> None:
-        """Start a microbatch on another stage, where metrics do not count, but must run the same code."""
+        """Start a microbatch in which metrics do not count, but must run the same code, such as on another stage."""
         self._batch.weight = self._batch.weights[0] if self._batch.weights else None
 
     def _update(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
@@ -274,7 +284,7 @@ class MetricsAcrossStages:
                 no batch metric in later steps.
 
         Returns:
-            The value over all microbatches; ``None`` if the metric's ``forward`` was not called.
+            The value over all microbatches; ``None`` if the metric's ``forward`` was never called.
         """
         if self._batch.num_microbatches > 1:
             self._logged_on_step[name] = on_step or self._logged_on_step.get(name, False)

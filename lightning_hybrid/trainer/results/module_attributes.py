@@ -1,4 +1,9 @@
-"""Plain attributes and buffers in which a module stores results: detecting changes, and sending values."""
+"""Plain attributes and buffers in which a module stores results: detecting changes, and sending values.
+
+`StepContext` sends numbers and texts with the results of each step (:func:`scalars` to :func:`assign_scalars`).
+:class:`~.epoch_sync.EpochSync` sends all other values between epochs (:func:`attribute_versions` to :func:`assign`). A
+*version* of a value is compared instead of a copy, because copies of all attributes would take time and memory.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +41,8 @@ def attribute_versions(module: LightningModule, layers: Iterable[nn.Module] = ()
     """Return a version of each plain attribute, also private ones, and each buffer. Equal versions mean no change.
 
     Submodules are included (a loss may have a history). Attributes that refer to parts of the module, such as lists of
-    layers or parameters, are excluded.
+    layers or parameters, are excluded, and so are values that cannot be pickled, attributes that belong to Lightning,
+    and placeholders.
 
     Args:
         module: The user's module.
@@ -73,7 +79,7 @@ def attribute_versions(module: LightningModule, layers: Iterable[nn.Module] = ()
 
 
 def scalars(module: LightningModule) -> dict[str, Any]:
-    """Return the plain attributes with a single value: numbers, text, ``None``.
+    """Return the plain attributes of the module itself with a single value: numbers, text, ``None``; by name.
 
     Args:
         module: The user's module.
@@ -141,7 +147,7 @@ def _version_of(leaf: Any) -> Any:
 
 
 def pack(value: Any) -> bytes | None:
-    """Return a value as bytes, without graphs; ``None`` if it cannot be pickled."""
+    """Return a value as bytes, with tensors on the host and without graphs; ``None`` if it cannot be pickled."""
     buffer = io.BytesIO()
     try:
         with sending_placeholders():
@@ -198,8 +204,13 @@ def digest(packed: bytes | None) -> bytes | None:
 def assign(module: nn.Module, name: str, value: Any) -> None:
     """Set an attribute or a buffer by its dotted name.
 
-    Buffers, lists, dictionaries and deques are changed in place, because other objects may refer to them. Placeholders
-    are not changed.
+    Buffers, lists, dictionaries and deques are changed in place, because other objects may refer to them, unless their
+    type, shape or dtype differs. Placeholders are not changed.
+
+    Args:
+        module: The user's module.
+        name: The name.
+        value: The new value. For a sharded buffer, the full tensor.
     """
     path, _, name = name.rpartition(".")
     module = module.get_submodule(path)

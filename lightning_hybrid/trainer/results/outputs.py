@@ -1,4 +1,8 @@
-"""Outputs of `training_step` for the microbatches of a batch, merged as if the step had run once."""
+"""Outputs of `training_step` for the microbatches of a batch, merged as if the step had run once.
+
+`TrainingStep` calls :func:`merge_outputs` on the last stage before the result is sent to all ranks. Hooks such as
+`on_train_batch_end` receive the merged output.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +21,15 @@ def merge_outputs(outputs: Sequence[Any], counts: Sequence[int], loss: Tensor) -
     """Merge the outputs of the user's `training_step` for all microbatches.
 
     Args:
-        outputs: For each microbatch, a loss tensor, or a dictionary with ``"loss"`` and other entries.
-        counts: The number of samples of each microbatch.
+        outputs: For each microbatch with a loss, a loss tensor, or a dictionary with ``"loss"`` and other entries.
+        counts: The number of samples of each of these microbatches.
         loss: The loss of the whole batch, shape ``()``.
 
     Returns:
         The loss, or the dictionary. Tensors, arrays and lists whose length is the number of samples are concatenated.
         Other floating-point tensors, arrays and numbers are averaged, weighted by samples. Containers are merged entry
-        by entry. For everything else, the value of the first microbatch is used.
+        by entry. For everything else, the value of the first microbatch is used. Entries of the dictionary that not
+        every microbatch has are dropped. Tensors have no graph.
     """
     if isinstance(outputs[0], Tensor):
         return loss
@@ -40,7 +45,8 @@ def _merge_extra(values: list[Any], counts: Sequence[int]) -> Any:
     if isinstance(first, (Tensor, np.ndarray)):
         return _merge_arrays([_detached(value) for value in values], counts)
     if isinstance(first, (float, np.floating)):
-        return type(first)(sum(value * count for value, count in zip(values, counts, strict=True)) / sum(counts))
+        weights = counts if any(counts) else [1] * len(values)
+        return type(first)(sum(value * weight for value, weight in zip(values, weights, strict=True)) / sum(weights))
     if isinstance(first, list) and [len(value) for value in values] == list(counts):
         return [map_leaves(_detached, entry) for value in values for entry in value]
     if isinstance(first, dict) and all(value.keys() == first.keys() for value in values):
@@ -62,7 +68,7 @@ def _merge_arrays(values: list[Any], counts: Sequence[int]) -> Any:
         return first
     if is_tensor:
         return weighted_mean(values, counts)
-    return np.average(values, axis=0, weights=counts).astype(first.dtype)
+    return np.average(values, axis=0, weights=counts if any(counts) else None).astype(first.dtype)
 
 
 def _detached(leaf: Any) -> Any:

@@ -4,6 +4,9 @@
 
     Epoch 0:  20%|██        | 4/20 [00:01<00:04]      a bar of tqdm is cleared and drawn again
     Epoch 0 ━━━━━━ 4/20 0:00:01                       a live bar of rich has replaced `sys.stderr`
+
+`Run.install` enters :func:`lines_beside_bars` for the whole run. Lightning's log handlers would write to the original
+`sys.stderr`, in the middle of a bar.
 """
 
 from __future__ import annotations

@@ -290,6 +290,7 @@ def test_a_microbatch_that_counts_nothing_does_not_spoil_the_mean() -> None:
     assert merged_value([float("nan"), 2.0], [4, 4], reduce_fx="mean", batch_size=3) != 2.0  # it counts
     (log,) = merge_logs([[entry(float("nan"), batch_size=0)], [entry(2.0, batch_size=5)]], [4, 4])
     assert (log.value, log.arguments) == (2.0, {"batch_size": 5})
+    assert merged_value([1.0, 2.0], [0, 0]) == 1.5
 
 
 def test_a_key_that_was_logged_in_some_microbatches_only() -> None:

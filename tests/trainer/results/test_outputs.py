@@ -33,6 +33,11 @@ def test_averages_are_weighted() -> None:
     assert merged == {"a": 1.75, "b": 1.75}
 
 
+def test_averages_over_no_samples_are_means() -> None:
+    merged = extras({"a": 1.0, "b": np.float64(1.0)}, {"a": 4.0, "b": np.float64(4.0)}, counts=[0, 0])
+    assert merged == {"a": 2.5, "b": 2.5}
+
+
 def test_lists_of_samples_are_joined() -> None:
     merged = extras({"ids": ["a", "b", "c"]}, {"ids": ["d", "e"]}, counts=[3, 2])
     assert merged == {"ids": ["a", "b", "c", "d", "e"]}
