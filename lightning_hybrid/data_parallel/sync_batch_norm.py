@@ -1,4 +1,9 @@
-"""Batch norm with statistics over all replicas."""
+"""Batch norm with statistics over all replicas.
+
+`GradientSync` calls :func:`synchronize_batch_norm` at the start of a run with `Trainer(sync_batchnorm=True)` and
+several replicas, and undoes it at the end. torch's `convert_sync_batchnorm` is not used, because it cannot be undone,
+and its layers keep a strong reference to the group.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +19,10 @@ _BatchNorm = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d
 
 
 def synchronize_batch_norm(module: nn.Module, group: ProcessGroup) -> Callable[[], None]:
-    """Replace every batch norm by torch's `SyncBatchNorm`. The parameters and buffers stay the same.
+    """Replace every batch norm inside a module by torch's `SyncBatchNorm`. The parameters and buffers stay the same.
 
-    The replicas of a stage run the same layers in the same order, so their collectives match.
+    In training, each forward of such a layer is a collective of the replicas. The replicas of a stage run the same
+    layers in the same order, so their collectives match.
 
     Args:
         module: The user's module, which is changed in place.
@@ -29,11 +35,12 @@ def synchronize_batch_norm(module: nn.Module, group: ProcessGroup) -> Callable[[
     replaced = [
         (parent, name, child)
         for parent in module.modules()
-        for name, child in parent.named_children()
+        for name, child in parent._modules.items()  # `named_children` omits the second name of a layer
         if isinstance(child, _BatchNorm)
     ]
+    synchronized = {layer: _Synchronized(layer, reference) for _, _, layer in replaced}
     for parent, name, layer in replaced:
-        setattr(parent, name, _Synchronized(layer, reference))
+        setattr(parent, name, synchronized[layer])
 
     def undo() -> None:
         for parent, name, layer in replaced:
@@ -55,7 +62,7 @@ class _Synchronized(nn.SyncBatchNorm):
 
     @property
     def process_group(self) -> ProcessGroup | None:
-        """Return the replicas, for torch's layer."""
+        """The replicas, for torch's layer; ``None`` after the group has been destroyed."""
         return self._group() if self._group.is_alive else None
 
     @process_group.setter

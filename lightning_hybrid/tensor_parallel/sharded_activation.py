@@ -1,4 +1,15 @@
-"""A sharded activation: a tensor with the shape of the full activation, of which each rank holds a shard."""
+"""A sharded activation: a tensor with the shape of the full activation, of which each rank holds a shard.
+
+Layers return two subclasses of :class:`ShardedActivation` to the user's code: `VocabParallelLogits` (classes sharded
+over tensor-parallel ranks) and `ShardedSequence` (positions sharded over context-parallel ranks). A tensor subclass is
+needed because the user's step is unchanged: a plain shard would give wrong shapes and losses, and a gathered tensor
+would cost its full memory and a message in each step. From a DTensor, torch would make DTensors of all later results,
+but many operators and libraries do not support them.
+
+Terms: *plain* means an ordinary tensor with all values. An activation *is read* once its shards have been gathered, and
+*is written* if its shards are no longer valid, because code has changed the full tensor. A *handler* computes a torch
+function on shards.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +39,9 @@ from lightning_hybrid.torch_internals import (
 Function = Callable[..., Any]
 Handler = Callable[[Function, Any, Any], Any]
 
-#: Functions about a tensor's own node in the autograd graph. Other functions receive a plain tensor.
+#: Functions that watch a tensor's own node in the autograd graph. They end the link between a view and its base.
 _WATCHES: frozenset[Any] = frozenset({Tensor.register_hook, Tensor.retain_grad})
+#: Other functions about a tensor's own node. Like functions about its shape, they receive the tensor as it is.
 _IN_GRAPH: frozenset[Any] = (
     getters("grad", "retains_grad", "output_nr")
     | {gradient_hooks, Tensor.requires_grad_, Tensor.backward, torch.autograd.grad, torch.autograd.backward}
@@ -47,8 +59,9 @@ class ShardedActivation(Tensor):
                           `------------> anything else         the shards are gathered once; result an ordinary tensor
 
     Code that takes the shard stays in the graph of this tensor, so hooks and gradients of the tensor work as usual. All
-    ranks of the group must call the same functions with the tensor, which is the case if they run the same code. A
-    subclass defines the scale of its gradients and the functions that compute on shards.
+    ranks of the group must call the same functions with the tensor, which is the case if they run the same code: the
+    first function that reads values and has no handler is a collective. A subclass defines the scale of its gradients,
+    and functions that compute on shards in addition to the handlers of this file.
 
     Args:
         local: This rank's shard, without a graph.
@@ -60,6 +73,7 @@ class ShardedActivation(Tensor):
     Attributes:
         sharding: The sharded dimension.
         scale: The factor between `local` and this rank's shard of the full tensor.
+        handlers: The functions that compute on shards, by torch function. Each subclass has its own copy.
     """
 
     handlers: ClassVar[dict[Function, Handler]] = {}
@@ -70,8 +84,8 @@ class ShardedActivation(Tensor):
     scale: int
     _local: Tensor
     _linked: Tensor | None  # the shard, in the graph of this tensor
-    _written: int
-    _whole: Tensor | None
+    _written: int  # the version counter at creation
+    _whole: Tensor | None  # the full tensor, once it has been read
     _view: tuple[ShardedActivation, Callable[[Tensor], Tensor]] | None  # the base of this view, and how it is made
     _node: Any  # the node at creation; later, the tensor may be the result of an autograd function of the user
 
@@ -81,12 +95,13 @@ class ShardedActivation(Tensor):
     def __new__(
         cls, local: Tensor, sharding: Sharding, strides: Sequence[int] | None = None, *, scale: int = 1
     ) -> Self:
-        """Return an activation that is not connected to the graph of its shard."""
+        """Return an activation that is not connected to the graph of its shard, such as a gradient."""
         made: Self = make_wrapper(
             cls, sharding.whole_shape(local.shape), strides, dtype=local.dtype, device=local.device
         )
         made._local, made.sharding, made.scale = local, sharding, scale
-        made._whole = made._linked = made._view = None
+        made._whole = made._linked = made._view = made._node = None
+        made._written = 0
         return made
 
     @classmethod
@@ -128,6 +143,8 @@ class ShardedActivation(Tensor):
     def operand(self, tensor: Tensor, behind: int) -> Any:
         """Return the part of another operand that matches the shard elementwise, or `NotImplemented`.
 
+        If the result is `NotImplemented`, the shards are gathered and the function receives full tensors.
+
         Args:
             tensor: An operand of the full tensor.
             behind: The sharded dimension, counted from the last one: -1 is the last.
@@ -168,7 +185,7 @@ class ShardedActivation(Tensor):
         return self._whole
 
     def full_tensor(self) -> Tensor:
-        """Return an ordinary tensor that shares its memory, in the graph. The first call is a collective."""
+        """Return an ordinary tensor in the graph, with the memory of :meth:`read`. The first call is a collective."""
         if self._view is not None and self.grad_fn is self._node:
             base, view = self._view
             made = view(base.full_tensor())
@@ -196,7 +213,7 @@ class ShardedActivation(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call a function that reads only the shape, a handler that computes on shards, or any other function."""
+        """Call a function with the tensor as it is (shape, graph), its handler, or the function with full tensors."""
         kwargs = kwargs or {}
         if func in _WATCHES and isinstance(args[0], cls):
             args[0]._view = None  # the graph node of the tensor itself counts from now on, not the node of its base
@@ -230,12 +247,12 @@ class ShardedActivation(Tensor):
 
 
 def plain(value: Any) -> Any:
-    """Return the ordinary tensor of a sharded activation. Other values are returned unchanged."""
+    """Return the ordinary tensor of a sharded activation, which can be a collective. Return other values unchanged."""
     return value.full_tensor() if isinstance(value, ShardedActivation) else value
 
 
 def in_shares(value: Any) -> bool:
-    """Return True if a value is a sharded activation whose shards are valid."""
+    """Return True if a value is a sharded activation with valid shards of scale 1, so that handlers can use them."""
     return isinstance(value, ShardedActivation) and value.scale == 1 and not value.is_written()
 
 
@@ -301,7 +318,7 @@ def _read(leaf: Any) -> Any:
 
 
 def elementwise(func: Function, args: Any, kwargs: Any) -> Any:
-    """Handle an elementwise function of tensors and plain values."""
+    """Handle an elementwise function of tensors and plain values. Functions that write in place are not handled."""
     leaves, spec = flatten((args, kwargs))
     first = next(leaf for leaf in leaves if isinstance(leaf, ShardedActivation))
     behind = first.sharding.dim - first.ndim  # shapes are broadcast from the last dimension on
@@ -331,12 +348,13 @@ def dim_after(func: Function, x: Any, others: Any, kwargs: Any) -> int | None:
 
     Args:
         func: The function.
-        x: The tensor.
+        x: The tensor: a sharded activation, or another value.
         others: The other arguments.
         kwargs: The keyword arguments.
 
     Returns:
-        The dimension; ``None`` if it no longer exists, or if the function does not compute on shards.
+        The dimension; ``None`` if it no longer exists, if the shards of the tensor are not valid, or if another
+        argument is a tensor.
     """
     given = flatten((others, kwargs))[0]
     if not in_shares(x) or any(isinstance(each, Tensor) for each in given):
@@ -351,7 +369,16 @@ def dim_after(func: Function, x: Any, others: Any, kwargs: Any) -> int | None:
 
 
 def view(func: Function, x: ShardedActivation, others: Any, kwargs: Any, local: Tensor, sharding: Sharding) -> Any:
-    """Return a sharded activation that shares memory with another one if the function returns a view in torch."""
+    """Return a sharded activation that shares memory with another one if the function returns a view in torch.
+
+    Args:
+        func: The function.
+        x: The tensor with which the function was called.
+        others: The other arguments.
+        kwargs: The keyword arguments.
+        local: This rank's shard of the result.
+        sharding: The sharding of the result.
+    """
     with DisableTorchDispatch():
         before = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
         after = func(before, *others, **kwargs)
@@ -405,9 +432,9 @@ def _contiguous(func: Function, args: Any, kwargs: Any) -> Any:
 
 @ShardedActivation.implements(Tensor.__getitem__)
 def _index(func: Function, args: Any, kwargs: Any) -> Any:
-    """Handle slices, and masks and indices of dimensions before the sharded dimension.
+    """Handle slices and integers, and plain tensors of masks or indices if the last dimension is the sharded one.
 
-    A slice of the sharded dimension must select more than one consecutive position.
+    The sharded dimension can only be sliced: in full, or to more than one consecutive position if `can_narrow`.
     """
     x, index = args
     items = list(index) if isinstance(index, tuple) else [index]

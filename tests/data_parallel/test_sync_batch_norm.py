@@ -39,6 +39,21 @@ def replaced_and_put_back() -> None:
     assert module[1].running_mean.dtype is torch.float64
 
 
+def replaced_under_two_names() -> None:
+    group = dist.new_group([0, 1])
+    module = nn.ModuleDict({"one": nn.BatchNorm1d(4)})
+    module["two"] = layer = module["one"]
+    undo = synchronize_batch_norm(module, group)
+    assert isinstance(module["one"], nn.SyncBatchNorm)
+    assert module["one"] is module["two"]
+    undo()
+    assert module["one"] is module["two"] is layer
+
+
+def test_a_layer_with_two_names_is_replaced(ranks: Pools) -> None:
+    ranks(2).run(replaced_under_two_names)
+
+
 @pytest.mark.rows(63)
 def test_layers_are_replaced_and_put_back(ranks: Pools) -> None:
     ranks(2).run(replaced_and_put_back)

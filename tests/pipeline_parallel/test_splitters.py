@@ -77,6 +77,13 @@ def test_documents_of_any_lengths() -> None:
         assert [document for part in parts for document in documents_of(part)] == documents_of(rows(lengths))
 
 
+def test_an_integer_is_a_key_of_a_mapping_and_not_a_position() -> None:
+    batch = {3: torch.tensor([0, 3, 7]), 7: torch.arange(7)}
+    parts, counts = split_into(batch, 2, lightning_hybrid.split_rows(3))
+    assert counts == [3, 4]
+    assert [part[7].tolist() for part in parts] == [[0, 1, 2], [3, 4, 5, 6]]
+
+
 def test_queries_and_keys_have_offsets_of_their_own() -> None:
     q, k = torch.arange(7), torch.arange(9)
     batch = (q, k, torch.tensor([0, 3, 7]), torch.tensor([0, 8, 9]))

@@ -1,6 +1,15 @@
 """Contents of a batch: tensors and objects with samples, and entries that do not allow a split.
 
-:mod:`~.splitting.microbatch` uses these functions to split a batch, and to decide that a batch cannot be split.
+:mod:`~.splitting.microbatch` uses these functions for each batch, to split it or to decide that it cannot be split.
+:mod:`~.splitting.splitters` uses them to find and replace parts of a batch, and `trainer.losses` uses some of the
+predicates. No function changes a batch. Terms:
+
+- An *entry* is a part of a batch that has its own number of samples, usually a tensor.
+- A *misfit* is an entry that makes it uncertain how to split the batch.
+- An *opaque* object has a method `to` but an unknown structure, such as a batch class of the user.
+- A *divisible* object defines its samples itself: a `PackedSequence` or a batch of graphs.
+- An *irregular* tensor is nested or sparse.
+- *Packed rows* are documents joined into one long row. A tensor of *offsets* contains the boundaries.
 """
 
 from __future__ import annotations
@@ -164,8 +173,8 @@ def count_graphs(batch: Any) -> int | None:
         batch: Any batch.
 
     Returns:
-        The number; ``None`` if the batch does not have these tensors, or if the number would have to be read from a
-        device.
+        The number; ``None`` if the batch does not have these tensors, if there are no nodes, or if the number would
+        have to be read from a device.
     """
     edges, nodes = field(batch, "edge_index"), field(batch, "batch")
     if not (_is_integers(edges, 2) and edges.shape[0] == 2 and _is_integers(nodes, 1) and len(nodes)):
@@ -195,10 +204,11 @@ def _is_integers(value: Any, ndim: int) -> bool:
 
 
 def find_offsets(found: Sequence[Entry]) -> list[Entry]:
-    """Find the offsets of packed rows: integers that increase from 0 to the length of another tensor.
+    """Find the offsets of packed rows: integers that start at 0, never decrease, and end with a length.
 
-    An offset tensor has a name such as ``cu_seqlens``, or the batch contains rows of shape ``(1, length)``. Values on a
-    device are not read, so there only a name such as ``cu_seqlens`` counts.
+    If the tensor has a name such as ``cu_seqlens``, the last integer is the length of the first or second dimension of
+    another tensor. Otherwise, it is the length of rows of shape ``(1, length)``. Values on a device are not read, so
+    there a name with "seq", such as ``cu_seqlens``, is enough.
 
     Args:
         found: The entries of a batch.

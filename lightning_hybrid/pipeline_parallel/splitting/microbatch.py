@@ -1,7 +1,14 @@
 """Splitting of batches into microbatches, and joining of their outputs.
 
-The training step calls :func:`split_into`. An evaluation step splits the input of the body with :func:`slicing` and
-joins its outputs with :func:`join`.
+The training step calls :func:`split_into` for each batch, before the schedule runs; so do dry runs and comparisons of
+microbatches. Every rank of a replica splits its copy of the batch in the same way, without communication. In an
+evaluation step around an `nn.Sequential` body, the user's step receives the whole batch: only the input of the body is
+split (:func:`slicing`), and the outputs of the body are joined (:func:`join`). Other evaluation steps are not split.
+
+`torch.chunk` for each tensor would not be enough: a batch is a nested container, and also contains tensors that belong
+to no sample, such as class weights or offsets. A wrong split would change the loss without an error, so an ambiguous
+batch runs as one microbatch, with a warning. A *misfit* is an entry that makes the split ambiguous. A *signature* of a
+microbatch contains everything that determines the shapes in a step.
 """
 
 from __future__ import annotations
@@ -179,7 +186,7 @@ def split_batch(batch: Any, num_microbatches: int) -> tuple[list[Any], list[int]
         num_microbatches: The requested number of microbatches.
 
     Returns:
-        The microbatches, and the number of samples of each.
+        The microbatches, and the number of samples of each; 1 if the number is unknown.
     """
     uniform = _split_uniform(batch, num_microbatches)
     if uniform is not None:
@@ -205,8 +212,8 @@ def _split_uniform(batch: Any, num_microbatches: int) -> tuple[list[Any], list[i
         num_microbatches: The requested number of microbatches.
 
     Returns:
-        The result of :func:`split_batch`. ``None`` for any other batch, and if there are so few samples that a graph's
-        edge tensor or a list of tensors could have the same length.
+        The result of :func:`split_batch`. ``None`` for any other batch, for one requested microbatch, and if there are
+        so few samples that a graph's edge tensor or a list of tensors could have the same length.
     """
     leaves, spec = flatten(batch)
     is_plain = all(isinstance(leaf, Tensor) and leaf.ndim and not is_irregular(leaf) for leaf in leaves)
@@ -227,9 +234,9 @@ def find_misfits(batch: Any) -> list[Entry] | None:
         batch: A nested container of values.
 
     Returns:
-        Tensors whose first dimension is not the number of samples, nested and sparse tensors, offsets of packed rows,
-        and tensors in objects of unknown structure; an empty list if the batch is a list of samples; ``None`` if the
-        batch can be split.
+        Tensors whose first dimension is neither the number of samples nor 1, nested and sparse tensors, offsets of
+        packed rows, and tensors in objects of unknown structure; an empty list if the batch is a list of samples;
+        ``None`` if the batch can be split. For a single sample, only offsets of packed rows are returned, or ``None``.
     """
     return _find_misfits(batch, _find_samples(batch))
 
@@ -272,7 +279,7 @@ def _is_listed(field: Any, total: int | None) -> bool:
 
 
 class Microbatches(list[Any]):
-    """List of microbatches with the weight of each.
+    """List of microbatches with the weight of each, as the hooks of :mod:`~.splitters` return it.
 
     Args:
         microbatches: The microbatches.
@@ -290,8 +297,9 @@ def split_into(
     """Split a training batch, with the module's `split_batch` if it is defined.
 
     The weight of a microbatch from `split_batch` is its number of samples, as :func:`find_batch_size` finds it; for
-    graphs, it is the number of graphs. If a number is unknown, the weights are equal. The ready-made splitters return
-    the weights themselves (:class:`Microbatches`).
+    graphs, it is the number of graphs. If the number of one microbatch is unknown, the samples of the whole batch are
+    distributed evenly, so weights differ by at most one. The ready-made splitters return the weights themselves
+    (:class:`Microbatches`).
 
     Args:
         batch: The batch.
@@ -299,7 +307,7 @@ def split_into(
         user_split: The module's hook `split_batch`; ``None`` if it is not defined.
 
     Returns:
-        The microbatches, and the number of samples of each.
+        The microbatches, and the weight of each: its number of samples, or of tokens or graphs.
 
     Raises:
         ValueError: If `split_batch` returns no microbatches.
@@ -463,7 +471,8 @@ def join(outputs: list[Any], counts: Sequence[int], *, strict: bool = False) -> 
         outputs: One tree for each microbatch.
         counts: The number of samples of each microbatch.
         strict: If True, raise an error for a leaf with a dimension that matches ``counts`` but with equal values in all
-            microbatches.
+            microbatches, which could also be one value for the whole batch. `ChainProgram` sets it for the first batch
+            of each signature.
 
     Returns:
         The tree of the whole batch. A leaf with one dimension whose lengths are ``counts`` is concatenated along this
@@ -471,8 +480,9 @@ def join(outputs: list[Any], counts: Sequence[int], *, strict: bool = False) -> 
         microbatches.
 
     Raises:
-        JoinError: If a leaf has several such dimensions, or has none and differs between microbatches. The batch must
-            then run as one microbatch.
+        JoinError: If a leaf has several such dimensions, or has none and differs between microbatches; if the outputs
+            have different structures; or, with `strict`, if a leaf is equal in all microbatches. The batch must then
+            run as one microbatch.
     """
     if len(outputs) == 1:
         return outputs[0]

@@ -1,4 +1,12 @@
-"""Warnings and notes about how a batch was split."""
+"""Warnings and notes about how a batch was split.
+
+`TrainingStep` makes one :class:`SplitWatch` for each run. If the module has no `split_batch` hook and several
+microbatches are requested, it checks each batch. `StepContext` adds :func:`microbatch_text` to an exception that a
+microbatch raises.
+
+Splitting has to guess from shapes, and a wrong guess changes the loss without an error. So this file looks for signs of
+a wrong guess over several batches; a single batch does not have enough information.
+"""
 
 from __future__ import annotations
 
@@ -41,14 +49,14 @@ class LengthWatch:
         self._lengths: list[int] = []
 
     def __call__(self, batch: Any, total: int) -> list[int]:
-        """Compare a batch with the previous batch.
+        """Compare a batch with the previous batch, and remember it. Only weak references to its tensors are kept.
 
         Args:
-            batch: A batch that :func:`split_batch` splits.
+            batch: A batch that was passed to :func:`~.microbatch.split_batch`, also if it was not split.
             total: The number of samples.
 
         Returns:
-            The lengths of the detected tensors.
+            The lengths of the detected tensors; empty for the first batch.
         """
         tensors = [
             leaf for leaf in flatten(batch)[0] if isinstance(leaf, Tensor) and leaf.ndim > 0 and not is_irregular(leaf)
@@ -78,12 +86,12 @@ class SplitWatch:
         self._has_told_of_whole = self._was_split = False
 
     def __call__(self, batch: Any, counts: Sequence[int], num_microbatches: int) -> Iterator[str]:
-        """Check a batch.
+        """Check a batch. The check runs while the caller iterates, so iterate to the end.
 
         Args:
-            batch: A batch that :func:`split_batch` has split.
-            counts: The number of samples of each microbatch.
-            num_microbatches: The requested number.
+            batch: A batch that was passed to :func:`~.microbatch.split_batch`.
+            counts: The number of samples of each microbatch; one entry if the batch was not split.
+            num_microbatches: The requested number of microbatches, more than 1.
 
         Yields:
             Warnings.

@@ -1,5 +1,10 @@
 """Ready-made `split_batch` hooks, for batches whose tensors do not all have one row per sample.
 
+A user assigns the result of a function of this file to the attribute `split_batch` of the module. For each training
+batch, every rank then calls it through :func:`~.microbatch.split_into`. Automatic splitting recognizes only tensors
+with one row per sample, so such batches would otherwise run as one microbatch. In messages, a *splitter* is one of
+these functions, with its arguments.
+
 ::
 
     packed rows, split_rows("cu_seqlens")            graphs, split_graphs()
@@ -150,7 +155,7 @@ def _tensor(batch: Any, key: Key, splitter: str, ndim: int = 1) -> Tensor:
     Args:
         batch: The batch.
         key: The key.
-        splitter: The splitter as text, for the error message.
+        splitter: The splitter as text, such as ``split_rows('cu_seqlens')``, for the error message.
         ndim: The required number of dimensions.
 
     Raises:
@@ -226,7 +231,8 @@ def _keys_of(batch: Any) -> list[Key]:
 
 def _is_at(batch: Any, key: Key, number: int, own: Key) -> bool:
     """Return whether the child with this key and number is the child that the user's key `own` selects."""
-    return key == own or (isinstance(own, int) and own % len(_parts(batch)) == number)
+    is_position = isinstance(own, int) and not isinstance(batch, Mapping)
+    return key == own or (is_position and own % len(_parts(batch)) == number)
 
 
 def _refuse(splitter: str, left: Sequence[Entry], lengths: str) -> None:
